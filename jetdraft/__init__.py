@@ -1,0 +1,51 @@
+"""jetdraft: speculative decoding on ONNX Runtime for small devices.
+
+import jetdraft
+
+model = jetdraft.load("bundle")
+result = model.generate("def fib(n):", max_new_tokens=64)
+print(result.text, result.stats.tokens_per_pass)
+"""
+
+from jetdraft.bundle import Bundle
+from jetdraft.errors import (
+    BundleError,
+    CheckError,
+    CheckpointError,
+    ContractError,
+    JetdraftError,
+    MethodError,
+    OptionError,
+    OutputError,
+    PairError,
+    PromptError,
+    ProviderError,
+    UnsupportedModelError,
+)
+from jetdraft.runtime.model import Model, Options, Piece, Result, Stream, load
+from jetdraft.runtime.stats import Stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Bundle",
+    "BundleError",
+    "CheckError",
+    "CheckpointError",
+    "ContractError",
+    "JetdraftError",
+    "MethodError",
+    "Model",
+    "OptionError",
+    "Options",
+    "OutputError",
+    "PairError",
+    "Piece",
+    "PromptError",
+    "ProviderError",
+    "Result",
+    "Stats",
+    "Stream",
+    "UnsupportedModelError",
+    "load",
+]

@@ -1,0 +1,293 @@
+"""The bundle: one folder that holds everything a runtime needs, checked on opening.
+
+    bundle.json       what is in it, with a sha256 per file
+    target.onnx       step graph of the target, weights in target.onnx.data
+    drafter.onnx      step graph of the drafter, where there is one
+    tokenizer.json    where the checkpoint has one
+    chat_template.jinja
+
+A bundle appears whole or not at all: `writing` fills a hidden folder beside the
+output and swaps it in with one rename.
+
+Usage:
+
+    bundle = Bundle.open("bundle")
+    bundle.graphs["target"].contract.capacity
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jetdraft.contract import StepContract
+from jetdraft.errors import BundleError, OutputError, PairError
+
+SCHEMA_VERSION = 1
+MANIFEST = "bundle.json"
+TOKENIZER = "tokenizer.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+TARGET = "target"
+DRAFTER = "drafter"
+
+
+@dataclass(frozen=True)
+class GraphEntry:
+    """One step graph: its file, contract, quantization and where it came from."""
+
+    file: str
+    contract: StepContract
+    quantization: dict[str, Any]
+    source: str
+    parameters: int
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads."""
+        return {**self.__dict__, "contract": self.contract.to_json()}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> GraphEntry:
+        """Read `to_json`'s object."""
+        contract = StepContract.from_json(fields["contract"])
+        return cls(**{**fields, "contract": contract})
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An opened bundle: `path` and what its manifest says.
+
+    `files` maps each file name to its bytes and sha256, `tools` the exporting tools
+    to their versions.
+    """
+
+    path: Path
+    graphs: dict[str, GraphEntry]
+    methods: tuple[str, ...]
+    eos_token_ids: tuple[int, ...]
+    provider: str
+    tools: dict[str, str]
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def target(self) -> GraphEntry:
+        """The target's graph."""
+        return self.graphs[TARGET]
+
+    @property
+    def drafter(self) -> GraphEntry | None:
+        """The drafter's graph, if the bundle has one."""
+        return self.graphs.get(DRAFTER)
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer file, if the checkpoint had one."""
+        return self.path / TOKENIZER if TOKENIZER in self.files else None
+
+    @property
+    def sha256(self) -> str:
+        """One hash over all files' hashes."""
+        listing = json.dumps(self.files, sort_keys=True)
+        return hashlib.sha256(listing.encode()).hexdigest()
+
+    @classmethod
+    def open(cls, path: str | Path) -> Bundle:
+        """Read and check a bundle; raise `BundleError` with what is wrong."""
+        folder = Path(path)
+        bundle = cls._parse(folder, _read_manifest(folder))
+        for name, expected in bundle.files.items():
+            _check_file(folder / name, expected)
+        bundle._check_pair()
+        return bundle
+
+    @classmethod
+    def _parse(cls, folder: Path, manifest: dict[str, Any]) -> Bundle:
+        try:
+            graphs = manifest["graphs"].items()
+            bundle = cls(
+                path=folder,
+                graphs={name: GraphEntry.from_json(entry) for name, entry in graphs},
+                methods=tuple(manifest["methods"]),
+                eos_token_ids=tuple(manifest["eos_token_ids"]),
+                provider=manifest["provider"],
+                tools=manifest["tools"],
+                files=manifest["files"],
+            )
+            listed = {entry.file for entry in bundle.graphs.values()}
+            if TARGET not in bundle.graphs or not listed <= set(bundle.files):
+                raise KeyError("graph files")
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise BundleError(
+                f"{folder / MANIFEST} is malformed ({error}); export the bundle again"
+            ) from error
+        return bundle
+
+    def _check_pair(self) -> None:
+        if self.drafter is not None:
+            check_pair(self.target.contract, self.drafter.contract)
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "graphs": {name: graph.to_json() for name, graph in self.graphs.items()},
+            "methods": list(self.methods),
+            "eos_token_ids": list(self.eos_token_ids),
+            "provider": self.provider,
+            "tools": self.tools,
+            "files": self.files,
+        }
+
+    def save(self) -> None:
+        """Hash the files in `path` and write the manifest, last of all."""
+        for file in sorted(self.path.iterdir()):
+            self.files[file.name] = {
+                "bytes": file.stat().st_size,
+                "sha256": _sha256(file),
+            }
+        text = json.dumps(self.to_json(), indent=2) + "\n"
+        (self.path / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def check_pair(target: StepContract, drafter: StepContract) -> None:
+    """Raise `PairError` unless the two share vocabulary and capacity."""
+    if target.vocab_size != drafter.vocab_size:
+        raise PairError(
+            f"the drafter's vocabulary has {drafter.vocab_size} tokens, the target's "
+            f"{target.vocab_size}; choose a drafter trained with the same tokenizer"
+        )
+    if target.capacity != drafter.capacity:
+        raise PairError(
+            f"the drafter's capacity is {drafter.capacity}, the target's "
+            f"{target.capacity}; export both together"
+        )
+
+
+def check_output(output: Path) -> None:
+    """Raise `OutputError` unless `output` is free or a bundle to replace."""
+    if not output.exists():
+        return
+    if not output.is_dir() or not (output / MANIFEST).is_file():
+        raise OutputError(
+            f"{output} exists and is not a bundle; choose another output folder"
+        )
+
+
+@contextmanager
+def writing(output: str | Path) -> Iterator[Path]:
+    """Give a hidden folder to fill; swap it in as `output` when the block succeeds.
+
+    A failure or a kill at any point leaves what `output` was before.
+
+        with writing("bundle") as folder:
+            (folder / "file").write_text("...")
+    """
+    final = Path(output).absolute()
+    check_output(final)
+    staging = final.parent / f".{final.name}.partial-{os.getpid()}"
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(final)
+        staging.mkdir()
+    except OSError as error:
+        raise OutputError(
+            f"cannot write beside {final} ({error.strerror}); choose another folder"
+        ) from error
+    try:
+        yield staging
+        _flush(staging)
+        _swap_in(staging, final)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _sweep(final: Path) -> None:
+    """Remove what killed exports to the same folder left behind."""
+    for left in final.parent.glob(f".{final.name}.partial-*"):
+        pid = left.name.rpartition("-")[2]
+        if not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    """Have the data on disk before the rename is."""
+    for file in folder.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+
+
+def _swap_in(staging: Path, final: Path) -> None:
+    """Rename into place; an earlier bundle moves to `staging`, to be removed."""
+    if not final.exists():
+        staging.rename(final)
+    elif not _exchange(staging, final):
+        # Only file systems without an atomic exchange come here: a kill between the
+        # two renames leaves both bundles whole, the old one under the hidden name.
+        aside = staging.with_name(f"{staging.name}.old")
+        final.rename(aside)
+        staging.rename(final)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one atomic step (Linux); False where that is not possible."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    at_cwd, exchange = -100, 2
+    paths = os.fsencode(one), os.fsencode(other)
+    return bool(rename(at_cwd, paths[0], at_cwd, paths[1], exchange) == 0)
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise BundleError(f"no bundle at {folder}; make one with jetdraft export")
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        version = manifest["schema_version"]
+    except FileNotFoundError as error:
+        raise BundleError(
+            f"{folder} has no {MANIFEST}; make a bundle with jetdraft export"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise BundleError(
+            f"{folder / MANIFEST} is damaged; export the bundle again"
+        ) from error
+    if version != SCHEMA_VERSION:
+        advice = (
+            "update jetdraft"
+            if isinstance(version, int) and version > SCHEMA_VERSION
+            else "export the bundle again"
+        )
+        raise BundleError(
+            f"{folder} has bundle schema {version}, this jetdraft reads "
+            f"{SCHEMA_VERSION}; {advice}"
+        )
+    return dict(manifest)
+
+
+def _check_file(file: Path, expected: dict[str, Any]) -> None:
+    if not file.is_file():
+        raise BundleError(f"{file} is missing; export the bundle again")
+    size = file.stat().st_size
+    if size != expected["bytes"]:
+        raise BundleError(
+            f"{file} has {size} bytes instead of {expected['bytes']}; "
+            "export or copy the bundle again"
+        )
+    if _sha256(file) != expected["sha256"]:
+        raise BundleError(
+            f"{file} was altered (its sha256 differs); export or copy the bundle again"
+        )
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -1,0 +1,114 @@
+"""jetdraft export: checkpoints to a bundle."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jetdraft.errors import JetdraftError
+from jetdraft.quant.recipe import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, SCHEMES, Recipe
+
+
+class Stages:
+    """A progress bar per stage of the export, on standard error."""
+
+    def __init__(self) -> None:
+        self.stage = ""
+        self.bar: Any = None
+        self.done = 0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage != self.stage:
+            self.close()
+            self.stage, self.done = stage, 0
+            self.bar = click.progressbar(
+                length=total, label=f"{stage:18}", file=sys.stderr
+            )
+        self.bar.update(done - self.done)
+        self.done = done
+
+    def close(self) -> None:
+        """End the current bar's line."""
+        if self.bar is not None:
+            self.bar.render_finish()
+            self.bar = None
+
+
+@click.command("export")
+@click.argument("target")
+@click.option("--drafter", help="A small checkpoint with the same tokenizer.")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The bundle folder to write.",
+)
+@click.option(
+    "--quantize", type=click.Choice(SCHEMES), default="int4", show_default=True
+)
+@click.option(
+    "--block-size",
+    type=click.Choice([str(size) for size in BLOCK_SIZES]),
+    default=str(DEFAULT_BLOCK_SIZE),
+    show_default=True,
+    help="Weights that share a scale.",
+)
+@click.option("--dtype", type=click.Choice(["fp32", "fp16"]), default="fp32")
+@click.option(
+    "--capacity",
+    type=int,
+    default=2048,
+    show_default=True,
+    help="Tokens of prompt and output together.",
+)
+@click.option(
+    "--max-width",
+    type=int,
+    default=128,
+    show_default=True,
+    help="The most rows of one pass.",
+)
+@click.option("--provider", default="cpu", show_default=True)
+def command(
+    target: str,
+    drafter: str | None,
+    output: Path,
+    quantize: str,
+    block_size: str,
+    dtype: str,
+    capacity: int,
+    max_width: int,
+    provider: str,
+) -> None:
+    """Export TARGET, a checkpoint folder or hub id, to a bundle."""
+    exporter = _exporter()
+    options = exporter.ExportOptions(
+        recipe=Recipe(quantize, int(block_size)),  # type: ignore[arg-type]
+        dtype=dtype,
+        capacity=capacity,
+        max_width=min(max_width, capacity),
+        provider=provider,
+    )
+    stages = Stages()
+    try:
+        bundle = exporter.export(target, output, drafter, options, stages)
+    finally:
+        stages.close()
+    size = sum(file["bytes"] for file in bundle.files.values())
+    methods = ", ".join(bundle.methods)
+    click.echo(f"{output}: {size / 1e6:.1f} MB, methods {methods}", err=True)
+
+
+def _exporter() -> Any:
+    """The export package, which only its extra brings."""
+    try:
+        from jetdraft.export import exporter
+    except ImportError as error:
+        raise JetdraftError(
+            f"exporting needs {error.name}; pip install 'jetdraft[cpu,export]'"
+        ) from error
+    return exporter

@@ -1,0 +1,114 @@
+"""jetdraft generate: text from a bundle."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jetdraft.cli.options import bundle_argument, runtime_options, sampling_options
+from jetdraft.runtime.model import Model, Stream, load
+from jetdraft.runtime.stats import Stats
+
+
+@click.command("generate")
+@bundle_argument
+@click.argument("prompt", required=False)
+@click.option("--prompt-file", type=click.Path(path_type=Path))
+@click.option("--max-new-tokens", type=int, default=128, show_default=True)
+@click.option(
+    "--method",
+    default="auto",
+    show_default=True,
+    help="auto, none, or what the bundle has: draft, lookup.",
+)
+@click.option(
+    "--num-draft-tokens", type=int, help="Fixed draft length; default: adaptive."
+)
+@sampling_options
+@click.option("--ignore-eos", is_flag=True, help="Go on past end-of-text.")
+@click.option(
+    "--exact/--no-exact",
+    default=True,
+    help="Keep to pass widths whose rows agree bit by bit (default).",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@runtime_options
+def command(
+    bundle: Path,
+    prompt: str | None,
+    prompt_file: Path | None,
+    as_json: bool,
+    provider: str | None,
+    threads: int | None,
+    **options: Any,
+) -> int:
+    """Continue PROMPT, or standard input where it is "-"."""
+    text = _read_prompt(prompt, prompt_file)
+    model = load(bundle, provider, threads)
+    stream = model.stream(text, **options)
+    ids: list[int] = []
+    interrupted = False
+    try:
+        _consume(stream, ids, show=not as_json)
+    except KeyboardInterrupt:
+        interrupted = True
+        stream.stats.finish_reason = "interrupted"
+    if as_json:
+        click.echo(_as_json(model, stream.stats, ids))
+    else:
+        click.echo()
+        click.echo(summary(stream.stats), err=True)
+    return 130 if interrupted else 0
+
+
+def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise click.UsageError('give one of PROMPT, --prompt-file or "-"')
+    if prompt == "-":
+        return sys.stdin.read()
+    if prompt_file is None:
+        assert prompt is not None
+        return prompt
+    try:
+        return prompt_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(
+            f"cannot read {prompt_file} ({error}); give a UTF-8 text file"
+        ) from error
+
+
+def _consume(stream: Stream, ids: list[int], show: bool) -> None:
+    for piece in stream:
+        ids += piece.token_ids
+        if show:
+            click.echo(piece.text, nl=False)
+
+
+def _as_json(model: Model, stats: Stats, ids: list[int]) -> str:
+    fields = {
+        "text": model.text.decode(ids),
+        "token_ids": ids,
+        "prompt_tokens": stats.prompt_tokens,
+        "stats": stats.to_json(),
+    }
+    return json.dumps(fields, ensure_ascii=False)
+
+
+def summary(stats: Stats) -> str:
+    """The one line that ends a generation."""
+    parts = [f"{stats.new_tokens} tokens in {stats.target_passes} passes"]
+    for value, form in (
+        (stats.tokens_per_pass, "{:.2f} tokens/pass"),
+        (stats.acceptance_rate, "acceptance {:.2f}"),
+        (stats.tokens_per_second, "{:.1f} tokens/s"),
+        (stats.time_to_first_token, "first after {:.3f} s"),
+    ):
+        if value is not None:
+            parts.append(form.format(value))
+    choices = sorted(stats.rounds_by_choice.items(), key=lambda item: -item[1])
+    chosen = " ".join(f"{choice} x{rounds}" for choice, rounds in choices)
+    return f"[{', '.join(parts)}; {stats.method}: {chosen}; {stats.finish_reason}]"

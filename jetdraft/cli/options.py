@@ -1,0 +1,52 @@
+"""Options that several verbs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
+
+
+def runtime_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Where and with how many threads a bundle runs."""
+    for option in (
+        click.option(
+            "--threads", type=int, help="Threads of the target; default: all cores."
+        ),
+        click.option(
+            "--provider", help="Execution provider; default: the one exported for."
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """How tokens are chosen."""
+    for option in (
+        click.option("--seed", type=int, default=0, show_default=True),
+        click.option("--min-p", type=float, default=0.0, help="0 is off."),
+        click.option("--top-p", type=float, default=1.0, help="1 is off."),
+        click.option("--top-k", type=int, default=0, help="0 is off."),
+        click.option(
+            "--temperature", type=float, default=0.0, help="0 (default) is greedy."
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def integers(text: str, option: str) -> list[int]:
+    """A comma list of integers."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise click.BadParameter(
+            f"{text!r} is not a comma list of integers", param_hint=option
+        ) from error

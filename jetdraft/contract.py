@@ -1,0 +1,165 @@
+"""The graph contract: what a step graph takes and gives, declared once.
+
+The exporter names its inputs and outputs after these declarations and the runtime
+checks a session against them at load. A *step graph* runs `n` rows over a fixed KV
+buffer of `capacity` rows:
+
+| input | type, shape |
+| --- | --- |
+| `input_ids`, `position_ids` | int64 [1, n] |
+| `cursor` | int32 [1], committed rows in the buffer |
+| `total_length` | int32 [1], cursor + n |
+| `past_key.{i}`, `past_value.{i}` | dtype [1, kv_heads, capacity, head_dim] |
+
+| output | type, shape |
+| --- | --- |
+| `candidates`, `candidate_logits` | int64, float32 [1, n, K], best first |
+| `logsumexp` | float32 [1, n] |
+| `logits` | float32 [1, n, vocab] |
+| `present_key.{i}`, `present_value.{i}` | the same buffers, updated in place |
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jetdraft.errors import ContractError
+
+CANDIDATES = 64
+"""K: how many candidates per row a graph returns, unless the vocabulary is smaller."""
+
+ROWS = "n"
+"""The name of the one dynamic axis: the rows of a pass."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """An input or output: name, numpy dtype name, shape with `ROWS` as its row axis."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    def at_width(self, width: int) -> tuple[int, ...]:
+        """The shape in a pass of `width` rows."""
+        return tuple(width if axis == ROWS else int(axis) for axis in self.shape)
+
+
+@dataclass(frozen=True)
+class StepContract:
+    """The sizes that fix every shape of a step graph.
+
+    `kv_shapes` holds (kv_heads, head_dim) per layer and `dtype` is the one of the KV
+    buffers, "float32" or "float16".
+
+        contract = StepContract(
+            vocab_size=4096, capacity=2048, max_width=256, dtype="float32",
+            kv_shapes=((2, 64),) * 7,
+        )
+        [spec.name for spec in contract.inputs]
+    """
+
+    vocab_size: int
+    capacity: int
+    max_width: int
+    dtype: str
+    kv_shapes: tuple[tuple[int, int], ...]
+
+    @property
+    def candidates(self) -> int:
+        """Candidates per row."""
+        return min(CANDIDATES, self.vocab_size)
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """All inputs, in graph order."""
+        return (
+            TensorSpec("input_ids", "int64", (1, ROWS)),
+            TensorSpec("position_ids", "int64", (1, ROWS)),
+            TensorSpec("cursor", "int32", (1,)),
+            TensorSpec("total_length", "int32", (1,)),
+            *self.buffers("past"),
+        )
+
+    @property
+    def answers(self) -> tuple[TensorSpec, ...]:
+        """The outputs that are not KV buffers, in graph order."""
+        k = self.candidates
+        return (
+            TensorSpec("candidates", "int64", (1, ROWS, k)),
+            TensorSpec("candidate_logits", "float32", (1, ROWS, k)),
+            TensorSpec("logsumexp", "float32", (1, ROWS)),
+            TensorSpec("logits", "float32", (1, ROWS, self.vocab_size)),
+        )
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """All outputs, in graph order."""
+        return (*self.answers, *self.buffers("present"))
+
+    def buffers(self, side: str) -> tuple[TensorSpec, ...]:
+        """The KV buffers named `{side}_key.{i}` and `{side}_value.{i}`."""
+        return tuple(
+            TensorSpec(
+                f"{side}_{kind}.{layer}",
+                self.dtype,
+                (1, heads, self.capacity, head_dim),
+            )
+            for layer, (heads, head_dim) in enumerate(self.kv_shapes)
+            for kind in ("key", "value")
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> StepContract:
+        """Read `to_json`'s object; raise `ContractError` if it is not one."""
+        try:
+            shapes = tuple((int(h), int(d)) for h, d in fields["kv_shapes"])
+            return cls(**{**fields, "kv_shapes": shapes})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ContractError(
+                f"the graph contract in bundle.json is malformed ({error}); "
+                "export the bundle again"
+            ) from error
+
+
+_ONNX_TYPES = {
+    "int64": "tensor(int64)",
+    "int32": "tensor(int32)",
+    "float32": "tensor(float)",
+    "float16": "tensor(float16)",
+}
+
+
+def check_tensors(declared: tuple[TensorSpec, ...], found: list[Any], of: str) -> None:
+    """Compare a session's inputs or outputs with their declaration.
+
+    `found` are onnxruntime `NodeArg`s, `of` names the graph and side in the message.
+    Raises `ContractError` on the first difference.
+    """
+    actual = {arg.name: (arg.type, tuple(arg.shape)) for arg in found}
+    for spec in declared:
+        if spec.name not in actual:
+            raise ContractError(f"{of} lack {spec.name!r}; export the bundle again")
+        dtype, shape = actual.pop(spec.name)
+        if dtype != _ONNX_TYPES[spec.dtype] or not _fits(spec.shape, shape):
+            raise ContractError(
+                f"{of}: {spec.name!r} is {dtype} {list(shape)}, declared "
+                f"{spec.dtype} {list(spec.shape)}; export the bundle again"
+            )
+    if actual:
+        raise ContractError(
+            f"{of} have undeclared {sorted(actual)}; export the bundle again"
+        )
+
+
+def _fits(declared: tuple[int | str, ...], found: tuple[Any, ...]) -> bool:
+    """A named axis fits any symbolic axis; a number fits only itself."""
+    return len(declared) == len(found) and all(
+        not isinstance(there, int) if here == ROWS else here == there
+        for here, there in zip(declared, found, strict=True)
+    )

@@ -1,0 +1,73 @@
+"""Everything jetdraft raises on purpose.
+
+    JetdraftError
+    ├── OptionError        an option is out of range or contradicts another
+    ├── CheckpointError    a checkpoint cannot be read
+    │   └── UnsupportedModelError   its architecture cannot be exported
+    ├── PairError          target and drafter do not belong together
+    ├── OutputError        the output folder cannot be written
+    ├── BundleError        a bundle is missing, damaged or too new
+    │   └── ContractError  a graph does not have the declared inputs and outputs
+    ├── PromptError        a prompt is empty, too long or not in the vocabulary
+    ├── MethodError        the bundle cannot draft with the asked method
+    ├── ProviderError      this onnxruntime cannot run on the asked provider
+    └── CheckError         `jetdraft check` found a wrong text
+
+A message states the fact and the fix in one line. The command line prints it and
+ends with exit code 2.
+
+Usage:
+
+    try:
+        model = jetdraft.load("bundle")
+    except jetdraft.JetdraftError as error:
+        print(error)
+"""
+
+
+class JetdraftError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class OptionError(JetdraftError):
+    """An option is out of range or contradicts another."""
+
+
+class CheckpointError(JetdraftError):
+    """A checkpoint cannot be read."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """The checkpoint's architecture cannot be exported."""
+
+
+class PairError(JetdraftError):
+    """Target and drafter do not belong together."""
+
+
+class OutputError(JetdraftError):
+    """The output folder cannot be written."""
+
+
+class BundleError(JetdraftError):
+    """A bundle is missing, damaged or too new."""
+
+
+class ContractError(BundleError):
+    """A graph does not have the declared inputs and outputs."""
+
+
+class PromptError(JetdraftError):
+    """A prompt is empty, too long or not in the vocabulary."""
+
+
+class MethodError(JetdraftError):
+    """The bundle cannot draft with the asked method."""
+
+
+class ProviderError(JetdraftError):
+    """This onnxruntime cannot run on the asked provider."""
+
+
+class CheckError(JetdraftError):
+    """`jetdraft check` found a wrong text."""

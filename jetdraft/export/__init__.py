@@ -1,0 +1,1 @@
+"""Checkpoints become graphs here; torch, transformers and optimum live only here."""

@@ -1,0 +1,188 @@
+"""The attention seam: any transformers decoder attends over our fixed KV buffers.
+
+Two hooks reach every decoder of transformers 5 without touching its code: a function
+registered with `AttentionInterface`, and a `Cache` whose `update` hands key and value
+through. `StepState` carries what the attention needs beside query, key and value.
+
+While exporting, attention becomes one `com.microsoft.GroupQueryAttention` node; run
+eagerly, the same function computes the same thing in PyTorch, so the module is the
+oracle of its own graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+from jetdraft.errors import UnsupportedModelError
+
+IMPLEMENTATION = "jetdraft"
+"""The name under which the attention is registered with transformers."""
+
+_HARMLESS = {"dropout", "position_ids", "is_causal", "use_cache", "cache_position"}
+
+
+@dataclass
+class StepState:
+    """What one pass gives its attention layers, and what they give back.
+
+    `past` and `present` hold (key, value) buffers [1, kv_heads, capacity, head_dim]
+    per layer; `last_row` is int32 [1], the index of the pass's last row in them.
+    """
+
+    cursor: torch.Tensor
+    last_row: torch.Tensor
+    total_length: torch.Tensor
+    past: list[tuple[torch.Tensor, torch.Tensor]]
+    present: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+_active: list[StepState] = []
+
+
+@contextmanager
+def attending(state: StepState) -> Iterator[StepState]:
+    """Make `state` the one that attention layers read and write."""
+    _active.append(state)
+    try:
+        yield state
+    finally:
+        _active.pop()
+
+
+class HandThrough(Cache):  # type: ignore[misc]  # transformers is untyped
+    """A cache that keeps nothing: attention itself writes the fixed buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the new rows untouched."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions are given explicitly, so the length never matters."""
+        return 0
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **extra: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over the active `StepState`: [1, heads, n, d] to [1, n, heads, d]."""
+    unknown = [
+        name
+        for name, given in extra.items()
+        if name not in _HARMLESS and given is not None and given is not False
+    ]
+    if attention_mask is not None or unknown or key.shape[-1] != value.shape[-1]:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} needs more than GroupQueryAttention computes "
+            f"({', '.join(unknown) or 'its own mask or head size'}); "
+            "export another architecture"
+        )
+    state = _active[-1]
+    scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    form = _as_node if torch.compiler.is_exporting() else _eagerly
+    output, state.present[layer] = form(
+        state, layer, query, key, value, scale, sliding_window or 0, softcap or 0.0
+    )
+    return output, None
+
+
+def _as_node(
+    state: StepState,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """One GroupQueryAttention node, which also writes the buffers."""
+    _, heads, rows, head_dim = query.shape
+    past_key, past_value = state.past[layer]
+    attributes: dict[str, Any] = {
+        "num_heads": heads,
+        "kv_num_heads": key.shape[1],
+        "scale": scale,
+    }
+    if window:
+        attributes["local_window_size"] = window
+    if softcap:
+        attributes["softcap"] = softcap
+    output, new_key, new_value = torch.onnx.ops.symbolic_multi_out(
+        "com.microsoft::GroupQueryAttention",
+        [
+            *(_rows_first(t) for t in (query, key, value)),
+            past_key,
+            past_value,
+            state.last_row,
+            state.total_length,
+        ],
+        attrs=attributes,
+        dtypes=[query.dtype] * 3,
+        shapes=[(1, rows, heads * head_dim), past_key.shape, past_value.shape],
+        version=1,
+    )
+    return output.reshape(1, rows, heads, head_dim), (new_key, new_value)
+
+
+def _rows_first(tensor: torch.Tensor) -> torch.Tensor:
+    """[1, heads, n, d] to [1, n, heads * d]."""
+    return tensor.transpose(1, 2).reshape(1, tensor.shape[2], -1)
+
+
+def _eagerly(
+    state: StepState,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """The same in PyTorch, over copies of the buffers."""
+    start, rows = int(state.cursor), query.shape[2]
+    keys, values = (buffer.clone() for buffer in state.past[layer])
+    keys[:, :, start : start + rows] = key
+    values[:, :, start : start + rows] = value
+    groups = query.shape[1] // key.shape[1]
+    seen_keys, seen_values = (
+        buffer[:, :, : start + rows].repeat_interleave(groups, dim=1)
+        for buffer in (keys, values)
+    )
+    scores = (query @ seen_keys.transpose(2, 3)).float() * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    at = torch.arange(start, start + rows)[:, None]
+    seen = torch.arange(start + rows)[None, :]
+    visible = (seen <= at) & ((seen > at - window) if window else True)
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).to(query.dtype)
+    return (weights @ seen_values).transpose(1, 2), (keys, values)
+
+
+AttentionInterface.register(IMPLEMENTATION, attend)

@@ -1,0 +1,177 @@
+"""Reading a Hugging Face checkpoint: its model, tokenizer and special tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from optimum.exporters.tasks import TasksManager
+
+from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.export.attention import IMPLEMENTATION
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded decoder and what the bundle keeps of its folder.
+
+    `tokenizer` is the text of a tokenizer.json, or None where the checkpoint has no
+    tokenizer; `chat_template` likewise.
+
+        checkpoint = Checkpoint.load("examples/pycode/target", torch.float32)
+    """
+
+    source: str
+    model: Any
+    tokenizer: str | None
+    chat_template: str | None
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def load(cls, source: str, dtype: torch.dtype) -> Checkpoint:
+        """Load a local folder or a hub id; raise `CheckpointError` with the reason."""
+        _check_folder(source)
+        with _quiet():
+            config = _load_config(source)
+            model = _load_model(source, config, dtype)
+            tokenizer = _load_tokenizer(source)
+        return cls(
+            source=source,
+            model=model,
+            tokenizer=tokenizer and tokenizer.backend_tokenizer.to_str(),
+            chat_template=getattr(tokenizer, "chat_template", None),
+            eos_token_ids=_eos_token_ids(model),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the LM head."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def parameters(self) -> int:
+        """How many weights the model has, tied ones once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+
+def _check_folder(source: str) -> None:
+    """A local path must be a folder with a config; anything else may be a hub id."""
+    path = Path(source)
+    looks_local = path.exists() or source.startswith((".", "/", "~"))
+    looks_local = looks_local or source.count("/") != 1
+    if not looks_local:
+        return
+    if not path.is_dir():
+        raise CheckpointError(
+            f"no checkpoint folder at {source}; give a folder or a hub id like org/name"
+        )
+    if not (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{source} has no config.json; give a folder that save_pretrained wrote"
+        )
+
+
+def _load_config(source: str) -> Any:
+    with _as_checkpoint_error(source):
+        config = transformers.AutoConfig.from_pretrained(source)
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "use_bidirectional_attention", False):
+        raise UnsupportedModelError(
+            f"{source} attends in both directions; only causal decoders can be exported"
+        )
+    return config
+
+
+def _load_model(source: str, config: Any, dtype: torch.dtype) -> Any:
+    """The model through optimum, with our attention in it."""
+    kind = config.model_type
+    try:
+        TasksManager.get_model_class_for_task(
+            "text-generation", "pt", model_type=kind, library="transformers"
+        )
+    except (KeyError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{source} is a {kind!r} model, which optimum cannot load for text "
+            "generation; export a decoder-only language model"
+        ) from error
+    with _as_checkpoint_error(source):
+        model = TasksManager.get_model_from_task(
+            "text-generation",
+            source,
+            framework="pt",
+            torch_dtype=dtype,
+            library_name="transformers",
+        )
+    if config.is_encoder_decoder or not model._supports_attention_backend:
+        raise UnsupportedModelError(
+            f"the attention of {type(model).__name__} does not go through "
+            "transformers' AttentionInterface; export another architecture"
+        )
+    model.set_attn_implementation(IMPLEMENTATION)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _load_tokenizer(source: str) -> Any:
+    """The fast tokenizer, or None for a checkpoint that has none."""
+    path = Path(source)
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if path.is_dir() and not any((path / name).is_file() for name in names):
+        return None
+    with _as_checkpoint_error(source):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    if not getattr(tokenizer, "is_fast", False):
+        raise CheckpointError(
+            f"the tokenizer of {source} has no tokenizer.json form; convert it first"
+        )
+    return tokenizer
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    for config in (model.generation_config, model.config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    return ()
+
+
+@contextlib.contextmanager
+def _as_checkpoint_error(source: str) -> Iterator[None]:
+    """Turn whatever a loader raises into one line."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        reason = lines[0] if lines else type(error).__name__
+        raise CheckpointError(
+            f"cannot load {source} ({reason}); check the folder or the hub id"
+        ) from error
+    except Exception as error:  # safetensors raises its own, underived exception
+        if type(error).__module__.partition(".")[0] != "safetensors_rust":
+            raise
+        raise CheckpointError(
+            f"the weights of {source} are damaged ({error}); fetch them again"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars or warnings of the loaders on our terminal."""
+    logging_state = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    bars = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS")
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.disable(logging_state)
+        if bars is None:
+            transformers.utils.logging.enable_progress_bar()

@@ -1,0 +1,190 @@
+"""From checkpoints to a bundle."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+
+from jetdraft.bundle import (
+    CHAT_TEMPLATE,
+    DRAFTER,
+    TARGET,
+    TOKENIZER,
+    Bundle,
+    GraphEntry,
+    check_output,
+    check_pair,
+    writing,
+)
+from jetdraft.contract import StepContract
+from jetdraft.errors import OptionError, PairError
+from jetdraft.export.checkpoint import Checkpoint
+from jetdraft.export.fusion import fuse
+from jetdraft.export.step import kv_shapes, trace
+from jetdraft.quant.recipe import Recipe
+from jetdraft.quant.weights import quantize
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+PROVIDERS = ("cpu",)
+Progress = Callable[[str, int, int], None]
+"""Called with the name of the stage, the steps done and their number."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How a bundle is made.
+
+    `capacity` is the rows of the KV buffers (prompt and output together), `max_width`
+    the most rows of one pass, `dtype` "fp32" or "fp16" of activations and buffers.
+
+        ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)
+    """
+
+    recipe: Recipe = Recipe()
+    dtype: str = "fp32"
+    capacity: int = 2048
+    max_width: int = 256
+    provider: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise OptionError(f"unknown dtype {self.dtype!r}; choose fp32 or fp16")
+        if self.provider not in PROVIDERS:
+            raise OptionError(
+                f"cannot export for provider {self.provider!r}; choose "
+                f"{', '.join(PROVIDERS)}"
+            )
+        if not 16 <= self.capacity <= 1 << 20:
+            raise OptionError(
+                f"capacity {self.capacity} is out of range; choose 16 to 1048576"
+            )
+        if not 2 <= self.max_width <= self.capacity:
+            raise OptionError(
+                f"max width {self.max_width} is out of range; choose 2 to the capacity"
+            )
+
+
+def export(
+    target: str,
+    output: str | Path,
+    drafter: str | None = None,
+    options: ExportOptions | None = None,
+    progress: Progress | None = None,
+) -> Bundle:
+    """Export a target, and a drafter beside it, to the bundle folder `output`.
+
+    `target` and `drafter` are local checkpoint folders or hub ids. Raises
+    `CheckpointError`, `PairError` or `OutputError` before anything is written.
+
+        export("target/", "bundle", drafter="drafter/")
+    """
+    options = options or ExportOptions()
+    report = progress or (lambda stage, done, total: None)
+    check_output(Path(output).absolute())
+    sources = {TARGET: target} | ({DRAFTER: drafter} if drafter else {})
+    loaded: dict[str, Checkpoint] = {}
+    for number, (name, source) in enumerate(sources.items()):
+        report("load", number, len(sources))
+        loaded[name] = Checkpoint.load(source, DTYPES[options.dtype])
+    report("load", len(sources), len(sources))
+    contracts = {name: _contract(ckpt, options) for name, ckpt in loaded.items()}
+    if drafter:
+        _check_tokenizers(loaded[TARGET], loaded[DRAFTER])
+        check_pair(contracts[TARGET], contracts[DRAFTER])
+    with writing(output) as folder:
+        graphs = {
+            name: _write_graph(folder, name, ckpt, contracts[name], options, report)
+            for name, ckpt in loaded.items()
+        }
+        _write_texts(folder, loaded[TARGET])
+        Bundle(
+            path=folder,
+            graphs=graphs,
+            methods=("none", "lookup", *(["draft"] if drafter else [])),
+            eos_token_ids=loaded[TARGET].eos_token_ids,
+            provider=options.provider,
+            tools=_versions(),
+        ).save()
+    return Bundle.open(output)
+
+
+def _contract(checkpoint: Checkpoint, options: ExportOptions) -> StepContract:
+    return StepContract(
+        vocab_size=checkpoint.vocab_size,
+        capacity=options.capacity,
+        max_width=options.max_width,
+        dtype={"fp32": "float32", "fp16": "float16"}[options.dtype],
+        kv_shapes=kv_shapes(checkpoint.model),
+    )
+
+
+def _check_tokenizers(target: Checkpoint, drafter: Checkpoint) -> None:
+    """The drafter must read and write the target's token ids."""
+    if target.tokenizer is None or drafter.tokenizer is None:
+        return  # ids only; the vocabularies are compared by their sizes
+    if _vocabulary(target.tokenizer) != _vocabulary(drafter.tokenizer):
+        raise PairError(
+            f"{drafter.source} has another tokenizer than {target.source}; choose a "
+            "drafter trained with the same one"
+        )
+
+
+def _vocabulary(tokenizer: str) -> object:
+    """What decides which ids a text becomes."""
+    fields = json.loads(tokenizer)
+    return [fields.get(key) for key in ("model", "normalizer", "pre_tokenizer")]
+
+
+def _write_graph(
+    folder: Path,
+    name: str,
+    checkpoint: Checkpoint,
+    contract: StepContract,
+    options: ExportOptions,
+    report: Progress,
+) -> GraphEntry:
+    report(f"trace {name}", 0, 1)
+    model = trace(checkpoint.model, contract)
+    silenced = logging.root.manager.disable
+    logging.disable(logging.INFO)  # the graph passes report every node they drop
+    try:
+        fuse(model, contract)
+        report(f"trace {name}", 1, 1)
+        stage = f"quantize {name}"
+        quantize(model, options.recipe, lambda done, of: report(stage, done, of))
+    finally:
+        logging.disable(silenced)
+    file = f"{name}.onnx"
+    ir.save(model, folder / file, external_data=f"{file}.data")
+    return GraphEntry(
+        file=file,
+        contract=contract,
+        quantization=options.recipe.to_json(),
+        source=checkpoint.source,
+        parameters=checkpoint.parameters,
+    )
+
+
+def _write_texts(folder: Path, target: Checkpoint) -> None:
+    texts = {TOKENIZER: target.tokenizer, CHAT_TEMPLATE: target.chat_template}
+    for name, text in texts.items():
+        if isinstance(text, str):
+            (folder / name).write_text(text, encoding="utf-8")
+
+
+def _versions() -> dict[str, str]:
+    tools = ("jetdraft", "torch", "transformers", "optimum", "onnx", "onnxruntime")
+    found = {}
+    for tool in tools:
+        try:
+            found[tool] = importlib.metadata.version(tool)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,260 @@
+"""Rewrites of a traced step graph that save nodes, never change what it computes.
+
+Each is optional: a pattern that does not match is left as it was traced.
+
+- rotary: Transpose, RotaryEmbedding, Transpose before attention become the rotation
+  inside GroupQueryAttention, over cosine and sine tables of `capacity` rows
+- projections: MatMuls that share their input become one; query, key and value then
+  enter attention packed
+- norms: residual Add and RMSNormalization become SkipSimplifiedLayerNormalization
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+from onnx_ir.passes import common
+
+from jetdraft.contract import StepContract
+from jetdraft.editing import initializer, substitute
+
+_CONTRIB = "com.microsoft"
+
+
+def fuse(model: ir.Model, contract: StepContract) -> None:
+    """Apply every rewrite to `model`, in place."""
+    # One cosine per layer becomes one cosine, so that one table serves all layers.
+    common.CommonSubexpressionEliminationPass()(model)
+    tables = _RotaryTables(model, contract.capacity)
+    for node in _attentions(model.graph):
+        _fuse_rotary(model.graph, node, tables)
+    _drop_identity_reshapes(model.graph)
+    _merge_projections(model.graph)
+    for node in _attentions(model.graph):
+        _pack_projections(node)
+    _fuse_norms(model.graph)
+    common.RemoveUnusedNodesPass()(model)
+    model.graph.sort()
+
+
+def _attentions(graph: ir.Graph) -> list[ir.Node]:
+    return [node for node in graph if node.op_type == "GroupQueryAttention"]
+
+
+def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """The node of that type which makes `value`, if one does."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == op_type else None
+
+
+# --- rotary ---------------------------------------------------------------------------
+
+
+class _RotaryTables:
+    """Cosines and sines by position, computed by the traced graph itself.
+
+    Whatever the architecture does between `position_ids` and its cosine (scaling,
+    partial rotation) is run once for the positions 0..capacity-1.
+    """
+
+    def __init__(self, model: ir.Model, capacity: int) -> None:
+        self.graph = model.graph
+        self.positions = model.graph.inputs[1]
+        self.capacity = capacity
+        self.made: dict[ir.Value, ir.Value | None] = {}
+
+    def of(self, value: ir.Value) -> ir.Value | None:
+        """An initializer [capacity, d/2] that holds `value` for every position.
+
+        None where `value` depends on more than the position.
+        """
+        if value not in self.made:
+            try:
+                part = ir.convenience.extract(self.graph, [self.positions], [value])
+            except ValueError:
+                self.made[value] = None
+            else:
+                self.made[value] = self._evaluate(part, f"{value.name}.table")
+        return self.made[value]
+
+    def _evaluate(self, part: ir.Graph, name: str) -> ir.Value:
+        proto = ir.serde.serialize_model(ir.Model(part, ir_version=10))
+        session = onnxruntime.InferenceSession(
+            proto.SerializeToString(), providers=["CPUExecutionProvider"]
+        )
+        positions = np.arange(self.capacity)[None]
+        [table] = session.run(None, {self.positions.name: positions})
+        return initializer(self.graph, name, np.ascontiguousarray(table[0]))
+
+
+def _fuse_rotary(graph: ir.Graph, attention: ir.Node, tables: _RotaryTables) -> None:
+    """Let attention rotate query and key itself, if both match the pattern."""
+    found = [_rotation_before(attention.inputs[i]) for i in (0, 1)]
+    query, key = found
+    if query is None or key is None:
+        return
+    _, rotation, unrotated = query
+    head_dim = unrotated.shape[3] if unrotated.shape else None
+    # The CPU kernel rotates heads whose size is a multiple of 16 only.
+    if not isinstance(head_dim, int) or head_dim % 16:
+        return
+    if list(rotation.inputs[1:3]) != list(key[1].inputs[1:3]):
+        return
+    cosines, sines = (tables.of(value) for value in rotation.inputs[1:3] if value)
+    if cosines is None or sines is None:
+        return
+    for flatten, _, source in (query, key):
+        flatten.replace_input_with(0, source)
+    attention.attributes["do_rotary"] = ir.AttrInt64("do_rotary", 1)
+    interleaved = rotation.attributes.get_int("interleaved", 0)
+    attention.attributes["rotary_interleaved"] = ir.AttrInt64(
+        "rotary_interleaved", interleaved
+    )
+    attention.resize_inputs(10)
+    for index, value in ((7, cosines), (8, sines), (9, graph.inputs[1])):
+        attention.replace_input_with(index, value)
+
+
+def _rotation_before(
+    value: ir.Value | None,
+) -> tuple[ir.Node, ir.Node, ir.Value] | None:
+    """(flattening Reshape, RotaryEmbedding, its unrotated input [1, n, heads, d])."""
+    flatten = _producer(value, "Reshape")
+    outer = flatten and _producer(flatten.inputs[0], "Transpose")
+    rotation = outer and _producer(outer.inputs[0], "RotaryEmbedding")
+    inner = rotation and _producer(rotation.inputs[0], "Transpose")
+    if flatten is None or rotation is None or inner is None or len(rotation.inputs) > 3:
+        return None
+    source = inner.inputs[0]
+    partial = rotation.attributes.get_int("rotary_embedding_dim", 0)
+    if source is None or partial:
+        return None
+    return flatten, rotation, source
+
+
+def _drop_identity_reshapes(graph: ir.Graph) -> None:
+    """Chains of Reshape become one, or none where the shape comes back the same."""
+    for node in list(graph):
+        if node.op_type != "Reshape":
+            continue
+        inner = _producer(node.inputs[0], "Reshape")
+        if inner is not None:
+            node.replace_input_with(0, inner.inputs[0])
+        before, after = node.inputs[0], node.outputs[0]
+        kept = after.is_graph_output()
+        if before is not None and not kept and _same_rows(before.shape, after.shape):
+            ir.convenience.replace_all_uses_with(after, before)
+
+
+def _same_rows(one: ir.Shape | None, other: ir.Shape | None) -> bool:
+    """Both [1, n, c] with the same c, hence the same n."""
+    if one is None or other is None or len(one) != 3 or len(other) != 3:
+        return False
+    return one[0] == other[0] == 1 and isinstance(one[2], int) and one[2] == other[2]
+
+
+# --- projections ----------------------------------------------------------------------
+
+
+def _merge_projections(graph: ir.Graph) -> None:
+    """MatMuls of one input with constant matrices become one MatMul and a Split."""
+    groups: dict[ir.Value, list[ir.Node]] = {}
+    for node in graph:
+        if node.op_type == "MatMul" and _is_matrix(node.inputs[1]):
+            assert node.inputs[0] is not None
+            groups.setdefault(node.inputs[0], []).append(node)
+    for source, nodes in groups.items():
+        biases = [_bias_after(node) for node in nodes]
+        if len(nodes) > 1 and len({bias is None for bias in biases}) == 1:
+            _merge(graph, source, nodes, [bias for bias in biases if bias])
+
+
+def _is_matrix(value: ir.Value | None) -> bool:
+    return (
+        value is not None
+        and value.const_value is not None
+        and (value.shape is not None and len(value.shape) == 2)
+    )
+
+
+def _bias_after(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
+    """The Add of a constant vector that alone reads the MatMul's output."""
+    consumers = list(node.outputs[0].consumers())
+    if len(consumers) != 1 or consumers[0].op_type != "Add":
+        return None
+    for value in consumers[0].inputs:
+        if value is not None and value.const_value is not None:
+            return consumers[0], value
+    return None
+
+
+def _merge(
+    graph: ir.Graph,
+    source: ir.Value,
+    nodes: list[ir.Node],
+    biases: list[tuple[ir.Node, ir.Value]],
+) -> None:
+    weights = [node.inputs[1] for node in nodes]
+    sizes = [weight.shape[1] for weight in weights if weight and weight.shape]
+    name = f"{nodes[0].outputs[0].name}.merged"
+    matrix = _joined(graph, [w for w in weights if w], f"{name}.weight", axis=1)
+    merged = ir.node("MatMul", [source, matrix])
+    made = [merged]
+    if biases:
+        vector = _joined(graph, [value for _, value in biases], f"{name}.bias", axis=0)
+        made.append(ir.node("Add", [merged.outputs[0], vector]))
+    whole = made[-1].outputs[0]
+    lengths = initializer(graph, f"{name}.sizes", np.array(sizes, np.int64))
+    split = ir.node("Split", [whole, lengths], {"axis": -1}, num_outputs=len(nodes))
+    made.append(split)
+    old = [add.outputs[0] for add, _ in biases] or [n.outputs[0] for n in nodes]
+    graph.insert_before(nodes[0], made)
+    substitute(old, split.outputs)
+
+
+def _joined(graph: ir.Graph, values: list[ir.Value], name: str, axis: int) -> ir.Value:
+    """One initializer out of several; the old ones go when nothing reads them."""
+    arrays = [value.const_value.numpy() for value in values if value.const_value]
+    return initializer(graph, name, np.concatenate(arrays, axis=axis))
+
+
+def _pack_projections(attention: ir.Node) -> None:
+    """Query, key and value that are the parts of one Split enter packed."""
+    splits = [_producer(value, "Split") for value in attention.inputs[:3]]
+    split = splits[0]
+    if split is None or any(other is not split for other in splits):
+        return
+    if list(split.outputs) != list(attention.inputs[:3]):
+        return
+    attention.replace_input_with(0, split.inputs[0])
+    attention.replace_input_with(1, None)
+    attention.replace_input_with(2, None)
+
+
+# --- norms ----------------------------------------------------------------------------
+
+
+def _fuse_norms(graph: ir.Graph) -> None:
+    """Add and the RMSNormalization of its sum become one node with both results."""
+    for norm in list(graph):
+        if norm.op_type != "RMSNormalization" or norm.attributes.get_int("axis") != -1:
+            continue
+        add = _producer(norm.inputs[0], "Add")
+        if add is None or not _same_rows(
+            *(value.shape if value else None for value in add.inputs)
+        ):
+            continue
+        fused = ir.node(
+            "SkipSimplifiedLayerNormalization",
+            [*add.inputs, norm.inputs[1]],
+            {"epsilon": norm.attributes.get_float("epsilon", 1e-5)},
+            domain=_CONTRIB,
+            num_outputs=4,
+        )
+        # Outputs 1 and 2 are statistics that only training reads.
+        fused.outputs[1].name = fused.outputs[2].name = ""
+        graph.insert_before(norm, fused)
+        substitute(
+            [norm.outputs[0], add.outputs[0]], [fused.outputs[0], fused.outputs[3]]
+        )

@@ -1,0 +1,206 @@
+"""The pass as a module: a step graph is this module, traced."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import onnx_ir
+import torch
+
+from jetdraft.contract import StepContract
+from jetdraft.errors import JetdraftError, UnsupportedModelError
+from jetdraft.export.attention import HandThrough, StepState, attending
+
+OPSET = 23
+_TRACED_ROWS = 7
+
+
+class Step(torch.nn.Module):
+    """One pass of a causal LM over fixed buffers, as the graph contract has it.
+
+    Run eagerly it is the oracle of its own graph; the returned buffers are copies.
+
+        outputs = Step(model, contract)(ids, positions, cursor, total, buffers)
+    """
+
+    def __init__(self, model: Any, contract: StepContract) -> None:
+        super().__init__()
+        self.model = model
+        self.contract = contract
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        cursor: torch.Tensor,
+        total_length: torch.Tensor,
+        past: list[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Outputs in the order of `StepContract.outputs`."""
+        state = StepState(
+            cursor=cursor,
+            # total_length may be a fixed bucket, so the last row is counted here.
+            last_row=(cursor + (input_ids.shape[1] - 1)).to(torch.int32),
+            total_length=total_length,
+            past=list(zip(past[::2], past[1::2], strict=True)),
+        )
+        with attending(state):
+            logits = self.model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                past_key_values=HandThrough(),
+                use_cache=True,
+            ).logits.float()
+        if len(state.present) != len(state.past):
+            raise UnsupportedModelError(
+                f"only {len(state.present)} of {len(state.past)} layers keep keys and "
+                "values; models with recurrent or shared layers cannot be exported"
+            )
+        values, indices = torch.topk(logits, self.contract.candidates)
+        present = [buffer for i in sorted(state.present) for buffer in state.present[i]]
+        return [indices, values, torch.logsumexp(logits, -1), logits, *present]
+
+
+def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
+    """(kv_heads, head_dim) per layer, seen on a real one-row pass.
+
+    Configs name these differently in every architecture; the tensors do not lie.
+    """
+    one = torch.ones(1, dtype=torch.int32)
+    state = StepState(cursor=one - 1, last_row=one - 1, total_length=one, past=[])
+    row = torch.zeros(1, 1, dtype=torch.long)
+    try:
+        with attending(state), torch.no_grad():
+            model(
+                input_ids=row,
+                position_ids=row,
+                past_key_values=_MakeBuffers(state),
+                use_cache=True,
+            )
+    except Exception as error:  # whatever an unknown architecture stumbles over
+        raise _refusal(model, error) from error
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if len(state.past) != layers or sorted(state.present) != list(range(layers)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps keys and values in {len(state.present)} of "
+            f"its {layers} layers; recurrent and hybrid models cannot be exported"
+        )
+    return tuple((key.shape[1], key.shape[3]) for key, _ in state.past)
+
+
+class _MakeBuffers(HandThrough):
+    """Gives each layer a buffer of one row as it comes by."""
+
+    def __init__(self, state: StepState) -> None:
+        super().__init__()
+        self.state = state
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.state.past.append(
+            (torch.zeros_like(key_states), torch.zeros_like(value_states))
+        )
+        return key_states, value_states
+
+
+def trace(model: Any, contract: StepContract) -> onnx_ir.Model:
+    """Trace `model` into a float step graph with the contract's names."""
+    _pin_rotary_frequencies(model, contract.capacity)
+    dtype = next(model.parameters()).dtype
+    rows = torch.export.Dim("n", min=1, max=max(_TRACED_ROWS + 1, contract.max_width))
+    past = [
+        torch.zeros(spec.at_width(0), dtype=dtype) for spec in contract.buffers("past")
+    ]
+    arguments = (
+        torch.zeros(1, _TRACED_ROWS, dtype=torch.long),
+        torch.arange(_TRACED_ROWS)[None],
+        torch.zeros(1, dtype=torch.int32),
+        torch.full((1,), _TRACED_ROWS, dtype=torch.int32),
+        past,
+    )
+    try:
+        with _silence(), torch.no_grad():
+            program = torch.onnx.export(
+                Step(model, contract).eval(),
+                arguments,
+                dynamo=True,
+                opset_version=OPSET,
+                dynamic_shapes=({1: rows}, {1: rows}, None, None, [None] * len(past)),
+                input_names=[spec.name for spec in contract.inputs],
+                output_names=[spec.name for spec in contract.outputs],
+                verbose=False,
+            )
+    except JetdraftError:
+        raise
+    except Exception as error:  # the exporter wraps every cause in its own types
+        raise _refusal(model, error) from error
+    assert program is not None
+    return program.model
+
+
+def _refusal(model: Any, error: BaseException) -> UnsupportedModelError:
+    """The innermost reason, ours where it is ours."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, UnsupportedModelError):
+            return cause
+        innermost, cause = cause, cause.__cause__ or cause.__context__
+    reason = (str(innermost).splitlines() or [type(innermost).__name__])[0]
+    return UnsupportedModelError(
+        f"{type(model).__name__} cannot be exported ({reason}); "
+        "export another architecture"
+    )
+
+
+def _pin_rotary_frequencies(model: Any, capacity: int) -> None:
+    """Fix length-dependent rotary frequencies, or refuse if the length could grow.
+
+    Rotations of cached keys cannot change afterwards, so a frequency that depends on
+    the length is only exact while the length stays below the switch.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if kinds is None:
+            continue
+        by_layer = isinstance(kinds, dict)
+        for name, kind in (kinds if by_layer else {None: kinds}).items():
+            if kind != "longrope" and "dynamic" not in kind:
+                continue
+            parameters = module.config.rope_parameters
+            parameters = parameters[name] if by_layer else parameters
+            limit = parameters.get(
+                "original_max_position_embeddings", module.original_max_seq_len
+            )
+            if capacity > limit:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} changes its {kind} frequencies beyond "
+                    f"{limit} tokens; export with --capacity {limit} or less"
+                )
+            if by_layer:
+                kinds[name] = "default"
+            else:
+                module.rope_type = "default"
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """The torch exporter prints and logs far more than a user can use."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(previous)

@@ -1,0 +1,1 @@
+"""Weight quantization of step graphs."""

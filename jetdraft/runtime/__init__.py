@@ -1,0 +1,1 @@
+"""The lean runtime: numpy, onnxruntime and tokenizers, nothing heavier."""

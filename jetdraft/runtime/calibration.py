@@ -1,0 +1,139 @@
+"""Measuring a target on this machine: which widths agree bit by bit, and their times.
+
+Kernels differ by width, and so may the last bit of a row's logits. Widths whose rows
+are identical form a *class*; an exact generation stays inside one, so that its text
+cannot depend on how rows were grouped into passes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jetdraft.runtime.graph import Graph
+
+MAX_WIDTH = 16
+"""The widest pass that decoding uses."""
+
+_TOKENS = 48
+_START = 12
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured: `classes` of widths, milliseconds per pass by width.
+
+    `gaps[w]` is the largest logit difference between width w and the exact class.
+
+        measure(target, drafter).exact_widths    # [2, 3, ..., 16]
+    """
+
+    classes: list[list[int]]
+    gaps: dict[int, float]
+    target_ms: dict[int, float]
+    drafter_ms: dict[int, float]
+
+    @property
+    def exact_widths(self) -> list[int]:
+        """The largest class; of equals, the one with the narrowest width."""
+        return max(self.classes, key=lambda widths: (len(widths), -widths[0]))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Calibration:
+        """Read `to_json`'s object; JSON turned the widths into text."""
+        tables = {
+            name: {int(width): float(value) for width, value in fields[name].items()}
+            for name in ("gaps", "target_ms", "drafter_ms")
+        }
+        return cls(classes=[list(c) for c in fields["classes"]], **tables)
+
+
+def measure(target: Graph, drafter: Graph | None) -> Calibration:
+    """Run both graphs at every decoding width over the same tokens."""
+    logits, target_ms = _survey(target)
+    classes: list[list[int]] = []
+    for width in logits:
+        for members in classes:
+            if np.array_equal(logits[members[0]], logits[width]):
+                members.append(width)
+                break
+        else:
+            classes.append([width])
+    drafter_ms = _survey(drafter)[1] if drafter is not None else {}
+    found = Calibration(classes, {}, target_ms, drafter_ms)
+    reference = logits[found.exact_widths[0]]
+    for width, values in logits.items():
+        found.gaps[width] = float(np.abs(values - reference).max())
+    return found
+
+
+def _survey(graph: Graph) -> tuple[dict[int, np.ndarray], dict[int, float]]:
+    """Logits of the same rows, and the median pass time, by width."""
+    capacity = graph.contract.capacity
+    start, end = min(_START, capacity // 4), min(_TOKENS, capacity - 1)
+    widths = range(1, min(MAX_WIDTH, graph.contract.max_width, end - start) + 1)
+    tokens = np.random.default_rng(0).integers(0, graph.contract.vocab_size, capacity)
+    graph.cache.rewind(0)
+    graph.run(tokens[:start])
+    graph.cache.advance(start)
+    logits, times = {}, {}
+    for width in widths:
+        logits[width], times[width] = _cover(graph, tokens, start, end, width)
+        graph.cache.rewind(start)
+    graph.cache.rewind(0)
+    return logits, times
+
+
+def _cover(
+    graph: Graph, tokens: np.ndarray, start: int, end: int, width: int
+) -> tuple[np.ndarray, float]:
+    """Logits of rows start..end in passes of one width, and the median pass time.
+
+    The last pass overlaps the one before, so that every pass is that wide.
+    """
+    rows = np.zeros((end - start, graph.contract.vocab_size), np.float32)
+    seconds = []
+    at = start
+    while at < end:
+        at = min(at, end - width)
+        graph.cache.rewind(at) if at < graph.cache.length else None
+        before = time.perf_counter()
+        answer = graph.run(tokens[at : at + width])
+        seconds.append(time.perf_counter() - before)
+        rows[at - start : at - start + width] = answer.logits
+        graph.cache.advance(width)
+        at += width
+    # The first pass of a width binds and allocates.
+    return rows, 1e3 * float(np.median(seconds[1:] or seconds))
+
+
+def load(file: Path, machine: dict[str, Any]) -> Calibration | None:
+    """An earlier measurement, if it was made on this `machine`."""
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        if stored["machine"] == machine:
+            return Calibration.from_json(stored["calibration"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # nothing worth keeping: it is measured again
+    return None
+
+
+def store(file: Path, machine: dict[str, Any], calibration: Calibration) -> None:
+    """Keep a measurement beside the bundle, if the folder can be written."""
+    fields = {"machine": machine, "calibration": calibration.to_json()}
+    try:
+        file.parent.mkdir(exist_ok=True)
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        partial.replace(file)
+    except OSError:
+        return  # a read-only bundle is measured at every load

@@ -1,0 +1,193 @@
+"""How many rows a round is worth, zero included, and who proposes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from jetdraft.runtime.proposers import Proposer
+from jetdraft.runtime.stats import Round
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Ask `proposer` for `budget` rows; None means a plain round."""
+
+    proposer: Proposer | None
+    budget: int
+
+
+PLAIN = Plan(None, 0)
+
+
+class Controller(Protocol):
+    """Plans each round and learns from what came of it."""
+
+    def plan(self, room: int, barren: Sequence[Proposer]) -> Plan:
+        """The plan for a round with room for `room` drafted rows.
+
+        `barren` proposers were asked in this round and had nothing.
+        """
+        ...
+
+    def observe(self, round_: Round) -> None:
+        """A round ended."""
+        ...
+
+
+class Fixed:
+    """Always the same proposer and draft length."""
+
+    def __init__(self, proposer: Proposer | None, num_draft_tokens: int) -> None:
+        self.proposer = proposer
+        self.num_draft_tokens = num_draft_tokens
+
+    def plan(self, room: int, barren: Sequence[Proposer]) -> Plan:
+        """The fixed length, or what fits of it."""
+        if self.proposer is None or self.proposer in barren:
+            return PLAIN
+        budget = min(self.num_draft_tokens, self.proposer.max_draft_tokens, room)
+        return Plan(self.proposer, budget) if budget > 0 else PLAIN
+
+    def observe(self, round_: Round) -> None:
+        """Nothing to learn."""
+
+
+@dataclass
+class Costs:
+    """Milliseconds: `target[w]` of a pass of w rows, `draft[name]` per drafted token.
+
+    Widths between measured ones are interpolated, beyond them extrapolated.
+    """
+
+    target: dict[int, float]
+    draft: dict[str, float]
+
+    def pass_ms(self, width: int) -> float:
+        """The target's pass time at `width`."""
+        if width in self.target:
+            return self.target[width]
+        below = [w for w in self.target if w < width]
+        above = [w for w in self.target if w > width]
+        if below and above:
+            low, high = max(below), min(above)
+        elif len(self.target) > 1:
+            low, high = sorted(self.target)[-2:] if below else sorted(self.target)[:2]
+        else:
+            return next(iter(self.target.values()))
+        slope = (self.target[high] - self.target[low]) / (high - low)
+        return self.target[low] + slope * (width - low)
+
+    def learn(self, round_: Round) -> None:
+        """Follow the machine slowly; a single stall says little."""
+        if round_.width in self.target:
+            self.target[round_.width] = _follow(
+                self.target[round_.width], round_.target_seconds * 1e3
+            )
+        if round_.drafted and round_.method in self.draft:
+            self.draft[round_.method] = _follow(
+                self.draft[round_.method], round_.draft_seconds * 1e3 / round_.drafted
+            )
+
+
+def _follow(known: float, seen: float) -> float:
+    return known + 0.05 * (min(seen, 1.5 * known) - known)
+
+
+class Acceptance:
+    """Running chances that the draft's token at each position is right.
+
+    Exponentially weighted counts beside a weak prior: a position takes after the one
+    before it until it has been seen, and what is not seen again fades to the prior.
+    """
+
+    PRIOR = 0.6
+    WEIGHT = 2.0
+    MEMORY = 0.97
+    FADING = 0.99
+
+    def __init__(self) -> None:
+        self.accepted: list[float] = []
+        self.evaluated: list[float] = []
+
+    def fade(self) -> None:
+        """A round passed in which this proposer was not asked."""
+        self.accepted = [x * self.FADING for x in self.accepted]
+        self.evaluated = [x * self.FADING for x in self.evaluated]
+
+    def observe(self, evaluated: int, accepted: int) -> None:
+        """Count one draft."""
+        grow = evaluated - len(self.evaluated)
+        self.accepted += [0.0] * grow
+        self.evaluated += [0.0] * grow
+        for position in range(evaluated):
+            self.accepted[position] *= self.MEMORY
+            self.evaluated[position] *= self.MEMORY
+            self.accepted[position] += position < accepted
+            self.evaluated[position] += 1
+
+    def rates(self, length: int) -> list[float]:
+        """The estimated rate at positions 0..length-1."""
+        rates, prior = [], self.PRIOR
+        for position in range(length):
+            seen = position < len(self.evaluated)
+            accepted = self.accepted[position] if seen else 0.0
+            evaluated = self.evaluated[position] if seen else 0.0
+            prior = (accepted + self.WEIGHT * prior) / (evaluated + self.WEIGHT)
+            rates.append(prior)
+        return rates
+
+
+class Adaptive:
+    """Whichever proposer and length promises most committed tokens per second.
+
+    A draft of K with rates a_1..a_K commits 1 + a_1 + a_1 a_2 + ... tokens (Leviathan
+    et al., section 3) and costs a target pass of its width plus K drafted tokens. Off
+    is a draft of none, at the narrowest of `widths`.
+    """
+
+    def __init__(
+        self,
+        proposers: Sequence[Proposer],
+        costs: Costs,
+        widths: Sequence[int],
+        max_draft_tokens: int = 15,
+    ) -> None:
+        self.proposers = list(proposers)
+        self.costs = costs
+        self.widths = sorted(widths)
+        self.max_draft_tokens = max_draft_tokens
+        self.acceptance = {proposer.name: Acceptance() for proposer in proposers}
+
+    def plan(self, room: int, barren: Sequence[Proposer]) -> Plan:
+        """The best plan under the current estimates."""
+        best, best_value = PLAIN, 1.0 / self._pass_ms(1)
+        for proposer in self.proposers:
+            if proposer in barren:
+                continue
+            limit = min(room, self.max_draft_tokens, proposer.max_draft_tokens)
+            each = self.costs.draft.get(proposer.name, 0.0)
+            tokens = chance = 1.0
+            rates = self.acceptance[proposer.name].rates(limit)
+            for length, rate in enumerate(rates, start=1):
+                chance *= rate
+                tokens += chance
+                value = tokens / (self._pass_ms(length + 1) + length * each)
+                if value > best_value:
+                    best, best_value = Plan(proposer, length), value
+        return best
+
+    def _pass_ms(self, rows: int) -> float:
+        """The time of a pass that holds `rows` rows."""
+        fitting = [width for width in self.widths if width >= rows]
+        return self.costs.pass_ms(fitting[0] if fitting else rows)
+
+    def observe(self, round_: Round) -> None:
+        """Update rates and times."""
+        self.costs.learn(round_)
+        for name, acceptance in self.acceptance.items():
+            if name == round_.method and round_.drafted:
+                acceptance.observe(round_.evaluated, round_.accepted)
+            else:
+                acceptance.fade()

@@ -1,0 +1,131 @@
+"""One step graph, ready to run at any width without binding anything again."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from jetdraft.contract import StepContract, check_tensors
+from jetdraft.runtime.cache import Cache
+from jetdraft.runtime.ort import ort
+from jetdraft.runtime.rows import Int64s
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a pass says of each of its n rows; views that the next pass overwrites.
+
+    `candidates` int64 [n, K] best first, `candidate_logits` float32 [n, K],
+    `logsumexp` float32 [n], `logits` float32 [n, vocab].
+    """
+
+    candidates: Int64s
+    candidate_logits: Floats
+    logsumexp: Floats
+    logits: Floats
+
+    def rows(self, which: slice) -> Answer:
+        """A part of the rows."""
+        return Answer(
+            self.candidates[which],
+            self.candidate_logits[which],
+            self.logsumexp[which],
+            self.logits[which],
+        )
+
+
+class Graph:
+    """A session over one `Cache`, with one binding per width made when first used.
+
+    `seconds` adds up the time inside `session.run`, `passes` counts runs.
+
+        graph = Graph(session, contract)
+        answer = graph.run(np.array([5, 8]))      # rows 0 and 1 of an empty cache
+        graph.cache.advance(2)
+    """
+
+    def __init__(self, session: ort.InferenceSession, contract: StepContract) -> None:
+        check_tensors(contract.inputs, session.get_inputs(), "the graph's inputs")
+        check_tensors(contract.outputs, session.get_outputs(), "the graph's outputs")
+        self.session = session
+        self.contract = contract
+        self.cache = Cache(contract)
+        self.seconds = 0.0
+        self.passes = 0
+        self._cursor = np.zeros(1, np.int32)
+        self._total = np.zeros(1, np.int32)
+        self._bindings: dict[int, _Binding] = {}
+
+    def run(self, tokens: Int64s, depths: Int64s | None = None) -> Answer:
+        """Run one pass over `tokens` (int64 [n]) at the cache's cursor.
+
+        Rows are a chain unless `depths` says otherwise. The cursor does not move:
+        whoever knows which rows count calls `cache.advance`.
+        """
+        width, cursor = len(tokens), self.cache.length
+        if not 1 <= width <= min(self.contract.max_width, self.cache.room):
+            raise ValueError(
+                f"a pass of {width} rows does not fit: {self.cache.room} rows of room, "
+                f"{self.contract.max_width} at most"
+            )
+        binding = self._bindings.get(width) or self._bind(width)
+        binding.input_ids[0] = tokens
+        np.add(
+            binding.steps if depths is None else depths,
+            cursor,
+            out=binding.position_ids[0],
+        )
+        self._cursor[0] = cursor
+        self._total[0] = cursor + width
+        start = time.perf_counter()
+        self.session.run_with_iobinding(binding.io)
+        self.seconds += time.perf_counter() - start
+        self.passes += 1
+        return binding.answer
+
+    def _bind(self, width: int) -> _Binding:
+        binding = _Binding(self, width)
+        self._bindings[width] = binding
+        return binding
+
+    def feeds(self, width: int) -> dict[str, npt.NDArray[np.generic]]:
+        """Fresh input arrays for a binding; the cursor's arrays are shared."""
+        return {
+            "input_ids": np.zeros((1, width), np.int64),
+            "position_ids": np.zeros((1, width), np.int64),
+            "cursor": self._cursor,
+            "total_length": self._total,
+        }
+
+
+class _Binding:
+    """Inputs, outputs and buffers of one width, bound once."""
+
+    def __init__(self, graph: Graph, width: int) -> None:
+        feeds = graph.feeds(width)
+        self.input_ids = feeds["input_ids"]
+        self.position_ids = feeds["position_ids"]
+        self.steps = np.arange(width, dtype=np.int64)
+        answers = {
+            spec.name: np.zeros(spec.at_width(width), spec.dtype)
+            for spec in graph.contract.answers
+        }
+        self.io = graph.session.io_binding()
+        # The OrtValues alias the arrays; the binding keeps both alive.
+        self.kept = {
+            name: ort.OrtValue.ortvalue_from_numpy(array)
+            for name, array in (feeds | answers).items()
+        }
+        for name in feeds:
+            self.io.bind_ortvalue_input(name, self.kept[name])
+        for name in answers:
+            self.io.bind_ortvalue_output(name, self.kept[name])
+        for name, buffer in graph.cache.buffers.items():
+            self.io.bind_ortvalue_input(name, buffer)
+            self.io.bind_ortvalue_output(name.replace("past_", "present_"), buffer)
+        self.answer = Answer(*(array[0] for array in answers.values()))

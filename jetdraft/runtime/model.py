@@ -1,0 +1,334 @@
+"""The public face of the runtime: load a bundle, generate text."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jetdraft.bundle import Bundle, GraphEntry
+from jetdraft.errors import JetdraftError, MethodError, OptionError, PromptError
+from jetdraft.runtime import calibration
+from jetdraft.runtime.calibration import Calibration
+from jetdraft.runtime.controller import Adaptive, Controller, Costs, Fixed
+from jetdraft.runtime.generator import Generator
+from jetdraft.runtime.graph import Graph
+from jetdraft.runtime.ort import ort
+from jetdraft.runtime.proposers import DraftProposer, LookupProposer, Proposer
+from jetdraft.runtime.rows import Int64s
+from jetdraft.runtime.sampling import Chooser, Sampling
+from jetdraft.runtime.session import default_threads, open_session, resolve_provider
+from jetdraft.runtime.stats import Stats
+from jetdraft.runtime.text import TextCodec
+
+AUTO = "auto"
+NONE = "none"
+MAX_DRAFT_TOKENS = 15
+"""The longest draft a caller may ask for: the widest decoding pass less the root."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one round added: `text` may be empty while a character is incomplete.
+
+    The first `from_draft` of `token_ids` had been drafted.
+    """
+
+    text: str
+    token_ids: list[int]
+    from_draft: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished generation; `token_ids` are the new tokens, end-of-text included."""
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    finish_reason: str
+    stats: Stats
+
+
+@dataclass
+class Options:
+    """How to generate; the keyword arguments of `Model.generate`.
+
+    `num_draft_tokens` None lets the controller choose the length each round, `method`
+    "auto" the proposer too. `exact` keeps to one class of pass widths.
+    """
+
+    max_new_tokens: int = 128
+    method: str = AUTO
+    num_draft_tokens: int | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = False
+    exact: bool = True
+    sampling: Sampling = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise OptionError(
+                f"max new tokens {self.max_new_tokens} is out of range; give 1 or more"
+            )
+        count = self.num_draft_tokens
+        if count is not None and not 1 <= count <= MAX_DRAFT_TOKENS:
+            raise OptionError(
+                f"num draft tokens {count} is out of range; "
+                f"give 1 to {MAX_DRAFT_TOKENS}"
+            )
+        self.sampling = Sampling(
+            self.temperature, self.top_k, self.top_p, self.min_p, self.seed
+        )
+
+
+def load(
+    path: str | Path, provider: str | None = None, threads: int | None = None
+) -> Model:
+    """Open a bundle, check it and get it ready to generate.
+
+    `provider` defaults to the one it was exported for, `threads` to the cores of this
+    process. Raises `BundleError` or `ProviderError`.
+
+        model = jetdraft.load("bundle")
+    """
+    return Model(Bundle.open(path), provider, threads)
+
+
+class Model:
+    """A loaded bundle; one generation at a time.
+
+    model = jetdraft.load("bundle")
+    result = model.generate("def fib(n):", max_new_tokens=64)
+    for piece in model.stream("def fib(n):", temperature=0.8, seed=1):
+        print(piece.text, end="")
+    """
+
+    def __init__(
+        self, bundle: Bundle, provider: str | None = None, threads: int | None = None
+    ) -> None:
+        self.bundle = bundle
+        self.provider = provider or bundle.provider
+        resolve_provider(self.provider)
+        self.threads = default_threads() if threads is None else threads
+        self.text = TextCodec(bundle.tokenizer)
+        self.target = self._open(bundle.target, self.threads, spinning=True)
+        # One quiet thread: a second spinning pool would take the target's cores.
+        self.drafter = None
+        if bundle.drafter is not None:
+            self.drafter = self._open(bundle.drafter, 1, spinning=False)
+        self.calibration = self.calibrate()
+        self.proposers = self._make_proposers()
+        self.costs = self._make_costs()
+        self._adaptive: dict[tuple[str, bool], Adaptive] = {}
+        self._busy = False
+
+    def _open(self, entry: GraphEntry, threads: int, spinning: bool) -> Graph:
+        file = self.bundle.path / entry.file
+        session = open_session(file, self.provider, threads, spinning)
+        return Graph(session, entry.contract)
+
+    def calibrate(self, again: bool = False) -> Calibration:
+        """The measured width classes and pass times of this machine.
+
+        Read from the bundle's `profiles` folder, or measured and kept there.
+        """
+        name = f"{self.provider}-{self.threads}.json"
+        file = self.bundle.path / "profiles" / name
+        machine = self.machine()
+        found = None if again else calibration.load(file, machine)
+        if found is None:
+            found = calibration.measure(self.target, self.drafter)
+            calibration.store(file, machine, found)
+        return found
+
+    def machine(self) -> dict[str, Any]:
+        """What a measurement depends on."""
+        return {
+            "processor": _processor(),
+            "provider": self.provider,
+            "threads": self.threads,
+            "onnxruntime": ort.__version__,
+            "bundle": self.bundle.sha256,
+        }
+
+    def _make_proposers(self) -> dict[str, Proposer]:
+        known: dict[str, Proposer] = {"lookup": LookupProposer()}
+        if self.drafter is not None:
+            known["draft"] = DraftProposer(self.drafter)
+        return {name: known[name] for name in self.bundle.methods if name in known}
+
+    def _make_costs(self) -> Costs:
+        """Starting points for the controller, which follows the clock from there."""
+        drafter = self.calibration.drafter_ms
+        draft = {"draft": drafter[1]} if drafter else {}
+        return Costs(target=dict(self.calibration.target_ms), draft=draft)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """What `method` may be, "auto" aside."""
+        return (NONE, *self.proposers)
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Sequence[int] | Int64s | None = None,
+        **options: Any,
+    ) -> Result:
+        """Generate to the end; the options are those of `Options`.
+
+        model.generate("def fib(n):", max_new_tokens=64, temperature=0.8, seed=3)
+        """
+        ids: list[int] = []
+        stream = self.stream(prompt, token_ids=token_ids, **options)
+        for piece in stream:
+            ids += piece.token_ids
+        stats = stream.stats
+        return Result(
+            text=self.text.decode(ids),
+            token_ids=ids,
+            prompt_tokens=stats.prompt_tokens,
+            finish_reason=stats.finish_reason,
+            stats=stats,
+        )
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Sequence[int] | Int64s | None = None,
+        **options: Any,
+    ) -> Stream:
+        """Generate round by round; the prompt and options are checked at once.
+
+        stream = model.stream("def fib(n):")
+        for piece in stream:
+            print(piece.text, end="")
+        stream.stats.tokens_per_pass
+        """
+        try:
+            chosen = Options(**options)
+        except TypeError as error:
+            name = str(error).rpartition("argument ")[2]
+            raise OptionError(f"unknown option {name}; see Options") from error
+        return Stream(self, self.prompt(prompt, token_ids), chosen)
+
+    def prompt(
+        self, prompt: str | None = None, token_ids: Sequence[int] | Int64s | None = None
+    ) -> Int64s:
+        """A prompt's ids, int64 [length], or a `PromptError` that says why not."""
+        if (prompt is None) == (token_ids is None):
+            raise PromptError("give either a prompt text or token_ids")
+        given = self.text.encode(prompt) if prompt is not None else token_ids
+        try:
+            ids = np.asarray(given, dtype=np.int64)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise PromptError("token_ids must be a list of integers") from error
+        contract = self.bundle.target.contract
+        if ids.ndim != 1 or not len(ids):
+            raise PromptError("the prompt is empty; give at least one token")
+        if len(ids) > contract.capacity:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens, the capacity is "
+                f"{contract.capacity}; shorten it or export with a larger --capacity"
+            )
+        if ids.min() < 0 or ids.max() >= contract.vocab_size:
+            wrong = ids[(ids < 0) | (ids >= contract.vocab_size)][0]
+            raise PromptError(
+                f"token id {wrong} is outside the vocabulary; "
+                f"ids are 0 to {contract.vocab_size - 1}"
+            )
+        return ids
+
+    def controller(self, options: Options) -> Controller:
+        """Who decides: a fixed plan, or measured times and running acceptance."""
+        name, count = options.method, options.num_draft_tokens
+        if name == NONE:
+            return Fixed(None, 0)
+        if name != AUTO and name not in self.proposers:
+            raise MethodError(
+                f"the bundle has no method {name!r}; choose "
+                f"{', '.join((AUTO, *self.methods))}"
+            )
+        if name != AUTO and count is not None:
+            return Fixed(self.proposers[name], count)
+        # Acceptance estimates live on from one generation to the next.
+        key = (name, options.exact)
+        if key not in self._adaptive:
+            asked = list(self.proposers.values())
+            asked = asked if name == AUTO else [self.proposers[name]]
+            self._adaptive[key] = Adaptive(asked, self.costs, self.widths(options))
+        self._adaptive[key].max_draft_tokens = count or MAX_DRAFT_TOKENS
+        return self._adaptive[key]
+
+    def widths(self, options: Options) -> Sequence[int]:
+        """The pass widths a generation may use."""
+        if options.exact:
+            return self.calibration.exact_widths
+        return sorted(self.calibration.target_ms)
+
+
+class Stream:
+    """A generation under way: an iterator of `Piece`, with `stats` that fill up.
+
+    stream = model.stream("def fib(n):")
+    text = "".join(piece.text for piece in stream)
+    """
+
+    def __init__(self, model: Model, prompt: Int64s, options: Options) -> None:
+        self.stats = Stats(
+            method=options.method, exact=options.exact, prompt_tokens=len(prompt)
+        )
+        controller = model.controller(options)
+        self._pieces = self._run(model, prompt, options, controller)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self._pieces
+
+    def _run(
+        self, model: Model, prompt: Int64s, options: Options, controller: Controller
+    ) -> Iterator[Piece]:
+        if model._busy:
+            raise JetdraftError(
+                "this model is already generating; finish or close the other stream, "
+                "or load a second model"
+            )
+        model._busy = True
+        proposers = list(model.proposers.values())
+        text = model.text.stream()
+        try:
+            for commit in Generator(model.target, model.widths(options), proposers).run(
+                prompt,
+                Chooser(options.sampling),
+                controller,
+                options.max_new_tokens,
+                () if options.ignore_eos else model.bundle.eos_token_ids,
+                self.stats,
+            ):
+                yield Piece(
+                    text.push(commit.token_ids), commit.token_ids, commit.accepted
+                )
+            if rest := text.rest():
+                yield Piece(rest, [], 0)
+        finally:
+            model._busy = False
+
+
+def _processor() -> str:
+    """The processor's name, as far as the system tells."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith(("model name", "Model")):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

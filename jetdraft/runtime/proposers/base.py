@@ -1,0 +1,41 @@
+"""The interface that every proposer has; the generator knows nothing else of them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from jetdraft.runtime.rows import Int64s, Rows
+from jetdraft.runtime.sampling import Chooser
+
+
+class Proposer(Protocol):
+    """Guesses how a sequence goes on. A wrong guess costs time, never text.
+
+    `name` is the method's name, `max_draft_tokens` the longest draft it can make, and
+    `session_seconds` its time inside `session.run` so far.
+    """
+
+    name: str
+    max_draft_tokens: int
+
+    @property
+    def session_seconds(self) -> float: ...
+
+    def begin(self, prompt: Int64s, chooser: Chooser) -> None:
+        """A new generation: forget the last one. `chooser` is the target's own."""
+        ...
+
+    def propose(self, context: Int64s, budget: int) -> Rows:
+        """At most `budget` >= 1 rows below the root, `context[-1]`.
+
+        `context` is the public sequence, int64 [length]: prompt and committed tokens.
+        Only the root comes back where there is nothing to propose.
+        """
+        ...
+
+    def observe(self, committed: Int64s) -> None:
+        """What the round committed after the context of the last `propose`.
+
+        Rounds of other proposers are not reported: the next context has them.
+        """
+        ...

@@ -1,0 +1,185 @@
+"""Choosing one token per row: greedy, or filtered sampling by the Gumbel-max trick.
+
+    p        the target's distribution after temperature and filters
+    chosen = argmax over p's support of logit / temperature + G(seed, position, id)
+    so chosen ~ p, and it depends on the prefix and the seed alone (Gumbel-max)
+
+Filters apply in this order: temperature, top-k, top-p, min-p. Each keeps a prefix of
+the candidates, best first, so a filter is a length. Where that length is certain within
+the graph's K candidates the other logits are never looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jetdraft.errors import OptionError
+from jetdraft.runtime.graph import Answer
+from jetdraft.runtime.noise import Doubles, gumbel, uniforms
+from jetdraft.runtime.rows import Int64s
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; temperature 0 is greedy and ignores the rest.
+
+    `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off.
+
+        Sampling(temperature=0.8, top_p=0.95, seed=7)
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = (
+            (
+                "temperature",
+                self.temperature,
+                0.0 <= self.temperature <= 100.0,
+                "0 (greedy) to 100",
+            ),
+            ("top-k", self.top_k, self.top_k >= 0, "0 (off) or more"),
+            ("top-p", self.top_p, 0.0 < self.top_p <= 1.0, "more than 0, at most 1"),
+            ("min-p", self.min_p, 0.0 <= self.min_p < 1.0, "0 (off) to below 1"),
+        )
+        for name, value, valid, expected in checks:
+            if not valid:
+                raise OptionError(f"{name} {value} is out of range; give {expected}")
+
+
+class Chooser:
+    """Chooses a token for each row of an `Answer`; the same object serves a drafter.
+
+    Chooser(Sampling()).choose(answer, np.array([40, 41]))   # int64 [2]
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+
+    def choose(self, answer: Answer, positions: Int64s) -> Int64s:
+        """The chosen token per row, int64 [n].
+
+        `positions` int64 [n] are the absolute positions of the *chosen* tokens, one
+        past those of their rows.
+        """
+        if self.sampling.temperature == 0:
+            return answer.candidates[:, 0].copy()
+        scaled = answer.candidate_logits.astype(np.float64) / self.sampling.temperature
+        kept = self._kept(scaled, answer)
+        noise = gumbel(self.sampling.seed, positions[:, None], answer.candidates)
+        inside = np.arange(scaled.shape[1]) < kept[:, None]
+        scores = np.where(inside, scaled + noise, -np.inf)
+        best = np.argmax(scores, axis=1)
+        rows = np.arange(len(best))
+        chosen = answer.candidates[rows, best]
+        for row in np.flatnonzero(kept == _OPEN):
+            chosen[row] = self._choose_from_all(answer, int(row), int(positions[row]))
+        return np.asarray(chosen)
+
+    def _kept(self, scaled: Doubles, answer: Answer) -> Int64s:
+        """Per row the number of candidates that the filters keep, or `_OPEN`.
+
+        `scaled` is float64 [n, K]: logits over temperature, best first.
+        """
+        rows, candidates = scaled.shape
+        whole = candidates == answer.logits.shape[1]
+        kept = np.full(rows, candidates if whole else _OPEN, np.int64)
+        sampling = self.sampling
+        if 0 < sampling.top_k <= candidates:
+            kept[:] = sampling.top_k
+        if sampling.top_p < 1.0:
+            kept = self._nucleus(scaled, kept, answer)
+        if sampling.min_p > 0.0:
+            passing = scaled >= scaled[:, :1] + np.log(sampling.min_p)
+            count = np.count_nonzero(passing, axis=1)
+            closed = (count < candidates) | (kept != _OPEN)
+            limit = np.where(kept == _OPEN, candidates, kept)
+            kept = np.where(closed, np.minimum(limit, count), _OPEN)
+        return kept
+
+    def _nucleus(self, scaled: Doubles, kept: Int64s, answer: Answer) -> Int64s:
+        """The smallest prefix whose probability reaches top-p.
+
+        Within a known prefix (top-k) the mass is known. Otherwise it lies between the
+        candidates' own and that plus the most the other logits can add: they hold
+        exp(logsumexp) in total at temperature 1 and none exceeds the last candidate.
+        """
+        weights = np.exp(scaled - scaled[:, :1])
+        mass = np.cumsum(weights, axis=1)
+        limit = np.where(kept == _OPEN, scaled.shape[1], kept)
+        inside = mass[np.arange(len(kept)), limit - 1]
+        least = _prefix(mass, self.sampling.top_p * inside)
+        tail = np.where(kept == _OPEN, self._tail(scaled, answer), 0.0)
+        most = _prefix(mass, self.sampling.top_p * (inside + tail))
+        closed = (least == most) & (most <= limit)
+        return np.asarray(np.where(closed, least, _OPEN))
+
+    def _tail(self, scaled: Doubles, answer: Answer) -> Doubles:
+        """An upper bound of the other logits' weight, relative to the best."""
+        temperature = self.sampling.temperature
+        logits = answer.candidate_logits.astype(np.float64)
+        total = np.exp(answer.logsumexp.astype(np.float64) - logits[:, 0])
+        # float32 sums are good to about seven digits.
+        rest = np.maximum(total * (1 + 1e-5) - np.exp(logits - logits[:, :1]).sum(1), 0)
+        last = logits[:, -1] - logits[:, 0]
+        if temperature <= 1.0:
+            return np.asarray(rest * np.exp(last * (1 / temperature - 1)))
+        others = answer.logits.shape[1] - logits.shape[1]
+        return np.asarray(others * np.exp(last / temperature))
+
+    def _choose_from_all(self, answer: Answer, row: int, position: int) -> int:
+        """The same choice over the row's full logits."""
+        sampling = self.sampling
+        if sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0:
+            return self._draw_unfiltered(answer, row, position)
+        logits = answer.logits[row]
+        order = np.argsort(-logits, kind="stable")
+        full = Answer(
+            candidates=order[None],
+            candidate_logits=logits[order][None],
+            logsumexp=answer.logsumexp[row : row + 1],
+            logits=logits[None],
+        )
+        top = full
+        if 0 < sampling.top_k < len(order):
+            top = Answer(
+                full.candidates[:, : sampling.top_k],
+                full.candidate_logits[:, : sampling.top_k],
+                full.logsumexp,
+                full.candidate_logits[:, : sampling.top_k],
+            )
+        return int(self.choose(top, np.array([position]))[0])
+
+    def _draw_unfiltered(self, answer: Answer, row: int, position: int) -> int:
+        """Without filters any token can win, but few have noise high enough.
+
+        A token outside the candidates has at most the last candidate's logit, so only
+        those whose uniform clears the implied threshold are compared.
+        """
+        sampling = self.sampling
+        at = np.array([position])
+        ids = answer.candidates[row]
+        scaled = answer.candidate_logits[row].astype(np.float64) / sampling.temperature
+        best = (scaled + gumbel(sampling.seed, at, ids)).max()
+        every = np.arange(answer.logits.shape[1])
+        threshold = np.exp(-np.exp(-(best - scaled[-1])))
+        rivals = np.flatnonzero(uniforms(sampling.seed, at, every) >= threshold)
+        rivals = np.union1d(rivals, ids)
+        logits = answer.logits[row, rivals].astype(np.float64) / sampling.temperature
+        scores = logits + gumbel(sampling.seed, at, rivals)
+        return int(rivals[np.argmax(scores)])
+
+
+_OPEN = -1
+"""A filter whose end lies beyond the candidates."""
+
+
+def _prefix(mass: Doubles, wanted: Doubles) -> Int64s:
+    """The shortest prefix whose cumulative `mass` [n, K] reaches `wanted` [n]."""
+    return np.asarray(np.count_nonzero(mass < wanted[:, None], axis=1) + 1)

@@ -1,0 +1,67 @@
+"""Making onnxruntime sessions that do not fight for cores."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from jetdraft.errors import ContractError, OptionError, ProviderError
+from jetdraft.runtime.ort import ort
+
+PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+}
+"""onnxruntime's names of the providers, by the name the user gives."""
+
+SUPPORTED = ("cpu",)
+"""Those that this version runs on."""
+
+
+def resolve_provider(name: str) -> str:
+    """onnxruntime's name of a provider; raise `ProviderError` if it cannot run."""
+    if name not in PROVIDERS:
+        raise ProviderError(f"unknown provider {name!r}; choose {', '.join(SUPPORTED)}")
+    if PROVIDERS[name] not in ort.get_available_providers():
+        raise ProviderError(
+            f"this onnxruntime was built without {PROVIDERS[name]}; choose "
+            f"{', '.join(SUPPORTED)}, or install a build that has it"
+        )
+    if name not in SUPPORTED:
+        raise ProviderError(
+            f"this jetdraft does not run on {name!r} yet; choose {', '.join(SUPPORTED)}"
+        )
+    return PROVIDERS[name]
+
+
+def default_threads() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def open_session(
+    file: Path, provider: str, threads: int, spinning: bool
+) -> ort.InferenceSession:
+    """A session on `file`; one without `spinning` threads leaves idle cores alone."""
+    if threads < 1:
+        raise OptionError(f"{threads} threads cannot run anything; give 1 or more")
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.add_session_config_entry(
+        "session.intra_op.allow_spinning", "1" if spinning else "0"
+    )
+    try:
+        return ort.InferenceSession(
+            str(file), options, providers=[resolve_provider(provider)]
+        )
+    except ProviderError:
+        raise
+    except Exception as error:  # onnxruntime raises its own, underived exceptions
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ContractError(
+            f"onnxruntime cannot load {file} ({reason}); export the bundle again with "
+            "this version"
+        ) from error

@@ -1,0 +1,141 @@
+"""What a generation cost and how its drafts fared; each metric has one meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Round:
+    """One propose, verify and commit.
+
+    `evaluated` drafted tokens were compared with a chosen one: the `accepted` and, if
+    there is one, the first wrong. `committed` includes the new token.
+    """
+
+    method: str
+    width: int
+    drafted: int
+    evaluated: int
+    accepted: int
+    target_seconds: float
+    draft_seconds: float
+    session_seconds: float
+
+
+@dataclass
+class Stats:
+    """Sums over the rounds of one generation.
+
+    stats.tokens_per_pass      # committed tokens / target passes, without prefill
+    stats.to_json()            # every metric under its name
+    """
+
+    method: str
+    exact: bool
+    prompt_tokens: int
+    generations: int = 0
+    new_tokens: int = 0
+    target_passes: int = 0
+    drafted_tokens: int = 0
+    evaluated_by_position: list[int] = field(default_factory=list)
+    accepted_counts: list[int] = field(default_factory=list)
+    rounds_by_choice: dict[str, int] = field(default_factory=dict)
+    time_to_first_token: float = 0.0
+    first_tokens: int = 0
+    decode_seconds: float = 0.0
+    session_seconds: float = 0.0
+    finish_reason: str = ""
+
+    def add(self, round_: Round, committed: int) -> None:
+        """Count a round of which `committed` tokens were wanted."""
+        self.target_passes += 1
+        self.new_tokens += committed
+        self.drafted_tokens += round_.drafted
+        self.session_seconds += round_.session_seconds
+        grow = round_.evaluated - len(self.evaluated_by_position)
+        self.evaluated_by_position += [0] * grow
+        self.accepted_counts += [0] * grow
+        for position in range(round_.evaluated):
+            self.evaluated_by_position[position] += 1
+            self.accepted_counts[position] += position < round_.accepted
+        choice = f"{round_.method}:{round_.drafted}" if round_.drafted else "none"
+        self.rounds_by_choice[choice] = self.rounds_by_choice.get(choice, 0) + 1
+
+    def merge(self, other: Stats) -> None:
+        """Add another generation's sums to these."""
+        self.generations += other.generations
+        self.new_tokens += other.new_tokens
+        self.first_tokens += other.first_tokens
+        self.target_passes += other.target_passes
+        self.drafted_tokens += other.drafted_tokens
+        self.decode_seconds += other.decode_seconds
+        self.session_seconds += other.session_seconds
+        self.evaluated_by_position = _added(
+            self.evaluated_by_position, other.evaluated_by_position
+        )
+        self.accepted_counts = _added(self.accepted_counts, other.accepted_counts)
+        for choice, rounds in other.rounds_by_choice.items():
+            self.rounds_by_choice[choice] = (
+                self.rounds_by_choice.get(choice, 0) + rounds
+            )
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Drafted tokens that were committed or would have been but for a limit."""
+        return sum(self.accepted_counts)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted / evaluated drafted tokens; None if none was evaluated."""
+        evaluated = sum(self.evaluated_by_position)
+        return self.accepted_tokens / evaluated if evaluated else None
+
+    @property
+    def accepted_by_position(self) -> list[float]:
+        """The rate at each draft position."""
+        pairs = zip(self.accepted_counts, self.evaluated_by_position, strict=True)
+        return [accepted / evaluated for accepted, evaluated in pairs]
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        """Committed tokens / target passes of decoding, the new token included."""
+        return self.new_tokens / self.target_passes if self.target_passes else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of decoding: tokens after the first round over the time after it."""
+        tokens = self.new_tokens - self.first_tokens
+        return tokens / self.decode_seconds if tokens and self.decode_seconds else None
+
+    @property
+    def outside_ms_per_round(self) -> float | None:
+        """Milliseconds a decoding round spends outside `session.run`."""
+        rounds = self.target_passes - self.generations
+        outside = self.decode_seconds - self.session_seconds
+        return 1e3 * outside / rounds if rounds > 0 else None
+
+    def to_json(self) -> dict[str, Any]:
+        """All metrics, under the names of the documentation."""
+        return {
+            "method": self.method,
+            "exact": self.exact,
+            "finish_reason": self.finish_reason,
+            "new_tokens": self.new_tokens,
+            "target_passes": self.target_passes,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "acceptance_rate": self.acceptance_rate,
+            "accepted_by_position": self.accepted_by_position,
+            "tokens_per_pass": self.tokens_per_pass,
+            "tokens_per_second": self.tokens_per_second,
+            "time_to_first_token": self.time_to_first_token,
+            "outside_ms_per_round": self.outside_ms_per_round,
+            "rounds_by_choice": self.rounds_by_choice,
+        }
+
+
+def _added(one: list[int], other: list[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]

@@ -1,0 +1,66 @@
+"""Proving on this machine that no method changes the text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jetdraft.runtime.model import Model
+
+_SETTINGS: tuple[dict[str, float | int], ...] = (
+    {},
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 1.2, "seed": 2, "top_k": 40, "top_p": 0.95},
+)
+_DRAFT_LENGTHS = (1, 2, 4, None)
+_TOKENS = 96
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One method against plain decoding: `first_difference` is None if they agree."""
+
+    method: str
+    num_draft_tokens: int | None
+    settings: dict[str, float | int]
+    tokens: int
+    first_difference: int | None
+
+
+def compare_methods(model: Model) -> Iterator[Comparison]:
+    """Generate with every method, greedy and sampling, and compare token by token."""
+    prompt = _prompt(model)
+    room = model.bundle.target.contract.capacity - len(prompt)
+    count = min(_TOKENS, room)
+    for settings in _SETTINGS:
+        options: dict[str, Any] = {
+            **settings,
+            "max_new_tokens": count,
+            "ignore_eos": True,
+        }
+        plain = model.generate(token_ids=prompt, method="none", **options).token_ids
+        for method in (*model.methods[1:], "auto"):
+            for length in _DRAFT_LENGTHS if method != "auto" else (None,):
+                ids = model.generate(
+                    token_ids=prompt, method=method, num_draft_tokens=length, **options
+                ).token_ids
+                yield Comparison(
+                    method, length, settings, len(plain), _differ(plain, ids)
+                )
+
+
+def _prompt(model: Model) -> list[int]:
+    """Repetitive, so that lookup has something to find."""
+    contract = model.bundle.target.contract
+    words = np.random.default_rng(5).integers(0, contract.vocab_size, 12)
+    return [int(x) for x in np.tile(words, 3)[: max(1, contract.capacity // 4)]]
+
+
+def _differ(one: list[int], other: list[int]) -> int | None:
+    for index, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return index
+    return None if len(one) == len(other) else min(len(one), len(other))
