@@ -73,14 +73,26 @@ class Chooser:
         scaled = answer.candidate_logits.astype(np.float64) / self.sampling.temperature
         kept = self._kept(scaled, answer)
         noise = gumbel(self.sampling.seed, positions[:, None], answer.candidates)
-        inside = np.arange(scaled.shape[1]) < kept[:, None]
+        limit = np.where(kept == _OPEN, scaled.shape[1], kept)
+        inside = np.arange(scaled.shape[1]) < limit[:, None]
         scores = np.where(inside, scaled + noise, -np.inf)
         best = np.argmax(scores, axis=1)
-        rows = np.arange(len(best))
-        chosen = answer.candidates[rows, best]
-        for row in np.flatnonzero(kept == _OPEN):
-            chosen[row] = self._choose_from_all(answer, int(row), int(positions[row]))
+        chosen = answer.candidates[np.arange(len(best)), best]
+        still_open = np.flatnonzero(kept == _OPEN)
+        if not len(still_open):
+            return np.asarray(chosen)
+        if self._unfiltered:
+            self._challenge(answer, positions, scaled[:, -1], scores.max(1), chosen)
+        else:
+            for row in still_open:
+                part = answer.rows(slice(row, row + 1))
+                chosen[row] = self._choose_from_all(part, positions[row : row + 1])
         return np.asarray(chosen)
+
+    @property
+    def _unfiltered(self) -> bool:
+        sampling = self.sampling
+        return sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0
 
     def _kept(self, scaled: Doubles, answer: Answer) -> Int64s:
         """Per row the number of candidates that the filters keep, or `_OPEN`.
@@ -133,47 +145,39 @@ class Chooser:
         others = answer.logits.shape[1] - logits.shape[1]
         return np.asarray(others * np.exp(last / temperature))
 
-    def _choose_from_all(self, answer: Answer, row: int, position: int) -> int:
-        """The same choice over the row's full logits."""
-        sampling = self.sampling
-        if sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0:
-            return self._draw_unfiltered(answer, row, position)
-        logits = answer.logits[row]
+    def _choose_from_all(self, answer: Answer, position: Int64s) -> int:
+        """The same choice for one row whose filters need all its logits."""
+        logits = answer.logits[0]
         order = np.argsort(-logits, kind="stable")
-        full = Answer(
-            candidates=order[None],
-            candidate_logits=logits[order][None],
-            logsumexp=answer.logsumexp[row : row + 1],
-            logits=logits[None],
-        )
-        top = full
-        if 0 < sampling.top_k < len(order):
-            top = Answer(
-                full.candidates[:, : sampling.top_k],
-                full.candidate_logits[:, : sampling.top_k],
-                full.logsumexp,
-                full.candidate_logits[:, : sampling.top_k],
-            )
-        return int(self.choose(top, np.array([position]))[0])
+        if self.sampling.top_k:
+            order = order[: self.sampling.top_k]
+        best = logits[order][None]
+        whole = Answer(order[None], best, answer.logsumexp, best)
+        return int(self.choose(whole, position)[0])
 
-    def _draw_unfiltered(self, answer: Answer, row: int, position: int) -> int:
+    def _challenge(
+        self,
+        answer: Answer,
+        positions: Int64s,
+        last: Doubles,
+        scores: Doubles,
+        chosen: Int64s,
+    ) -> None:
         """Without filters any token can win, but few have noise high enough.
 
-        A token outside the candidates has at most the last candidate's logit, so only
-        those whose uniform clears the implied threshold are compared.
+        A token outside the candidates has at most the `last` candidate's scaled logit,
+        so only those whose uniform clears what that implies can beat the best
+        candidate's score. `scores` and `chosen` are updated in place.
         """
-        sampling = self.sampling
-        at = np.array([position])
-        ids = answer.candidates[row]
-        scaled = answer.candidate_logits[row].astype(np.float64) / sampling.temperature
-        best = (scaled + gumbel(sampling.seed, at, ids)).max()
-        every = np.arange(answer.logits.shape[1])
-        threshold = np.exp(-np.exp(-(best - scaled[-1])))
-        rivals = np.flatnonzero(uniforms(sampling.seed, at, every) >= threshold)
-        rivals = np.union1d(rivals, ids)
-        logits = answer.logits[row, rivals].astype(np.float64) / sampling.temperature
-        scores = logits + gumbel(sampling.seed, at, rivals)
-        return int(rivals[np.argmax(scores)])
+        seed, temperature = self.sampling.seed, self.sampling.temperature
+        threshold = np.exp(-np.exp(last - scores))[:, None]
+        every = np.arange(answer.logits.shape[1])[None]
+        rows, ids = np.nonzero(uniforms(seed, positions[:, None], every) >= threshold)
+        rivals = answer.logits[rows, ids].astype(np.float64) / temperature
+        rivals += gumbel(seed, positions[rows], ids)
+        for row, token, score in zip(rows, ids, rivals, strict=True):
+            if score > scores[row]:
+                scores[row], chosen[row] = score, token
 
 
 _OPEN = -1

@@ -1,0 +1,178 @@
+"""Enlarge a trained Llama checkpoint without changing what it computes.
+
+A small trained pair has honest acceptance but a pass too short to time. The
+enlarged target runs the compute of a real model of its size and still writes the
+small model's text, so the acceptance measured with its drafter is the trained one.
+
+    python benchmarks/inflate.py examples/pycode/target -o /tmp/target-400m
+
+The default shape has 400 M parameters. How it stays the same function:
+
+- the hidden state is padded with zeros; RMSNorm weights are scaled by
+  sqrt(old / new) and eps by old / new, which undoes the longer mean;
+- extra heads, neurons and layers have realistic random weights but write through
+  output projections of 1e-6 noise; grouping of query heads is kept;
+- the checkpoint keeps its dtype, so trained weights are copied bit for bit. In
+  float16 the noise is subnormal (steps of 6e-8) but not zero. The norm scale is
+  exact when new / old is a power of four; if not, `--dtype float32` avoids rounding.
+
+Keep the old sizes multiples of the quantization block, then no block mixes trained
+and random weights. Keep the intermediate size different from the vocabulary size:
+the onnxruntime-genai builder confuses the two.
+"""
+
+import shutil
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+NOISE = 1e-6
+SPREAD = 0.02  # as Llama is initialised
+TOLERANCE = 1e-3
+QUIET = ("o_proj", "down_proj", "embed_tokens", "lm_head")
+COMPANIONS = ["*token*.json", "*.jinja", "vocab*", "merges.txt", "generation*.json"]
+
+
+@dataclass(frozen=True)
+class Inflation:
+    """Maps the tensors of a small checkpoint to those of a larger one."""
+
+    source: dict[str, Tensor]
+    layers: int
+    norm_scale: float
+    generator: torch.Generator
+
+    def tensor(self, name: str, shape: torch.Size) -> Tensor:
+        """The large model's tensor: the trained corner, then noise or random."""
+        origin, trained = self._origin(name)
+        weight = self.source[origin]
+        is_norm = len(shape) == 1
+        large = self._level(weight, shape) if is_norm else self._noise(name, shape)
+        if trained:
+            paste(weight, large)
+        return (large * self.norm_scale if is_norm else large).to(weight.dtype)
+
+    def _origin(self, name: str) -> tuple[str, bool]:
+        """The source tensor like this one, and whether this layer is a trained one."""
+        if not name.startswith("model.layers."):
+            return name, True
+        layer, _, rest = name.removeprefix("model.layers.").partition(".")
+        origin = f"model.layers.{int(layer) % self.layers}.{rest}"
+        return origin, int(layer) < self.layers
+
+    def _level(self, weight: Tensor, shape: torch.Size) -> Tensor:
+        return torch.full(shape, float(weight.float().mean()))
+
+    def _noise(self, name: str, shape: torch.Size) -> Tensor:
+        """Noise where zeros belong (zeros upset quantizers), else random weights."""
+        quiet = any(part in QUIET for part in name.split("."))
+        std = NOISE if quiet else SPREAD
+        return torch.randn(shape, generator=self.generator) * std
+
+
+def paste(small: Tensor, large: Tensor) -> Tensor:
+    """Copy `small` into the first corner of `large`, in place."""
+    large[tuple(slice(size) for size in small.shape)] = small
+    return large
+
+
+def enlarged_config(old: LlamaConfig, sizes: dict[str, int]) -> LlamaConfig:
+    """The large model's config, or a UsageError where the function would change."""
+    new = deepcopy(old)
+    new.update(sizes)
+    new.head_dim = old.head_dim
+    new.rms_norm_eps = old.rms_norm_eps * old.hidden_size / new.hidden_size
+    if old.model_type != "llama" or old.attention_bias or old.mlp_bias:
+        raise click.UsageError("Only Llama checkpoints without biases can be enlarged.")
+    for name in sizes:
+        if getattr(new, name) < getattr(old, name):
+            raise click.UsageError(f"{name} must be at least {getattr(old, name)}.")
+    group = old.num_attention_heads // old.num_key_value_heads
+    if new.num_attention_heads != group * new.num_key_value_heads:
+        raise click.UsageError(f"Keep {group} query heads per KV head.")
+    if new.intermediate_size == new.vocab_size:
+        raise click.UsageError("Keep the intermediate size unlike the vocabulary size.")
+    return new
+
+
+def enlarge(checkpoint: Path, output: Path, new: LlamaConfig, seed: int) -> int:
+    """Write the large checkpoint with its tokenizer; return its parameter count."""
+    small = LlamaForCausalLM.from_pretrained(checkpoint, dtype=new.dtype)
+    with torch.device("meta"):
+        large = LlamaForCausalLM(new)
+    inflation = Inflation(
+        small.state_dict(),
+        layers=small.config.num_hidden_layers,
+        norm_scale=(small.config.hidden_size / new.hidden_size) ** 0.5,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    shapes = {name: empty.shape for name, empty in large.state_dict().items()}
+    tensors = {name: inflation.tensor(name, shape) for name, shape in shapes.items()}
+    large.load_state_dict(tensors, assign=True)
+    large.tie_weights()
+    large.save_pretrained(output)
+    for pattern in COMPANIONS:
+        for file in checkpoint.glob(pattern):
+            shutil.copy(file, output / file.name)
+    return sum(parameter.numel() for parameter in large.parameters())
+
+
+@torch.inference_mode()
+def answer(checkpoint: Path, prompt: Tensor) -> tuple[Tensor, list[int]]:
+    """Logits over `prompt` and the 64 greedy tokens that follow it, in float32."""
+    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    logits = model(prompt).logits
+    ids = model.generate(
+        prompt, do_sample=False, min_new_tokens=64, max_new_tokens=64, pad_token_id=0
+    )
+    return logits, ids[0, prompt.shape[1] :].tolist()
+
+
+def check(checkpoint: Path, output: Path) -> float:
+    """Compare the two models on this file's own text; return the logit gap."""
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    text = Path(__file__).read_text()
+    prompt = torch.tensor([tokenizer.encode(text).ids[:128]])
+    expected, expected_ids = answer(checkpoint, prompt)
+    actual, actual_ids = answer(output, prompt)
+    gap = float((expected - actual).abs().max())
+    if gap > TOLERANCE:
+        raise click.ClickException(f"Logits differ by {gap:.1e}: try --dtype float32.")
+    if expected_ids != actual_ids:
+        raise click.ClickException("The greedy continuations differ: try another seed.")
+    return gap
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path))
+@click.option("--hidden-size", default=1536, show_default=True)
+@click.option("--layers", "num_hidden_layers", default=16, show_default=True)
+@click.option("--heads", "num_attention_heads", default=24, show_default=True)
+@click.option("--kv-heads", "num_key_value_heads", default=8, show_default=True)
+@click.option("--intermediate-size", default=3968, show_default=True)
+@click.option("--dtype", type=click.Choice(["float16", "bfloat16", "float32"]))
+@click.option("--seed", default=0, show_default=True)
+def main(
+    checkpoint: Path, output: Path, dtype: str | None, seed: int, **sizes: int
+) -> None:
+    """Enlarge CHECKPOINT without changing what it computes, and check that."""
+    logging.disable_progress_bar()
+    new = enlarged_config(AutoConfig.from_pretrained(checkpoint), sizes)
+    if dtype:
+        new.dtype = getattr(torch, dtype)
+    count = enlarge(checkpoint, output, new, seed)
+    click.echo(f"{count / 1e6:.1f} M parameters in {output} ({new.dtype})")
+    gap = check(checkpoint, output)
+    click.echo(f"same greedy text over 64 tokens, logits within {gap:.1e}")
+
+
+if __name__ == "__main__":
+    main()

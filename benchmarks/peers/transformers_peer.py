@@ -1,0 +1,125 @@
+"""transformers as a peer: plain, an assistant model, and prompt lookup, in bfloat16.
+
+    python benchmarks/peers/transformers_peer.py --target T --drafter D ...
+
+There is no int4 on a CPU here; this is the reference that everybody starts from.
+"""
+
+from functools import partial
+from typing import Any
+
+import click
+import protocol
+from protocol import Clock, Decoding, Method, Options
+
+try:
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers.generation.streamers import BaseStreamer
+except ImportError as error:
+    raise SystemExit(protocol.not_installed("transformers").format_message()) from error
+
+
+class Listener(BaseStreamer):  # type: ignore[misc]
+    """Feeds the clock; the first call brings the prompt."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called with the prompt and then with every token or accepted run."""
+        if self._prompt_seen:
+            self._clock.add(value.flatten().tolist())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        """Called after the last token; nothing is left to do."""
+
+
+class Transformers:
+    """The target and its assistant in one process."""
+
+    tool = "transformers"
+    version = transformers.__version__
+
+    def __init__(self, options: Options, dtype: str) -> None:
+        torch.set_num_threads(options.threads)
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        load = partial(AutoModelForCausalLM.from_pretrained, dtype=dtype)
+        self.tool = f"transformers {dtype}"
+        self._options = options
+        self._target = load(options.target)
+        self._drafter = load(options.drafter)
+        self._passes = 0
+        self._target.register_forward_hook(self._count)
+
+    def methods(self) -> list[Method]:
+        """Plain, and both proposers at each K."""
+        widths = self._options.num_draft_tokens
+        draft = [Method("draft", width) for width in widths]
+        return [Method("plain"), *draft, *(Method("lookup", width) for width in widths)]
+
+    @torch.inference_mode()
+    def decode(self, method: Method, prompt: list[int]) -> Decoding:
+        """Generate with a streamer that notes when each token came."""
+        count = self._options.max_new_tokens
+        self._passes = 0
+        clock = Clock()
+        self._target.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            do_sample=False,
+            min_new_tokens=count,
+            max_new_tokens=count,
+            pad_token_id=0,
+            streamer=Listener(clock),
+            **self._speculation(method),
+        )
+        return Decoding(clock.token_ids, clock.seconds, self._passes - 1)
+
+    @torch.inference_mode()
+    def pass_ms(self, prompt: list[int]) -> dict[int, float]:
+        """Time the forward pass, with the cache cropped to the prompt each time."""
+        cache = DynamicCache(config=self._target.config)
+        self._target(torch.tensor([prompt]), past_key_values=cache)
+        return {
+            width: protocol.median_ms(
+                partial(
+                    self._target,
+                    torch.tensor([prompt[:width]]),
+                    past_key_values=cache,
+                ),
+                partial(cache.crop, len(prompt)),
+            )
+            for width in protocol.WIDTHS
+        }
+
+    def _speculation(self, method: Method) -> dict[str, Any]:
+        if method.name == "lookup":
+            return {"prompt_lookup_num_tokens": method.num_draft_tokens}
+        if method.name == "plain":
+            return {}
+        settings = self._drafter.generation_config
+        settings.num_assistant_tokens = method.num_draft_tokens
+        settings.num_assistant_tokens_schedule = "constant"
+        settings.assistant_confidence_threshold = 0.0
+        return {"assistant_model": self._drafter}
+
+    def _count(self, *_: Any) -> None:
+        self._passes += 1
+
+
+@click.command()
+@protocol.options
+@click.option("--dtype", default="bfloat16", show_default=True)
+def main(dtype: str, **values: Any) -> None:
+    """Measure transformers on TARGET and DRAFTER."""
+    options = protocol.parse(**values)
+    protocol.run(Transformers(options, dtype), options)
+
+
+if __name__ == "__main__":
+    main()

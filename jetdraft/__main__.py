@@ -1,0 +1,5 @@
+"""python -m jetdraft is the jetdraft command."""
+
+from jetdraft.cli import main
+
+main()

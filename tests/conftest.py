@@ -1,0 +1,45 @@
+"""One tiny pair and one bundle of it serve the whole test session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import jetdraft
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.quant.recipe import Recipe
+from tests.tiny import drafter_config, llama_config, save_checkpoint
+
+
+class Pair(NamedTuple):
+    """Folders of two checkpoints."""
+
+    target: Path
+    drafter: Path
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A 3-layer target and a 1-layer drafter with the same tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return Pair(
+        save_checkpoint(folder / "target", llama_config(), seed=0),
+        save_checkpoint(folder / "drafter", drafter_config(), seed=1),
+    )
+
+
+@pytest.fixture(scope="session")
+def bundle(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pair as an int8 bundle; copy it before changing anything in it."""
+    output = tmp_path_factory.mktemp("bundles") / "tiny"
+    options = ExportOptions(Recipe("int8", 32), capacity=256, max_width=64)
+    export(str(pair.target), output, str(pair.drafter), options)
+    return output
+
+
+@pytest.fixture(scope="session")
+def model(bundle: Path) -> jetdraft.Model:
+    """The bundle, loaded on one thread."""
+    return jetdraft.load(bundle, threads=1)

@@ -1,0 +1,115 @@
+import pytest
+
+from jetdraft.runtime.controller import PLAIN, Acceptance, Adaptive, Costs, Fixed
+from jetdraft.runtime.proposers import LookupProposer
+from jetdraft.runtime.stats import Round
+
+WIDTHS = range(2, 17)
+
+
+class Named(LookupProposer):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+
+def outcome(method="draft", drafted=3, accepted=0, ms=1.0, width=4, draft_ms=0.1):
+    return Round(
+        method=method,
+        width=width,
+        drafted=drafted,
+        evaluated=min(accepted + 1, drafted),
+        accepted=accepted,
+        target_seconds=ms / 1e3,
+        draft_seconds=draft_ms * drafted / 1e3,
+        session_seconds=0.0,
+    )
+
+
+def adaptive(slope=0.1, draft_ms=0.05, widths=WIDTHS):
+    costs = Costs({w: 1 + slope * (w - 1) for w in range(1, 17)}, {"draft": draft_ms})
+    return Adaptive([Named("draft")], costs, widths)
+
+
+def test_fixed_keeps_its_length_and_respects_room():
+    proposer = Named("draft")
+    fixed = Fixed(proposer, 4)
+    assert fixed.plan(10, []).budget == 4
+    assert fixed.plan(2, []).budget == 2
+    assert fixed.plan(10, [proposer]) == PLAIN
+    assert Fixed(None, 0).plan(10, []) == PLAIN
+
+
+def test_good_drafts_get_longer():
+    controller = adaptive()
+    before = controller.plan(15, []).budget
+    for _ in range(30):
+        budget = controller.plan(15, []).budget
+        controller.observe(outcome(drafted=budget, accepted=budget))
+    assert controller.plan(15, []).budget > before
+
+
+def test_bad_drafts_are_switched_off():
+    controller = adaptive(slope=0.3, draft_ms=0.2)
+    for _ in range(20):
+        plan = controller.plan(15, [])
+        controller.observe(outcome(drafted=plan.budget))
+    assert controller.plan(15, []) == PLAIN
+
+
+def test_what_was_off_is_tried_again():
+    controller = adaptive(slope=0.3, draft_ms=0.2)
+    for _ in range(20):
+        controller.observe(outcome(drafted=1))
+    assert controller.plan(15, []) == PLAIN
+    for _ in range(1000):
+        controller.observe(outcome(method="none", drafted=0, width=2))
+    assert controller.plan(15, []) != PLAIN
+
+
+def test_a_row_that_is_carried_anyway_is_free():
+    """Two rows are the narrowest exact pass, so one drafted row costs no pass time."""
+    controller = adaptive(slope=5.0, draft_ms=0.01)
+    assert controller.plan(15, []).budget == 1
+    assert adaptive(slope=5.0, widths=range(1, 17)).plan(15, []) == PLAIN
+
+
+def test_barren_proposers_are_passed_over():
+    costs = Costs(dict.fromkeys(range(1, 17), 1.0), {})
+    first, second = Named("a"), Named("b")
+    controller = Adaptive([first, second], costs, WIDTHS)
+    plan = controller.plan(15, [])
+    other = second if plan.proposer is first else first
+    assert controller.plan(15, [plan.proposer]).proposer is other
+    assert controller.plan(15, [first, second]) == PLAIN
+
+
+@pytest.mark.parametrize("room", [1, 2, 5])
+def test_room_limits_the_draft(room):
+    assert adaptive(slope=0.0, draft_ms=0.0).plan(room, []).budget == room
+
+
+def test_costs_between_and_beyond_measured_widths():
+    costs = Costs({2: 2.0, 4: 4.0}, {})
+    assert costs.pass_ms(3) == pytest.approx(3.0)
+    assert costs.pass_ms(6) == pytest.approx(6.0)
+    assert costs.pass_ms(1) == pytest.approx(1.0)
+
+
+def test_costs_follow_the_clock_but_not_one_stall():
+    costs = Costs({2: 2.0, 4: 4.0}, {"draft": 0.1})
+    costs.learn(outcome(width=4, ms=400.0))
+    assert costs.target[4] < 4.2
+    for _ in range(200):
+        costs.learn(outcome(width=4, ms=5.0))
+    assert costs.target[4] == pytest.approx(5.0, rel=0.05)
+
+
+def test_rates_of_unseen_positions_take_after_the_one_before():
+    acceptance = Acceptance()
+    for _ in range(200):
+        acceptance.observe(evaluated=2, accepted=1)
+    first, second, third = acceptance.rates(3)
+    assert first > 0.95
+    assert second < 0.1
+    assert third == pytest.approx(second)

@@ -1,0 +1,74 @@
+"""The drafter's cache must follow the public sequence through every outcome."""
+
+import numpy as np
+import pytest
+
+from jetdraft.runtime.graph import Graph
+from jetdraft.runtime.proposers import DraftProposer
+from jetdraft.runtime.sampling import Chooser, Sampling
+from jetdraft.runtime.session import open_session
+
+CONTEXT = np.random.default_rng(2).integers(0, 288, 30)
+
+
+@pytest.fixture
+def drafter(model):
+    proposer = DraftProposer(model.drafter)
+    proposer.begin(CONTEXT, Chooser(Sampling()))
+    return proposer
+
+
+def fresh(model, context, budget):
+    """What a drafter that has seen nothing else proposes."""
+    proposer = DraftProposer(model.drafter)
+    proposer.begin(context, Chooser(Sampling()))
+    return proposer.propose(context, budget).tokens.tolist()
+
+
+@pytest.mark.parametrize("budget", [1, 2, 5])
+def test_every_outcome_leaves_the_cache_in_step(model, drafter, budget):
+    for accepted in range(budget + 1):
+        drafter.begin(CONTEXT, Chooser(Sampling()))
+        draft = drafter.propose(CONTEXT, budget).tokens
+        assert len(draft) == budget + 1
+        right = draft[1 : 1 + accepted]
+        last = draft[1 + accepted] if accepted < budget else 0
+        committed = np.append(right, (last + 1) % 288)
+        drafter.observe(committed)
+        context = np.concatenate([CONTEXT, committed])
+        assert model.drafter.cache.length <= len(context) - 1
+        again = drafter.propose(context, 4).tokens.tolist()
+        assert again == fresh(model, context, 4)
+
+
+def test_rounds_of_others_are_caught_up(model, drafter):
+    drafter.propose(CONTEXT, 3)
+    drafter.observe(np.array([1]))
+    context = np.concatenate([CONTEXT, [1], np.arange(90) % 288])
+    assert drafter.propose(context, 3).tokens.tolist() == fresh(model, context, 3)
+
+
+def test_a_drafter_that_is_the_target_is_always_right(model):
+    entry = model.bundle.target
+    session = open_session(model.bundle.path / entry.file, "cpu", 1, spinning=False)
+    twin = DraftProposer(Graph(session, entry.contract))
+    for options in ({}, {"temperature": 0.8, "seed": 4}):
+        # In its own exact class the twin runs one row at a time, so compare there.
+        model.proposers["twin"] = twin
+        try:
+            stats = model.generate(
+                token_ids=CONTEXT, method="twin", num_draft_tokens=3, exact=False,
+                max_new_tokens=120, ignore_eos=True, **options,
+            ).stats  # fmt: skip
+        finally:
+            del model.proposers["twin"]
+        assert stats.acceptance_rate > 0.97
+        assert stats.tokens_per_pass > 3.7
+
+
+def test_one_target_pass_per_round_and_one_drafter_pass_per_token(model, drafter):
+    drafter.propose(CONTEXT, 1)
+    drafter.observe(np.array([5]))
+    before = model.drafter.passes
+    drafter.propose(np.append(CONTEXT, 5), 3)
+    assert model.drafter.passes - before == 3

@@ -1,0 +1,134 @@
+import numpy as np
+import pytest
+
+import jetdraft
+from jetdraft.errors import MethodError, OptionError, PromptError, ProviderError
+
+IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
+METHODS = [
+    ("lookup", 3), ("lookup", None), ("draft", 1), ("draft", 4), ("draft", None),
+    ("auto", None), ("auto", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+@pytest.mark.parametrize("seed", [0, 7])
+def test_the_same_text_with_every_method(model, temperature, seed):
+    options = {
+        "token_ids": IDS, "max_new_tokens": 200, "ignore_eos": True,
+        "temperature": temperature, "seed": seed,
+    }  # fmt: skip
+    plain = model.generate(method="none", **options)
+    assert len(plain.token_ids) == 200
+    for method, length in METHODS:
+        result = model.generate(method=method, num_draft_tokens=length, **options)
+        assert result.token_ids == plain.token_ids, (method, length)
+
+
+def test_a_text_depends_on_nothing_that_came_before(model):
+    options = {"max_new_tokens": 60, "temperature": 0.9, "seed": 3, "ignore_eos": True}
+    first = model.generate(token_ids=IDS, **options).token_ids
+    model.generate(token_ids=IDS[::-1], max_new_tokens=90)
+    assert model.generate(token_ids=IDS, **options).token_ids == first
+
+
+def test_pieces_add_up_to_the_result(model):
+    options = {"max_new_tokens": 80, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    result = model.generate("def f(x):", **options)
+    pieces = list(model.stream("def f(x):", **options))
+    assert "".join(piece.text for piece in pieces) == result.text
+    assert [i for piece in pieces for i in piece.token_ids] == result.token_ids
+    drafted = sum(piece.from_draft for piece in pieces)
+    assert drafted <= result.stats.accepted_tokens + 15
+
+
+def test_result_says_what_happened(model):
+    result = model.generate(token_ids=IDS, max_new_tokens=5, ignore_eos=True)
+    assert result.prompt_tokens == len(IDS)
+    assert result.finish_reason == result.stats.finish_reason == "length"
+    assert result.stats.new_tokens == len(result.token_ids) == 5
+    assert result.stats.time_to_first_token > 0
+
+
+def test_end_of_text_stops_unless_ignored(model):
+    options = {"token_ids": IDS, "temperature": 1.5, "max_new_tokens": 236, "seed": 1}
+    free = model.generate(ignore_eos=True, **options).token_ids
+    [eos] = model.bundle.eos_token_ids
+    result = model.generate(**options)
+    expected = free[: free.index(eos) + 1] if eos in free else free
+    assert result.token_ids == expected
+    assert result.finish_reason == ("stop" if eos in free else "length")
+
+
+def test_a_prompt_that_fills_the_capacity_leaves_nothing_to_say(model):
+    ids = [1] * model.bundle.target.contract.capacity
+    result = model.generate(token_ids=ids)
+    assert (result.token_ids, result.finish_reason) == ([], "length")
+    assert len(model.generate(token_ids=ids[1:]).token_ids) == 1
+
+
+def test_width_one_is_used_only_when_not_exact(model):
+    widths = []
+    run = model.target.run
+    model.target.run = lambda tokens: (widths.append(len(tokens)), run(tokens))[1]
+    try:
+        model.generate(token_ids=IDS, method="none", max_new_tokens=5)
+        exact, widths[:] = set(widths[1:]), []
+        model.generate(token_ids=IDS, method="none", max_new_tokens=5, exact=False)
+    finally:
+        del model.target.run
+    assert exact == {min(model.calibration.exact_widths)}
+    assert set(widths[1:]) == {1}
+
+
+def test_one_generation_at_a_time(model):
+    first = iter(model.stream(token_ids=IDS))
+    next(first)
+    with pytest.raises(jetdraft.JetdraftError, match="already generating"):
+        model.generate(token_ids=IDS)
+    first.close()
+    assert model.generate(token_ids=IDS, max_new_tokens=1).token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"prompt": ""}, PromptError, "empty"),
+        ({"token_ids": []}, PromptError, "empty"),
+        ({"token_ids": [[1]]}, PromptError, "empty"),
+        ({"token_ids": ["x"]}, PromptError, "integers"),
+        ({"token_ids": [288]}, PromptError, "outside the vocabulary"),
+        ({"token_ids": [-1]}, PromptError, "outside the vocabulary"),
+        ({"token_ids": [1] * 257}, PromptError, "capacity is 256"),
+        ({}, PromptError, "either"),
+        ({"prompt": "a", "token_ids": [1]}, PromptError, "either"),
+        ({"prompt": "a", "method": "telepathy"}, MethodError, "no method"),
+        ({"prompt": "a", "num_draft_tokens": 0}, OptionError, "1 to 15"),
+        ({"prompt": "a", "num_draft_tokens": 16}, OptionError, "1 to 15"),
+        ({"prompt": "a", "max_new_tokens": 0}, OptionError, "1 or more"),
+        ({"prompt": "a", "temperature": -1.0}, OptionError, "temperature"),
+        ({"prompt": "a", "beams": 4}, OptionError, "beams"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(model, options, error, words):
+    with pytest.raises(error, match=words):
+        model.stream(**options)
+
+
+@pytest.mark.parametrize("provider", ["cuda", "tensorrt", "abacus"])
+def test_a_provider_that_cannot_run_is_refused(bundle, provider):
+    with pytest.raises(ProviderError, match="choose cpu"):
+        jetdraft.load(bundle, provider=provider)
+
+
+def test_no_threads_is_refused(bundle):
+    with pytest.raises(OptionError, match="threads"):
+        jetdraft.load(bundle, threads=0)
+
+
+def test_measurements_are_kept_beside_the_bundle(model):
+    [profile] = (model.bundle.path / "profiles").glob("cpu-1.json")
+    before = profile.stat().st_mtime_ns
+    again = jetdraft.load(model.bundle.path, threads=1)
+    assert again.calibration == model.calibration
+    assert profile.stat().st_mtime_ns == before

@@ -1,0 +1,46 @@
+import pytest
+
+from jetdraft.runtime.stats import Round, Stats
+
+
+def round_of(drafted, accepted):
+    return Round(
+        method="draft" if drafted else "none",
+        width=drafted + 1,
+        drafted=drafted,
+        evaluated=min(accepted + 1, drafted),
+        accepted=accepted,
+        target_seconds=0.0,
+        draft_seconds=0.0,
+        session_seconds=0.0,
+    )
+
+
+def test_metrics_have_the_meaning_the_design_gives_them():
+    stats = Stats("draft", exact=True, prompt_tokens=4)
+    for drafted, accepted in ((3, 3), (3, 1), (3, 0), (0, 0)):
+        stats.add(round_of(drafted, accepted), accepted + 1)
+    # Evaluated: 3 of 3; the right and the wrong one; the wrong one; none.
+    assert stats.evaluated_by_position == [3, 2, 1]
+    assert stats.accepted_by_position == [2 / 3, 1 / 2, 1.0]
+    assert stats.acceptance_rate == pytest.approx(4 / 6)
+    assert stats.tokens_per_pass == pytest.approx(8 / 4)
+    assert stats.new_tokens == stats.target_passes + stats.accepted_tokens
+    assert stats.rounds_by_choice == {"draft:3": 3, "none": 1}
+
+
+def test_nothing_drafted_has_no_rate():
+    stats = Stats("none", exact=True, prompt_tokens=4)
+    stats.add(round_of(0, 0), 1)
+    assert stats.acceptance_rate is None
+    assert stats.to_json()["accepted_by_position"] == []
+
+
+def test_merge_adds_generations():
+    one, two = (Stats("draft", exact=True, prompt_tokens=4) for _ in range(2))
+    one.add(round_of(1, 1), 2)
+    two.add(round_of(3, 3), 4)
+    one.merge(two)
+    assert one.evaluated_by_position == [2, 1, 1]
+    assert one.new_tokens == 6
+    assert one.rounds_by_choice == {"draft:1": 1, "draft:3": 1}

@@ -1,0 +1,94 @@
+"""Tiny random checkpoints, made in a moment and never downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
+
+END_OF_TEXT = "<|endoftext|>"
+VOCAB_SIZE = 288
+"""End-of-text, 256 bytes and 31 merges: exactly the tokenizer's size."""
+
+_WORDS = ("the", "self", "return", "import", "def", "print", "for", "range", "in")
+
+SIZES: dict[str, Any] = {
+    # Larger than transformers' 0.02, so that logits are not flat.
+    "initializer_range": 0.2,
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+"""What most configs of transformers take: 4 heads of 16 over 2 KV heads."""
+
+
+def llama_config(**changes: Any) -> LlamaConfig:
+    """A 3-layer Llama with tied embeddings and grouped heads."""
+    return LlamaConfig(**{**SIZES, "tie_word_embeddings": True, **changes})
+
+
+def drafter_config(**changes: Any) -> LlamaConfig:
+    """A 1-layer Llama half as wide."""
+    small = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 48,
+    }
+    return llama_config(**{**small, **changes})
+
+
+def save_checkpoint(
+    folder: Path, config: PreTrainedConfig, seed: int = 0, tokenizer: bool = True
+) -> Path:
+    """Write a random model of `config`, and the tokenizer beside it."""
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    if tokenizer:
+        save_tokenizer(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path, words: tuple[str, ...] = _WORDS) -> Path:
+    """Write a byte-level BPE of `VOCAB_SIZE` entries that knows some of `words`."""
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer(words), eos_token=END_OF_TEXT
+    ).save_pretrained(folder)
+    return folder
+
+
+def tokenizer(words: tuple[str, ...] = _WORDS) -> Tokenizer:
+    """End-of-text is 0, the bytes follow, then merges that build up the words."""
+    vocab = [END_OF_TEXT, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    merges: list[tuple[str, str]] = []
+    for word in words:
+        # In the alphabet of byte-level BPE, "Ġ" stands for a space.
+        left = "Ġ"
+        for right in word:
+            if left + right not in vocab and len(vocab) < VOCAB_SIZE:
+                merges.append((left, right))
+                vocab.append(left + right)
+            left += right
+    assert len(vocab) == VOCAB_SIZE, "give more words"
+    ids = {token: index for index, token in enumerate(vocab)}
+    made = Tokenizer(models.BPE(vocab=ids, merges=merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([END_OF_TEXT])
+    return made
