@@ -120,14 +120,28 @@ class Bundle:
                 tools=manifest["tools"],
                 files=manifest["files"],
             )
-            listed = {entry.file for entry in bundle.graphs.values()}
-            if TARGET not in bundle.graphs or not listed <= set(bundle.files):
-                raise KeyError("graph files")
+            bundle._check_types()
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise BundleError(
                 f"{folder / MANIFEST} is malformed ({error}); export the bundle again"
             ) from error
         return bundle
+
+    def _check_types(self) -> None:
+        """Raise `ValueError` or what a wrong type leads to."""
+        names = [self.provider, *self.methods]
+        listed = {entry.file for entry in self.graphs.values()}
+        for name, file in self.files.items():
+            if Path(name).name != name:
+                raise ValueError(f"{name!r} is not a plain file name")
+            names.append(file["sha256"])
+            int(file["bytes"])
+        if not all(isinstance(name, str) for name in (*names, *self.tools.values())):
+            raise ValueError("text is wanted")
+        if not all(isinstance(token, int) for token in self.eos_token_ids):
+            raise ValueError("end-of-text ids are integers")
+        if TARGET not in self.graphs or not listed <= set(self.files):
+            raise ValueError("a graph or its file is not listed")
 
     def _check_pair(self) -> None:
         if self.drafter is not None:
@@ -189,7 +203,7 @@ def writing(output: str | Path) -> Iterator[Path]:
         with writing("bundle") as folder:
             (folder / "file").write_text("...")
     """
-    final = Path(output).absolute()
+    final = Path(output).resolve()
     check_output(final)
     staging = final.parent / f".{final.name}.partial-{os.getpid()}"
     try:

@@ -101,6 +101,11 @@ def attend(
             f"({', '.join(unknown) or 'its own mask or head size'}); "
             "export another architecture"
         )
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends in both directions; only causal decoders "
+            "can be exported"
+        )
     state = _active[-1]
     scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
     layer = int(module.layer_idx)  # type: ignore[arg-type]

@@ -82,6 +82,10 @@ def _check_folder(source: str) -> None:
 def _load_config(source: str) -> Any:
     with _as_checkpoint_error(source):
         config = transformers.AutoConfig.from_pretrained(source)
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{source} is an encoder-decoder; only decoders can be exported"
+        )
     text = config.get_text_config(decoder=True)
     if getattr(text, "use_bidirectional_attention", False):
         raise UnsupportedModelError(
@@ -110,7 +114,7 @@ def _load_model(source: str, config: Any, dtype: torch.dtype) -> Any:
             torch_dtype=dtype,
             library_name="transformers",
         )
-    if config.is_encoder_decoder or not model._supports_attention_backend:
+    if not model._supports_attention_backend:
         raise UnsupportedModelError(
             f"the attention of {type(model).__name__} does not go through "
             "transformers' AttentionInterface; export another architecture"

@@ -15,10 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from jetdraft.runtime.controller import WIDEST
 from jetdraft.runtime.graph import Graph
-
-MAX_WIDTH = 16
-"""The widest pass that decoding uses."""
 
 _TOKENS = 48
 _START = 12
@@ -80,7 +78,7 @@ def _survey(graph: Graph) -> tuple[dict[int, np.ndarray], dict[int, float]]:
     """Logits of the same rows, and the median pass time, by width."""
     capacity = graph.contract.capacity
     start, end = min(_START, capacity // 4), min(_TOKENS, capacity - 1)
-    widths = range(1, min(MAX_WIDTH, graph.contract.max_width, end - start) + 1)
+    widths = range(1, min(WIDEST, graph.contract.max_width, end - start) + 1)
     tokens = np.random.default_rng(0).integers(0, graph.contract.vocab_size, capacity)
     graph.cache.rewind(0)
     graph.run(tokens[:start])

@@ -20,6 +20,12 @@ class Plan:
 
 PLAIN = Plan(None, 0)
 
+WIDEST = 16
+"""Rows of the widest pass that a controller plans."""
+
+NEGLIGIBLE = 0.01
+"""A draft token that is right this seldom is not worth planning for."""
+
 
 class Controller(Protocol):
     """Plans each round and learns from what came of it."""
@@ -152,11 +158,15 @@ class Adaptive:
         proposers: Sequence[Proposer],
         costs: Costs,
         widths: Sequence[int],
-        max_draft_tokens: int = 15,
+        max_draft_tokens: int = WIDEST - 1,
     ) -> None:
         self.proposers = list(proposers)
         self.costs = costs
-        self.widths = sorted(widths)
+        # For each number of rows the narrowest allowed width that holds them.
+        allowed = sorted(widths)
+        self.widths = [
+            next((w for w in allowed if w >= rows), rows) for rows in range(1 + WIDEST)
+        ]
         self.max_draft_tokens = max_draft_tokens
         self.acceptance = {proposer.name: Acceptance() for proposer in proposers}
 
@@ -172,6 +182,8 @@ class Adaptive:
             rates = self.acceptance[proposer.name].rates(limit)
             for length, rate in enumerate(rates, start=1):
                 chance *= rate
+                if chance < NEGLIGIBLE:
+                    break
                 tokens += chance
                 value = tokens / (self._pass_ms(length + 1) + length * each)
                 if value > best_value:
@@ -180,8 +192,7 @@ class Adaptive:
 
     def _pass_ms(self, rows: int) -> float:
         """The time of a pass that holds `rows` rows."""
-        fitting = [width for width in self.widths if width >= rows]
-        return self.costs.pass_ms(fitting[0] if fitting else rows)
+        return self.costs.pass_ms(self.widths[rows])
 
     def observe(self, round_: Round) -> None:
         """Update rates and times."""

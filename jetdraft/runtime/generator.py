@@ -175,10 +175,8 @@ class Generator:
 
     def _verify(self, rows: Rows) -> Answer:
         """One pass; rows that only fill up the width repeat the last token."""
-        padding = self._width(len(rows)) - len(rows)
-        tokens = (
-            np.pad(rows.tokens, (0, padding), mode="edge") if padding else rows.tokens
-        )
+        tokens = np.full(self._width(len(rows)), rows.tokens[-1])
+        tokens[: len(rows)] = rows.tokens
         return self.target.run(tokens).rows(slice(0, len(rows)))
 
 

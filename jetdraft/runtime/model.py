@@ -14,7 +14,7 @@ from jetdraft.bundle import Bundle, GraphEntry
 from jetdraft.errors import JetdraftError, MethodError, OptionError, PromptError
 from jetdraft.runtime import calibration
 from jetdraft.runtime.calibration import Calibration
-from jetdraft.runtime.controller import Adaptive, Controller, Costs, Fixed
+from jetdraft.runtime.controller import WIDEST, Adaptive, Controller, Costs, Fixed
 from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.ort import ort
@@ -27,7 +27,7 @@ from jetdraft.runtime.text import TextCodec
 
 AUTO = "auto"
 NONE = "none"
-MAX_DRAFT_TOKENS = 15
+MAX_DRAFT_TOKENS = WIDEST - 1
 """The longest draft a caller may ask for: the widest decoding pass less the root."""
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from jetdraft.runtime import calibration
 from jetdraft.runtime.calibration import Calibration, measure
+from jetdraft.runtime.controller import WIDEST
 
 
 @pytest.fixture
@@ -14,7 +15,7 @@ def measured(model):
 
 def test_every_width_is_in_one_class(measured):
     widths = sorted(width for members in measured.classes for width in members)
-    assert widths == list(range(1, calibration.MAX_WIDTH + 1))
+    assert widths == list(range(1, WIDEST + 1))
     assert sorted(measured.target_ms) == widths
     assert sorted(measured.drafter_ms) == widths
     assert all(ms > 0 for ms in measured.target_ms.values())
