@@ -68,16 +68,15 @@ def command(
 def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise click.UsageError('give one of PROMPT, --prompt-file or "-"')
-    if prompt == "-":
-        return sys.stdin.read()
-    if prompt_file is None:
-        assert prompt is not None
+    if prompt is not None and prompt != "-":
         return prompt
     try:
+        if prompt_file is None:
+            return sys.stdin.read()
         return prompt_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise click.UsageError(
-            f"cannot read {prompt_file} ({error}); give a UTF-8 text file"
+            f"cannot read {prompt_file or 'standard input'} ({error}); give UTF-8 text"
         ) from error
 
 

@@ -106,88 +106,83 @@ def attend(
             f"{type(module).__name__} attends in both directions; only causal decoders "
             "can be exported"
         )
-    state = _active[-1]
-    scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    form = _as_node if torch.compiler.is_exporting() else _eagerly
-    output, state.present[layer] = form(
-        state, layer, query, key, value, scale, sliding_window or 0, softcap or 0.0
+    state, layer = _active[-1], int(module.layer_idx)  # type: ignore[arg-type]
+    call = _Call(
+        query,
+        key,
+        value,
+        *state.past[layer],
+        scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
+        window=sliding_window or 0,
+        softcap=softcap or 0.0,
     )
+    form = _as_node if torch.compiler.is_exporting() else _eagerly
+    output, *present = form(call, state)
+    state.present[layer] = (present[0], present[1])
     return output, None
 
 
-def _as_node(
-    state: StepState,
-    layer: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """One GroupQueryAttention node, which also writes the buffers."""
-    _, heads, rows, head_dim = query.shape
-    past_key, past_value = state.past[layer]
+@dataclass(frozen=True)
+class _Call:
+    """One layer's attention; a `window` or `softcap` of 0 is off."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    past_key: torch.Tensor
+    past_value: torch.Tensor
+    scale: float
+    window: int
+    softcap: float
+
+
+def _as_node(call: _Call, state: StepState) -> tuple[torch.Tensor, ...]:
+    """One GroupQueryAttention node; its outputs two and three are the buffers."""
+    _, heads, rows, head_dim = call.query.shape
     attributes: dict[str, Any] = {
         "num_heads": heads,
-        "kv_num_heads": key.shape[1],
-        "scale": scale,
+        "kv_num_heads": call.key.shape[1],
+        "scale": call.scale,
     }
-    if window:
-        attributes["local_window_size"] = window
-    if softcap:
-        attributes["softcap"] = softcap
-    output, new_key, new_value = torch.onnx.ops.symbolic_multi_out(
+    if call.window:
+        attributes["local_window_size"] = call.window
+    if call.softcap:
+        attributes["softcap"] = call.softcap
+    rows_first = (
+        tensor.transpose(1, 2).reshape(1, rows, -1)
+        for tensor in (call.query, call.key, call.value)
+    )
+    buffers = [call.past_key, call.past_value]
+    output, *present = torch.onnx.ops.symbolic_multi_out(
         "com.microsoft::GroupQueryAttention",
-        [
-            *(_rows_first(t) for t in (query, key, value)),
-            past_key,
-            past_value,
-            state.last_row,
-            state.total_length,
-        ],
+        [*rows_first, *buffers, state.last_row, state.total_length],
         attrs=attributes,
-        dtypes=[query.dtype] * 3,
-        shapes=[(1, rows, heads * head_dim), past_key.shape, past_value.shape],
+        dtypes=[call.query.dtype] * 3,
+        shapes=[(1, rows, heads * head_dim), *(buffer.shape for buffer in buffers)],
         version=1,
     )
-    return output.reshape(1, rows, heads, head_dim), (new_key, new_value)
+    return output.reshape(1, rows, heads, head_dim), *present
 
 
-def _rows_first(tensor: torch.Tensor) -> torch.Tensor:
-    """[1, heads, n, d] to [1, n, heads * d]."""
-    return tensor.transpose(1, 2).reshape(1, tensor.shape[2], -1)
-
-
-def _eagerly(
-    state: StepState,
-    layer: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+def _eagerly(call: _Call, state: StepState) -> tuple[torch.Tensor, ...]:
     """The same in PyTorch, over copies of the buffers."""
-    start, rows = int(state.cursor), query.shape[2]
-    keys, values = (buffer.clone() for buffer in state.past[layer])
-    keys[:, :, start : start + rows] = key
-    values[:, :, start : start + rows] = value
-    groups = query.shape[1] // key.shape[1]
+    start, rows = int(state.cursor), call.query.shape[2]
+    keys, values = call.past_key.clone(), call.past_value.clone()
+    keys[:, :, start : start + rows] = call.key
+    values[:, :, start : start + rows] = call.value
+    groups = call.query.shape[1] // call.key.shape[1]
     seen_keys, seen_values = (
         buffer[:, :, : start + rows].repeat_interleave(groups, dim=1)
         for buffer in (keys, values)
     )
-    scores = (query @ seen_keys.transpose(2, 3)).float() * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = (call.query @ seen_keys.transpose(2, 3)).float() * call.scale
+    if call.softcap:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
     at = torch.arange(start, start + rows)[:, None]
     seen = torch.arange(start + rows)[None, :]
-    visible = (seen <= at) & ((seen > at - window) if window else True)
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).to(query.dtype)
-    return (weights @ seen_values).transpose(1, 2), (keys, values)
+    visible = (seen <= at) & ((seen > at - call.window) if call.window else True)
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).to(call.query.dtype)
+    return (weights @ seen_values).transpose(1, 2), keys, values
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from optimum.exporters.tasks import TasksManager
+from safetensors import SafetensorError
 
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.attention import IMPLEMENTATION
@@ -66,7 +67,8 @@ def _check_folder(source: str) -> None:
     """A local path must be a folder with a config; anything else may be a hub id."""
     path = Path(source)
     looks_local = path.exists() or source.startswith((".", "/", "~"))
-    looks_local = looks_local or source.count("/") != 1
+    # A hub id has one slash, and its owner is no folder here.
+    looks_local = looks_local or source.count("/") != 1 or path.parent.is_dir()
     if not looks_local:
         return
     if not path.is_dir():
@@ -152,17 +154,15 @@ def _as_checkpoint_error(source: str) -> Iterator[None]:
     """Turn whatever a loader raises into one line."""
     try:
         yield
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"the weights of {source} are damaged ({error}); fetch them again"
+        ) from error
     except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         reason = lines[0] if lines else type(error).__name__
         raise CheckpointError(
             f"cannot load {source} ({reason}); check the folder or the hub id"
-        ) from error
-    except Exception as error:  # safetensors raises its own, underived exception
-        if type(error).__module__.partition(".")[0] != "safetensors_rust":
-            raise
-        raise CheckpointError(
-            f"the weights of {source} are damaged ({error}); fetch them again"
         ) from error
 
 

@@ -77,8 +77,9 @@ def measure(target: Graph, drafter: Graph | None) -> Calibration:
 def _survey(graph: Graph) -> tuple[dict[int, np.ndarray], dict[int, float]]:
     """Logits of the same rows, and the median pass time, by width."""
     capacity = graph.contract.capacity
-    start, end = min(_START, capacity // 4), min(_TOKENS, capacity - 1)
-    widths = range(1, min(WIDEST, graph.contract.max_width, end - start) + 1)
+    limit = graph.contract.max_width
+    start, end = min(_START, capacity // 4, limit), min(_TOKENS, capacity - 1)
+    widths = range(1, min(WIDEST, limit, end - start) + 1)
     tokens = np.random.default_rng(0).integers(0, graph.contract.vocab_size, capacity)
     graph.cache.rewind(0)
     graph.run(tokens[:start])

@@ -34,7 +34,12 @@ class TextCodec:
             raise PromptError(
                 "the bundle has no tokenizer; give the prompt as token_ids"
             )
-        return list(self._tokenizer.encode(text).ids)
+        try:
+            return list(self._tokenizer.encode(text).ids)
+        except TypeError as error:
+            raise PromptError(
+                "the prompt is not a text of whole characters; give UTF-8"
+            ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens; empty without a tokenizer."""
