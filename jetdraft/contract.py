@@ -9,13 +9,14 @@ buffer of `capacity` rows:
 | `input_ids`, `position_ids` | int64 [1, n] |
 | `cursor` | int32 [1], committed rows in the buffer |
 | `total_length` | int32 [1], cursor + n |
+| `answer_rows` | int64 [m], the rows to answer for: all, or the last in a prefill |
 | `past_key.{i}`, `past_value.{i}` | dtype [1, kv_heads, capacity, head_dim] |
 
 | output | type, shape |
 | --- | --- |
-| `candidates`, `candidate_logits` | int64, float32 [1, n, K], best first |
-| `logsumexp` | float32 [1, n] |
-| `logits` | float32 [1, n, vocab] |
+| `candidates`, `candidate_logits` | int64, float32 [1, m, K], best first |
+| `logsumexp` | float32 [1, m] |
+| `logits` | float32 [1, m, vocab] |
 | `present_key.{i}`, `present_value.{i}` | the same buffers, updated in place |
 """
 
@@ -29,21 +30,24 @@ from jetdraft.errors import ContractError
 CANDIDATES = 64
 """K: how many candidates per row a graph returns, unless the vocabulary is smaller."""
 
-ROWS = "n"
-"""The name of the one dynamic axis: the rows of a pass."""
+ROWS, ANSWERS = "n", "m"
+"""The names of the dynamic axes: the rows of a pass, and those it answers for."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An input or output: name, numpy dtype name, shape with `ROWS` as its row axis."""
+    """An input or output: name, numpy dtype name, shape with named dynamic axes."""
 
     name: str
     dtype: str
     shape: tuple[int | str, ...]
 
-    def at_width(self, width: int) -> tuple[int, ...]:
-        """The shape in a pass of `width` rows."""
-        return tuple(width if axis == ROWS else int(axis) for axis in self.shape)
+    def sized(self, rows: int = 0, answers: int = 0) -> tuple[int, ...]:
+        """The shape in a pass of `rows` rows that answers for `answers` of them."""
+        sizes = {ROWS: rows, ANSWERS: answers}
+        return tuple(
+            sizes[axis] if isinstance(axis, str) else axis for axis in self.shape
+        )
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class StepContract:
             TensorSpec("position_ids", "int64", (1, ROWS)),
             TensorSpec("cursor", "int32", (1,)),
             TensorSpec("total_length", "int32", (1,)),
+            TensorSpec("answer_rows", "int64", (ANSWERS,)),
             *self.buffers("past"),
         )
 
@@ -87,10 +92,10 @@ class StepContract:
         """The outputs that are not KV buffers, in graph order."""
         k = self.candidates
         return (
-            TensorSpec("candidates", "int64", (1, ROWS, k)),
-            TensorSpec("candidate_logits", "float32", (1, ROWS, k)),
-            TensorSpec("logsumexp", "float32", (1, ROWS)),
-            TensorSpec("logits", "float32", (1, ROWS, self.vocab_size)),
+            TensorSpec("candidates", "int64", (1, ANSWERS, k)),
+            TensorSpec("candidate_logits", "float32", (1, ANSWERS, k)),
+            TensorSpec("logsumexp", "float32", (1, ANSWERS)),
+            TensorSpec("logits", "float32", (1, ANSWERS, self.vocab_size)),
         )
 
     @property
@@ -160,6 +165,6 @@ def check_tensors(declared: tuple[TensorSpec, ...], found: list[Any], of: str) -
 def _fits(declared: tuple[int | str, ...], found: tuple[Any, ...]) -> bool:
     """A named axis fits any symbolic axis; a number fits only itself."""
     return len(declared) == len(found) and all(
-        not isinstance(there, int) if here == ROWS else here == there
+        not isinstance(there, int) if isinstance(here, str) else here == there
         for here, there in zip(declared, found, strict=True)
     )

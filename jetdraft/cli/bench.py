@@ -17,7 +17,7 @@ from jetdraft.cli.options import (
     sampling_options,
 )
 from jetdraft.runtime import benchmark
-from jetdraft.runtime.model import Model, load
+from jetdraft.runtime.model import Model, Options, load
 from jetdraft.runtime.rows import Int64s
 
 DEFAULT_PROMPTS = (
@@ -68,6 +68,12 @@ def command(
     prompts = read_prompts(prompts_file, model)
     asked = methods.split(",") if methods else [*model.methods, "auto"]
     rows = benchmark.contenders(model, asked, lengths)
+    for row in rows:  # what is out of range is refused before measuring
+        Options(num_draft_tokens=row.num_draft_tokens, **options)
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise click.UsageError(
+            f"cannot write {json_file} (no such folder); choose another place"
+        )
     with click.progressbar(
         length=repeats * len(prompts) * len(rows),
         label="measuring",
@@ -84,7 +90,10 @@ def command(
 def read_prompts(file: Path | None, model: Model) -> list[Int64s]:
     """The prompts as ids; without a file or a tokenizer, something to decode from."""
     if file is not None:
-        return [_read_prompt(line, model) for line in _lines(file)]
+        lines = _lines(file)
+        if not lines:
+            raise click.UsageError(f"there are no prompts in {file}; give at least one")
+        return [_read_prompt(line, model) for line in lines]
     if model.bundle.tokenizer is not None:
         return [model.prompt(text) for text in DEFAULT_PROMPTS]
     random = np.random.default_rng(0)
@@ -95,7 +104,8 @@ def read_prompts(file: Path | None, model: Model) -> list[Int64s]:
 
 def _lines(file: Path) -> list[str]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: JSON text may hold other line separators as they are.
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise click.UsageError(
             f"cannot read {file} ({error}); give a UTF-8 file of JSON lines"
@@ -123,13 +133,12 @@ def show(report: dict[str, Any]) -> None:
     )
     for row in report["rows"]:
         length = row["num_draft_tokens"] or "-"
-        accepted = row["acceptance_rate"]
         click.echo(
             f"{row['method']:8} {length:>4} {'yes' if row['exact'] else 'no':5} "
-            f"{row['tokens_per_second']:9.1f} {row['speedup']:7.2f}x "
-            f"{row['tokens_per_pass']:8.2f} "
-            f"{'-' if accepted is None else format(accepted, '.2f'):>8} "
-            f"{row['time_to_first_token']:8.3f} {row['outside_ms_per_round']:8.3f}  "
+            f"{row['tokens_per_second']:9.1f} {_cell(row['speedup'], 2, 7)}x "
+            f"{_cell(row['tokens_per_pass'], 2)} {_cell(row['acceptance_rate'], 2)} "
+            f"{row['time_to_first_token']:8.3f} "
+            f"{_cell(row['outside_ms_per_round'], 3)}  "
             f"{row['same_text']}/{row['texts']}"
         )
     for name, curve in report["pass_ms"].items():
@@ -137,3 +146,9 @@ def show(report: dict[str, Any]) -> None:
         if times:
             click.echo(f"{name:8} pass ms by width  {times}")
     click.echo(f"peak memory {report['peak_memory_bytes'] / 1e6:.0f} MB")
+
+
+def _cell(value: float | None, digits: int, width: int = 8) -> str:
+    """A number, or a dash for what was not measured."""
+    text = "-" if value is None else f"{value:.{digits}f}"
+    return f"{text:>{width}}"

@@ -45,7 +45,7 @@ def _show_graph(name: str, entry: GraphEntry) -> None:
     scheme = recipe["scheme"]
     if scheme != "none":
         scheme += f", block {recipe['block_size']}"
-    cells = sum(int(np.prod(spec.at_width(0))) for spec in contract.buffers("past"))
+    cells = sum(int(np.prod(spec.sized())) for spec in contract.buffers("past"))
     size = cells * np.dtype(contract.dtype).itemsize
     shapes = sorted(set(contract.kv_shapes))
     heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)

@@ -12,12 +12,13 @@ from typing import Any
 import onnx_ir
 import torch
 
-from jetdraft.contract import StepContract
+from jetdraft.contract import ANSWERS, ROWS, StepContract
 from jetdraft.errors import JetdraftError, UnsupportedModelError
 from jetdraft.export.attention import HandThrough, StepState, attending
 
 OPSET = 23
-_TRACED_ROWS = 7
+# Two sizes, so that the tracer does not take rows and answers for the same axis.
+_TRACED_ROWS, _TRACED_ANSWERS = 7, 5
 
 
 class Step(torch.nn.Module):
@@ -25,7 +26,7 @@ class Step(torch.nn.Module):
 
     Run eagerly it is the oracle of its own graph; the returned buffers are copies.
 
-        outputs = Step(model, contract)(ids, positions, cursor, total, buffers)
+        outputs = Step(model, contract)(ids, positions, cursor, total, answers, buffers)
     """
 
     def __init__(self, model: Any, contract: StepContract) -> None:
@@ -39,6 +40,7 @@ class Step(torch.nn.Module):
         position_ids: torch.Tensor,
         cursor: torch.Tensor,
         total_length: torch.Tensor,
+        answer_rows: torch.Tensor,
         past: list[torch.Tensor],
     ) -> list[torch.Tensor]:
         """Outputs in the order of `StepContract.outputs`."""
@@ -55,6 +57,7 @@ class Step(torch.nn.Module):
                 position_ids=position_ids,
                 past_key_values=HandThrough(),
                 use_cache=True,
+                logits_to_keep=answer_rows,
             ).logits.float()
         if len(state.present) != len(state.past):
             raise UnsupportedModelError(
@@ -118,15 +121,16 @@ def trace(model: Any, contract: StepContract) -> onnx_ir.Model:
     """Trace `model` into a float step graph with the contract's names."""
     _pin_rotary_frequencies(model, contract.capacity)
     dtype = next(model.parameters()).dtype
-    rows = torch.export.Dim("n", min=1, max=max(_TRACED_ROWS + 1, contract.max_width))
-    past = [
-        torch.zeros(spec.at_width(0), dtype=dtype) for spec in contract.buffers("past")
-    ]
+    past = [torch.zeros(spec.sized(), dtype=dtype) for spec in contract.buffers("past")]
+    widest = max(_TRACED_ROWS + 1, contract.max_width)
+    rows, answers = (torch.export.Dim(x, min=1, max=widest) for x in (ROWS, ANSWERS))
+    shapes = ({1: rows}, {1: rows}, None, None, {0: answers}, [None] * len(past))
     arguments = (
         torch.zeros(1, _TRACED_ROWS, dtype=torch.long),
         torch.arange(_TRACED_ROWS)[None],
         torch.zeros(1, dtype=torch.int32),
         torch.full((1,), _TRACED_ROWS, dtype=torch.int32),
+        torch.arange(_TRACED_ANSWERS),
         past,
     )
     try:
@@ -136,7 +140,7 @@ def trace(model: Any, contract: StepContract) -> onnx_ir.Model:
                 arguments,
                 dynamo=True,
                 opset_version=OPSET,
-                dynamic_shapes=({1: rows}, {1: rows}, None, None, [None] * len(past)),
+                dynamic_shapes=shapes,
                 input_names=[spec.name for spec in contract.inputs],
                 output_names=[spec.name for spec in contract.outputs],
                 verbose=False,

@@ -144,7 +144,8 @@ def _version() -> str:
 
 
 def _row(row: Contender, plain: Contender) -> dict[str, Any]:
-    ratios = [a / b for a, b in zip(row.speeds(), plain.speeds(), strict=True)]
+    pairs = zip(row.speeds(), plain.speeds(), strict=True)
+    ratios = [one / reference for one, reference in pairs if reference]
     total = row.total()
     first = [s.time_to_first_token for run in row.runs for s in run]
     return {
@@ -152,7 +153,7 @@ def _row(row: Contender, plain: Contender) -> dict[str, Any]:
         "num_draft_tokens": row.num_draft_tokens,
         "exact": row.exact,
         "tokens_per_second": float(np.median(row.speeds())),
-        "speedup": float(np.median(ratios)),
+        "speedup": float(np.median(ratios)) if ratios else None,
         "tokens_per_pass": total.tokens_per_pass,
         "acceptance_rate": total.acceptance_rate,
         "accepted_by_position": total.accepted_by_position,

@@ -23,7 +23,7 @@ class Cache:
         self.length = 0
         self.buffers = {
             spec.name: ort.OrtValue.ortvalue_from_numpy(
-                np.zeros(spec.at_width(0), dtype=spec.dtype)
+                np.zeros(spec.sized(), dtype=spec.dtype)
             )
             for spec in contract.buffers("past")
         }

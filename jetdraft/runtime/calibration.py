@@ -82,7 +82,7 @@ def _survey(graph: Graph) -> tuple[dict[int, np.ndarray], dict[int, float]]:
     widths = range(1, min(WIDEST, limit, end - start) + 1)
     tokens = np.random.default_rng(0).integers(0, graph.contract.vocab_size, capacity)
     graph.cache.rewind(0)
-    graph.run(tokens[:start])
+    graph.run(tokens[:start], last_only=True)
     graph.cache.advance(start)
     logits, times = {}, {}
     for width in widths:

@@ -113,7 +113,7 @@ class Generator:
         cache.rewind(0)
         while cache.length < len(prompt) - 1:
             width = min(self.target.contract.max_width, len(prompt) - 1 - cache.length)
-            self.target.run(prompt[cache.length : cache.length + width])
+            self.target.run(prompt[cache.length : cache.length + width], last_only=True)
             cache.advance(width)
 
     def _round(

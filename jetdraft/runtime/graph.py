@@ -18,10 +18,10 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a pass says of each of its n rows; views that the next pass overwrites.
+    """What a pass says of m of its rows; views that the next pass overwrites.
 
-    `candidates` int64 [n, K] best first, `candidate_logits` float32 [n, K],
-    `logsumexp` float32 [n], `logits` float32 [n, vocab].
+    `candidates` int64 [m, K] best first, `candidate_logits` float32 [m, K],
+    `logsumexp` float32 [m], `logits` float32 [m, vocab].
     """
 
     candidates: Int64s
@@ -59,13 +59,14 @@ class Graph:
         self.passes = 0
         self._cursor = np.zeros(1, np.int32)
         self._total = np.zeros(1, np.int32)
-        self._bindings: dict[int, _Binding] = {}
+        self._bindings: dict[tuple[int, int], _Binding] = {}
 
-    def run(self, tokens: Int64s, depths: Int64s | None = None) -> Answer:
-        """Run one pass over `tokens` (int64 [n]) at the cache's cursor.
+    def run(self, tokens: Int64s, last_only: bool = False) -> Answer:
+        """Run one pass over a chain of `tokens` (int64 [n]) at the cache's cursor.
 
-        Rows are a chain unless `depths` says otherwise. The cursor does not move:
-        whoever knows which rows count calls `cache.advance`.
+        It answers for all rows, or for the last one only, which spares a prefill the
+        LM head of the others. The cursor does not move: whoever knows which rows count
+        calls `cache.advance`.
         """
         width, cursor = len(tokens), self.cache.length
         if not 1 <= width <= min(self.contract.max_width, self.cache.room):
@@ -73,13 +74,10 @@ class Graph:
                 f"a pass of {width} rows does not fit: {self.cache.room} rows of room, "
                 f"{self.contract.max_width} at most"
             )
-        binding = self._bindings.get(width) or self._bind(width)
+        answers = 1 if last_only else width
+        binding = self._bindings.get((width, answers)) or self._bind(width, answers)
         binding.input_ids[0] = tokens
-        np.add(
-            binding.steps if depths is None else depths,
-            cursor,
-            out=binding.position_ids[0],
-        )
+        np.add(binding.steps, cursor, out=binding.position_ids[0])
         self._cursor[0] = cursor
         self._total[0] = cursor + width
         start = time.perf_counter()
@@ -88,44 +86,45 @@ class Graph:
         self.passes += 1
         return binding.answer
 
-    def _bind(self, width: int) -> _Binding:
-        binding = _Binding(self, width)
-        self._bindings[width] = binding
+    def _bind(self, width: int, answers: int) -> _Binding:
+        binding = _Binding(self, width, answers)
+        self._bindings[width, answers] = binding
         return binding
 
-    def feeds(self, width: int) -> dict[str, npt.NDArray[np.generic]]:
+    def feeds(self, width: int, answers: int) -> dict[str, npt.NDArray[np.generic]]:
         """Fresh input arrays for a binding; the cursor's arrays are shared."""
         return {
             "input_ids": np.zeros((1, width), np.int64),
             "position_ids": np.zeros((1, width), np.int64),
             "cursor": self._cursor,
             "total_length": self._total,
+            "answer_rows": np.arange(width - answers, width, dtype=np.int64),
         }
 
 
 class _Binding:
     """Inputs, outputs and buffers of one width, bound once."""
 
-    def __init__(self, graph: Graph, width: int) -> None:
-        feeds = graph.feeds(width)
+    def __init__(self, graph: Graph, width: int, answers: int) -> None:
+        feeds = graph.feeds(width, answers)
         self.input_ids = feeds["input_ids"]
         self.position_ids = feeds["position_ids"]
         self.steps = np.arange(width, dtype=np.int64)
-        answers = {
-            spec.name: np.zeros(spec.at_width(width), spec.dtype)
+        outputs = {
+            spec.name: np.zeros(spec.sized(width, answers), spec.dtype)
             for spec in graph.contract.answers
         }
         self.io = graph.session.io_binding()
         # The OrtValues alias the arrays; the binding keeps both alive.
         self.kept = {
             name: ort.OrtValue.ortvalue_from_numpy(array)
-            for name, array in (feeds | answers).items()
+            for name, array in (feeds | outputs).items()
         }
         for name in feeds:
             self.io.bind_ortvalue_input(name, self.kept[name])
-        for name in answers:
+        for name in outputs:
             self.io.bind_ortvalue_output(name, self.kept[name])
         for name, buffer in graph.cache.buffers.items():
             self.io.bind_ortvalue_input(name, buffer)
             self.io.bind_ortvalue_output(name.replace("past_", "present_"), buffer)
-        self.answer = Answer(*(array[0] for array in answers.values()))
+        self.answer = Answer(*(array[0] for array in outputs.values()))

@@ -230,12 +230,15 @@ class Model:
             raise PromptError("give either a prompt text or token_ids")
         given = self.text.encode(prompt) if prompt is not None else token_ids
         try:
-            ids = np.asarray(given, dtype=np.int64)
-        except (TypeError, ValueError, OverflowError) as error:
+            found = np.asarray(given)
+        except ValueError as error:
             raise PromptError("token_ids must be a list of integers") from error
-        contract = self.bundle.target.contract
-        if ids.ndim != 1 or not len(ids):
+        if found.ndim == 1 and not len(found):
             raise PromptError("the prompt is empty; give at least one token")
+        if found.ndim != 1 or found.dtype.kind not in "iu":
+            raise PromptError("token_ids must be a list of integers")
+        ids = found.astype(np.int64)
+        contract = self.bundle.target.contract
         if len(ids) > contract.capacity:
             raise PromptError(
                 f"the prompt has {len(ids)} tokens, the capacity is "

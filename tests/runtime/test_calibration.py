@@ -34,8 +34,8 @@ def test_the_measurement_sees_a_difference(model, monkeypatch):
     """A width whose rows differ in the last bit must leave the class."""
     run = model.target.run
 
-    def tampered(tokens, depths=None):
-        answer = run(tokens, depths)
+    def tampered(tokens, last_only=False):
+        answer = run(tokens, last_only)
         if len(tokens) == 5:
             answer.logits[:] = np.nextafter(answer.logits, np.float32(np.inf))
         return answer

@@ -157,7 +157,7 @@ def test_the_cursor_is_one_less_than_the_sequence(model, plain):
 def test_only_the_widths_of_a_class_are_used(model, plain, widths, monkeypatch):
     used, run = [], model.target.run
     monkeypatch.setattr(
-        model.target, "run", lambda tokens: (used.append(len(tokens)), run(tokens))[1]
+        model.target, "run", lambda t, **o: (used.append(len(t)), run(t, **o))[1]
     )
     text = plain[SAMPLINGS[0]]
     proposer = Scripted(text, sometimes_right)

@@ -66,9 +66,17 @@ def test_candidates_are_the_best_logits(graph):
 
 def test_each_width_is_bound_once(graph):
     graph.run(TOKENS[:3])
-    binding = graph._bindings[3]
+    binding = graph._bindings[3, 3]
     graph.run(TOKENS[3:6])
-    assert graph._bindings[3] is binding
+    assert graph._bindings[3, 3] is binding
+
+
+def test_answering_for_the_last_row_only(graph):
+    whole = graph.run(TOKENS[:9])
+    last = graph.run(TOKENS[:9], last_only=True)
+    assert last.logits.shape == (1, 288)
+    assert np.allclose(last.logits[0], whole.logits[-1], atol=0.05)
+    assert last.candidates[0, 0] == whole.candidates[-1, 0]
 
 
 def test_present_and_past_are_one_buffer(graph):

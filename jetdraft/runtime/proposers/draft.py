@@ -59,10 +59,9 @@ class DraftProposer:
 
     def _step(self, tokens: Int64s, position: int) -> int:
         """Feed a chain; the token chosen for `position`, right after it."""
-        answer = self.graph.run(tokens)
+        answer = self.graph.run(tokens, last_only=True)
         self.graph.cache.advance(len(tokens))
-        last = answer.rows(slice(-1, None))
-        return int(self._chooser.choose(last, np.array([position]))[0])
+        return int(self._chooser.choose(answer, np.array([position]))[0])
 
     def observe(self, committed: Int64s) -> None:
         """Keep the cached rows of confirmed drafts; the last draft has none."""
