@@ -18,6 +18,7 @@ Usage:
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from jetdraft.contract import StepContract
@@ -205,29 +207,60 @@ def writing(output: str | Path) -> Iterator[Path]:
     """
     final = Path(output).resolve()
     check_output(final)
-    staging = final.parent / f".{final.name}.partial-{os.getpid()}"
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         _sweep(final)
-        staging.mkdir()
+        staging = Path(mkdtemp(prefix=f".{final.name}.partial-", dir=final.parent))
     except OSError as error:
         raise OutputError(
             f"cannot write beside {final} ({error.strerror}); choose another folder"
         ) from error
     try:
-        yield staging
-        _flush(staging)
-        _swap_in(staging, final)
+        with _locked(staging):
+            staging.chmod(0o777 & ~_umask())
+            yield staging
+            _flush(staging)
+            _swap_in(staging, final)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold a lock that ends with this process; True if nobody else held it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = True
+    except BlockingIOError:
+        free = False
+    try:
+        yield free
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    """The process's umask, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def _sweep(final: Path) -> None:
-    """Remove what killed exports to the same folder left behind."""
+    """Undo or remove what killed exports to the same folder left behind."""
+    aside = _aside(final)
+    if aside.exists() and not final.exists():
+        aside.rename(final)
+    shutil.rmtree(aside, ignore_errors=True)
     for left in final.parent.glob(f".{final.name}.partial-*"):
-        pid = left.name.rpartition("-")[2]
-        if not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(left, ignore_errors=True)
+        with _locked(left) as dead:
+            if dead:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _aside(final: Path) -> Path:
+    return final.with_name(f".{final.name}.old")
 
 
 def _flush(folder: Path) -> None:
@@ -242,9 +275,9 @@ def _swap_in(staging: Path, final: Path) -> None:
     if not final.exists():
         staging.rename(final)
     elif not _exchange(staging, final):
-        # Only file systems without an atomic exchange come here: a kill between the
-        # two renames leaves both bundles whole, the old one under the hidden name.
-        aside = staging.with_name(f"{staging.name}.old")
+        # Only file systems without an atomic exchange come here. After a kill between
+        # the two renames the next export to this place moves the old bundle back.
+        aside = _aside(final)
         final.rename(aside)
         staging.rename(final)
         shutil.rmtree(aside, ignore_errors=True)
@@ -269,6 +302,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise BundleError(
             f"{folder} has no {MANIFEST}; make a bundle with jetdraft export"
+        ) from error
+    except OSError as error:
+        raise BundleError(
+            f"cannot read {folder / MANIFEST} ({error.strerror}); check its permissions"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise BundleError(

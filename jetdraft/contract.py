@@ -124,7 +124,11 @@ class StepContract:
         """Read `to_json`'s object; raise `ContractError` if it is not one."""
         try:
             shapes = tuple((int(h), int(d)) for h, d in fields["kv_shapes"])
-            return cls(**{**fields, "kv_shapes": shapes})
+            sizes = {
+                name: int(fields[name])
+                for name in ("vocab_size", "capacity", "max_width")
+            }
+            return cls(**{**fields, **sizes, "kv_shapes": shapes})
         except (KeyError, TypeError, ValueError) as error:
             raise ContractError(
                 f"the graph contract in bundle.json is malformed ({error}); "

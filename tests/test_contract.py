@@ -40,7 +40,6 @@ def test_declares_the_inputs_in_graph_order():
         ("cursor", "int32", (1,)),
         ("total_length", "int32", (1,)),
         ("answer_rows", "int64", ("m",)),
-        ("answer_rows", "int64", ("m",)),
         ("past_key.0", "float16", (1, 2, 32, 16)),
         ("past_value.0", "float16", (1, 2, 32, 16)),
         ("past_key.1", "float16", (1, 1, 32, 32)),

@@ -18,7 +18,7 @@ END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 288
 """End-of-text, 256 bytes and 31 merges: exactly the tokenizer's size."""
 
-_WORDS = ("the", "self", "return", "import", "def", "print", "for", "range", "in")
+WORDS = ("the", "self", "return", "import", "def", "print", "for", "range", "in")
 
 SIZES: dict[str, Any] = {
     # Larger than transformers' 0.02, so that logits are not flat.
@@ -65,7 +65,7 @@ def save_checkpoint(
     return folder
 
 
-def save_tokenizer(folder: Path, words: tuple[str, ...] = _WORDS) -> Path:
+def save_tokenizer(folder: Path, words: tuple[str, ...] = WORDS) -> Path:
     """Write a byte-level BPE of `VOCAB_SIZE` entries that knows some of `words`."""
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer(words), eos_token=END_OF_TEXT
@@ -73,7 +73,7 @@ def save_tokenizer(folder: Path, words: tuple[str, ...] = _WORDS) -> Path:
     return folder
 
 
-def tokenizer(words: tuple[str, ...] = _WORDS) -> Tokenizer:
+def tokenizer(words: tuple[str, ...] = WORDS) -> Tokenizer:
     """End-of-text is 0, the bytes follow, then merges that build up the words."""
     vocab = [END_OF_TEXT, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     merges: list[tuple[str, str]] = []

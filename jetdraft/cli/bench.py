@@ -122,6 +122,8 @@ def _read_prompt(line: str, model: Model) -> Int64s:
             f"not a prompt: {line[:60]!r}; each line is a JSON object with prompt or "
             "token_ids"
         ) from error
+    if text is not None and not isinstance(text, str):
+        raise click.UsageError(f"not a prompt: {line[:60]!r}; prompt must be text")
     return model.prompt(text, ids)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from jetdraft.cli.options import bundle_argument, runtime_options, sampling_options
-from jetdraft.runtime.model import Model, Stream, load
+from jetdraft.runtime.model import Piece, Stream, load
 from jetdraft.runtime.stats import Stats
 
 
@@ -50,15 +50,15 @@ def command(
     text = _read_prompt(prompt, prompt_file)
     model = load(bundle, provider, threads)
     stream = model.stream(text, **options)
-    ids: list[int] = []
+    pieces: list[Piece] = []
     interrupted = False
     try:
-        _consume(stream, ids, show=not as_json)
+        _consume(stream, pieces, show=not as_json)
     except KeyboardInterrupt:
         interrupted = True
         stream.stats.finish_reason = "interrupted"
     if as_json:
-        click.echo(_as_json(model, stream.stats, ids))
+        click.echo(_as_json(stream.stats, pieces))
     else:
         click.echo()
         click.echo(summary(stream.stats), err=True)
@@ -80,17 +80,17 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         ) from error
 
 
-def _consume(stream: Stream, ids: list[int], show: bool) -> None:
+def _consume(stream: Stream, pieces: list[Piece], show: bool) -> None:
     for piece in stream:
-        ids += piece.token_ids
+        pieces.append(piece)
         if show:
             click.echo(piece.text, nl=False)
 
 
-def _as_json(model: Model, stats: Stats, ids: list[int]) -> str:
+def _as_json(stats: Stats, pieces: list[Piece]) -> str:
     fields = {
-        "text": model.text.decode(ids),
-        "token_ids": ids,
+        "text": "".join(piece.text for piece in pieces),
+        "token_ids": [token for piece in pieces for token in piece.token_ids],
         "prompt_tokens": stats.prompt_tokens,
         "stats": stats.to_json(),
     }

@@ -33,7 +33,8 @@ class StepState:
     """What one pass gives its attention layers, and what they give back.
 
     `past` and `present` hold (key, value) buffers [1, kv_heads, capacity, head_dim]
-    per layer; `last_row` is int32 [1], the index of the pass's last row in them.
+    per layer; `last_row` is int32 [1], the index of the pass's last row in them, and
+    `windows` the sliding windows that layers asked for, 0 for none.
     """
 
     cursor: torch.Tensor
@@ -41,6 +42,7 @@ class StepState:
     total_length: torch.Tensor
     past: list[tuple[torch.Tensor, torch.Tensor]]
     present: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    windows: set[int] = field(default_factory=set)
 
 
 _active: list[StepState] = []
@@ -107,6 +109,12 @@ def attend(
             "can be exported"
         )
     state, layer = _active[-1], int(module.layer_idx)  # type: ignore[arg-type]
+    if layer in state.present:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends twice in one layer; "
+            "export another architecture"
+        )
+    state.windows.add(sliding_window or 0)
     call = _Call(
         query,
         key,

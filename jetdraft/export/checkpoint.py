@@ -100,7 +100,7 @@ def _load_model(source: str, config: Any, dtype: torch.dtype) -> Any:
     """The model through optimum, with our attention in it."""
     kind = config.model_type
     try:
-        TasksManager.get_model_class_for_task(
+        model_class = TasksManager.get_model_class_for_task(
             "text-generation", "pt", model_type=kind, library="transformers"
         )
     except (KeyError, ValueError) as error:
@@ -109,12 +109,14 @@ def _load_model(source: str, config: Any, dtype: torch.dtype) -> Any:
             "generation; export a decoder-only language model"
         ) from error
     with _as_checkpoint_error(source):
-        model = TasksManager.get_model_from_task(
-            "text-generation",
-            source,
-            framework="pt",
-            torch_dtype=dtype,
-            library_name="transformers",
+        model, info = model_class.from_pretrained(
+            source, dtype=dtype, output_loading_info=True
+        )
+    if info["missing_keys"]:
+        # transformers fills them with random numbers, with a warning.
+        raise CheckpointError(
+            f"{source} lacks the weights {sorted(info['missing_keys'])[0]!r} and "
+            f"{len(info['missing_keys']) - 1} more; fetch it again"
         )
     if not model._supports_attention_backend:
         raise UnsupportedModelError(

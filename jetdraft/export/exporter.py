@@ -27,6 +27,7 @@ from jetdraft.contract import StepContract
 from jetdraft.errors import OptionError, PairError
 from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.fusion import fuse
+from jetdraft.export.seams import check_seams
 from jetdraft.export.step import kv_shapes, trace
 from jetdraft.quant.recipe import Recipe
 from jetdraft.quant.weights import quantize
@@ -95,6 +96,8 @@ def export(
         loaded[name] = Checkpoint.load(source, DTYPES[options.dtype])
     report("load", len(sources), len(sources))
     contracts = {name: _contract(ckpt, options) for name, ckpt in loaded.items()}
+    for name, checkpoint in loaded.items():
+        check_seams(checkpoint.model, contracts[name])
     if drafter:
         _check_tokenizers(loaded[TARGET], loaded[DRAFTER])
         check_pair(contracts[TARGET], contracts[DRAFTER])
@@ -161,6 +164,8 @@ def _write_graph(
         quantize(model, options.recipe, lambda done, of: report(stage, done, of))
     finally:
         logging.disable(silenced)
+    for node in model.graph:
+        node.metadata_props.clear()  # stack traces with this machine's paths
     file = f"{name}.onnx"
     ir.save(model, folder / file, external_data=f"{file}.data")
     return GraphEntry(

@@ -30,6 +30,7 @@ def fuse(model: ir.Model, contract: StepContract) -> None:
     for node in _attentions(model.graph):
         _fuse_rotary(model.graph, node, tables)
     _drop_identity_reshapes(model.graph)
+    _split_gemms(model.graph)
     _merge_projections(model.graph)
     for node in _attentions(model.graph):
         _pack_projections(node)
@@ -99,6 +100,9 @@ def _fuse_rotary(graph: ir.Graph, attention: ir.Node, tables: _RotaryTables) -> 
     # The CPU kernel rotates heads whose size is a multiple of 16 only.
     if not isinstance(head_dim, int) or head_dim % 16:
         return
+    interleaved = rotation.attributes.get_int("interleaved", 0)
+    if interleaved != key[1].attributes.get_int("interleaved", 0):
+        return
     if list(rotation.inputs[1:3]) != list(key[1].inputs[1:3]):
         return
     cosines, sines = (tables.of(value) for value in rotation.inputs[1:3] if value)
@@ -107,7 +111,6 @@ def _fuse_rotary(graph: ir.Graph, attention: ir.Node, tables: _RotaryTables) -> 
     for flatten, _, source in (query, key):
         flatten.replace_input_with(0, source)
     attention.attributes["do_rotary"] = ir.AttrInt64("do_rotary", 1)
-    interleaved = rotation.attributes.get_int("interleaved", 0)
     attention.attributes["rotary_interleaved"] = ir.AttrInt64(
         "rotary_interleaved", interleaved
     )
@@ -121,9 +124,9 @@ def _rotation_before(
 ) -> tuple[ir.Node, ir.Node, ir.Value] | None:
     """(flattening Reshape, RotaryEmbedding, its unrotated input [1, n, heads, d])."""
     flatten = _producer(value, "Reshape")
-    outer = flatten and _producer(flatten.inputs[0], "Transpose")
+    outer = flatten and _swap_of_rows_and_heads(flatten.inputs[0])
     rotation = outer and _producer(outer.inputs[0], "RotaryEmbedding")
-    inner = rotation and _producer(rotation.inputs[0], "Transpose")
+    inner = rotation and _swap_of_rows_and_heads(rotation.inputs[0])
     if flatten is None or rotation is None or inner is None or len(rotation.inputs) > 3:
         return None
     source = inner.inputs[0]
@@ -133,18 +136,30 @@ def _rotation_before(
     return flatten, rotation, source
 
 
+def _swap_of_rows_and_heads(value: ir.Value | None) -> ir.Node | None:
+    node = _producer(value, "Transpose")
+    swaps = node is not None and node.attributes.get_ints("perm") == (0, 2, 1, 3)
+    return node if swaps else None
+
+
 def _drop_identity_reshapes(graph: ir.Graph) -> None:
     """Chains of Reshape become one, or none where the shape comes back the same."""
     for node in list(graph):
         if node.op_type != "Reshape":
             continue
         inner = _producer(node.inputs[0], "Reshape")
-        if inner is not None:
+        if inner is not None and not _copies_sizes(node):
             node.replace_input_with(0, inner.inputs[0])
         before, after = node.inputs[0], node.outputs[0]
         kept = after.is_graph_output()
         if before is not None and not kept and _same_rows(before.shape, after.shape):
             ir.convenience.replace_all_uses_with(after, before)
+
+
+def _copies_sizes(reshape: ir.Node) -> bool:
+    """Whether a 0 in its shape copies a size of its present input."""
+    shape = reshape.inputs[1].const_value if reshape.inputs[1] else None
+    return shape is None or bool((shape.numpy() == 0).any())
 
 
 def _same_rows(one: ir.Shape | None, other: ir.Shape | None) -> bool:
@@ -154,7 +169,37 @@ def _same_rows(one: ir.Shape | None, other: ir.Shape | None) -> bool:
     return one[0] == other[0] == 1 and isinstance(one[2], int) and one[2] == other[2]
 
 
+def _same_shape(one: ir.Shape | None, other: ir.Shape | None) -> bool:
+    """Both [1, n, c] with the same n too, so that adding them broadcasts nothing."""
+    if one is None or other is None or not _same_rows(one, other):
+        return False
+    return bool(one[1] == other[1])
+
+
 # --- projections ----------------------------------------------------------------------
+
+
+def _split_gemms(graph: ir.Graph) -> None:
+    """Gemm with a constant matrix becomes MatMul and Add, which can be quantized."""
+    for node in list(graph):
+        plain = (
+            node.op_type == "Gemm"
+            and _is_matrix(node.inputs[1])
+            and node.attributes.get_float("alpha", 1.0) == 1.0
+            and node.attributes.get_float("beta", 1.0) == 1.0
+            and not node.attributes.get_int("transA", 0)
+            and not node.attributes.get_int("transB", 0)
+        )
+        if plain:
+            product = ir.node("MatMul", node.inputs[:2])
+            product.outputs[0].shape = node.outputs[0].shape
+            product.outputs[0].dtype = node.outputs[0].dtype or ir.DataType.FLOAT
+            made = [product]
+            if len(node.inputs) == 3 and node.inputs[2] is not None:
+                made.append(ir.node("Add", [product.outputs[0], node.inputs[2]]))
+            graph.insert_before(node, made)
+            substitute(node.outputs, made[-1].outputs)
+            graph.remove(node, safe=True)
 
 
 def _merge_projections(graph: ir.Graph) -> None:
@@ -183,8 +228,10 @@ def _bias_after(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
     consumers = list(node.outputs[0].consumers())
     if len(consumers) != 1 or consumers[0].op_type != "Add":
         return None
+    width = node.inputs[1].shape[1] if node.inputs[1] and node.inputs[1].shape else 0
     for value in consumers[0].inputs:
-        if value is not None and value.const_value is not None:
+        constant = value.const_value if value is not None else None
+        if value is not None and constant is not None and constant.shape == (width,):
             return consumers[0], value
     return None
 
@@ -241,7 +288,7 @@ def _fuse_norms(graph: ir.Graph) -> None:
         if norm.op_type != "RMSNormalization" or norm.attributes.get_int("axis") != -1:
             continue
         add = _producer(norm.inputs[0], "Add")
-        if add is None or not _same_rows(
+        if add is None or not _same_shape(
             *(value.shape if value else None for value in add.inputs)
         ):
             continue

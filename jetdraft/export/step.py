@@ -33,6 +33,7 @@ class Step(torch.nn.Module):
         super().__init__()
         self.model = model
         self.contract = contract
+        self.windows: set[int] = set()
 
     def forward(
         self,
@@ -59,6 +60,12 @@ class Step(torch.nn.Module):
                 use_cache=True,
                 logits_to_keep=answer_rows,
             ).logits.float()
+        if logits.shape[1] != answer_rows.shape[0]:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} ignores logits_to_keep; export another "
+                "architecture"
+            )
+        self.windows = state.windows
         if len(state.present) != len(state.past):
             raise UnsupportedModelError(
                 f"only {len(state.present)} of {len(state.past)} layers keep keys and "
@@ -86,7 +93,7 @@ def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
                 use_cache=True,
             )
     except Exception as error:  # whatever an unknown architecture stumbles over
-        raise _refusal(model, error) from error
+        raise refusal(model, error) from error
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(state.past) != layers or sorted(state.present) != list(range(layers)):
         raise UnsupportedModelError(
@@ -114,7 +121,7 @@ class _MakeBuffers(HandThrough):
         self.state.past.append(
             (torch.zeros_like(key_states), torch.zeros_like(value_states))
         )
-        return key_states, value_states
+        return super().update(key_states, value_states, layer_idx)
 
 
 def trace(model: Any, contract: StepContract) -> onnx_ir.Model:
@@ -148,12 +155,12 @@ def trace(model: Any, contract: StepContract) -> onnx_ir.Model:
     except JetdraftError:
         raise
     except Exception as error:  # the exporter wraps every cause in its own types
-        raise _refusal(model, error) from error
+        raise refusal(model, error) from error
     assert program is not None
     return program.model
 
 
-def _refusal(model: Any, error: BaseException) -> UnsupportedModelError:
+def refusal(model: Any, error: BaseException) -> UnsupportedModelError:
     """The innermost reason, ours where it is ours."""
     cause: BaseException | None = error
     while cause is not None:

@@ -52,7 +52,11 @@ class Calibration:
             name: {int(width): float(value) for width, value in fields[name].items()}
             for name in ("gaps", "target_ms", "drafter_ms")
         }
-        return cls(classes=[list(c) for c in fields["classes"]], **tables)
+        classes = [[int(width) for width in members] for members in fields["classes"]]
+        held = sorted(width for members in classes for width in members)
+        if held != sorted(tables["target_ms"]):
+            raise ValueError("the classes do not hold every measured width once")
+        return cls(classes=classes, **tables)
 
 
 def measure(target: Graph, drafter: Graph | None) -> Calibration:

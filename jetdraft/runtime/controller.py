@@ -157,8 +157,9 @@ class Adaptive:
         self,
         proposers: Sequence[Proposer],
         costs: Costs,
+        acceptance: dict[str, Acceptance],
         widths: Sequence[int],
-        max_draft_tokens: int = WIDEST - 1,
+        max_draft_tokens: int,
     ) -> None:
         self.proposers = list(proposers)
         self.costs = costs
@@ -168,7 +169,7 @@ class Adaptive:
             next((w for w in allowed if w >= rows), rows) for rows in range(1 + WIDEST)
         ]
         self.max_draft_tokens = max_draft_tokens
-        self.acceptance = {proposer.name: Acceptance() for proposer in proposers}
+        self.acceptance = acceptance
 
     def plan(self, room: int, barren: Sequence[Proposer]) -> Plan:
         """The best plan under the current estimates."""

@@ -85,7 +85,9 @@ class Generator:
             sequence[length : length + len(kept)] = kept
             length += len(kept)
             self._finish(stats, round_, kept, start, eos_token_ids)
+            paused = time.perf_counter()
             yield Commit(kept, min(round_.accepted, len(kept)))
+            start += time.perf_counter() - paused  # the caller's time is not ours
 
     def _finish(
         self,
@@ -175,6 +177,10 @@ class Generator:
 
     def _verify(self, rows: Rows) -> Answer:
         """One pass; rows that only fill up the width repeat the last token."""
+        if not rows.is_chain:
+            raise ValueError(
+                "the graph verifies chains; a branching draft needs a mask"
+            )
         tokens = np.full(self._width(len(rows)), rows.tokens[-1])
         tokens[: len(rows)] = rows.tokens
         return self.target.run(tokens).rows(slice(0, len(rows)))

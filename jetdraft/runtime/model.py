@@ -14,7 +14,14 @@ from jetdraft.bundle import Bundle, GraphEntry
 from jetdraft.errors import JetdraftError, MethodError, OptionError, PromptError
 from jetdraft.runtime import calibration
 from jetdraft.runtime.calibration import Calibration
-from jetdraft.runtime.controller import WIDEST, Adaptive, Controller, Costs, Fixed
+from jetdraft.runtime.controller import (
+    WIDEST,
+    Acceptance,
+    Adaptive,
+    Controller,
+    Costs,
+    Fixed,
+)
 from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.ort import ort
@@ -127,8 +134,12 @@ class Model:
             self.drafter = self._open(bundle.drafter, 1, spinning=False)
         self.calibration = self.calibrate()
         self.proposers = self._make_proposers()
-        self.costs = self._make_costs()
-        self._adaptive: dict[tuple[str, bool], Adaptive] = {}
+        # What the controller learns lives on from one generation to the next.
+        self.acceptance = {name: Acceptance() for name in self.proposers}
+        self.costs = Costs(
+            target=dict(self.calibration.target_ms),
+            draft={name: p.ms_per_token for name, p in self.proposers.items()},
+        )
         self._busy = False
 
     def _open(self, entry: GraphEntry, threads: int, spinning: bool) -> Graph:
@@ -163,14 +174,8 @@ class Model:
     def _make_proposers(self) -> dict[str, Proposer]:
         known: dict[str, Proposer] = {"lookup": LookupProposer()}
         if self.drafter is not None:
-            known["draft"] = DraftProposer(self.drafter)
+            known["draft"] = DraftProposer(self.drafter, self.calibration.drafter_ms[1])
         return {name: known[name] for name in self.bundle.methods if name in known}
-
-    def _make_costs(self) -> Costs:
-        """Starting points for the controller, which follows the clock from there."""
-        drafter = self.calibration.drafter_ms
-        draft = {"draft": drafter[1]} if drafter else {}
-        return Costs(target=dict(self.calibration.target_ms), draft=draft)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -188,14 +193,12 @@ class Model:
 
         model.generate("def fib(n):", max_new_tokens=64, temperature=0.8, seed=3)
         """
-        ids: list[int] = []
         stream = self.stream(prompt, token_ids=token_ids, **options)
-        for piece in stream:
-            ids += piece.token_ids
+        pieces = list(stream)
         stats = stream.stats
         return Result(
-            text=self.text.decode(ids),
-            token_ids=ids,
+            text="".join(piece.text for piece in pieces),
+            token_ids=[token for piece in pieces for token in piece.token_ids],
             prompt_tokens=stats.prompt_tokens,
             finish_reason=stats.finish_reason,
             stats=stats,
@@ -264,14 +267,14 @@ class Model:
             )
         if name != AUTO and count is not None:
             return Fixed(self.proposers[name], count)
-        # Acceptance estimates live on from one generation to the next.
-        key = (name, options.exact)
-        if key not in self._adaptive:
-            asked = list(self.proposers.values())
-            asked = asked if name == AUTO else [self.proposers[name]]
-            self._adaptive[key] = Adaptive(asked, self.costs, self.widths(options))
-        self._adaptive[key].max_draft_tokens = count or MAX_DRAFT_TOKENS
-        return self._adaptive[key]
+        proposers = list(self.proposers.values())
+        return Adaptive(
+            proposers if name == AUTO else [self.proposers[name]],
+            self.costs,
+            self.acceptance,
+            self.widths(options),
+            count or MAX_DRAFT_TOKENS,
+        )
 
     def widths(self, options: Options) -> Sequence[int]:
         """The pass widths a generation may use."""
@@ -307,7 +310,7 @@ class Stream:
             )
         model._busy = True
         proposers = list(model.proposers.values())
-        text = model.text.stream()
+        text = model.text.stream(prompt.tolist())
         try:
             for commit in Generator(model.target, model.widths(options), proposers).run(
                 prompt,

@@ -1,7 +1,7 @@
 """Gumbel noise as a pure function of (seed, position, token id).
 
 The hash is splitmix64's finalizer (Steele, Lea, Flood: Fast splittable pseudorandom
-number generators, 2014) over a counter; a 53-bit uniform u becomes -log(-log(u)).
+number generators, 2014) over a counter; a 52-bit uniform u becomes -log(-log(u)).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def uniforms(
         key = _mix(np.full(1, seed % (1 << 64), np.uint64) + _GOLDEN)
         key = _mix(key + positions.astype(np.uint64) * _GOLDEN)
         bits = _mix(key + (ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    return np.asarray(((bits >> np.uint64(11)) + 0.5) * 2.0**-53)
+    return np.asarray(((bits >> np.uint64(12)) + 0.5) * 2.0**-52)
 
 
 def gumbel(

@@ -39,6 +39,11 @@ class Rows:
         return len(self.tokens) - 1
 
     @property
+    def is_chain(self) -> bool:
+        """Whether each row is the child of the one before."""
+        return bool((self.parents == np.arange(-1, len(self.parents) - 1)).all())
+
+    @property
     def depths(self) -> Int64s:
         """Distance to the root per row."""
         depths = np.zeros(len(self.tokens), np.int64)

@@ -97,40 +97,41 @@ class Chooser:
     def _kept(self, scaled: Doubles, answer: Answer) -> Int64s:
         """Per row the number of candidates that the filters keep, or `_OPEN`.
 
-        `scaled` is float64 [n, K]: logits over temperature, best first.
+        `scaled` is float64 [n, K]: logits over temperature, best first. Each filter
+        narrows `least` and `most`, between which the number of kept tokens lies.
         """
         rows, candidates = scaled.shape
-        whole = candidates == answer.logits.shape[1]
-        kept = np.full(rows, candidates if whole else _OPEN, np.int64)
-        sampling = self.sampling
-        if 0 < sampling.top_k <= candidates:
-            kept[:] = sampling.top_k
+        vocabulary, sampling = answer.logits.shape[1], self.sampling
+        total = min(sampling.top_k or vocabulary, vocabulary)
+        most = np.full(rows, total)
+        least = np.minimum(most, candidates)
         if sampling.top_p < 1.0:
-            kept = self._nucleus(scaled, kept, answer)
+            least, most = self._nucleus(scaled, most, answer)
         if sampling.min_p > 0.0:
             passing = scaled >= scaled[:, :1] + np.log(sampling.min_p)
             count = np.count_nonzero(passing, axis=1)
-            closed = (count < candidates) | (kept != _OPEN)
-            limit = np.where(kept == _OPEN, candidates, kept)
-            kept = np.where(closed, np.minimum(limit, count), _OPEN)
-        return kept
+            least = np.minimum(least, count)
+            # If every candidate passes, tokens beyond them may pass too.
+            most = np.where(count < candidates, np.minimum(most, count), most)
+        return np.where(least == most, least, _OPEN)
 
-    def _nucleus(self, scaled: Doubles, kept: Int64s, answer: Answer) -> Int64s:
-        """The smallest prefix whose probability reaches top-p.
+    def _nucleus(
+        self, scaled: Doubles, most: Int64s, answer: Answer
+    ) -> tuple[Int64s, Int64s]:
+        """Bounds of the smallest prefix whose probability reaches top-p.
 
-        Within a known prefix (top-k) the mass is known. Otherwise it lies between the
-        candidates' own and that plus the most the other logits can add: they hold
-        exp(logsumexp) in total at temperature 1 and none exceeds the last candidate.
+        If the candidates hold all `most` tokens, their mass is known. Otherwise it lies
+        between the candidates' own and that plus the most the other logits can add:
+        they hold exp(logsumexp) in total at temperature 1 and none exceeds the last.
         """
-        weights = np.exp(scaled - scaled[:, :1])
-        mass = np.cumsum(weights, axis=1)
-        limit = np.where(kept == _OPEN, scaled.shape[1], kept)
-        inside = mass[np.arange(len(kept)), limit - 1]
-        least = _prefix(mass, self.sampling.top_p * inside)
-        tail = np.where(kept == _OPEN, self._tail(scaled, answer), 0.0)
-        most = _prefix(mass, self.sampling.top_p * (inside + tail))
-        closed = (least == most) & (most <= limit)
-        return np.asarray(np.where(closed, least, _OPEN))
+        candidates = scaled.shape[1]
+        mass = np.cumsum(np.exp(scaled - scaled[:, :1]), axis=1)
+        held = np.minimum(most, candidates)
+        inside = mass[np.arange(len(held)), held - 1]
+        tail = np.where(most > candidates, self._tail(scaled, answer), 0.0)
+        least = np.minimum(_prefix(mass, self.sampling.top_p * inside), held)
+        longest = _prefix(mass, self.sampling.top_p * (inside + tail))
+        return least, np.where(longest > held, most, longest)
 
     def _tail(self, scaled: Doubles, answer: Answer) -> Doubles:
         """An upper bound of the other logits' weight, relative to the best."""

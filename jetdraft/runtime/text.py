@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from jetdraft.errors import BundleError, PromptError
 
@@ -15,7 +14,7 @@ class TextCodec:
     """The bundle's tokenizer; a bundle without one only takes and gives ids.
 
     codec = TextCodec(bundle.tokenizer)
-    codec.decode(codec.encode("def f():"))
+    codec.stream(codec.encode("def")).push([5, 6])
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -41,42 +40,53 @@ class TextCodec:
                 "the prompt is not a text of whole characters; give UTF-8"
             ) from error
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens; empty without a tokenizer."""
-        if self._tokenizer is None:
-            return ""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def stream(self, prompt: Sequence[int]) -> TextStream:
+        """An incremental decoder of what follows `prompt`."""
+        return TextStream(self._tokenizer, list(prompt[-_TAIL:]))
 
-    def stream(self) -> TextStream:
-        """A new incremental decoder."""
-        return TextStream(self._tokenizer)
+
+_TAIL = 8
+"""Tokens of the prompt that decoding starts from: some decoders treat the first token
+of a text unlike the others, as in dropping its leading space."""
 
 
 class TextStream:
     """Turns tokens into text as they come, whole characters only.
 
     `push` holds back bytes until they make a character; `rest` gives what never did.
+    Only the tokens since the last whole character are decoded again, behind those of
+    the push before, whose text tells where the new text starts.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, prompt: list[int]) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._ids: list[int] = []
-        self._given = ""
+        self._ids = prompt
+        self._anchor, self._given = 0, len(prompt)
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these tokens complete."""
-        if self._tokenizer is None:
-            return ""
+        """The text that these tokens complete; empty without a tokenizer."""
         self._ids += ids
-        pieces = [self._stream.step(self._tokenizer, token) for token in ids]
-        text = "".join(piece for piece in pieces if piece)
-        self._given += text
-        return text
+        before, whole = self._texts()
+        if whole.endswith(_INCOMPLETE) or len(whole) <= len(before):
+            return ""
+        self._anchor, self._given = self._given, len(self._ids)
+        return whole[len(before) :]
 
     def rest(self) -> str:
-        """What decoding everything at once has beyond the pieces given."""
+        """What is left when no more tokens come."""
+        before, whole = self._texts()
+        return whole[len(before) :]
+
+    def _texts(self) -> tuple[str, str]:
+        """The text from the anchor to what was given, and to the end."""
         if self._tokenizer is None:
-            return ""
-        whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        return whole[len(self._given) :] if whole.startswith(self._given) else ""
+            return "", ""
+        given = self._ids[self._anchor : self._given]
+        before, whole = (
+            self._tokenizer.decode(ids, skip_special_tokens=True)
+            for ids in (given, self._ids[self._anchor :])
+        )
+        return before, whole
+
+
+_INCOMPLETE = "\ufffd"

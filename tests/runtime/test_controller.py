@@ -28,7 +28,7 @@ def outcome(method="draft", drafted=3, accepted=0, ms=1.0, width=4, draft_ms=0.1
 
 def adaptive(slope=0.1, draft_ms=0.05, widths=WIDTHS):
     costs = Costs({w: 1 + slope * (w - 1) for w in range(1, 17)}, {"draft": draft_ms})
-    return Adaptive([Named("draft")], costs, widths)
+    return Adaptive([Named("draft")], costs, {"draft": Acceptance()}, widths, 15)
 
 
 def test_fixed_keeps_its_length_and_respects_room():
@@ -77,7 +77,8 @@ def test_a_row_that_is_carried_anyway_is_free():
 def test_barren_proposers_are_passed_over():
     costs = Costs(dict.fromkeys(range(1, 17), 1.0), {})
     first, second = Named("a"), Named("b")
-    controller = Adaptive([first, second], costs, WIDTHS)
+    acceptance = {"a": Acceptance(), "b": Acceptance()}
+    controller = Adaptive([first, second], costs, acceptance, WIDTHS, 15)
     plan = controller.plan(15, [])
     other = second if plan.proposer is first else first
     assert controller.plan(15, [plan.proposer]).proposer is other

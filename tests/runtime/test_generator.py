@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jetdraft.runtime.controller import Adaptive, Costs, Fixed
+from jetdraft.runtime.controller import Acceptance, Adaptive, Costs, Fixed
 from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.rows import Rows
 from jetdraft.runtime.sampling import Chooser, Sampling
@@ -170,9 +170,11 @@ def test_adaptive_control_does_not_change_the_text(model, plain):
     proposer = Scripted(plain[SAMPLINGS[3]], sometimes_right)
     widths = model.calibration.exact_widths
     costs = Costs({w: 1 + 0.05 * w for w in range(1, 17)}, {})
+    acceptance = {proposer.name: Acceptance()}
+    adaptive = Adaptive([proposer], costs, acceptance, widths, 15)
     stats = Stats("test", exact=True, prompt_tokens=len(PROMPT))
     run = Generator(model.target, widths, [proposer]).run(
-        PROMPT, Chooser(SAMPLINGS[3]), Adaptive([proposer], costs, widths), 200, (),
+        PROMPT, Chooser(SAMPLINGS[3]), adaptive, 200, (),
         stats,
     )  # fmt: skip
     assert [t for c in run for t in c.token_ids] == plain[SAMPLINGS[3]]

@@ -95,7 +95,7 @@ def test_one_generation_at_a_time(model):
     [
         ({"prompt": ""}, PromptError, "empty"),
         ({"token_ids": []}, PromptError, "empty"),
-        ({"token_ids": [[1]]}, PromptError, "empty"),
+        ({"token_ids": [[1]]}, PromptError, "integers"),
         ({"token_ids": ["x"]}, PromptError, "integers"),
         ({"token_ids": [288]}, PromptError, "outside the vocabulary"),
         ({"token_ids": [-1]}, PromptError, "outside the vocabulary"),

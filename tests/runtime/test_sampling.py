@@ -5,7 +5,7 @@ from jetdraft.errors import OptionError
 from jetdraft.runtime.graph import Answer
 from jetdraft.runtime.sampling import Chooser, Sampling
 
-VOCAB = 300
+VOCAB = 1000
 RNG = np.random.default_rng(11)
 
 
@@ -45,6 +45,10 @@ SETTINGS = [
     Sampling(temperature=1.3, top_p=0.8),
     Sampling(temperature=1.0, min_p=0.05),
     Sampling(temperature=0.9, top_k=40, top_p=0.9, min_p=0.02),
+    # Here top-p alone does not close within the candidates, and min-p must not hide it.
+    Sampling(temperature=1.0, top_p=0.5, min_p=0.01),
+    Sampling(temperature=1.5, top_p=0.5, min_p=0.02),
+    Sampling(temperature=1.2, top_p=0.7, min_p=0.01),
 ]
 
 

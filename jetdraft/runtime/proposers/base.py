@@ -11,12 +11,14 @@ from jetdraft.runtime.sampling import Chooser
 class Proposer(Protocol):
     """Guesses how a sequence goes on. A wrong guess costs time, never text.
 
-    `name` is the method's name, `max_draft_tokens` the longest draft it can make, and
-    `session_seconds` its time inside `session.run` so far.
+    `name` is the method's name, `max_draft_tokens` the longest draft it can make,
+    `ms_per_token` a first guess of a drafted token's time, and `session_seconds` its
+    time inside `session.run` so far.
     """
 
     name: str
     max_draft_tokens: int
+    ms_per_token: float
 
     @property
     def session_seconds(self) -> float: ...

@@ -20,8 +20,9 @@ class DraftProposer:
 
     name = "draft"
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, ms_per_token: float = 0.0) -> None:
         self.graph = graph
+        self.ms_per_token = ms_per_token
         self.max_draft_tokens = graph.contract.max_width - 1
         self._chooser = Chooser(Sampling())
         self._base = 0

@@ -18,6 +18,7 @@ class LookupProposer:
 
     name = "lookup"
     session_seconds = 0.0
+    ms_per_token = 0.0
 
     def __init__(
         self, min_match: int = 2, max_match: int = 16, max_draft_tokens: int = 16

@@ -1,0 +1,109 @@
+"""Does a model compute the same through our two seams as on its own?
+
+transformers builds no mask for an attention it does not know, so whatever a model
+expresses through masks alone (chunks, windows it does not pass on, both directions)
+would be lost without an error. Running it both ways finds that, and whatever else a
+new architecture does beside the seams.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from jetdraft.contract import StepContract
+from jetdraft.errors import UnsupportedModelError
+from jetdraft.export.attention import IMPLEMENTATION, HandThrough, StepState, attending
+from jetdraft.export.step import Step, refusal
+
+_LEAST_TOKENS = 24
+_MOST_TOKENS = 512
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2}
+"""Of the largest logit; a lost mask costs a thousand times as much."""
+
+
+def check_seams(model: Any, contract: StepContract) -> None:
+    """Raise `UnsupportedModelError` unless both ways agree over two passes."""
+    window = _narrowest_window(model)
+    tokens = min(max(_LEAST_TOKENS, 2 * window), _MOST_TOKENS, contract.capacity)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(contract.vocab_size, (1, tokens), generator=generator)
+    try:
+        with torch.no_grad():
+            ours, windows = _through_seams(model, contract, ids)
+            model.set_attn_implementation("eager")
+            theirs = model(input_ids=ids, use_cache=False).logits.float()
+    except Exception as error:  # whatever an unknown architecture stumbles over
+        raise refusal(model, error) from error
+    finally:
+        model.set_attn_implementation(IMPLEMENTATION)
+    gap = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6))
+    unseen = window > tokens // 2 and window < contract.capacity and not any(windows)
+    if not gap <= _TOLERANCE[next(model.parameters()).dtype] or unseen:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} attends in a way that does not reach "
+            f"AttentionInterface (its logits differ by {gap:.0%}); export another "
+            "architecture"
+        )
+    _check_last_position(model, contract)
+
+
+def _narrowest_window(model: Any) -> int:
+    """The window or chunk that the config names, 0 if none."""
+    config = model.config.get_text_config(decoder=True)
+    names = ("sliding_window", "attention_chunk_size")
+    sizes = [getattr(config, name, None) for name in names]
+    return min((size for size in sizes if size), default=0)
+
+
+def _through_seams(
+    model: Any, contract: StepContract, ids: torch.Tensor
+) -> tuple[torch.Tensor, set[int]]:
+    """Logits of two passes over the fixed buffers, and the windows asked for."""
+    step = Step(model, contract)
+    rows = ids.shape[1]
+    dtype = next(model.parameters()).dtype
+    past = [
+        torch.zeros(1, heads, rows, size, dtype=dtype)
+        for heads, size in contract.kv_shapes
+        for _ in ("key", "value")
+    ]
+    logits, windows = [], set()
+    for start, end in ((0, 2 * rows // 3), (2 * rows // 3, rows)):
+        outputs = step(
+            ids[:, start:end],
+            torch.arange(start, end)[None],
+            torch.tensor([start], dtype=torch.int32),
+            torch.tensor([end], dtype=torch.int32),
+            torch.arange(end - start),
+            past,
+        )
+        logits.append(outputs[3])
+        past = outputs[4:]
+        windows |= step.windows
+    return torch.cat(logits, 1), windows
+
+
+def _check_last_position(model: Any, contract: StepContract) -> None:
+    """A learned table of positions must reach as far as the buffers."""
+    one = torch.ones(1, dtype=torch.int32)
+    past = [
+        (torch.zeros(1, heads, 1, size, dtype=model.dtype),) * 2
+        for heads, size in contract.kv_shapes
+    ]
+    state = StepState(cursor=one - 1, last_row=one - 1, total_length=one, past=past)
+    try:
+        with attending(state), torch.no_grad():
+            model(
+                input_ids=torch.zeros(1, 1, dtype=torch.long),
+                position_ids=torch.full((1, 1), contract.capacity - 1),
+                past_key_values=HandThrough(),
+                use_cache=True,
+            )
+    except IndexError as error:
+        limit = model.config.get_text_config(decoder=True).max_position_embeddings
+        raise UnsupportedModelError(
+            f"{type(model).__name__} knows {limit} positions; export with "
+            f"--capacity {limit} or less"
+        ) from error

@@ -1,0 +1,31 @@
+"""Bundles that tests may damage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jetdraft.bundle import MANIFEST
+
+
+@pytest.fixture
+def copied_bundle(bundle: Path, tmp_path: Path) -> Path:
+    """A copy to change."""
+    return shutil.copytree(bundle, tmp_path / "bundle")
+
+
+@pytest.fixture(scope="session")
+def lone_bundle(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target alone, as if it had been exported without a drafter."""
+    copy = shutil.copytree(bundle, tmp_path_factory.mktemp("lone") / "bundle")
+    manifest = json.loads((copy / MANIFEST).read_text())
+    del manifest["graphs"]["drafter"]
+    manifest["methods"].remove("draft")
+    for file in copy.glob("drafter*"):
+        file.unlink()
+        del manifest["files"][file.name]
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    return copy

@@ -1,0 +1,26 @@
+"""Running the command line in this process, and what a refusal looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from click.testing import CliRunner, Result
+
+from jetdraft.cli import main
+
+
+def jetdraft(*arguments: object, stdin: str | bytes | None = None) -> Result:
+    """What `jetdraft ARGUMENTS` prints and how it ends."""
+    return CliRunner().invoke(main, [str(part) for part in arguments], input=stdin)
+
+
+def assert_refused(
+    result: Result, *said: str, of: Callable[[Iterable[bool]], bool] = all
+) -> None:
+    """Exit code 2 and one line, which says all (or any) of this."""
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert of(part in result.stderr for part in said), result.stderr

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from jetdraft.bundle import Bundle
+from tests.cli.running import assert_refused, jetdraft
+
+METRICS = {
+    "acceptance_rate",
+    "tokens_per_pass",
+    "accepted_by_position",
+    "tokens_per_second",
+    "time_to_first_token",
+    "speedup",
+}
+QUICK = ("--max-new-tokens=12", "--repeats=2", "--threads=1")
+CONTENDERS = [
+    ("none", None, False),
+    ("none", None, True),
+    ("lookup", 1, True),
+    ("lookup", 3, True),
+    ("draft", 1, True),
+    ("draft", 3, True),
+    ("auto", None, True),
+]
+
+
+@pytest.fixture(scope="module")
+def bench(bundle, tmp_path_factory):
+    """One run over a prompt as text and one as ids."""
+    folder = tmp_path_factory.mktemp("bench")
+    prompts = folder / "prompts.jsonl"
+    lines = [{"prompt": " the self the self"}, {"token_ids": [5, 6, 7, 5, 6, 7]}]
+    prompts.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    flags = ("--prompts", prompts, "--num-draft-tokens=1,3", "--json", folder / "out")
+    result = jetdraft("bench", bundle, *flags, *QUICK)
+    assert result.exit_code == 0, result.output
+    return SimpleNamespace(
+        result=result, report=json.loads((folder / "out").read_text())
+    )
+
+
+def test_report_has_a_row_per_method_and_length_and_plain_decoding_twice(bench):
+    rows = bench.report["rows"]
+    found = [(row["method"], row["num_draft_tokens"], row["exact"]) for row in rows]
+    assert found == CONTENDERS
+
+
+def test_every_row_has_every_metric(bench):
+    for row in bench.report["rows"]:
+        assert set(row) >= METRICS
+        assert row["tokens_per_second"] > 0
+        assert row["time_to_first_token"] > 0
+        assert row["tokens_per_pass"] >= 1
+        assert row["speedup"] > 0
+        assert 0 < row["outside_ms_per_round"] < 100
+
+
+def test_speedup_is_measured_against_the_fastest_plain_decoding(bench):
+    assert bench.report["rows"][0]["speedup"] == 1
+
+
+def test_draft_lengths_are_those_asked_for(bench):
+    for row in bench.report["rows"]:
+        if row["method"] == "draft":
+            assert len(row["accepted_by_position"]) <= row["num_draft_tokens"]
+            assert f"draft:{row['num_draft_tokens']}" in row["rounds_by_choice"]
+
+
+def test_exact_rows_gave_the_same_text_in_every_run(bench):
+    for row in bench.report["rows"]:
+        assert row["texts"] == 4
+        if row["exact"]:
+            assert row["same_text"] == 4
+
+
+def test_report_says_where_and_what_was_measured(bench, bundle):
+    report = bench.report
+    assert {"processor", "threads", "cores", "provider"} <= set(report["machine"])
+    assert {"jetdraft", "onnxruntime", "python"} <= set(report["versions"])
+    assert report["bundle_sha256"] == Bundle.open(bundle).sha256
+    assert report["peak_memory_bytes"] > 10e6
+    assert report["options"]["max_new_tokens"] == 12
+    assert report["options"]["prompts"] == 2
+
+
+def test_report_has_the_pass_times_of_both_graphs_at_widths_1_to_8(bench):
+    curves = bench.report["pass_ms"]
+    assert set(curves) == {"target", "drafter"}
+    for curve in curves.values():
+        assert list(curve) == [str(width) for width in range(1, 9)]
+        assert all(time > 0 for time in curve.values())
+
+
+def test_table_shows_every_row(bench):
+    header, *lines = bench.result.stdout.splitlines()
+    assert header.split()[:3] == ["method", "K", "exact"]
+    found = [line.split()[:3] for line in lines[: len(CONTENDERS)]]
+    assert found == [
+        [method, str(length or "-"), "yes" if exact else "no"]
+        for method, length, exact in CONTENDERS
+    ]
+    assert "pass ms by width" in bench.result.stdout
+    assert "peak memory" in bench.result.stdout
+
+
+def test_progress_goes_to_stderr(bench):
+    assert "measuring" in bench.result.stderr
+    assert "measuring" not in bench.result.stdout
+
+
+def test_without_prompts_there_are_some_of_its_own(lone_bundle):
+    flags = ("--methods=lookup", "--num-draft-tokens=2", *QUICK[:1], "--repeats=1")
+    result = jetdraft("bench", lone_bundle, *flags, "--threads=1")
+    assert result.exit_code == 0, result.output
+    methods = [line.split()[0] for line in result.stdout.splitlines()[1:4]]
+    assert methods == ["none", "none", "lookup"]
+    assert "4/4" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[1, 2, 3], [1] * 256, [1] * 255],
+    ids=["one token wanted", "no room", "room for one"],
+)
+def test_what_was_not_measured_is_a_dash(lone_bundle, tmp_path, prompt):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"token_ids": prompt}))
+    flags = ("--prompts", file, "--methods=none", "--json", tmp_path / "out")
+    limits = ("--max-new-tokens=1", "--repeats=1", "--threads=1")
+    result = jetdraft("bench", lone_bundle, *flags, *limits)
+    assert result.exit_code == 0, repr(result.exception)
+    assert result.stdout.splitlines()[1].split()[4] == "-x"
+    assert json.loads((tmp_path / "out").read_text())["rows"][0]["speedup"] is None
+
+
+def test_prompts_may_hold_any_line_separator(lone_bundle, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    line = json.dumps({"prompt": "one\u2028two"}, ensure_ascii=False)
+    file.write_text(line + "\n", encoding="utf-8")
+    flags = ("--methods=none", "--max-new-tokens=2", "--repeats=1", "--threads=1")
+    result = jetdraft("bench", lone_bundle, "--prompts", file, *flags)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no prompts"),
+        ("not json", "not a prompt"),
+        ("[1, 2]", "not a prompt"),
+        ("{}", "give either"),
+        ('{"prompt": ""}', "prompt is empty"),
+        ('{"token_ids": []}', "prompt is empty"),
+        ('{"prompt": "x", "token_ids": [1]}', "give either"),
+        ('{"prompt": 5}', "text"),
+        ('{"token_ids": "text"}', "integers"),
+        ('{"token_ids": [1.5]}', "integers"),
+        ('{"token_ids": [true]}', "integers"),
+        ('{"token_ids": [[1]]}', "integers"),
+        ('{"token_ids": [[1], [2, 3]]}', "integers"),
+        ('{"token_ids": 5}', "integers"),
+        ('{"token_ids": [288]}', "288"),
+        ('{"token_ids": [-1]}', "-1"),
+        ('{"token_ids": [99999999999999999999]}', "integers"),
+        (json.dumps({"token_ids": [1] * 257}), "256"),
+    ],
+    ids=range(18),
+)
+def test_bad_prompts_are_refused(bundle, tmp_path, text, said):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text)
+    result = jetdraft("bench", bundle, "--prompts", file, *QUICK)
+    assert_refused(result, said)
+
+
+def test_prompts_that_cannot_be_read_are_refused(bundle, tmp_path):
+    result = jetdraft("bench", bundle, "--prompts", tmp_path / "nothing")
+    assert_refused(result, "cannot read")
+    (tmp_path / "binary").write_bytes(b"\xff\xff")
+    result = jetdraft("bench", bundle, "--prompts", tmp_path / "binary")
+    assert_refused(result, "UTF-8")
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--num-draft-tokens=0",
+        "--num-draft-tokens=1,16",
+        "--num-draft-tokens=two",
+        "--num-draft-tokens=",
+        "--repeats=0",
+        "--max-new-tokens=0",
+        "--temperature=-1",
+        "--top-p=2",
+        "--methods=magic",
+        "--methods=none,,lookup",
+        "--provider=abacus",
+        "--threads=0",
+    ],
+)
+def test_option_out_of_range_is_refused(bundle, flag):
+    assert_refused(jetdraft("bench", bundle, flag), "")
+
+
+def test_method_that_the_bundle_lacks_is_refused(lone_bundle):
+    result = jetdraft("bench", lone_bundle, "--methods", "draft")
+    assert_refused(result, "'draft'", "auto, none, lookup")
+
+
+def test_report_that_cannot_be_written_is_refused_before_measuring(bundle, tmp_path):
+    result = jetdraft("bench", bundle, "--json", tmp_path / "no" / "out.json", *QUICK)
+    assert_refused(result, "out.json")
+
+
+def test_damaged_bundle_is_refused(copied_bundle):
+    (copied_bundle / "target.onnx").unlink()
+    assert_refused(jetdraft("bench", copied_bundle), "target.onnx is missing")

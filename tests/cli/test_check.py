@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+
+from jetdraft.cli import check
+from jetdraft.runtime.verification import Comparison
+from tests.cli.running import assert_refused, jetdraft
+
+
+@pytest.fixture(scope="module")
+def report(bundle) -> list[str]:
+    result = jetdraft("check", bundle, "--threads", "1")
+    assert result.exit_code == 0, result.output
+    return result.stdout.splitlines()
+
+
+def test_says_that_files_and_contracts_are_right(report):
+    assert report[0] == "files      5 present, hashes right"
+    assert report[1] == "contract   2 graphs as declared"
+
+
+def test_shows_the_exact_class_of_widths(report):
+    shown = [line.split() for line in report if line.startswith("widths")]
+    assert ["widths", "2..16", "exact"] in shown
+
+
+@pytest.mark.parametrize("method", ["draft 1", "draft", "lookup 4", "auto"])
+@pytest.mark.parametrize("setting", ["greedy", "temperature=0.8 seed=1"])
+def test_says_same_for_every_method_greedy_and_sampling(report, method, setting):
+    lines = [" ".join(line.split()) for line in report]
+    assert f"text {method} {setting} same 96 tokens" in lines
+
+
+def test_no_method_differs(report):
+    texts = [line for line in report if line.startswith("text")]
+    # Two methods at four lengths and auto, in three settings.
+    assert len(texts) == 27
+    assert all(line.endswith(" same 96 tokens") for line in texts)
+
+
+def test_another_text_is_an_error(bundle, monkeypatch):
+    differing = Comparison("draft", 2, {}, tokens=9, first_difference=4)
+    monkeypatch.setattr(check, "compare_methods", lambda model: iter([differing]))
+    result = jetdraft("check", bundle, "--threads", "1")
+    assert result.exit_code == 2
+    assert "differs at token 4" in result.stdout
+    assert result.stderr.startswith("error: 1 methods gave another text")
+    assert result.stderr.count("\n") == 1
+
+
+def test_altered_bundle_is_refused(copied_bundle):
+    (copied_bundle / "tokenizer.json").write_text("{}")
+    assert_refused(jetdraft("check", copied_bundle), "tokenizer.json has 2 bytes")
+
+
+def test_unknown_provider_is_refused(bundle):
+    assert_refused(jetdraft("check", bundle, "--provider", "abacus"), "choose cpu")

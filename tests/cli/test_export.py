@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+from jetdraft.bundle import Bundle
+from tests.cli.running import jetdraft
+from tests.tiny import (
+    VOCAB_SIZE,
+    WORDS,
+    drafter_config,
+    save_checkpoint,
+    save_tokenizer,
+)
+
+
+def assert_refused(result, *said: str) -> None:
+    """Exit code 2 and one line of error, after nothing but the stages so far."""
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    *stages, error = result.stderr.splitlines()
+    assert error.startswith("error: ")
+    assert all(stage.split()[0] in ("load", "trace") for stage in stages if stage)
+    assert all(part in error for part in said), error
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """A place for a bundle in a folder that is otherwise empty."""
+    (tmp_path / "outputs").mkdir()
+    return tmp_path / "outputs" / "bundle"
+
+
+@pytest.fixture
+def nothing_written(output: Path):
+    """Check afterwards that the output's folder stayed empty."""
+    yield
+    assert os.listdir(output.parent) == []
+
+
+def test_export_makes_a_bundle_that_generates(pair, output):
+    flags = ("--drafter", pair.drafter, "--quantize=int4", "--block-size=32")
+    sizes = ("--capacity=64", "--max-width=16")
+    result = jetdraft("export", pair.target, *flags, *sizes, "-o", output)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == ""
+    made = Bundle.open(output)
+    assert made.methods == ("none", "lookup", "draft")
+    assert made.target.quantization == {"scheme": "int4", "block_size": 32}
+    assert made.target.contract.capacity == 64
+    assert made.target.contract.max_width == 16
+    assert result.stderr.splitlines()[-1].endswith("methods none, lookup, draft")
+    shown = jetdraft("generate", output, " the", "--max-new-tokens=4", "--threads=1")
+    assert shown.exit_code == 0
+
+
+def test_defaults_are_those_of_the_help(pair, output):
+    small = "--max-width=4096"  # more than the capacity: narrowed to it
+    result = jetdraft("export", pair.drafter, "-o", output, "--capacity=64", small)
+    assert result.exit_code == 0, result.output
+    entry = Bundle.open(output).target
+    assert entry.quantization == {"scheme": "int4", "block_size": 128}
+    assert entry.contract.dtype == "float32"
+    assert entry.contract.max_width == 64
+
+
+@pytest.mark.usefixtures("nothing_written")
+class TestRefused:
+    """Bad input, after which the output folder must be as it was."""
+
+    def test_missing_checkpoint(self, output, tmp_path):
+        result = jetdraft("export", tmp_path / "nothing", "-o", output)
+        assert_refused(result, "no checkpoint folder at")
+
+    def test_empty_checkpoint(self, output, tmp_path):
+        (tmp_path / "empty").mkdir()
+        result = jetdraft("export", tmp_path / "empty", "-o", output)
+        assert_refused(result, "has no config.json")
+
+    def test_missing_drafter(self, pair, output, tmp_path):
+        flags = ("--drafter", tmp_path / "nothing", "-o", output)
+        result = jetdraft("export", pair.target, *flags)
+        assert_refused(result, "no checkpoint folder at", "nothing")
+
+    def test_architecture_whose_attention_cannot_be_exported(self, output, tmp_path):
+        config = transformers.MambaConfig(
+            vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=1
+        )
+        source = save_checkpoint(tmp_path / "mamba", config)
+        result = jetdraft("export", source, "-o", output)
+        assert_refused(result, "AttentionInterface", "export another architecture")
+
+    def test_drafter_with_another_vocabulary(self, pair, output, tmp_path):
+        other = save_checkpoint(tmp_path / "other", drafter_config(vocab_size=300))
+        result = jetdraft("export", pair.target, "--drafter", other, "-o", output)
+        assert_refused(result, "vocabulary has 300", "choose a drafter")
+
+    def test_drafter_with_another_tokenizer(self, pair, output, tmp_path):
+        other = shutil.copytree(pair.drafter, tmp_path / "other")
+        save_tokenizer(other, WORDS[::-1])
+        result = jetdraft("export", pair.target, "--drafter", other, "-o", output)
+        assert_refused(result, "another tokenizer", "choose a drafter")
+
+    @pytest.mark.parametrize(
+        "flag",
+        [
+            "--capacity=0",
+            "--capacity=15",
+            "--capacity=2000000",
+            "--capacity=many",
+            "--max-width=1",
+            "--block-size=48",
+            "--quantize=int3",
+            "--dtype=bf16",
+            "--provider=abacus",
+            "--provider=cuda",
+            "--colour=red",
+        ],
+    )
+    def test_option_out_of_range(self, pair, output, flag):
+        result = jetdraft("export", pair.target, "-o", output, flag)
+        assert_refused(result)
+        assert result.stderr.count("\n") == 1
+
+    def test_no_output(self, pair, output):
+        assert_refused(jetdraft("export", pair.target), "--output")
+
+    def test_output_below_a_file(self, pair, output, tmp_path):
+        (tmp_path / "file").write_text("")
+        result = jetdraft("export", pair.drafter, "-o", tmp_path / "file" / "bundle")
+        assert_refused(result, "choose another")
+
+
+def test_output_that_is_no_bundle_is_refused_and_untouched(pair, tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    result = jetdraft("export", pair.target, "-o", tmp_path)
+    assert_refused(result, "is not a bundle", "choose another")
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["precious"]
+
+
+def test_refused_export_leaves_an_earlier_bundle(copied_bundle, tmp_path):
+    before = Bundle.open(copied_bundle).sha256
+    result = jetdraft("export", tmp_path / "nothing", "-o", copied_bundle)
+    assert_refused(result, "no checkpoint folder at")
+    assert Bundle.open(copied_bundle).sha256 == before
+
+
+def test_without_torch_the_extra_is_named(pair, output):
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from jetdraft.cli import main; main(sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "export", str(pair.target), "-o", str(output)],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: exporting needs torch; pip install")
+    assert done.stderr.count("\n") == 1
+    assert not output.exists()
+
+
+def test_help_lists_the_verbs_in_the_order_of_use():
+    result = jetdraft("--help")
+    assert result.exit_code == 0
+    _, _, commands = result.stdout.partition("Commands:")
+    verbs = [line.split()[0] for line in commands.splitlines() if line.strip()]
+    assert verbs == ["export", "generate", "bench", "check", "inspect"]
+
+
+def test_version_is_printed():
+    import jetdraft as package
+
+    result = jetdraft("--version")
+    assert result.exit_code == 0
+    assert package.__version__ in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["magic"], ["--magic"], ["generate"]])
+def test_wrong_usage_is_refused_in_one_line(arguments):
+    result = jetdraft(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1

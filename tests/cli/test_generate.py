@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jetdraft.bundle import MANIFEST
+from tests.cli.running import assert_refused, jetdraft
+
+PROMPT = " the self"
+SHORT = ("--max-new-tokens", "24", "--threads", "1")
+METRICS = {
+    "acceptance_rate",
+    "tokens_per_pass",
+    "accepted_by_position",
+    "tokens_per_second",
+    "time_to_first_token",
+}
+
+
+def test_text_goes_to_stdout_and_one_line_of_stats_to_stderr(bundle, model):
+    result = jetdraft("generate", bundle, PROMPT, *SHORT)
+    assert result.exit_code == 0
+    expected = model.generate(PROMPT, max_new_tokens=24)
+    assert result.stdout == expected.text + "\n"
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"[{len(expected.token_ids)} tokens in ")
+    assert "tokens/s" in result.stderr
+
+
+def test_json_is_one_object_and_nothing_else(bundle, model):
+    result = jetdraft("generate", bundle, PROMPT, "--json", *SHORT)
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    found = json.loads(result.stdout)
+    expected = model.generate(PROMPT, max_new_tokens=24)
+    assert set(found) == {"text", "token_ids", "prompt_tokens", "stats"}
+    assert found["text"] == expected.text
+    assert found["token_ids"] == expected.token_ids
+    assert found["prompt_tokens"] == len(model.text.encode(PROMPT))
+    assert set(found["stats"]) >= METRICS
+    assert found["stats"]["new_tokens"] == len(expected.token_ids)
+
+
+@pytest.mark.parametrize("method", ["auto", "none", "draft", "lookup"])
+def test_every_method_gives_the_same_text(bundle, model, method):
+    result = jetdraft("generate", bundle, PROMPT, "--method", method, "--json", *SHORT)
+    found = json.loads(result.stdout)
+    expected = model.generate(PROMPT, method="none", max_new_tokens=24)
+    assert found["token_ids"] == expected.token_ids
+    assert found["stats"]["method"] == method
+
+
+def test_options_reach_the_generation(bundle, model):
+    options = {
+        "method": "draft",
+        "num_draft_tokens": 2,
+        "temperature": 0.9,
+        "top_k": 20,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "seed": 7,
+    }
+    flags = [
+        part
+        for name, value in options.items()
+        for part in ("--" + name.replace("_", "-"), value)
+    ]
+    flags += ["--ignore-eos", "--no-exact"]
+    result = jetdraft("generate", bundle, PROMPT, *flags, "--json", *SHORT)
+    found = json.loads(result.stdout)
+    expected = model.generate(
+        PROMPT, max_new_tokens=24, ignore_eos=True, exact=False, **options
+    )
+    greedy = model.generate(PROMPT, max_new_tokens=24)
+    assert found["token_ids"] == expected.token_ids != greedy.token_ids
+    assert found["stats"]["exact"] is False
+    assert len(found["stats"]["accepted_by_position"]) <= 2
+
+
+@pytest.mark.parametrize("way", ["file", "stdin"])
+def test_prompt_comes_from_a_file_or_stdin(bundle, model, tmp_path, way):
+    prompt = "def für(self):\n    return"
+    if way == "file":
+        (tmp_path / "prompt").write_text(prompt, encoding="utf-8")
+        arguments, given = ("--prompt-file", tmp_path / "prompt"), None
+    else:
+        arguments, given = ("-",), prompt
+    result = jetdraft("generate", bundle, *arguments, *SHORT, stdin=given)
+    assert result.stdout == model.generate(prompt, max_new_tokens=24).text + "\n"
+
+
+def test_no_prompt_or_two_prompts_are_refused(bundle, tmp_path):
+    file = tmp_path / "prompt"
+    file.write_text("text")
+    assert_refused(jetdraft("generate", bundle), "give one of PROMPT")
+    both = jetdraft("generate", bundle, "text", "--prompt-file", file)
+    assert_refused(both, "give one of PROMPT")
+
+
+def test_missing_prompt_file_is_refused(bundle, tmp_path):
+    result = jetdraft("generate", bundle, "--prompt-file", tmp_path / "nothing")
+    assert_refused(result, "cannot read")
+
+
+@pytest.mark.parametrize("way", ["file", "stdin"])
+def test_prompt_that_is_not_utf8_is_refused(bundle, tmp_path, way):
+    if way == "file":
+        (tmp_path / "prompt").write_bytes(b"\xff\xfe\xff")
+        result = jetdraft("generate", bundle, "--prompt-file", tmp_path / "prompt")
+    else:
+        result = jetdraft("generate", bundle, "-", stdin=b"\xff\xfe\xff")
+    assert_refused(result, "UTF-8")
+
+
+def test_prompt_with_broken_characters_is_refused(bundle):
+    # What the shell's invalid bytes become in an argument.
+    result = jetdraft("generate", bundle, "def \udcff", *SHORT)
+    assert_refused(result, "UTF-8")
+
+
+def test_empty_prompt_is_refused(bundle):
+    assert_refused(jetdraft("generate", bundle, ""), "the prompt is empty")
+    assert_refused(jetdraft("generate", bundle, "-", stdin=""), "the prompt is empty")
+
+
+def test_prompt_longer_than_the_capacity_is_refused(bundle):
+    result = jetdraft("generate", bundle, "x" * 257, *SHORT)
+    assert_refused(result, "257", "256")
+
+
+def test_prompt_that_fills_the_capacity_leaves_no_room(bundle):
+    result = jetdraft("generate", bundle, "x" * 256, "--json", *SHORT)
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["prompt_tokens"] == 256
+    assert found["token_ids"] == []
+    assert found["stats"]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("num-draft-tokens", "0"),
+        ("num-draft-tokens", "-1"),
+        ("num-draft-tokens", "16"),
+        ("num-draft-tokens", "two"),
+        ("temperature", "-0.1"),
+        ("temperature", "nan"),
+        ("temperature", "inf"),
+        ("top-p", "0"),
+        ("top-p", "1.1"),
+        ("top-p", "nan"),
+        ("top-k", "-1"),
+        ("min-p", "-0.1"),
+        ("min-p", "1.1"),
+        ("max-new-tokens", "0"),
+        ("threads", "0"),
+        ("seed", "x"),
+    ],
+)
+def test_option_out_of_range_is_refused(bundle, option, value):
+    result = jetdraft("generate", bundle, PROMPT, f"--{option}={value}")
+    assert_refused(result, option.replace("-", " "), option, of=any)
+
+
+@pytest.mark.parametrize("provider", ["abacus", "cuda", "tensorrt"])
+def test_provider_that_cannot_run_is_refused(bundle, provider):
+    result = jetdraft("generate", bundle, PROMPT, "--provider", provider)
+    assert_refused(result, "choose cpu")
+
+
+@pytest.mark.parametrize("method", ["draft", "magic"])
+def test_method_that_the_bundle_lacks_is_refused(lone_bundle, method):
+    result = jetdraft("generate", lone_bundle, PROMPT, "--method", method, *SHORT)
+    assert_refused(result, repr(method), "auto, none, lookup")
+
+
+def test_missing_bundle_is_refused(tmp_path):
+    assert_refused(jetdraft("generate", tmp_path / "nothing", PROMPT), "no bundle at")
+    assert_refused(jetdraft("generate", tmp_path, PROMPT), "has no bundle.json")
+
+
+def test_missing_file_is_refused(copied_bundle):
+    (copied_bundle / "drafter.onnx").unlink()
+    result = jetdraft("generate", copied_bundle, PROMPT)
+    assert_refused(result, "drafter.onnx is missing")
+
+
+def test_truncated_file_is_refused(copied_bundle):
+    file = copied_bundle / "target.onnx.data"
+    os.truncate(file, file.stat().st_size - 1)
+    assert_refused(jetdraft("generate", copied_bundle, PROMPT), "target.onnx.data has")
+
+
+def test_altered_file_is_refused(copied_bundle):
+    file = copied_bundle / "target.onnx.data"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert_refused(jetdraft("generate", copied_bundle, PROMPT), "was altered")
+
+
+def test_newer_schema_is_refused(copied_bundle):
+    manifest = json.loads((copied_bundle / MANIFEST).read_text())
+    manifest["schema_version"] += 1
+    (copied_bundle / MANIFEST).write_text(json.dumps(manifest))
+    assert_refused(jetdraft("generate", copied_bundle, PROMPT), "update jetdraft")
+
+
+# Slow enough to be interrupted, and with Ctrl-C as a terminal would have it: a shell
+# may have switched it off for what it runs in the background.
+SLOW = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jetdraft.cli import main
+from jetdraft.runtime.sampling import Chooser
+choose, rounds = Chooser.choose, 0
+def slowly(*arguments):
+    global rounds
+    rounds += 1
+    if rounds == 20:
+        print("started", file=sys.stderr, flush=True)
+    time.sleep(0.02)
+    return choose(*arguments)
+Chooser.choose = slowly
+main(sys.argv[1:])
+"""
+
+
+def interrupted(*arguments: object) -> tuple[str, str]:
+    """Both outputs of a command to which Ctrl-C happens in the 20th round or later."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+        text=True,
+    ) as process:
+        first = process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert first == "started\n"
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    return stdout, stderr
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_interrupt_keeps_the_text_so_far(bundle, model, form):
+    options = ["--max-new-tokens=240", "--ignore-eos", "--threads=1", "--method=none"]
+    if form == "json":
+        options.append("--json")
+    stdout, stderr = interrupted("generate", bundle, PROMPT, *options)
+    whole = model.generate(PROMPT, max_new_tokens=240, ignore_eos=True)
+    if form == "text":
+        text = stdout.removesuffix("\n")
+        assert whole.text.startswith(text)
+        assert 0 < len(text) < len(whole.text)
+        assert stderr.endswith("interrupted]\n")
+    else:
+        found = json.loads(stdout)
+        count = len(found["token_ids"])
+        assert 19 <= count < 240
+        assert found["token_ids"] == whole.token_ids[:count]
+        assert found["stats"]["finish_reason"] == "interrupted"

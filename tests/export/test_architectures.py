@@ -1,0 +1,312 @@
+"""Every architecture through the real path, against transformers' own attention."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from jetdraft.contract import StepContract
+from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.export.checkpoint import Checkpoint
+from jetdraft.export.fusion import fuse
+from jetdraft.export.seams import check_seams
+from jetdraft.export.step import Step, kv_shapes, trace
+from jetdraft.runtime.graph import Graph
+from jetdraft.runtime.session import open_session
+from tests.tiny import SIZES, VOCAB_SIZE, llama_config, save_checkpoint
+
+CAPACITY = 64
+TOLERANCE = 1e-4
+PREFILL, STEPS = 20, 5
+TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 40)
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.5 * i for i in range(8)],
+    "original_max_position_embeddings": CAPACITY,
+}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+
+CONFIGS = {
+    "llama grouped tied": llama_config(),
+    "llama multi-head untied, head_dim not hidden/heads": llama_config(
+        num_key_value_heads=4,
+        head_dim=24,
+        intermediate_size=VOCAB_SIZE,
+        tie_word_embeddings=False,
+    ),
+    "llama dynamic rope within its limit": llama_config(
+        rope_parameters=DYNAMIC_ROPE, max_position_embeddings=CAPACITY
+    ),
+    "qwen2": transformers.Qwen2Config(**SIZES),
+    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=32),
+    "mistral, window of 8": transformers.MistralConfig(**SIZES, sliding_window=8),
+    "phi3": transformers.Phi3Config(**SIZES),
+    "phi3 partly rotary": transformers.Phi3Config(**SIZES, partial_rotary_factor=0.5),
+    "phi3 longrope within its limit": transformers.Phi3Config(
+        **SIZES, rope_parameters=LONG_ROPE, original_max_position_embeddings=CAPACITY
+    ),
+    "smollm3, a layer without positions": transformers.SmolLM3Config(
+        **SIZES, no_rope_layers=[1, 1, 0]
+    ),
+    "gemma3, windows of 8": transformers.Gemma3TextConfig(
+        **SIZES,
+        head_dim=32,
+        query_pre_attn_scalar=20,
+        sliding_window=8,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    ),
+}
+
+
+def load(config, folder) -> Checkpoint:
+    save_checkpoint(folder, config, tokenizer=False)
+    return Checkpoint.load(str(folder), torch.float32)
+
+
+def contract_of(checkpoint: Checkpoint, capacity: int = CAPACITY) -> StepContract:
+    return StepContract(
+        vocab_size=checkpoint.vocab_size,
+        capacity=capacity,
+        max_width=32,
+        dtype="float32",
+        kv_shapes=kv_shapes(checkpoint.model),
+    )
+
+
+def transformers_logits(config, weights) -> np.ndarray:
+    """What transformers computes for all tokens at once, with its eager attention."""
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS)[None]).logits[0].numpy()
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def case(request, tmp_path_factory):
+    """One architecture, traced once: its graph, and what it should say."""
+    config = CONFIGS[request.param]
+    folder = tmp_path_factory.mktemp("architecture")
+    checkpoint = load(config, folder / "checkpoint")
+    expected = transformers_logits(config, checkpoint.model.state_dict())
+    contract = contract_of(checkpoint)
+    model = trace(checkpoint.model, contract)
+    fuse(model, contract)
+    ir.save(model, folder / "step.onnx")
+    session = open_session(folder / "step.onnx", "cpu", threads=1, spinning=False)
+    return SimpleNamespace(
+        config=config,
+        checkpoint=checkpoint,
+        contract=contract,
+        onnx=model,
+        graph=Graph(session, contract),
+        expected=expected,
+    )
+
+
+def run(graph: Graph, start: int, end: int) -> np.ndarray:
+    """Logits of these tokens, which must come next, and count them as committed."""
+    assert graph.cache.length == start
+    logits = graph.run(TOKENS[start:end]).logits.copy()
+    graph.cache.advance(end - start)
+    return logits
+
+
+def assert_close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_logits_are_not_flat(case):
+    # Otherwise everything below would prove little.
+    assert case.expected.std(axis=-1).min() > 0.1
+
+
+def test_prefill_equals_transformers(case):
+    case.graph.cache.rewind(0)
+    assert_close(run(case.graph, 0, PREFILL), case.expected[:PREFILL])
+
+
+def test_prefill_may_answer_for_its_last_row_only(case):
+    case.graph.cache.rewind(0)
+    answer = case.graph.run(TOKENS[:PREFILL], last_only=True)
+    assert_close(answer.logits, case.expected[PREFILL - 1 : PREFILL])
+    case.graph.cache.advance(PREFILL)
+    assert_close(run(case.graph, PREFILL, 30), case.expected[PREFILL:30])
+
+
+def test_one_row_steps_equal_transformers(case):
+    case.graph.cache.rewind(0)
+    run(case.graph, 0, PREFILL)
+    for at in range(PREFILL, PREFILL + STEPS):
+        assert_close(run(case.graph, at, at + 1), case.expected[at : at + 1])
+
+
+def test_rows_after_a_rewind_over_wrong_tokens_equal_transformers(case):
+    cache = case.graph.cache
+    cache.rewind(0)
+    run(case.graph, 0, PREFILL)
+    wrong = (TOKENS[PREFILL : PREFILL + 9] + 1) % VOCAB_SIZE
+    case.graph.run(wrong)
+    cache.advance(len(wrong))
+    cache.rewind(PREFILL)
+    for start, end in ((PREFILL, PREFILL + 7), (PREFILL + 7, len(TOKENS))):
+        assert_close(run(case.graph, start, end), case.expected[start:end])
+
+
+def test_candidates_and_logsumexp_agree_with_the_logits(case):
+    case.graph.cache.rewind(0)
+    answer = case.graph.run(TOKENS[:PREFILL])
+    picked = np.take_along_axis(answer.logits, answer.candidates, axis=-1)
+    np.testing.assert_array_equal(answer.candidate_logits, picked)
+    best = np.sort(answer.logits, axis=-1)[:, ::-1][:, : case.contract.candidates]
+    np.testing.assert_array_equal(answer.candidate_logits, best)
+    logsumexp = np.log(np.exp(answer.logits.astype(np.float64)).sum(axis=-1))
+    assert_close(answer.logsumexp, logsumexp)
+
+
+def test_eager_module_is_the_oracle_of_its_graph(case):
+    graph, contract = case.graph, case.contract
+    graph.cache.rewind(0)
+    step = Step(case.checkpoint.model, contract)
+    buffers = [torch.zeros(spec.sized()) for spec in contract.buffers("past")]
+    for start, end in ((0, PREFILL), (PREFILL, PREFILL + 3)):
+        with torch.no_grad():
+            _, _, logsumexp, logits, *buffers = step(
+                torch.tensor(TOKENS[None, start:end]),
+                torch.arange(start, end)[None],
+                torch.tensor([start], dtype=torch.int32),
+                torch.tensor([end], dtype=torch.int32),
+                torch.arange(end - start),
+                buffers,
+            )
+        answer = graph.run(TOKENS[start:end])
+        assert_close(answer.logits, logits[0].numpy())
+        assert_close(answer.logsumexp, logsumexp[0].numpy())
+        graph.cache.advance(end - start)
+    for buffer, held in zip(buffers, graph.cache.buffers.values(), strict=True):
+        assert_close(held.numpy()[:, :, :end], buffer[:, :, :end].numpy())
+
+
+@pytest.mark.parametrize("case", ["llama grouped tied"], indirect=True)
+def test_llama_becomes_few_nodes(case):
+    nodes = list(case.onnx.graph)
+    kinds = Counter(node.op_type for node in nodes)
+    layers = case.config.num_hidden_layers
+    assert kinds["GroupQueryAttention"] == layers
+    # Query, key and value; output; gate and up; down; and the head.
+    assert kinds["MatMul"] == 4 * layers + 1
+    # All norms but the first follow a residual sum.
+    assert kinds["SkipSimplifiedLayerNormalization"] == 2 * layers
+    assert kinds["RMSNormalization"] == 1
+    assert not kinds["RotaryEmbedding"]
+    for node in nodes:
+        if node.op_type == "GroupQueryAttention":
+            assert node.attributes.get_int("do_rotary") == 1
+            assert node.inputs[1] is node.inputs[2] is None, "not packed"
+    # Silu and its product, and the split before them: 11 a layer, and the ends.
+    assert len(nodes) <= 11 * layers + 16, kinds
+
+
+def refusal(folder, capacity: int = CAPACITY) -> str:
+    """Why the checkpoint cannot become a graph; fails if it can."""
+    with pytest.raises(UnsupportedModelError) as caught:
+        _through_the_whole_path(folder, capacity)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def _through_the_whole_path(folder, capacity):
+    checkpoint = Checkpoint.load(str(folder), torch.float32)
+    contract = contract_of(checkpoint, capacity)
+    check_seams(checkpoint.model, contract)
+    trace(checkpoint.model, contract)
+
+
+def test_model_without_attention_interface_is_refused(tmp_path):
+    config = transformers.MambaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2
+    )
+    save_checkpoint(tmp_path, config, tokenizer=False)
+    assert "AttentionInterface" in refusal(tmp_path)
+
+
+def test_attention_sinks_are_refused(tmp_path):
+    config = transformers.GptOssConfig(**SIZES, head_dim=16, num_local_experts=2)
+    save_checkpoint(tmp_path, config, tokenizer=False)
+    assert "s_aux" in refusal(tmp_path)
+
+
+def test_two_attentions_in_a_layer_are_refused(tmp_path):
+    save_checkpoint(tmp_path, transformers.DiffLlamaConfig(**SIZES), tokenizer=False)
+    assert "twice" in refusal(tmp_path)
+
+
+def test_a_window_that_only_the_mask_knows_is_refused(tmp_path):
+    config = transformers.PhimoeConfig(**SIZES, sliding_window=8, num_local_experts=2)
+    save_checkpoint(tmp_path, config, tokenizer=False)
+    assert "does not reach AttentionInterface" in refusal(tmp_path)
+
+
+def test_learned_positions_must_reach_the_capacity(tmp_path):
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2, n_positions=CAPACITY - 1,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    save_checkpoint(tmp_path, config, tokenizer=False)
+    assert f"--capacity {CAPACITY - 1} or less" in refusal(tmp_path)
+
+
+def test_missing_weights_are_refused(tmp_path):
+    save_checkpoint(tmp_path, llama_config(), tokenizer=False)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj"):
+        Checkpoint.load(str(tmp_path), torch.float32)
+
+
+def test_encoder_decoder_is_refused(tmp_path):
+    config = transformers.T5Config(
+        vocab_size=VOCAB_SIZE, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2
+    )
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    assert "decoder" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.Gemma3TextConfig(
+            **SIZES, head_dim=16, use_bidirectional_attention=True
+        ),
+        transformers.BertConfig(**SIZES),
+    ],
+)
+def test_bidirectional_model_is_refused(config, tmp_path):
+    save_checkpoint(tmp_path, config, tokenizer=False)
+    assert "both directions" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama dynamic rope within its limit", "phi3 longrope within its limit"]
+)
+def test_frequencies_that_change_within_the_capacity_are_refused(name, tmp_path):
+    save_checkpoint(tmp_path, CONFIGS[name], tokenizer=False)
+    message = refusal(tmp_path, capacity=CAPACITY + 1)
+    assert f"--capacity {CAPACITY} or less" in message
+
+
+def test_refusals_are_checkpoint_errors():
+    assert issubclass(UnsupportedModelError, CheckpointError)

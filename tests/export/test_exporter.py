@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import transformers
+from tokenizers import Tokenizer
+
+import jetdraft
+from jetdraft.errors import CheckpointError, OptionError, OutputError, PairError
+from jetdraft.export import exporter
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.quant.recipe import Recipe
+from tests.tiny import (
+    VOCAB_SIZE,
+    WORDS,
+    drafter_config,
+    save_checkpoint,
+    save_tokenizer,
+)
+
+SMALL = {"capacity": 64, "max_width": 16}
+PROMPT = " the self"
+
+
+def checkpoint(folder: Path, tokenizer: bool = True, **changes) -> str:
+    """A one-layer checkpoint; the quickest to export."""
+    return str(save_checkpoint(folder, drafter_config(**changes), tokenizer=tokenizer))
+
+
+def operators(bundle: jetdraft.Bundle) -> set[str]:
+    graph = ir.load(bundle.path / bundle.target.file).graph
+    return {node.op_type for node in graph}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> str:
+    return checkpoint(tmp_path_factory.mktemp("exporter") / "checkpoint")
+
+
+@pytest.fixture
+def no_tracing(monkeypatch):
+    """Fail if an export gets as far as doing the work."""
+
+    def trace(*_):
+        pytest.fail("bad input was noticed too late")
+
+    monkeypatch.setattr(exporter, "trace", trace)
+
+
+def test_pair_becomes_a_bundle_with_every_method(bundle, pair):
+    opened = jetdraft.Bundle.open(bundle)
+    assert opened.methods == ("none", "lookup", "draft")
+    assert opened.eos_token_ids == (0,)
+    assert opened.target.source == str(pair.target)
+    assert opened.target.quantization == {"scheme": "int8", "block_size": 32}
+    assert opened.target.contract.kv_shapes == ((2, 16),) * 3
+    assert opened.drafter.contract.kv_shapes == ((1, 16),)
+    assert opened.target.contract.capacity == opened.drafter.contract.capacity == 256
+    assert {"torch", "transformers", "onnxruntime"} <= set(opened.tools)
+
+
+def test_bundle_keeps_the_tokenizer(bundle, pair):
+    original = Tokenizer.from_file(str(pair.target / "tokenizer.json"))
+    kept = Tokenizer.from_file(str(jetdraft.Bundle.open(bundle).tokenizer))
+    text = "def the(self): return 'ü'<|endoftext|>"
+    assert kept.encode(text).ids == original.encode(text).ids
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("scheme", ["int4", "int8", "none"])
+def test_every_precision_loads_and_drafts_the_same_text(
+    source, tmp_path, scheme, dtype
+):
+    options = ExportOptions(Recipe(scheme, 32), dtype=dtype, **SMALL)
+    made = export(source, tmp_path / "bundle", source, options)
+    assert ("MatMulNBits" in operators(made)) == (scheme != "none")
+    assert ("MatMul" in operators(made)) == (scheme == "none")
+    kept = {"fp32": "float32", "fp16": "float16"}[dtype]
+    assert made.target.contract.dtype == kept
+    model = jetdraft.load(made.path, threads=1)
+    options = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
+    plain = model.generate(PROMPT, method="none", **options)
+    drafted = model.generate(PROMPT, method="draft", num_draft_tokens=3, **options)
+    assert len(set(plain.token_ids)) > 4, "too dull to prove anything"
+    assert drafted.token_ids == plain.token_ids
+    # The drafter is the target here.
+    assert drafted.stats.tokens_per_pass > 1
+
+
+def test_target_without_drafter_still_drafts_by_lookup(source, tmp_path):
+    made = export(source, tmp_path / "bundle", options=ExportOptions(**SMALL))
+    assert made.methods == ("none", "lookup")
+    assert made.drafter is None
+    assert not list(made.path.glob("drafter*"))
+    assert made.target.quantization == {"scheme": "int4", "block_size": 128}
+    assert jetdraft.load(made.path, threads=1).methods == ("none", "lookup")
+
+
+def test_checkpoint_without_tokenizer_takes_and_gives_ids(tmp_path):
+    source = checkpoint(tmp_path / "checkpoint", tokenizer=False)
+    made = export(source, tmp_path / "bundle", options=ExportOptions(**SMALL))
+    assert made.tokenizer is None
+    model = jetdraft.load(made.path, threads=1)
+    result = model.generate(token_ids=[5, 6, 7], max_new_tokens=4)
+    assert result.text == ""
+    assert result.token_ids
+    with pytest.raises(jetdraft.PromptError, match="no tokenizer"):
+        model.generate(PROMPT)
+
+
+def test_chat_template_and_all_end_of_text_ids_are_kept(tmp_path):
+    source = checkpoint(tmp_path / "checkpoint", eos_token_id=[0, 7])
+    (tmp_path / "checkpoint" / "chat_template.jinja").write_text("{{ messages }}")
+    made = export(source, tmp_path / "bundle", options=ExportOptions(**SMALL))
+    assert made.eos_token_ids == (0, 7)
+    assert (made.path / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_export_is_silent_and_reports_its_progress(source, tmp_path, capfd):
+    seen: dict[str, list[tuple[int, int]]] = {}
+    export(
+        source,
+        tmp_path / "bundle",
+        options=ExportOptions(**SMALL),
+        progress=lambda stage, done, of: seen.setdefault(stage, []).append((done, of)),
+    )
+    assert capfd.readouterr() == ("", "")
+    assert list(seen) == ["load", "trace target", "quantize target"]
+    for steps in seen.values():
+        assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+        assert steps[-1][0] == steps[-1][1] > 0
+
+
+def test_exporting_again_replaces_the_bundle(source, bundle, tmp_path):
+    output = tmp_path / "bundle"
+    shutil.copytree(bundle, output)
+    made = export(source, output, options=ExportOptions(**SMALL))
+    assert made.target.contract.capacity == 64
+    assert not list(output.glob("drafter*"))
+    assert os.listdir(tmp_path) == ["bundle"]
+
+
+def test_failure_halfway_leaves_nothing(source, tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("halfway")
+
+    monkeypatch.setattr(exporter, "_write_texts", fail)
+    with pytest.raises(RuntimeError, match="halfway"):
+        export(source, tmp_path / "bundle", options=ExportOptions(**SMALL))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.usefixtures("no_tracing")
+def test_drafter_with_another_vocabulary_is_refused(source, tmp_path):
+    other = checkpoint(tmp_path / "other", vocab_size=300)
+    with pytest.raises(PairError, match="300 tokens, the target's 288"):
+        export(source, tmp_path / "bundle", other)
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.usefixtures("no_tracing")
+def test_drafter_with_another_tokenizer_is_refused(source, tmp_path):
+    other = checkpoint(tmp_path / "other", tokenizer=False)
+    save_tokenizer(tmp_path / "other", WORDS[::-1])
+    with pytest.raises(PairError, match="another tokenizer"):
+        export(source, tmp_path / "bundle", other)
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.usefixtures("no_tracing")
+@pytest.mark.parametrize("name", ["nothing here", "./nothing", "empty"])
+def test_missing_or_empty_checkpoint_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"; give a folder"):
+        export(name, "bundle")
+    assert os.listdir(tmp_path) == ["empty"]
+
+
+@pytest.mark.usefixtures("no_tracing")
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", b"not json"),
+        ("config.json", b"{}"),
+        ("config.json", json.dumps({"model_type": "nobody knows"}).encode()),
+        ("model.safetensors", b""),
+        ("model.safetensors", b"\xff" * 100),
+        ("model.safetensors", None),
+        ("tokenizer.json", b"not json"),
+    ],
+    ids=range(7),
+)
+def test_damaged_checkpoint_is_refused_in_one_line(source, tmp_path, file, content):
+    folder = shutil.copytree(source, tmp_path / "checkpoint")
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        export(str(folder), tmp_path / "bundle")
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.usefixtures("no_tracing")
+def test_output_that_is_no_bundle_stays_untouched(source, tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    with pytest.raises(OutputError, match="is not a bundle"):
+        export(source, tmp_path)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"capacity": 15},
+        {"capacity": 0},
+        {"capacity": -1},
+        {"capacity": (1 << 20) + 1},
+        {"max_width": 1},
+        {"capacity": 64, "max_width": 65},
+        {"dtype": "bf16"},
+        {"provider": "abacus"},
+    ],
+)
+def test_options_out_of_range_are_refused(wrong):
+    with pytest.raises(OptionError, match="choose"):
+        ExportOptions(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [("int3", 32), ("int4", 31), ("int4", 0)])
+def test_recipes_that_do_not_exist_are_refused(wrong):
+    with pytest.raises(OptionError):
+        Recipe(*wrong)
+
+
+def test_smallest_capacity_and_width_work(source, tmp_path):
+    options = ExportOptions(capacity=16, max_width=2)
+    made = export(source, tmp_path / "bundle", options=options)
+    model = jetdraft.load(made.path, threads=1)
+    prompt = np.arange(1, 8)
+    result = model.generate(token_ids=prompt, max_new_tokens=99, ignore_eos=True)
+    assert result.finish_reason == "length"
+    assert len(prompt) + len(result.token_ids) == 16
+
+
+def test_linear_layers_of_any_kind_are_quantized(tmp_path):
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=2, n_positions=64,
+        bos_token_id=0, eos_token_id=0, initializer_range=0.2,
+    )  # fmt: skip
+    checkpoint = save_checkpoint(tmp_path / "gpt2", config)
+    options = ExportOptions(Recipe("int8", 32), capacity=64, max_width=16)
+    export(str(checkpoint), tmp_path / "bundle", options=options)
+    nodes = Counter(
+        node.op_type for node in ir.load(tmp_path / "bundle/target.onnx").graph
+    )
+    assert nodes["MatMulNBits"] == 4 * 2 + 1
+    assert not nodes["Gemm"] + nodes["MatMul"]
+
+
+def test_graphs_do_not_carry_paths_of_this_machine(bundle):
+    assert (
+        str(Path(jetdraft.__file__).parent).encode()
+        not in (bundle / "target.onnx").read_bytes()
+    )

@@ -1,0 +1,115 @@
+"""Kill a process that writes a bundle at every point, and look at what is left.
+
+    python -m tests.kills FOLDER [OLD]
+
+Tries it over a bundle with the text OLD, or over nothing, and prints as JSON the
+number of kills and what the output held after them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Not wanted here, and forking is faster without it.
+    sys.modules["onnxruntime"] = None  # type: ignore[assignment]
+
+from jetdraft.bundle import Bundle, GraphEntry, writing
+from jetdraft.contract import StepContract
+
+CONTRACT = StepContract(100, 32, 8, "float32", ((1, 16),))
+
+
+def fill(folder: Path, text: str, names: tuple[str, ...] = ("target",)) -> None:
+    """Put a small bundle into `folder`; opening checks files, not what is in them."""
+    graphs = {}
+    for name in names:
+        (folder / f"{name}.onnx").write_text(f"{name} {text}")
+        (folder / f"{name}.onnx.data").write_text(text * 10)
+        graphs[name] = GraphEntry(f"{name}.onnx", CONTRACT, {}, "here", 1)
+    Bundle(
+        path=folder,
+        graphs=graphs,
+        methods=("none", "lookup"),
+        eos_token_ids=(0,),
+        provider="cpu",
+        tools={},
+    ).save()
+
+
+def make(folder: Path, text: str = "made") -> Path:
+    """A new bundle of a target and a drafter."""
+    folder.mkdir()
+    fill(folder, text, ("target", "drafter"))
+    return folder
+
+
+def content(folder: Path) -> str:
+    """The text that a bundle was filled with, after checking all of it."""
+    return (Bundle.open(folder).path / "target.onnx").read_text().split()[1]
+
+
+def write_and_die(output: Path, text: str, at: int) -> bool:
+    """Write a bundle in a child that is killed at its `at`-th call.
+
+    Calls of C functions count too; what is on disk changes only inside calls, so this
+    leaves every state there is. True if the child finished before that.
+    """
+    child = os.fork()
+    if child == 0:
+        calls = 0
+
+        def count(_frame, event, _what):
+            nonlocal calls
+            calls += event in ("call", "c_call")
+            if calls == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.setprofile(count)
+            with writing(output) as folder:
+                fill(folder, text)
+            sys.setprofile(None)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL), "the child failed"
+    return code == 0
+
+
+def kill_everywhere(folder: Path, before: str | None) -> tuple[int, list[str | None]]:
+    """The kills until a child survived, and what the output held, in that order."""
+    at, seen, finished = 0, [], False
+    while not finished:
+        at += 1
+        place = folder / str(at)
+        place.mkdir()
+        output = place / "bundle"
+        if before is not None:
+            make(output, before)
+        finished = write_and_die(output, "new", at)
+        found = content(output) if output.exists() else None
+        if found not in seen:
+            seen.append(found)
+
+        with writing(output) as again:
+            fill(again, "later")
+        assert content(output) == "later", f"killed at {at}"
+        assert os.listdir(place) == ["bundle"], f"killed at {at}"
+        shutil.rmtree(place)
+    return at - 1, seen
+
+
+if __name__ == "__main__":
+    # A kill loses nothing that only waits to reach the disk, and waiting takes time.
+    os.fsync = lambda file: None
+    kills, found = kill_everywhere(Path(sys.argv[1]), (sys.argv[2:] or [None])[0])
+    print(json.dumps({"kills": kills, "found": found}))
