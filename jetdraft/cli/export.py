@@ -57,6 +57,11 @@ class Stages:
     show_default=True,
     help="Weights that share a scale.",
 )
+@click.option(
+    "--quantize-drafter",
+    type=click.Choice(SCHEMES),
+    help="Default: int8 in blocks of 32, or none with --quantize none.",
+)
 @click.option("--dtype", type=click.Choice(["fp32", "fp16"]), default="fp32")
 @click.option(
     "--capacity",
@@ -79,6 +84,7 @@ def command(
     output: Path,
     quantize: str,
     block_size: str,
+    quantize_drafter: str | None,
     dtype: str,
     capacity: int,
     max_width: int,
@@ -87,7 +93,8 @@ def command(
     """Export TARGET, a checkpoint folder or hub id, to a bundle."""
     exporter = _exporter()
     options = exporter.ExportOptions(
-        recipe=Recipe(quantize, int(block_size)),  # type: ignore[arg-type]
+        recipe=Recipe(quantize, int(block_size)),
+        drafter_recipe=quantize_drafter and Recipe(quantize_drafter, 32),
         dtype=dtype,
         capacity=capacity,
         max_width=min(max_width, capacity),

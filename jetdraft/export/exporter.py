@@ -42,13 +42,14 @@ Progress = Callable[[str, int, int], None]
 class ExportOptions:
     """How a bundle is made.
 
-    `capacity` is the rows of the KV buffers (prompt and output together), `max_width`
+    `drafter_recipe` None is the default beside the target's. `capacity` is the rows of the KV buffers (prompt and output together), `max_width`
     the most rows of one pass, `dtype` "fp32" or "fp16" of activations and buffers.
 
         ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)
     """
 
     recipe: Recipe = Recipe()
+    drafter_recipe: Recipe | None = None
     dtype: str = "fp32"
     capacity: int = 2048
     max_width: int = 256
@@ -70,6 +71,12 @@ class ExportOptions:
             raise OptionError(
                 f"max width {self.max_width} is out of range; choose 2 to the capacity"
             )
+
+    def recipe_of(self, name: str) -> Recipe:
+        """The recipe of the graph of that name."""
+        if name == TARGET:
+            return self.recipe
+        return self.drafter_recipe or Recipe.for_drafter(self.recipe)
 
 
 def export(
@@ -153,6 +160,7 @@ def _write_graph(
     options: ExportOptions,
     report: Progress,
 ) -> GraphEntry:
+    recipe = options.recipe_of(name)
     report(f"trace {name}", 0, 1)
     model = trace(checkpoint.model, contract)
     silenced = logging.root.manager.disable
@@ -161,7 +169,7 @@ def _write_graph(
         fuse(model, contract)
         report(f"trace {name}", 1, 1)
         stage = f"quantize {name}"
-        quantize(model, options.recipe, lambda done, of: report(stage, done, of))
+        quantize(model, recipe, lambda done, of: report(stage, done, of))
     finally:
         logging.disable(silenced)
     for node in model.graph:
@@ -171,7 +179,7 @@ def _write_graph(
     return GraphEntry(
         file=file,
         contract=contract,
-        quantization=options.recipe.to_json(),
+        quantization=recipe.to_json(),
         source=checkpoint.source,
         parameters=checkpoint.parameters,
     )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from jetdraft.errors import OptionError
 
-Scheme = Literal["int4", "int8", "none"]
-SCHEMES: tuple[str, ...] = get_args(Scheme)
+SCHEMES = ("int4", "int8", "none")
 BLOCK_SIZES = (16, 32, 64, 128)
 
 DEFAULT_BLOCK_SIZE = 128
@@ -27,7 +26,7 @@ class Recipe:
         Recipe("int4", block_size=32).bits  # 4
     """
 
-    scheme: Scheme = "int4"
+    scheme: str = "int4"
     block_size: int = DEFAULT_BLOCK_SIZE
 
     def __post_init__(self) -> None:
@@ -43,6 +42,15 @@ class Recipe:
     def bits(self) -> int | None:
         """Bits per weight, or None where weights stay floats."""
         return {"int4": 4, "int8": 8}.get(self.scheme)
+
+    @classmethod
+    def for_drafter(cls, target: Recipe) -> Recipe:
+        """The default beside a target's recipe: int8 in small blocks, or floats.
+
+        A drafter is so small that its bits cost little time, and int4 costs it a
+        tenth of its acceptance; docs/log.md has the figures.
+        """
+        return target if target.bits is None else cls("int8", 32)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""
