@@ -42,8 +42,9 @@ Progress = Callable[[str, int, int], None]
 class ExportOptions:
     """How a bundle is made.
 
-    `drafter_recipe` None is the default beside the target's. `capacity` is the rows of the KV buffers (prompt and output together), `max_width`
-    the most rows of one pass, `dtype` "fp32" or "fp16" of activations and buffers.
+    `drafter_recipe` None is the default beside the target's. `capacity` is the rows of
+    the KV buffers (prompt and output together), `max_width` the most rows of one pass,
+    `dtype` "fp32" or "fp16" of activations and buffers.
 
         ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)
     """

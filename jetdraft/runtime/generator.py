@@ -85,9 +85,7 @@ class Generator:
             sequence[length : length + len(kept)] = kept
             length += len(kept)
             self._finish(stats, round_, kept, start, eos_token_ids)
-            paused = time.perf_counter()
             yield Commit(kept, min(round_.accepted, len(kept)))
-            start += time.perf_counter() - paused  # the caller's time is not ours
 
     def _finish(
         self,
@@ -98,7 +96,7 @@ class Generator:
         eos_token_ids: Sequence[int],
     ) -> None:
         stats.add(round_, len(kept))
-        elapsed = time.perf_counter() - start
+        elapsed = time.perf_counter() - start - stats.waited_seconds
         if stats.target_passes == 1:
             # Prefill and the first round are not decoding.
             stats.time_to_first_token = elapsed
@@ -129,7 +127,7 @@ class Generator:
         answer = self._verify(rows)
         chosen = chooser.choose(answer, len(context) + rows.depths)
         path = rows.walk(chosen)
-        committed = np.append(rows.tokens[path[1:]], chosen[path[-1]])
+        committed = chosen[path]  # each accepted token is the one chosen before it
         self.target.cache.advance(len(path))
         for proposer in asked:
             proposer.observe(committed)

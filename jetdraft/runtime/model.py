@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -320,9 +321,12 @@ class Stream:
                 () if options.ignore_eos else model.bundle.eos_token_ids,
                 self.stats,
             ):
-                yield Piece(
+                piece = Piece(
                     text.push(commit.token_ids), commit.token_ids, commit.accepted
                 )
+                paused = time.perf_counter()
+                yield piece
+                self.stats.waited_seconds += time.perf_counter() - paused
             if rest := text.rest():
                 yield Piece(rest, [], 0)
         finally:

@@ -46,6 +46,8 @@ class Rows:
     @property
     def depths(self) -> Int64s:
         """Distance to the root per row."""
+        if self.is_chain:
+            return np.arange(len(self.tokens))
         depths = np.zeros(len(self.tokens), np.int64)
         for row in range(1, len(self.tokens)):
             depths[row] = depths[self.parents[row]] + 1

@@ -29,6 +29,8 @@ class Round:
 class Stats:
     """Sums over the rounds of one generation.
 
+    `waited_seconds` is time that the caller spent between pieces; it counts nowhere.
+
     stats.tokens_per_pass      # committed tokens / target passes, without prefill
     stats.to_json()            # every metric under its name
     """
@@ -46,6 +48,7 @@ class Stats:
     time_to_first_token: float = 0.0
     first_tokens: int = 0
     decode_seconds: float = 0.0
+    waited_seconds: float = 0.0
     session_seconds: float = 0.0
     finish_reason: str = ""
 
