@@ -23,6 +23,9 @@ PLAIN = Plan(None, 0)
 WIDEST = 16
 """Rows of the widest pass that a controller plans."""
 
+MARGIN = 1.02
+"""A longer draft must promise this much more: its rates rest on less evidence."""
+
 NEGLIGIBLE = 0.01
 """A draft token that is right this seldom is not worth planning for."""
 
@@ -187,7 +190,7 @@ class Adaptive:
                     break
                 tokens += chance
                 value = tokens / (self._pass_ms(length + 1) + length * each)
-                if value > best_value:
+                if value > MARGIN * best_value:
                     best, best_value = Plan(proposer, length), value
         return best
 
