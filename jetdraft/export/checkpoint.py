@@ -134,8 +134,13 @@ def _load_tokenizer(source: str) -> Any:
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if path.is_dir() and not any((path / name).is_file() for name in names):
         return None
-    with _as_checkpoint_error(source):
+    try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # tokenizers raises bare exceptions
+        raise CheckpointError(
+            f"the tokenizer of {source} cannot be read ({_first_line(error)}); check "
+            "the folder or the hub id"
+        ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(
             f"the tokenizer of {source} has no tokenizer.json form; convert it first"
@@ -161,11 +166,14 @@ def _as_checkpoint_error(source: str) -> Iterator[None]:
             f"the weights of {source} are damaged ({error}); fetch them again"
         ) from error
     except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        reason = lines[0] if lines else type(error).__name__
         raise CheckpointError(
-            f"cannot load {source} ({reason}); check the folder or the hub id"
+            f"cannot load {source} ({_first_line(error)}); check the folder or the hub id"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
 
 
 @contextlib.contextmanager

@@ -273,3 +273,16 @@ def test_graphs_do_not_carry_paths_of_this_machine(bundle):
         str(Path(jetdraft.__file__).parent).encode()
         not in (bundle / "target.onnx").read_bytes()
     )
+
+
+def test_damaged_tokenizer_is_refused(pair, tmp_path):
+    drafter = shutil.copytree(pair.drafter, tmp_path / "drafter")
+    file = drafter / "tokenizer.json"
+    fields = json.loads(file.read_text())
+    left, right = fields["model"]["merges"][0]
+    # A merge whose token the vocabulary lacks.
+    del fields["model"]["vocab"][left + right]
+    file.write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match="tokenizer of .* cannot be read"):
+        export(str(pair.target), tmp_path / "bundle", str(drafter))
+    assert not (tmp_path / "bundle").exists()
