@@ -167,7 +167,8 @@ def _as_checkpoint_error(source: str) -> Iterator[None]:
         ) from error
     except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
         raise CheckpointError(
-            f"cannot load {source} ({_first_line(error)}); check the folder or the hub id"
+            f"cannot load {source} ({_first_line(error)}); check the folder or the "
+            "hub id"
         ) from error
 
 

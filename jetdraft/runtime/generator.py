@@ -52,6 +52,7 @@ class Generator:
         self.target = target
         self.widths = sorted(widths)
         self.proposers = proposers
+        self._prefilled = 0.0
 
     def run(
         self,
@@ -102,7 +103,8 @@ class Generator:
             stats.time_to_first_token = elapsed
             stats.first_tokens = len(kept)
             stats.generations = 1
-            stats.session_seconds = 0.0
+            self._prefilled = self._session_seconds()
+        stats.session_seconds = self._session_seconds() - self._prefilled
         stats.decode_seconds = elapsed - stats.time_to_first_token
         if kept[-1] in eos_token_ids:
             stats.finish_reason = "stop"
@@ -120,14 +122,16 @@ class Generator:
         self, context: Int64s, limit: int, controller: Controller, chooser: Chooser
     ) -> tuple[Round, list[int]]:
         """One round after `context`; the committed tokens may exceed `limit`."""
-        started, inside = time.perf_counter(), self._session_seconds()
+        started = time.perf_counter()
         asked: list[Proposer] = []
         rows = self._propose(context, limit, controller, asked)
         draft_seconds, before = time.perf_counter() - started, self.target.seconds
         answer = self._verify(rows)
-        chosen = chooser.choose(answer, len(context) + rows.depths)
+        positions = [len(context) + depth for depth in rows.depths]
+        chosen = chooser.choose(answer, positions).tolist()
         path = rows.walk(chosen)
-        committed = chosen[path]  # each accepted token is the one chosen before it
+        # Each accepted token is the one chosen before it.
+        committed = [chosen[row] for row in path]
         self.target.cache.advance(len(path))
         for proposer in asked:
             proposer.observe(committed)
@@ -140,10 +144,9 @@ class Generator:
             accepted=accepted,
             target_seconds=self.target.seconds - before,
             draft_seconds=draft_seconds,
-            session_seconds=self._session_seconds() - inside,
         )
         controller.observe(round_)
-        return round_, committed.tolist()
+        return round_, committed
 
     def _session_seconds(self) -> float:
         """Seconds inside `session.run` so far, of target and proposers."""
@@ -167,7 +170,7 @@ class Generator:
             if rows.drafted:
                 return rows
             plan = controller.plan(room, asked)
-        return Rows.chain(context[-1:])
+        return Rows.chain([int(context[-1])])
 
     def _width(self, rows: int) -> int:
         """The narrowest allowed pass that holds the rows."""
@@ -179,9 +182,9 @@ class Generator:
             raise ValueError(
                 "the graph verifies chains; a branching draft needs a mask"
             )
-        tokens = np.full(self._width(len(rows)), rows.tokens[-1])
-        tokens[: len(rows)] = rows.tokens
-        return self.target.run(tokens).rows(slice(0, len(rows)))
+        padding = self._width(len(rows)) - len(rows)
+        answer = self.target.run(rows.tokens + rows.tokens[-1:] * padding)
+        return answer.rows(slice(0, len(rows))) if padding else answer
 
 
 def _until_stop(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:

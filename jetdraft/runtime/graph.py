@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,10 +60,11 @@ class Graph:
         self.passes = 0
         self._cursor = np.zeros(1, np.int32)
         self._total = np.zeros(1, np.int32)
+        self._positions = np.arange(contract.capacity, dtype=np.int64)
         self._bindings: dict[tuple[int, int], _Binding] = {}
 
-    def run(self, tokens: Int64s, last_only: bool = False) -> Answer:
-        """Run one pass over a chain of `tokens` (int64 [n]) at the cache's cursor.
+    def run(self, tokens: Sequence[int] | Int64s, last_only: bool = False) -> Answer:
+        """Run one pass over a chain of n `tokens` at the cache's cursor.
 
         It answers for all rows, or for the last one only, which spares a prefill the
         LM head of the others. The cursor does not move: whoever knows which rows count
@@ -77,7 +79,7 @@ class Graph:
         answers = 1 if last_only else width
         binding = self._bindings.get((width, answers)) or self._bind(width, answers)
         binding.input_ids[0] = tokens
-        np.add(binding.steps, cursor, out=binding.position_ids[0])
+        binding.position_ids[0] = self._positions[cursor : cursor + width]
         self._cursor[0] = cursor
         self._total[0] = cursor + width
         start = time.perf_counter()
@@ -109,7 +111,6 @@ class _Binding:
         feeds = graph.feeds(width, answers)
         self.input_ids = feeds["input_ids"]
         self.position_ids = feeds["position_ids"]
-        self.steps = np.arange(width, dtype=np.int64)
         outputs = {
             spec.name: np.zeros(spec.sized(width, answers), spec.dtype)
             for spec in graph.contract.answers

@@ -1,4 +1,8 @@
-"""The rows of a pass, and the walk that verifies them."""
+"""The rows of a pass, and the walk that verifies them.
+
+Plain lists, not arrays: a round handles a few rows, and between two passes that stream
+all the weights through the caches every numpy call costs ten microseconds.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +19,18 @@ Int64s = npt.NDArray[np.int64]
 class Rows:
     """A root and the draft below it.
 
-    `tokens` and `parents` are int64 [n]; row 0 is the root, its parent -1, and a
-    parent comes before its children.
+    Row 0 is the root, its parent -1, and a parent comes before its children.
 
-        Rows.chain([5, 8, 9]).depths  # array([0, 1, 2])
+        Rows.chain([5, 8, 9]).depths  # [0, 1, 2]
     """
 
-    tokens: Int64s
-    parents: Int64s
+    tokens: list[int]
+    parents: list[int]
 
     @classmethod
-    def chain(cls, tokens: Sequence[int] | Int64s) -> Rows:
+    def chain(cls, tokens: list[int]) -> Rows:
         """Each row the child of the one before."""
-        array = np.asarray(tokens, dtype=np.int64)
-        return cls(array, np.arange(-1, len(array) - 1, dtype=np.int64))
+        return cls(tokens, list(range(-1, len(tokens) - 1)))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -41,23 +43,21 @@ class Rows:
     @property
     def is_chain(self) -> bool:
         """Whether each row is the child of the one before."""
-        return bool((self.parents == np.arange(-1, len(self.parents) - 1)).all())
+        return self.parents == list(range(-1, len(self.parents) - 1))
 
     @property
-    def depths(self) -> Int64s:
+    def depths(self) -> list[int]:
         """Distance to the root per row."""
-        if self.is_chain:
-            return np.arange(len(self.tokens))
-        depths = np.zeros(len(self.tokens), np.int64)
-        for row in range(1, len(self.tokens)):
-            depths[row] = depths[self.parents[row]] + 1
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
         return depths
 
-    def walk(self, chosen: Int64s) -> list[int]:
+    def walk(self, chosen: Sequence[int]) -> list[int]:
         """The accepted rows, root first.
 
         From the root, go to the child that carries the token chosen for the current
-        row, as far as there is one. `chosen` is int64 [n].
+        row, as far as there is one. `chosen` has a token per row.
         """
         path = [0]
         for row in range(1, len(self.tokens)):

@@ -11,6 +11,7 @@ the graph's K candidates the other logits are never looked at.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,20 +57,21 @@ class Sampling:
 class Chooser:
     """Chooses a token for each row of an `Answer`; the same object serves a drafter.
 
-    Chooser(Sampling()).choose(answer, np.array([40, 41]))   # int64 [2]
+    Chooser(Sampling()).choose(answer, [40, 41])   # int64 [2]
     """
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
 
-    def choose(self, answer: Answer, positions: Int64s) -> Int64s:
+    def choose(self, answer: Answer, positions: Sequence[int] | Int64s) -> Int64s:
         """The chosen token per row, int64 [n].
 
-        `positions` int64 [n] are the absolute positions of the *chosen* tokens, one
-        past those of their rows.
+        `positions` [n] are the absolute positions of the *chosen* tokens, one past
+        those of their rows.
         """
         if self.sampling.temperature == 0:
             return answer.candidates[:, 0].copy()
+        positions = np.asarray(positions)
         scaled = answer.candidate_logits.astype(np.float64) / self.sampling.temperature
         kept = self._kept(scaled, answer)
         noise = gumbel(self.sampling.seed, positions[:, None], answer.candidates)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """One propose, verify and commit.
 
     `evaluated` drafted tokens were compared with a chosen one: the `accepted` and, if
@@ -22,7 +21,6 @@ class Round:
     accepted: int
     target_seconds: float
     draft_seconds: float
-    session_seconds: float
 
 
 @dataclass
@@ -57,7 +55,6 @@ class Stats:
         self.target_passes += 1
         self.new_tokens += committed
         self.drafted_tokens += round_.drafted
-        self.session_seconds += round_.session_seconds
         grow = round_.evaluated - len(self.evaluated_by_position)
         self.evaluated_by_position += [0] * grow
         self.accepted_counts += [0] * grow

@@ -283,6 +283,6 @@ def test_damaged_tokenizer_is_refused(pair, tmp_path):
     # A merge whose token the vocabulary lacks.
     del fields["model"]["vocab"][left + right]
     file.write_text(json.dumps(fields))
-    with pytest.raises(CheckpointError, match="tokenizer of .* cannot be read"):
+    with pytest.raises(CheckpointError, match=r"tokenizer of .* cannot be read"):
         export(str(pair.target), tmp_path / "bundle", str(drafter))
     assert not (tmp_path / "bundle").exists()

@@ -22,7 +22,6 @@ def outcome(method="draft", drafted=3, accepted=0, ms=1.0, width=4, draft_ms=0.1
         accepted=accepted,
         target_seconds=ms / 1e3,
         draft_seconds=draft_ms * drafted / 1e3,
-        session_seconds=0.0,
     )
 
 

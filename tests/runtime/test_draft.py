@@ -22,7 +22,7 @@ def fresh(model, context, budget):
     """What a drafter that has seen nothing else proposes."""
     proposer = DraftProposer(model.drafter)
     proposer.begin(context, Chooser(Sampling()))
-    return proposer.propose(context, budget).tokens.tolist()
+    return proposer.propose(context, budget).tokens
 
 
 @pytest.mark.parametrize("budget", [1, 2, 5])
@@ -33,19 +33,19 @@ def test_every_outcome_leaves_the_cache_in_step(model, drafter, budget):
         assert len(draft) == budget + 1
         right = draft[1 : 1 + accepted]
         last = draft[1 + accepted] if accepted < budget else 0
-        committed = np.append(right, (last + 1) % 288)
+        committed = [*right, (last + 1) % 288]
         drafter.observe(committed)
         context = np.concatenate([CONTEXT, committed])
         assert model.drafter.cache.length <= len(context) - 1
-        again = drafter.propose(context, 4).tokens.tolist()
+        again = drafter.propose(context, 4).tokens
         assert again == fresh(model, context, 4)
 
 
 def test_rounds_of_others_are_caught_up(model, drafter):
     drafter.propose(CONTEXT, 3)
-    drafter.observe(np.array([1]))
+    drafter.observe([1])
     context = np.concatenate([CONTEXT, [1], np.arange(90) % 288])
-    assert drafter.propose(context, 3).tokens.tolist() == fresh(model, context, 3)
+    assert drafter.propose(context, 3).tokens == fresh(model, context, 3)
 
 
 def test_a_drafter_that_is_the_target_is_always_right(model):
@@ -68,7 +68,7 @@ def test_a_drafter_that_is_the_target_is_always_right(model):
 
 def test_one_target_pass_per_round_and_one_drafter_pass_per_token(model, drafter):
     drafter.propose(CONTEXT, 1)
-    drafter.observe(np.array([5]))
+    drafter.observe([5])
     before = model.drafter.passes
     drafter.propose(np.append(CONTEXT, 5), 3)
     assert model.drafter.passes - before == 3

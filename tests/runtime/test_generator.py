@@ -37,11 +37,11 @@ class Scripted:
         assert len(context) == self.expected, "the public sequence is out of step"
         tokens = self.truth[len(context) : len(context) + budget].copy()
         tokens = self.spoil(tokens, len(context))
-        return Rows.chain(np.append(context[-1:], tokens))
+        return Rows.chain([int(context[-1]), *tokens.tolist()])
 
     def observe(self, committed):
         self.expected += len(committed)
-        self.seen += committed.tolist()
+        self.seen += committed
 
 
 def always_right(tokens, at):

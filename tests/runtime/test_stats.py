@@ -12,7 +12,6 @@ def round_of(drafted, accepted):
         accepted=accepted,
         target_seconds=0.0,
         draft_seconds=0.0,
-        session_seconds=0.0,
     )
 
 

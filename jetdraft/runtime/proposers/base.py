@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from jetdraft.runtime.rows import Int64s, Rows
@@ -35,7 +36,7 @@ class Proposer(Protocol):
         """
         ...
 
-    def observe(self, committed: Int64s) -> None:
+    def observe(self, committed: Sequence[int]) -> None:
         """What the round committed after the context of the last `propose`.
 
         Rounds of other proposers are not reported: the next context has them.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.rows import Int64s, Rows
@@ -26,7 +26,7 @@ class DraftProposer:
         self.max_draft_tokens = graph.contract.max_width - 1
         self._chooser = Chooser(Sampling())
         self._base = 0
-        self._drafted = np.zeros(0, np.int64)
+        self._drafted: list[int] = []
 
     @property
     def session_seconds(self) -> float:
@@ -45,9 +45,9 @@ class DraftProposer:
         tokens = [int(context[-1]), token]
         self._base = cache.length
         while len(tokens) <= budget:
-            token = self._step(np.array([token]), cache.length + 1)
+            token = self._step([token], cache.length + 1)
             tokens.append(token)
-        self._drafted = np.array(tokens[1:])
+        self._drafted = tokens[1:]
         return Rows.chain(tokens)
 
     def _catch_up(self, context: Int64s) -> int:
@@ -58,16 +58,18 @@ class DraftProposer:
             token = self._step(context[cache.length : end], end)
         return token
 
-    def _step(self, tokens: Int64s, position: int) -> int:
+    def _step(self, tokens: Sequence[int] | Int64s, position: int) -> int:
         """Feed a chain; the token chosen for `position`, right after it."""
         answer = self.graph.run(tokens, last_only=True)
         self.graph.cache.advance(len(tokens))
-        return int(self._chooser.choose(answer, np.array([position]))[0])
+        return int(self._chooser.choose(answer, [position])[0])
 
-    def observe(self, committed: Int64s) -> None:
+    def observe(self, committed: Sequence[int]) -> None:
         """Keep the cached rows of confirmed drafts; the last draft has none."""
         cached = self.graph.cache.length - self._base
-        same = min(cached, len(committed))
-        wrong = np.flatnonzero(self._drafted[:same] != committed[:same])
-        right = int(wrong[0]) if len(wrong) else same
+        right = 0
+        for drafted, token in zip(self._drafted[:cached], committed, strict=False):
+            if drafted != token:
+                break
+            right += 1
         self.graph.cache.rewind(self._base + right)

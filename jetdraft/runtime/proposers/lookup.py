@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
 from jetdraft.runtime.rows import Int64s, Rows
 from jetdraft.runtime.sampling import Chooser
@@ -11,42 +11,43 @@ from jetdraft.runtime.sampling import Chooser
 class LookupProposer:
     """Longest suffix match in prompt and output, no model.
 
-    The longest match of `min_match` to `max_match` tokens wins, the latest of equals.
+    The latest of the longest matches wins, up to `max_match` tokens. A draft is no
+    longer than its match, since longer matches hold for longer, and where it reaches
+    the end of the sequence it repeats from the match on.
 
-        LookupProposer().propose(np.array([1, 2, 3, 1, 2]), budget=1)   # drafts 3
+        LookupProposer().propose(np.array([1, 2, 3, 1, 2]), budget=2)   # drafts 3, 1
     """
 
     name = "lookup"
     session_seconds = 0.0
     ms_per_token = 0.0
 
-    def __init__(
-        self, min_match: int = 2, max_match: int = 16, max_draft_tokens: int = 16
-    ) -> None:
-        self.min_match = min_match
-        self.max_match = max_match
-        self.max_draft_tokens = max_draft_tokens
+    def __init__(self, max_match: int = 16) -> None:
+        self.max_draft_tokens = max_match
 
     def begin(self, prompt: Int64s, chooser: Chooser) -> None:
         """Nothing to forget: the context is all it knows."""
 
     def propose(self, context: Int64s, budget: int) -> Rows:
         """The tokens after the best match."""
-        end = self._match(context)
-        return Rows.chain(np.append(context[-1:], context[end : end + budget]))
+        # One character per token makes the search one of a text, which is fast.
+        text = context.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
+        end, size = self._match(text)
+        count = min(budget, size)
+        tail = context[end : end + count].tolist()
+        draft = [tail[i % len(tail)] for i in range(count)]
+        return Rows.chain([int(context[-1]), *draft])
 
-    def _match(self, context: Int64s) -> int:
-        """Where the best earlier occurrence of the suffix ends; the length if none."""
-        length = len(context)
-        best, ends = length, np.arange(1, length)
-        for size in range(1, min(self.max_match, length - 1) + 1):
-            ends = ends[ends >= size]
-            ends = ends[context[ends - size] == context[length - size]]
-            if not len(ends):
+    def _match(self, text: str) -> tuple[int, int]:
+        """Where the best earlier occurrence of the suffix ends, and its length."""
+        length = len(text)
+        end, matched = length, 0
+        for size in range(1, min(self.max_draft_tokens, length - 1) + 1):
+            at = text.rfind(text[length - size :], 0, length - 1)
+            if at < 0:
                 break
-            if size >= self.min_match:
-                best = int(ends[-1])
-        return best
+            end, matched = at + size, size
+        return end, matched
 
-    def observe(self, committed: Int64s) -> None:
+    def observe(self, committed: Sequence[int]) -> None:
         """Nothing to learn: the context is all it knows."""
