@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,10 +33,11 @@ NEGLIGIBLE = 0.01
 class Controller(Protocol):
     """Plans each round and learns from what came of it."""
 
-    def plan(self, room: int, barren: Sequence[Proposer]) -> Plan:
+    def plan(self, room: int, offers: Mapping[Proposer, int]) -> Plan:
         """The plan for a round with room for `room` drafted rows.
 
-        `barren` proposers were asked in this round and had nothing.
+        `offers` has the rows that proposers asked in this round came up with, which
+        may be fewer than asked for.
         """
         ...
 
@@ -52,15 +53,20 @@ class Fixed:
         self.proposer = proposer
         self.num_draft_tokens = num_draft_tokens
 
-    def plan(self, room: int, barren: Sequence[Proposer]) -> Plan:
+    def plan(self, room: int, offers: Mapping[Proposer, int]) -> Plan:
         """The fixed length, or what fits of it."""
-        if self.proposer is None or self.proposer in barren:
+        if self.proposer is None:
             return PLAIN
-        budget = min(self.num_draft_tokens, self.proposer.max_draft_tokens, room)
+        budget = min(self.num_draft_tokens, _limit(self.proposer, room, offers))
         return Plan(self.proposer, budget) if budget > 0 else PLAIN
 
     def observe(self, round_: Round) -> None:
         """Nothing to learn."""
+
+
+def _limit(proposer: Proposer, room: int, offers: Mapping[Proposer, int]) -> int:
+    """The longest draft that this round can get from a proposer."""
+    return min(room, offers.get(proposer, proposer.max_draft_tokens))
 
 
 @dataclass
@@ -109,9 +115,10 @@ class Acceptance:
 
     Exponentially weighted counts beside a weak prior: a position takes after the one
     before it until it has been seen, and what is not seen again fades to the prior.
+    The prior is hopeful, so that every proposer gets its chance, now and then again.
     """
 
-    PRIOR = 0.6
+    PRIOR = 0.9
     WEIGHT = 2.0
     MEMORY = 0.97
     FADING = 0.99
@@ -174,13 +181,11 @@ class Adaptive:
         self.max_draft_tokens = max_draft_tokens
         self.acceptance = acceptance
 
-    def plan(self, room: int, barren: Sequence[Proposer]) -> Plan:
+    def plan(self, room: int, offers: Mapping[Proposer, int]) -> Plan:
         """The best plan under the current estimates."""
         best, best_value = PLAIN, 1.0 / self._pass_ms(1)
         for proposer in self.proposers:
-            if proposer in barren:
-                continue
-            limit = min(room, self.max_draft_tokens, proposer.max_draft_tokens)
+            limit = min(self.max_draft_tokens, _limit(proposer, room, offers))
             each = self.costs.draft.get(proposer.name, 0.0)
             tokens = chance = 1.0
             rates = self.acceptance[proposer.name].rates(limit)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jetdraft.runtime.controller import PLAIN, Controller
+from jetdraft.runtime.controller import Controller
 from jetdraft.runtime.graph import Answer, Graph
 from jetdraft.runtime.proposers import Proposer
 from jetdraft.runtime.rows import Int64s, Rows
@@ -123,8 +123,8 @@ class Generator:
     ) -> tuple[Round, list[int]]:
         """One round after `context`; the committed tokens may exceed `limit`."""
         started = time.perf_counter()
-        asked: list[Proposer] = []
-        rows = self._propose(context, limit, controller, asked)
+        offers: dict[Proposer, Rows] = {}
+        method, rows = self._propose(context, limit, controller, offers)
         draft_seconds, before = time.perf_counter() - started, self.target.seconds
         answer = self._verify(rows)
         positions = [len(context) + depth for depth in rows.depths]
@@ -133,11 +133,11 @@ class Generator:
         # Each accepted token is the one chosen before it.
         committed = [chosen[row] for row in path]
         self.target.cache.advance(len(path))
-        for proposer in asked:
+        for proposer in offers:
             proposer.observe(committed)
         accepted = len(path) - 1
         round_ = Round(
-            method=asked[-1].name if rows.drafted else "none",
+            method=method,
             width=self._width(len(rows)),
             drafted=rows.drafted,
             evaluated=min(accepted + 1, rows.drafted),
@@ -157,20 +157,26 @@ class Generator:
         context: Int64s,
         limit: int,
         controller: Controller,
-        asked: list[Proposer],
-    ) -> Rows:
-        """Ask until someone has a draft or the controller wants none."""
+        offers: dict[Proposer, Rows],
+    ) -> tuple[str, Rows]:
+        """Ask until the plan is one that was offered, or to draft nothing.
+
+        Gives the method's name and its rows; `offers` holds all that were asked.
+        """
         # The new token takes the last place, so drafts may fill all but that.
         widest = max(w for w in self.widths if w <= self.target.cache.room)
         room = min(limit - len(context), widest) - 1
-        plan = controller.plan(room, asked) if room > 0 else PLAIN
-        while plan.proposer is not None:
-            asked.append(plan.proposer)
-            rows = plan.proposer.propose(context, plan.budget)
-            if rows.drafted:
-                return rows
-            plan = controller.plan(room, asked)
-        return Rows.chain([int(context[-1])])
+        while room > 0:
+            plan = controller.plan(room, {p: r.drafted for p, r in offers.items()})
+            proposer = plan.proposer
+            if proposer is None:
+                break
+            if proposer not in offers:
+                offers[proposer] = proposer.propose(context, plan.budget)
+            # Whoever offers all that was planned need not be compared again.
+            if offers[proposer].drafted >= plan.budget:
+                return proposer.name, offers[proposer].first(plan.budget)
+        return "none", Rows.chain([int(context[-1])])
 
     def _width(self, rows: int) -> int:
         """The narrowest allowed pass that holds the rows."""

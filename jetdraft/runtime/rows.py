@@ -40,6 +40,10 @@ class Rows:
         """How many rows are proposals."""
         return len(self.tokens) - 1
 
+    def first(self, drafted: int) -> Rows:
+        """The root and the first `drafted` rows below it."""
+        return Rows(self.tokens[: drafted + 1], self.parents[: drafted + 1])
+
     @property
     def is_chain(self) -> bool:
         """Whether each row is the child of the one before."""

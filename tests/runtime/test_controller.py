@@ -33,44 +33,44 @@ def adaptive(slope=0.1, draft_ms=0.05, widths=WIDTHS):
 def test_fixed_keeps_its_length_and_respects_room():
     proposer = Named("draft")
     fixed = Fixed(proposer, 4)
-    assert fixed.plan(10, []).budget == 4
-    assert fixed.plan(2, []).budget == 2
-    assert fixed.plan(10, [proposer]) == PLAIN
-    assert Fixed(None, 0).plan(10, []) == PLAIN
+    assert fixed.plan(10, {}).budget == 4
+    assert fixed.plan(2, {}).budget == 2
+    assert fixed.plan(10, {proposer: 0}) == PLAIN
+    assert Fixed(None, 0).plan(10, {}) == PLAIN
 
 
 def test_good_drafts_get_longer():
     controller = adaptive()
-    before = controller.plan(15, []).budget
+    before = controller.plan(15, {}).budget
     for _ in range(30):
-        budget = controller.plan(15, []).budget
+        budget = controller.plan(15, {}).budget
         controller.observe(outcome(drafted=budget, accepted=budget))
-    assert controller.plan(15, []).budget > before
+    assert controller.plan(15, {}).budget > before
 
 
 def test_bad_drafts_are_switched_off():
     controller = adaptive(slope=0.3, draft_ms=0.2)
     for _ in range(20):
-        plan = controller.plan(15, [])
+        plan = controller.plan(15, {})
         controller.observe(outcome(drafted=plan.budget))
-    assert controller.plan(15, []) == PLAIN
+    assert controller.plan(15, {}) == PLAIN
 
 
 def test_what_was_off_is_tried_again():
     controller = adaptive(slope=0.3, draft_ms=0.2)
     for _ in range(20):
         controller.observe(outcome(drafted=1))
-    assert controller.plan(15, []) == PLAIN
+    assert controller.plan(15, {}) == PLAIN
     for _ in range(1000):
         controller.observe(outcome(method="none", drafted=0, width=2))
-    assert controller.plan(15, []) != PLAIN
+    assert controller.plan(15, {}) != PLAIN
 
 
 def test_a_row_that_is_carried_anyway_is_free():
     """Two rows are the narrowest exact pass, so one drafted row costs no pass time."""
     controller = adaptive(slope=5.0, draft_ms=0.01)
-    assert controller.plan(15, []).budget == 1
-    assert adaptive(slope=5.0, widths=range(1, 17)).plan(15, []) == PLAIN
+    assert controller.plan(15, {}).budget == 1
+    assert adaptive(slope=5.0, widths=range(1, 17)).plan(15, {}) == PLAIN
 
 
 def test_barren_proposers_are_passed_over():
@@ -78,15 +78,15 @@ def test_barren_proposers_are_passed_over():
     first, second = Named("a"), Named("b")
     acceptance = {"a": Acceptance(), "b": Acceptance()}
     controller = Adaptive([first, second], costs, acceptance, WIDTHS, 15)
-    plan = controller.plan(15, [])
+    plan = controller.plan(15, {})
     other = second if plan.proposer is first else first
-    assert controller.plan(15, [plan.proposer]).proposer is other
-    assert controller.plan(15, [first, second]) == PLAIN
+    assert controller.plan(15, {plan.proposer: 0}).proposer is other
+    assert controller.plan(15, {first: 0, second: 0}) == PLAIN
 
 
 @pytest.mark.parametrize("room", [1, 2, 5])
 def test_room_limits_the_draft(room):
-    assert adaptive(slope=0.0, draft_ms=0.0).plan(room, []).budget == room
+    assert adaptive(slope=0.0, draft_ms=0.0).plan(room, {}).budget == room
 
 
 def test_costs_between_and_beyond_measured_widths():
