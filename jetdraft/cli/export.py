@@ -13,7 +13,7 @@ from jetdraft.quant.recipe import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, SCHEMES, Reci
 
 
 class Stages:
-    """A progress bar per stage of the export, on standard error."""
+    """A progress bar per stage of the export, on a terminal's standard error."""
 
     def __init__(self) -> None:
         self.stage = ""
@@ -21,6 +21,8 @@ class Stages:
         self.done = 0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        if not sys.stderr.isatty():
+            return
         if stage != self.stage:
             self.close()
             self.stage, self.done = stage, 0

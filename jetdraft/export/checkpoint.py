@@ -110,7 +110,17 @@ def _load_model(source: str, config: Any, dtype: torch.dtype) -> Any:
         ) from error
     with _as_checkpoint_error(source):
         model, info = model_class.from_pretrained(
-            source, dtype=dtype, output_loading_info=True
+            source,
+            dtype=dtype,
+            output_loading_info=True,
+            # Otherwise the reason goes to a log that is silenced here.
+            ignore_mismatched_sizes=True,
+        )
+    if info["mismatched_keys"]:
+        name, found, expected = sorted(info["mismatched_keys"])[0]
+        raise CheckpointError(
+            f"the weights of {source} do not fit its config.json ({name} is "
+            f"{list(found)}, expected {list(expected)}); fetch it again"
         )
     if info["missing_keys"]:
         # transformers fills them with random numbers, with a warning.

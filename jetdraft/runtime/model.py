@@ -232,6 +232,8 @@ class Model:
         """A prompt's ids, int64 [length], or a `PromptError` that says why not."""
         if (prompt is None) == (token_ids is None):
             raise PromptError("give either a prompt text or token_ids")
+        if prompt is not None and not isinstance(prompt, str):
+            raise PromptError("the prompt must be a text; give ids as token_ids=")
         given = self.text.encode(prompt) if prompt is not None else token_ids
         try:
             found = np.asarray(given)
@@ -260,6 +262,11 @@ class Model:
         """Who decides: a fixed plan, or measured times and running acceptance."""
         name, count = options.method, options.num_draft_tokens
         if name == NONE:
+            if count is not None:
+                raise OptionError(
+                    f"num draft tokens {count} means nothing with method none; leave "
+                    "one of them out"
+                )
             return Fixed(None, 0)
         if name != AUTO and name not in self.proposers:
             raise MethodError(

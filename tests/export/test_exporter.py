@@ -286,3 +286,13 @@ def test_damaged_tokenizer_is_refused(pair, tmp_path):
     with pytest.raises(CheckpointError, match=r"tokenizer of .* cannot be read"):
         export(str(pair.target), tmp_path / "bundle", str(drafter))
     assert not (tmp_path / "bundle").exists()
+
+
+def test_weights_that_do_not_fit_their_config_are_refused(pair, tmp_path):
+    target = shutil.copytree(pair.target, tmp_path / "target")
+    file = target / "config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps(fields | {"vocab_size": fields["vocab_size"] + 8}))
+    with pytest.raises(CheckpointError, match=r"do not fit its config\.json"):
+        export(str(target), tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()

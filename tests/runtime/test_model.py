@@ -102,6 +102,12 @@ def test_one_generation_at_a_time(model):
         ({"token_ids": [1] * 257}, PromptError, "capacity is 256"),
         ({}, PromptError, "either"),
         ({"prompt": "a", "token_ids": [1]}, PromptError, "either"),
+        ({"prompt": [1, 2]}, PromptError, "token_ids="),
+        (
+            {"prompt": "a", "method": "none", "num_draft_tokens": 2},
+            OptionError,
+            "leave one",
+        ),
         ({"prompt": "a", "method": "telepathy"}, MethodError, "no method"),
         ({"prompt": "a", "num_draft_tokens": 0}, OptionError, "1 to 15"),
         ({"prompt": "a", "num_draft_tokens": 16}, OptionError, "1 to 15"),
