@@ -281,6 +281,12 @@ def write_prompts(tokenizer: Tokenizer, held_out: dict[str, str], output: Path) 
 @click.command()
 @click.option("--minutes-target", default=30.0, show_default=True)
 @click.option("--minutes-drafter", default=10.0, show_default=True)
+@click.option(
+    "--target",
+    "trained",
+    type=click.Path(path_type=Path),
+    help="Distil from this trained target instead of training one.",
+)
 @click.option("--seed", default=7, show_default=True)
 @click.option("--threads", default=2, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), default=HERE)
@@ -293,6 +299,7 @@ def write_prompts(tokenizer: Tokenizer, held_out: dict[str, str], output: Path) 
 def main(
     minutes_target: float,
     minutes_drafter: float,
+    trained: Path | None,
     seed: int,
     threads: int,
     output: Path,
@@ -307,7 +314,10 @@ def main(
     write_prompts(tokenizer, held_out, output)
     stream = corpus.encode(tokenizer, list(train.values()))
     click.echo(f"{len(train)} files, {len(stream)} tokens")
-    target, steps = train_target(stream, minutes_target, seed, work)
+    if trained is not None:
+        target, steps = LlamaForCausalLM.from_pretrained(trained).float().eval(), 0
+    else:
+        target, steps = train_target(stream, minutes_target, seed, work)
     save(target, tokenizer, output / "target")
     drafter, drafter_steps = train_drafter(target, stream, minutes_drafter, seed, work)
     save(drafter, tokenizer, output / "drafter")

@@ -50,7 +50,10 @@ class Contender:
 def contenders(
     model: Model, methods: Sequence[str], lengths: Sequence[int]
 ) -> list[Contender]:
-    """Plain decoding twice, not exact and exact, then each method at each length."""
+    """Plain decoding twice, not exact and exact, then each method at each length.
+
+    A length of None is the adaptive one.
+    """
     known = ("auto", *model.methods)
     for method in methods:
         if method not in known:
@@ -62,7 +65,7 @@ def contenders(
         if method == "auto":
             rows.append(Contender(method, None, exact=True))
         elif method != "none":
-            rows += [Contender(method, length, exact=True) for length in lengths]
+            rows += [Contender(method, k, exact=True) for k in (*lengths, None)]
     return rows
 
 
