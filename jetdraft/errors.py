@@ -65,6 +65,14 @@ class MethodError(JetdraftError):
     """The bundle cannot draft with the asked method."""
 
 
+class DraftError(JetdraftError):
+    """A tree of drafted tokens is malformed, or too wide for the graph."""
+
+
+class VerifierError(JetdraftError):
+    """A verifier is unknown, or not exact for the kind of draft."""
+
+
 class ProviderError(JetdraftError):
     """This onnxruntime cannot run on the asked provider."""
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jetdraft.errors import OptionError
+from jetdraft.runtime.distribution import Distribution
 from jetdraft.runtime.graph import Answer
 from jetdraft.runtime.noise import Doubles, gumbel, uniforms
 from jetdraft.runtime.rows import Int64s
@@ -148,15 +149,30 @@ class Chooser:
         others = answer.logits.shape[1] - logits.shape[1]
         return np.asarray(others * np.exp(last / temperature))
 
+    def distribution(self, answer: Answer) -> Distribution:
+        """What one row's token is drawn from, after temperature and filters."""
+        if self.sampling.temperature == 0:
+            return Distribution(answer.candidates[0, :1].copy(), np.ones(1))
+        scaled = answer.candidate_logits.astype(np.float64) / self.sampling.temperature
+        kept = int(self._kept(scaled, answer)[0])
+        if kept == _OPEN:
+            return self.distribution(self._whole(answer))
+        weights = np.exp(scaled[0, :kept] - scaled[0, 0])
+        ids = answer.candidates[0, :kept].copy()
+        return Distribution(ids, weights / weights.sum())
+
     def _choose_from_all(self, answer: Answer, position: Int64s) -> int:
         """The same choice for one row whose filters need all its logits."""
+        return int(self.choose(self._whole(answer), position)[0])
+
+    def _whole(self, answer: Answer) -> Answer:
+        """One row with all logits as candidates, or as many as top-k may keep."""
         logits = answer.logits[0]
         order = np.argsort(-logits, kind="stable")
         if self.sampling.top_k:
             order = order[: self.sampling.top_k]
         best = logits[order][None]
-        whole = Answer(order[None], best, answer.logsumexp, best)
-        return int(self.choose(whole, position)[0])
+        return Answer(order[None], best, answer.logsumexp, best)
 
     def _challenge(
         self,

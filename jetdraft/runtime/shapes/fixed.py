@@ -1,0 +1,119 @@
+"""Shapes that are known before anything is drafted."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+from jetdraft.errors import DraftError
+from jetdraft.runtime.distribution import Distribution
+from jetdraft.runtime.rows import Kind, Rows
+from jetdraft.runtime.shapes.base import Tree
+
+RANK_RATES = (0.58, 0.11, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01)
+"""How often the first, second, ... coupled sibling is right (docs/verifiers.md)."""
+
+
+class Sparse:
+    """A fixed list of rows; a row's n-th child here is its n-th sibling.
+
+    `parents` names each row's parent, 0 the root, as in "0,0,1".
+    """
+
+    name = "static"
+    kinds = frozenset(Kind) - {Kind.TOP_AND_ONE}
+
+    def __init__(self, parents: Sequence[int]) -> None:
+        for row, parent in enumerate(parents, start=1):
+            if not 0 <= parent < row:
+                raise DraftError(
+                    f"row {row} of the tree has parent {parent}; parents come before "
+                    f"their children, so give 0 to {row - 1}"
+                )
+        self.parents = parents
+        self._made: dict[int, int] = {}
+
+    def grow(self, tree: Tree, found: Mapping[int, Distribution]) -> list[int]:
+        """Fill in the children of the answered rows."""
+        if 0 in found:
+            self._made = {0: 0}
+        made = {row: planned for planned, row in self._made.items()}
+        fresh = []
+        for row, q in found.items():
+            below = [i for i, p in enumerate(self.parents, 1) if p == made[row]]
+            tokens = tree.children_of(row, q, len(below))
+            rows = tree.add(row, q, tokens)
+            self._made.update(zip(below, rows, strict=False))
+            fresh += zip(below, rows, strict=False)
+        return [row for planned, row in fresh if planned in self.parents]
+
+    def finish(self, tree: Tree) -> Rows:
+        """All rows."""
+        return tree.rows()
+
+
+class Best(Sparse):
+    """The rows most likely to be accepted, were siblings right at `RANK_RATES`.
+
+    Greedy insertion is optimal when ranks are independent (Medusa, 2401.10774).
+    """
+
+    name = "best"
+
+    def __init__(self) -> None:
+        super().__init__(())
+
+    def grow(self, tree: Tree, found: Mapping[int, Distribution]) -> list[int]:
+        """As the list for this budget says."""
+        if 0 in found:
+            self.parents = most_likely(tree.budget)
+        return super().grow(tree, found)
+
+
+def most_likely(budget: int) -> list[int]:
+    """Parents of the `budget` rows with the largest product of rank rates.
+
+    most_likely(3)   # [0, 1, 2]: a chain, as long as depth beats breadth
+    """
+    parents: list[int] = []
+    heap = [(-RANK_RATES[0], 0, 0)]
+    reach = [1.0]
+    while len(parents) < budget:
+        value, parent, rank = heapq.heappop(heap)
+        parents.append(parent)
+        reach.append(-value)
+        row = len(parents)
+        heapq.heappush(heap, (value * RANK_RATES[0], row, 0))
+        if rank + 1 < len(RANK_RATES):
+            sibling = reach[parent] * RANK_RATES[rank + 1]
+            heapq.heappush(heap, (-sibling, parent, rank + 1))
+    return parents
+
+
+class Kary:
+    """So many children per level (MCSD, 2401.06706), as in (4, 2, 2)."""
+
+    name = "k-ary"
+    kinds = frozenset(Kind)
+
+    def __init__(self, branching: Sequence[int]) -> None:
+        if not branching or min(branching) < 1:
+            raise DraftError(
+                f"branching {list(branching)} is no tree; give 1 or more per level"
+            )
+        self.branching = branching
+
+    def grow(self, tree: Tree, found: Mapping[int, Distribution]) -> list[int]:
+        """A level, or what fits of it."""
+        fresh = []
+        for row, q in found.items():
+            # A family is drafted whole or not at all: a part has another law.
+            count = self.branching[tree.depths[row]]
+            if count <= tree.room:
+                fresh += tree.add(row, q, tree.children_of(row, q, count))
+        deeper = [row for row in fresh if tree.depths[row] < len(self.branching)]
+        return deeper if tree.room else []
+
+    def finish(self, tree: Tree) -> Rows:
+        """All rows."""
+        return tree.rows()

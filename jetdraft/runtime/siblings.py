@@ -1,0 +1,43 @@
+"""Which tokens become the children of a row, for each kind of draft."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jetdraft.runtime.distribution import Distribution
+from jetdraft.runtime.rows import Kind
+from jetdraft.runtime.sampling import Sampling
+
+_SALT = 0x6A09E667F3BCC908
+"""Keeps a draft's draws apart from the noise that chooses the target's tokens."""
+
+
+def siblings(
+    kind: Kind, q: Distribution, count: int, sampling: Sampling, position: int
+) -> list[int]:
+    """At most `count` children drawn from `q` for `position`, in order.
+
+    `q` has its tokens best first. The k best of log q + noise are k draws without
+    replacement (Gumbel-top-k, Kool et al. 1903.06059); with the target's own noise
+    they are the coupled siblings, which for greedy decoding are simply q's best.
+    """
+    if kind is Kind.REPLACED:
+        seeds = (sampling.seed + _SALT + i for i in range(count))
+        return [q.draw(seed, position) for seed in seeds]
+    if kind is Kind.TOP_AND_ONE:
+        return _top_and_one(q, count, sampling.seed + _SALT, position)
+    count = min(count, int(np.count_nonzero(q.probabilities)))
+    coupled = kind is Kind.COUPLED and sampling.temperature > 0
+    if kind is Kind.DISTINCT or coupled:
+        seed = sampling.seed + (0 if coupled else _SALT)
+        order = np.argsort(-q.scores(seed, position), kind="stable")
+        return [int(token) for token in q.ids[order[:count]]]
+    return [int(token) for token in q.ids[:count]]
+
+
+def _top_and_one(q: Distribution, count: int, seed: int, position: int) -> list[int]:
+    fixed = [int(token) for token in q.ids[: count - 1]]
+    rest = Distribution(q.ids[count - 1 :], q.probabilities[count - 1 :])
+    if not rest.probabilities.any():
+        return fixed
+    return [*fixed, rest.draw(seed, position)]
