@@ -2,7 +2,9 @@
 
     bundle.json       what is in it, with a sha256 per file
     target.onnx       step graph of the target, weights in target.onnx.data
-    drafter.onnx      step graph of the drafter, where there is one
+    target-tree.onnx  the same for branching drafts, over the same weights
+    target-compaction.onnx   moves an accepted branch together in the KV buffers
+    drafter.onnx, drafter-tree.onnx, ...   likewise, where there is a drafter
     tokenizer.json    where the checkpoint has one
     chat_template.jinja
 
@@ -25,7 +27,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -33,7 +35,7 @@ from typing import Any
 from jetdraft.contract import StepContract
 from jetdraft.errors import BundleError, OutputError, PairError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST = "bundle.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -43,13 +45,30 @@ DRAFTER = "drafter"
 
 @dataclass(frozen=True)
 class GraphEntry:
-    """One step graph: its file, contract, quantization and where it came from."""
+    """One model: its step graph, contract, quantization and where it came from.
+
+    `tree_file` and `compaction_file` are its graphs for branching drafts, None where
+    its attention does not allow them.
+    """
 
     file: str
     contract: StepContract
     quantization: dict[str, Any]
     source: str
     parameters: int
+    tree_file: str | None = None
+    compaction_file: str | None = None
+
+    @property
+    def files(self) -> list[str]:
+        """All graph files."""
+        named = (self.file, self.tree_file, self.compaction_file)
+        return [file for file in named if file is not None]
+
+    @property
+    def tree_contract(self) -> StepContract:
+        """The contract of `tree_file`."""
+        return replace(self.contract, tree=True)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads."""
@@ -132,7 +151,7 @@ class Bundle:
     def _check_types(self) -> None:
         """Raise `ValueError` or what a wrong type leads to."""
         names = [self.provider, *self.methods]
-        listed = {entry.file for entry in self.graphs.values()}
+        listed = {file for entry in self.graphs.values() for file in entry.files}
         for name, file in self.files.items():
             if Path(name).name != name:
                 raise ValueError(f"{name!r} is not a plain file name")

@@ -8,8 +8,9 @@ buffer of `capacity` rows:
 | --- | --- |
 | `input_ids`, `position_ids` | int64 [1, n] |
 | `cursor` | int32 [1], committed rows in the buffer |
-| `total_length` | int32 [1], cursor + n |
+| `total_length` | int32 [1], cursor + n; the capacity in a tree graph |
 | `answer_rows` | int64 [m], the rows to answer for: all, or the last in a prefill |
+| `attention_bias` | dtype [1, 1, n, capacity], 0 or `HIDDEN`; tree graphs only |
 | `past_key.{i}`, `past_value.{i}` | dtype [1, kv_heads, capacity, head_dim] |
 
 | output | type, shape |
@@ -29,6 +30,9 @@ from jetdraft.errors import ContractError
 
 CANDIDATES = 64
 """K: how many candidates per row a graph returns, unless the vocabulary is smaller."""
+
+HIDDEN = -1e4
+"""Added to the score of a slot that a row may not see; fits float16."""
 
 ROWS, ANSWERS = "n", "m"
 """The names of the dynamic axes: the rows of a pass, and those it answers for."""
@@ -55,7 +59,7 @@ class StepContract:
     """The sizes that fix every shape of a step graph.
 
     `kv_shapes` holds (kv_heads, head_dim) per layer and `dtype` is the one of the KV
-    buffers, "float32" or "float16".
+    buffers, "float32" or "float16". A `tree` graph verifies branching drafts too.
 
         contract = StepContract(
             vocab_size=4096, capacity=2048, max_width=256, dtype="float32",
@@ -69,6 +73,7 @@ class StepContract:
     max_width: int
     dtype: str
     kv_shapes: tuple[tuple[int, int], ...]
+    tree: bool = False
 
     @property
     def candidates(self) -> int:
@@ -84,8 +89,14 @@ class StepContract:
             TensorSpec("cursor", "int32", (1,)),
             TensorSpec("total_length", "int32", (1,)),
             TensorSpec("answer_rows", "int64", (ANSWERS,)),
+            *([self.bias] if self.tree else []),
             *self.buffers("past"),
         )
+
+    @property
+    def bias(self) -> TensorSpec:
+        """What a tree graph takes beside a chain graph's inputs."""
+        return TensorSpec("attention_bias", self.dtype, (1, 1, ROWS, self.capacity))
 
     @property
     def answers(self) -> tuple[TensorSpec, ...]:

@@ -29,6 +29,7 @@ from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.fusion import fuse
 from jetdraft.export.seams import check_seams
 from jetdraft.export.step import kv_shapes, trace
+from jetdraft.export.tree import write_compaction, write_tree
 from jetdraft.quant.recipe import Recipe
 from jetdraft.quant.weights import quantize
 
@@ -177,8 +178,14 @@ def _write_graph(
         node.metadata_props.clear()  # stack traces with this machine's paths
     file = f"{name}.onnx"
     ir.save(model, folder / file, external_data=f"{file}.data")
+    tree, compaction = f"{name}-tree.onnx", f"{name}-compaction.onnx"
+    branching = write_tree(folder / file, folder / tree, contract)
+    if branching:
+        write_compaction(folder / compaction, contract)
     return GraphEntry(
         file=file,
+        tree_file=tree if branching else None,
+        compaction_file=compaction if branching else None,
         contract=contract,
         quantization=recipe.to_json(),
         source=checkpoint.source,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+
 import numpy as np
 
 from jetdraft.contract import StepContract
@@ -11,22 +14,29 @@ from jetdraft.runtime.ort import ort
 class Cache:
     """Fixed buffers, allocated once, and a cursor.
 
-    Rows beyond `length` are stale and get overwritten, so forgetting is free.
+    Rows beyond `length` are stale and get overwritten, so forgetting is free. With a
+    `compaction` session, rows of an accepted branch can be moved together; `seconds`
+    adds up the time in it.
 
         cache = Cache(contract)
         cache.advance(5)
         cache.rewind(3)   # length 3
     """
 
-    def __init__(self, contract: StepContract) -> None:
+    def __init__(
+        self, contract: StepContract, compaction: ort.InferenceSession | None = None
+    ) -> None:
         self.capacity = contract.capacity
         self.length = 0
+        self.seconds = 0.0
         self.buffers = {
             spec.name: ort.OrtValue.ortvalue_from_numpy(
                 np.zeros(spec.sized(), dtype=spec.dtype)
             )
             for spec in contract.buffers("past")
         }
+        self._compaction = compaction
+        self._moves: dict[int, _Move] = {}
 
     @property
     def room(self) -> int:
@@ -49,3 +59,44 @@ class Cache:
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot rewind from {self.length} rows to {length}")
         self.length = length
+
+    def compact(self, path: Sequence[int]) -> None:
+        """Commit the rows `path` of the last pass, ascending from 0, and no others.
+
+        Only those beyond the first gap move, on the device and in place.
+        """
+        kept = next((i for i, row in enumerate(path) if row != i), len(path))
+        if kept < len(path):
+            self._move([self.length + row for row in path[kept:]], self.length + kept)
+        self.advance(len(path))
+
+    def _move(self, source: list[int], target: int) -> None:
+        if self._compaction is None:
+            raise ValueError("this cache was made without a compaction graph")
+        move = self._moves.get(len(source))
+        if move is None:
+            move = _Move(self._compaction, self, len(source))
+            self._moves[len(source)] = move
+        move.source[:] = source
+        move.target[0] = target
+        start = time.perf_counter()
+        self._compaction.run_with_iobinding(move.io)
+        self.seconds += time.perf_counter() - start
+
+
+class _Move:
+    """The binding of a move of so many rows."""
+
+    def __init__(self, session: ort.InferenceSession, cache: Cache, rows: int) -> None:
+        self.source = np.zeros(rows, np.int64)
+        self.target = np.zeros(1, np.int64)
+        self.io = session.io_binding()
+        self.kept = [
+            ort.OrtValue.ortvalue_from_numpy(array)
+            for array in (self.source, self.target)
+        ]
+        for name, value in zip(("source", "target"), self.kept, strict=True):
+            self.io.bind_ortvalue_input(name, value)
+        for name, buffer in cache.buffers.items():
+            self.io.bind_ortvalue_input(name, buffer)
+            self.io.bind_ortvalue_output(name.replace("past_", "present_"), buffer)

@@ -8,6 +8,11 @@ round the target's cache holds all of it but the last token, the root.
     commit    walk from the root to the child that carries the chosen token, as far as
               it goes; commit that path and the last chosen token
 
+In an exact generation a branch only counts as far as it lies without gaps in the
+buffer. A row beyond a gap sums its attention in another order than plain decoding does,
+so its choice is a good guess but no proof: what it chose is carried into the next pass,
+as the beginning of its draft, and committed there. Otherwise the branch is compacted.
+
 Invariants: the cursor is always the length of the sequence minus one; a pass never
 reaches past the buffer; whatever was drafted, the chosen tokens are those that plain
 decoding would have chosen.
@@ -27,6 +32,7 @@ from jetdraft.runtime.proposers import Proposer
 from jetdraft.runtime.rows import Int64s, Rows
 from jetdraft.runtime.sampling import Chooser
 from jetdraft.runtime.stats import Round, Stats
+from jetdraft.runtime.verifiers import Verifier, Walk
 
 
 @dataclass(frozen=True)
@@ -40,19 +46,28 @@ class Commit:
 class Generator:
     """Decodes one sequence at a time over a target graph.
 
-    `widths` are the pass widths it may use, ascending: one exact class, or all.
+    `widths` are the pass widths it may use, ascending: one exact class, or all. An
+    `exact` generation commits no token that plain decoding in that class might not.
 
         for commit in Generator(target, widths, proposers).run(prompt, chooser, ...):
             ...
     """
 
     def __init__(
-        self, target: Graph, widths: Sequence[int], proposers: Sequence[Proposer]
+        self,
+        target: Graph,
+        widths: Sequence[int],
+        proposers: Sequence[Proposer],
+        verifier: Verifier | None = None,
+        exact: bool = True,
     ) -> None:
         self.target = target
         self.widths = sorted(widths)
         self.proposers = proposers
+        self.verifier = verifier or Walk()
+        self.exact = exact
         self._prefilled = 0.0
+        self._carried: list[int] = []
 
     def run(
         self,
@@ -77,6 +92,7 @@ class Generator:
         for proposer in self.proposers:
             proposer.begin(prompt, chooser)
         self._prefill(prompt)
+        self._carried = []
         stats.finish_reason = "length"
         while length < limit and stats.finish_reason != "stop":
             round_, committed = self._round(
@@ -126,21 +142,25 @@ class Generator:
         offers: dict[Proposer, Rows] = {}
         method, rows = self._propose(context, limit, controller, offers)
         draft_seconds, before = time.perf_counter() - started, self.target.seconds
-        answer = self._verify(rows)
-        positions = [len(context) + depth for depth in rows.depths]
-        chosen = chooser.choose(answer, positions).tolist()
-        path = rows.walk(chosen)
+        carried = len(self._carried)
+        whole = self._with_carried(context, rows)
+        answer = self._verify(whole)
+        positions = [len(context) + depth for depth in whole.depths]
+        chosen = self.verifier.choose(whole, answer, positions, chooser)
+        path = whole.walk(chosen)
         # Each accepted token is the one chosen before it.
-        committed = [chosen[row] for row in path]
-        self.target.cache.advance(len(path))
+        tokens = [chosen[row] for row in path]
+        proven = self._commit(path)
+        committed, self._carried = tokens[:proven], tokens[proven:]
         for proposer in offers:
             proposer.observe(committed)
-        accepted = len(path) - 1
+        accepted = max(0, len(path) - 1 - carried)
+        reached = len(path) > carried
         round_ = Round(
             method=method,
-            width=self._width(len(rows)),
+            width=self._width(len(whole)),
             drafted=rows.drafted,
-            evaluated=min(accepted + 1, rows.drafted),
+            evaluated=min(accepted + 1, max(rows.depths)) if reached else 0,
             accepted=accepted,
             target_seconds=self.target.seconds - before,
             draft_seconds=draft_seconds,
@@ -150,7 +170,8 @@ class Generator:
 
     def _session_seconds(self) -> float:
         """Seconds inside `session.run` so far, of target and proposers."""
-        return self.target.seconds + sum(p.session_seconds for p in self.proposers)
+        own = self.target.seconds + self.target.cache.seconds
+        return own + sum(p.session_seconds for p in self.proposers)
 
     def _propose(
         self,
@@ -166,6 +187,10 @@ class Generator:
         # The new token takes the last place, so drafts may fill all but that.
         widest = max(w for w in self.widths if w <= self.target.cache.room)
         room = min(limit - len(context), widest) - 1
+        del self._carried[max(room, 0) :]
+        room -= len(self._carried)
+        if self._carried:
+            context = np.append(context, self._carried)
         while room > 0:
             plan = controller.plan(room, {p: r.drafted for p, r in offers.items()})
             proposer = plan.proposer
@@ -182,15 +207,34 @@ class Generator:
         """The narrowest allowed pass that holds the rows."""
         return next(width for width in self.widths if width >= rows)
 
+    def _with_carried(self, context: Int64s, rows: Rows) -> Rows:
+        """The draft below what the last pass left to be proven."""
+        if not self._carried:
+            return rows
+        return rows.under([int(context[-1]), *self._carried[:-1]])
+
     def _verify(self, rows: Rows) -> Answer:
         """One pass; rows that only fill up the width repeat the last token."""
-        if not rows.is_chain:
-            raise ValueError(
-                "the graph verifies chains; a branching draft needs a mask"
-            )
         padding = self._width(len(rows)) - len(rows)
-        answer = self.target.run(rows.tokens + rows.tokens[-1:] * padding)
+        tokens = rows.tokens + rows.tokens[-1:] * padding
+        if rows.is_chain:
+            answer = self.target.run(tokens)
+        else:
+            rows.check()
+            unseen: list[list[int]] = [[]] * padding
+            answer = self.target.run_branches(
+                tokens, rows.depths + [0] * padding, rows.ancestors + unseen
+            )
         return answer.rows(slice(0, len(rows))) if padding else answer
+
+    def _commit(self, path: list[int]) -> int:
+        """Count the accepted rows as committed; how many of them are proven."""
+        if not self.exact:
+            self.target.cache.compact(path)
+            return len(path)
+        proven = next((i for i, row in enumerate(path) if row != i), len(path))
+        self.target.cache.advance(proven)
+        return proven
 
 
 def _until_stop(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.contract import StepContract, check_tensors
+from jetdraft.contract import HIDDEN, StepContract, check_tensors
 from jetdraft.runtime.cache import Cache
 from jetdraft.runtime.ort import ort
 from jetdraft.runtime.rows import Int64s
@@ -50,12 +50,17 @@ class Graph:
         graph.cache.advance(2)
     """
 
-    def __init__(self, session: ort.InferenceSession, contract: StepContract) -> None:
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        contract: StepContract,
+        compaction: ort.InferenceSession | None = None,
+    ) -> None:
         check_tensors(contract.inputs, session.get_inputs(), "the graph's inputs")
         check_tensors(contract.outputs, session.get_outputs(), "the graph's outputs")
         self.session = session
         self.contract = contract
-        self.cache = Cache(contract)
+        self.cache = Cache(contract, compaction)
         self.seconds = 0.0
         self.passes = 0
         self._cursor = np.zeros(1, np.int32)
@@ -71,17 +76,45 @@ class Graph:
         calls `cache.advance`.
         """
         width, cursor = len(tokens), self.cache.length
-        if not 1 <= width <= min(self.contract.max_width, self.cache.room):
-            raise ValueError(
-                f"a pass of {width} rows does not fit: {self.cache.room} rows of room, "
-                f"{self.contract.max_width} at most"
-            )
-        answers = 1 if last_only else width
-        binding = self._bindings.get((width, answers)) or self._bind(width, answers)
+        binding = self._binding(width, 1 if last_only else width, self.cache.room)
         binding.input_ids[0] = tokens
         binding.position_ids[0] = self._positions[cursor : cursor + width]
+        binding.show_all()
+        return self._run(binding, cursor, width)
+
+    def run_branches(
+        self,
+        tokens: Sequence[int],
+        depths: Sequence[int],
+        ancestors: Sequence[Sequence[int]],
+        filled: int = 0,
+    ) -> Answer:
+        """Run rows of a branching draft, for a tree graph; it answers for all.
+
+        The draft takes slots from the cursor on, `filled` of which earlier passes have
+        written. Row i sits `depths[i]` places past the cursor and sees the committed
+        rows, the draft's slots `ancestors[i]` and itself.
+        """
+        width, cursor = len(tokens), self.cache.length
+        binding = self._binding(width, width, self.cache.room - filled)
+        binding.input_ids[0] = tokens
+        binding.position_ids[0] = [cursor + depth for depth in depths]
+        binding.show_only(ancestors, cursor, filled)
+        return self._run(binding, cursor + filled, width)
+
+    def _binding(self, width: int, answers: int, room: int) -> _Binding:
+        if not 1 <= width <= min(self.contract.max_width, room):
+            raise ValueError(
+                f"a pass of {width} rows does not fit: {room} rows of room, "
+                f"{self.contract.max_width} at most"
+            )
+        return self._bindings.get((width, answers)) or self._bind(width, answers)
+
+    def _run(self, binding: _Binding, cursor: int, width: int) -> Answer:
         self._cursor[0] = cursor
-        self._total[0] = cursor + width
+        self._total[0] = (
+            self.contract.capacity if self.contract.tree else cursor + width
+        )
         start = time.perf_counter()
         self.session.run_with_iobinding(binding.io)
         self.seconds += time.perf_counter() - start
@@ -95,13 +128,17 @@ class Graph:
 
     def feeds(self, width: int, answers: int) -> dict[str, npt.NDArray[np.generic]]:
         """Fresh input arrays for a binding; the cursor's arrays are shared."""
-        return {
+        feeds: dict[str, npt.NDArray[np.generic]] = {
             "input_ids": np.zeros((1, width), np.int64),
             "position_ids": np.zeros((1, width), np.int64),
             "cursor": self._cursor,
             "total_length": self._total,
             "answer_rows": np.arange(width - answers, width, dtype=np.int64),
         }
+        if self.contract.tree:
+            bias = self.contract.bias
+            feeds[bias.name] = np.zeros(bias.sized(width), bias.dtype)
+        return feeds
 
 
 class _Binding:
@@ -111,6 +148,9 @@ class _Binding:
         feeds = graph.feeds(width, answers)
         self.input_ids = feeds["input_ids"]
         self.position_ids = feeds["position_ids"]
+        bias = feeds.get("attention_bias")
+        self.bias = None if bias is None else bias[0, 0]
+        self.hidden = slice(0)
         outputs = {
             spec.name: np.zeros(spec.sized(width, answers), spec.dtype)
             for spec in graph.contract.answers
@@ -129,3 +169,22 @@ class _Binding:
             self.io.bind_ortvalue_input(name, buffer)
             self.io.bind_ortvalue_output(name.replace("past_", "present_"), buffer)
         self.answer = Answer(*(array[0] for array in outputs.values()))
+
+    def show_all(self) -> None:
+        """Let every row see all slots before it."""
+        if self.bias is not None and self.hidden.stop:
+            self.bias[:, self.hidden] = 0
+            self.hidden = slice(0)
+
+    def show_only(
+        self, ancestors: Sequence[Sequence[int]], cursor: int, filled: int
+    ) -> None:
+        """Hide the draft's slots from rows that do not descend from them."""
+        if self.bias is None:
+            raise ValueError("a chain graph cannot run branches; use a tree graph")
+        self.show_all()
+        self.hidden = slice(cursor, cursor + filled + len(ancestors))
+        block = self.bias[:, self.hidden]
+        block[:] = HIDDEN
+        for row, seen in enumerate(ancestors):
+            block[row, [*seen, filled + row]] = 0

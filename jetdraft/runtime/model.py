@@ -12,31 +12,41 @@ from typing import Any
 import numpy as np
 
 from jetdraft.bundle import Bundle, GraphEntry
-from jetdraft.errors import JetdraftError, MethodError, OptionError, PromptError
+from jetdraft.errors import (
+    JetdraftError,
+    MethodError,
+    OptionError,
+    PromptError,
+    VerifierError,
+)
 from jetdraft.runtime import calibration
 from jetdraft.runtime.calibration import Calibration
 from jetdraft.runtime.controller import (
-    WIDEST,
     Acceptance,
     Adaptive,
     Controller,
     Costs,
     Fixed,
 )
+from jetdraft.runtime.drafting import CHAIN, MAX_DRAFT_TOKENS, Drafting
 from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.ort import ort
-from jetdraft.runtime.proposers import DraftProposer, LookupProposer, Proposer
+from jetdraft.runtime.proposers import (
+    DraftProposer,
+    LookupProposer,
+    Proposer,
+    TreeProposer,
+)
 from jetdraft.runtime.rows import Int64s
 from jetdraft.runtime.sampling import Chooser, Sampling
 from jetdraft.runtime.session import default_threads, open_session, resolve_provider
 from jetdraft.runtime.stats import Stats
 from jetdraft.runtime.text import TextCodec
+from jetdraft.runtime.verifiers import check_kind
 
 AUTO = "auto"
 NONE = "none"
-MAX_DRAFT_TOKENS = WIDEST - 1
-"""The longest draft a caller may ask for: the widest decoding pass less the root."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,9 @@ class Options:
     """How to generate; the keyword arguments of `Model.generate`.
 
     `num_draft_tokens` None lets the controller choose the length each round, `method`
-    "auto" the proposer too. `exact` keeps to one class of pass widths.
+    "auto" the proposer too. `exact` keeps to one class of pass widths, and to the text
+    of plain decoding; other verifiers than the walk keep at most its distribution. For
+    `tree`, `siblings`, `branching`, `tree_parents` and `verifier` see `Drafting`.
     """
 
     max_new_tokens: int = 128
@@ -80,7 +92,13 @@ class Options:
     seed: int = 0
     ignore_eos: bool = False
     exact: bool = True
+    tree: str = CHAIN
+    siblings: str = "coupled"
+    branching: Sequence[int] | None = None
+    tree_parents: Sequence[int] | None = None
+    verifier: str = "walk"
     sampling: Sampling = field(init=False)
+    drafting: Drafting = field(init=False)
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -96,6 +114,29 @@ class Options:
         self.sampling = Sampling(
             self.temperature, self.top_k, self.top_p, self.min_p, self.seed
         )
+        self.drafting = Drafting(
+            self.tree, self.siblings, self.branching, self.tree_parents, self.verifier
+        )
+        self._check_drafting()
+
+    def _check_drafting(self) -> None:
+        """Refuse options that contradict each other."""
+        drafting = self.drafting
+        if self.exact and self.verifier != "walk":
+            keeps = "nothing" if drafting.checker.lossy else "only the distribution"
+            raise VerifierError(
+                f"verifier {self.verifier!r} keeps {keeps} of plain decoding, not its "
+                "text; add --no-exact (exact=False)"
+            )
+        if not drafting.is_chain and self.method != "draft":
+            raise OptionError(
+                f"a {self.tree} tree is drafted by method draft, not {self.method}"
+            )
+        sized = self.branching is not None or self.tree_parents is not None
+        if sized and self.num_draft_tokens is not None:
+            raise OptionError(
+                f"the {self.tree} tree has its own size; leave num draft tokens out"
+            )
 
 
 def load(
@@ -144,9 +185,19 @@ class Model:
         self._busy = False
 
     def _open(self, entry: GraphEntry, threads: int, spinning: bool) -> Graph:
-        file = self.bundle.path / entry.file
-        session = open_session(file, self.provider, threads, spinning)
-        return Graph(session, entry.contract)
+        folder = self.bundle.path
+        if entry.tree_file is None or entry.compaction_file is None:
+            session = open_session(
+                folder / entry.file, self.provider, threads, spinning
+            )
+            return Graph(session, entry.contract)
+        # On the CPU a chain costs the same in the tree graph and gives the same bits,
+        # and two sessions would hold the packed weights twice (docs/log.md).
+        return Graph(
+            open_session(folder / entry.tree_file, self.provider, threads, spinning),
+            entry.tree_contract,
+            open_session(folder / entry.compaction_file, self.provider),
+        )
 
     def calibrate(self, again: bool = False) -> Calibration:
         """The measured width classes and pass times of this machine.
@@ -258,7 +309,9 @@ class Model:
             )
         return ids
 
-    def controller(self, options: Options) -> Controller:
+    def controller(
+        self, options: Options, proposers: dict[str, Proposer]
+    ) -> Controller:
         """Who decides: a fixed plan, or measured times and running acceptance."""
         name, count = options.method, options.num_draft_tokens
         if name == NONE:
@@ -273,16 +326,35 @@ class Model:
                 f"the bundle has no method {name!r}; choose "
                 f"{', '.join((AUTO, *self.methods))}"
             )
+        for proposer in proposers.values():
+            check_kind(options.drafting.checker, proposer.kind)
+        if not options.drafting.is_chain:
+            return Fixed(proposers[name], count or options.drafting.rows)
         if name != AUTO and count is not None:
-            return Fixed(self.proposers[name], count)
-        proposers = list(self.proposers.values())
+            return Fixed(proposers[name], count)
         return Adaptive(
-            proposers if name == AUTO else [self.proposers[name]],
+            list(proposers.values()),
             self.costs,
             self.acceptance,
             self.widths(options),
             count or MAX_DRAFT_TOKENS,
         )
+
+    def proposers_for(self, options: Options) -> dict[str, Proposer]:
+        """Who may propose in a generation."""
+        drafting = options.drafting
+        if options.method == AUTO:
+            return self.proposers
+        if drafting.is_chain or self.drafter is None:
+            name = options.method
+            return {name: self.proposers[name]} if name in self.proposers else {}
+        if not (self.target.contract.tree and self.drafter.contract.tree):
+            raise MethodError(
+                "the bundle verifies chains only, since a model of it attends in "
+                "sliding windows; leave the tree out"
+            )
+        shape, cost = drafting.shape, self.calibration.drafter_ms[1]
+        return {"draft": TreeProposer(self.drafter, shape, drafting.kind, cost)}
 
     def widths(self, options: Options) -> Sequence[int]:
         """The pass widths a generation may use."""
@@ -302,14 +374,20 @@ class Stream:
         self.stats = Stats(
             method=options.method, exact=options.exact, prompt_tokens=len(prompt)
         )
-        controller = model.controller(options)
-        self._pieces = self._run(model, prompt, options, controller)
+        proposers = model.proposers_for(options)
+        controller = model.controller(options, proposers)
+        self._pieces = self._run(model, prompt, options, proposers, controller)
 
     def __iter__(self) -> Iterator[Piece]:
         return self._pieces
 
     def _run(
-        self, model: Model, prompt: Int64s, options: Options, controller: Controller
+        self,
+        model: Model,
+        prompt: Int64s,
+        options: Options,
+        proposers: dict[str, Proposer],
+        controller: Controller,
     ) -> Iterator[Piece]:
         if model._busy:
             raise JetdraftError(
@@ -317,10 +395,16 @@ class Stream:
                 "or load a second model"
             )
         model._busy = True
-        proposers = list(model.proposers.values())
         text = model.text.stream(prompt.tolist())
         try:
-            for commit in Generator(model.target, model.widths(options), proposers).run(
+            generator = Generator(
+                model.target,
+                model.widths(options),
+                list(proposers.values()),
+                options.drafting.checker,
+                options.exact,
+            )
+            for commit in generator.run(
                 prompt,
                 Chooser(options.sampling),
                 controller,

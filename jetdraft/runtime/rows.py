@@ -53,9 +53,9 @@ class Rows:
     drawn_from: Mapping[int, Distribution] = field(default_factory=dict)
 
     @classmethod
-    def chain(cls, tokens: list[int]) -> Rows:
+    def chain(cls, tokens: list[int], kind: Kind = Kind.DETERMINISTIC) -> Rows:
         """Each row the child of the one before."""
-        return cls(tokens, list(range(-1, len(tokens) - 1)))
+        return cls(tokens, list(range(-1, len(tokens) - 1)), kind)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -71,6 +71,54 @@ class Rows:
             return self
         end = drafted + 1
         return Rows(self.tokens[:end], self.parents[:end], self.kind, self.drawn_from)
+
+    def under(self, path: list[int]) -> Rows:
+        """The same rows at the end of a chain of `path` tokens."""
+        if not path:
+            return self
+        shift = len(path)
+        parents = [*range(-1, shift), *(parent + shift for parent in self.parents[1:])]
+        drawn = {row + shift: q for row, q in self.drawn_from.items()}
+        return Rows(path + self.tokens, parents, self.kind, drawn)
+
+    def depth_first(self) -> Rows:
+        """The same tree with each row's first child right after it.
+
+        So the first path of all lies without gaps in the buffer, as a chain does.
+        """
+        if self.is_chain:
+            return self
+        order, waiting = [], [0]
+        while waiting:
+            row = waiting.pop()
+            order.append(row)
+            waiting += reversed(self.children(row))
+        place = {row: i for i, row in enumerate(order)}
+        return Rows(
+            [self.tokens[row] for row in order],
+            [-1] + [place[self.parents[row]] for row in order[1:]],
+            self.kind,
+            {place[row]: q for row, q in self.drawn_from.items()},
+        )
+
+    def check(self) -> None:
+        """Raise `DraftError` unless this is a tree with parents before children."""
+        if not self.tokens or len(self.tokens) != len(self.parents):
+            raise DraftError("a draft needs a root, and a parent for every row")
+        for row, parent in enumerate(self.parents):
+            if (parent != -1) if row == 0 else not 0 <= parent < row:
+                raise DraftError(
+                    f"row {row} of the draft has parent {parent}; the root's is -1 and "
+                    "parents come before their children"
+                )
+
+    @property
+    def ancestors(self) -> list[list[int]]:
+        """Each row's ancestors, root first."""
+        found: list[list[int]] = [[]]
+        for parent in self.parents[1:]:
+            found.append([*found[parent], parent])
+        return found
 
     def children(self, row: int) -> list[int]:
         """The rows below `row`, in the order they were drafted."""

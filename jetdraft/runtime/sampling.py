@@ -161,6 +161,21 @@ class Chooser:
         ids = answer.candidates[0, :kept].copy()
         return Distribution(ids, weights / weights.sum())
 
+    def draft_distribution(self, answer: Answer) -> Distribution:
+        """A drafter's distribution after one row, over its candidates alone.
+
+        Drafts may leave the rest out, as long as they are verified as drawn from this.
+        Greedy decoding drafts with the plain softmax.
+        """
+        temperature = self.sampling.temperature or 1.0
+        scaled = answer.candidate_logits.astype(np.float64) / temperature
+        kept = _OPEN
+        if self.sampling.temperature:
+            kept = int(self._kept(scaled, answer)[0])
+        weights = np.exp(scaled[0] - scaled[0, 0])[: None if kept == _OPEN else kept]
+        ids = answer.candidates[0, : len(weights)].copy()
+        return Distribution(ids, weights / weights.sum())
+
     def _choose_from_all(self, answer: Answer, position: Int64s) -> int:
         """The same choice for one row whose filters need all its logits."""
         return int(self.choose(self._whole(answer), position)[0])

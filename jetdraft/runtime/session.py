@@ -41,7 +41,7 @@ def default_threads() -> int:
 
 
 def open_session(
-    file: Path, provider: str, threads: int, spinning: bool
+    file: Path, provider: str, threads: int = 1, spinning: bool = False
 ) -> ort.InferenceSession:
     """A session on `file`; one without `spinning` threads leaves idle cores alone."""
     if threads < 1:

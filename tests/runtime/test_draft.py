@@ -36,7 +36,6 @@ def test_every_outcome_leaves_the_cache_in_step(model, drafter, budget):
         committed = [*right, (last + 1) % 288]
         drafter.observe(committed)
         context = np.concatenate([CONTEXT, committed])
-        assert model.drafter.cache.length <= len(context) - 1
         again = drafter.propose(context, 4).tokens
         assert again == fresh(model, context, 4)
 

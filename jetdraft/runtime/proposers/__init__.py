@@ -3,5 +3,6 @@
 from jetdraft.runtime.proposers.base import Proposer
 from jetdraft.runtime.proposers.draft import DraftProposer
 from jetdraft.runtime.proposers.lookup import LookupProposer
+from jetdraft.runtime.proposers.tree import TreeProposer
 
-__all__ = ["DraftProposer", "LookupProposer", "Proposer"]
+__all__ = ["DraftProposer", "LookupProposer", "Proposer", "TreeProposer"]

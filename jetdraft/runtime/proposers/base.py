@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from jetdraft.runtime.rows import Int64s, Rows
+from jetdraft.runtime.rows import Int64s, Kind, Rows
 from jetdraft.runtime.sampling import Chooser
 
 
 class Proposer(Protocol):
     """Guesses how a sequence goes on. A wrong guess costs time, never text.
 
-    `name` is the method's name, `max_draft_tokens` the longest draft it can make,
-    `ms_per_token` a first guess of a drafted token's time, and `session_seconds` its
-    time inside `session.run` so far.
+    `name` is the method's name, `kind` how its drafts come about, `max_draft_tokens`
+    the longest draft it can make, `ms_per_token` a first guess of a drafted token's
+    time, and `session_seconds` its time inside `session.run` so far.
     """
 
     name: str
+    kind: Kind
     max_draft_tokens: int
     ms_per_token: float
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jetdraft.runtime.rows import Int64s, Rows
+from jetdraft.runtime.rows import Int64s, Kind, Rows
 from jetdraft.runtime.sampling import Chooser
 
 
@@ -19,6 +19,7 @@ class LookupProposer:
     """
 
     name = "lookup"
+    kind = Kind.DETERMINISTIC
     session_seconds = 0.0
     ms_per_token = 0.0
 

@@ -38,7 +38,7 @@ class Sparse:
         if 0 in found:
             self._made = {0: 0}
         made = {row: planned for planned, row in self._made.items()}
-        fresh = []
+        fresh: list[tuple[int, int]] = []
         for row, q in found.items():
             below = [i for i, p in enumerate(self.parents, 1) if p == made[row]]
             tokens = tree.children_of(row, q, len(below))

@@ -25,9 +25,14 @@ class Verifier(Protocol):
     `kinds` are the kinds of draft that it is exact for; a `lossy` one is never exact.
     """
 
-    name: str
-    kinds: frozenset[Kind]
-    lossy: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kinds(self) -> frozenset[Kind]: ...
+
+    @property
+    def lossy(self) -> bool: ...
 
     def choose(
         self, rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser

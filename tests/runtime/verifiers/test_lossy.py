@@ -8,8 +8,7 @@ P = np.array([0.5, 0.3, 0.15, 0.05])
 
 
 def accepted(name, children):
-    pi = VERIFIERS[name].rule(P, P, children, Kind.DETERMINISTIC)
-    return pi
+    return VERIFIERS[name].rule(P, P, children, Kind.DETERMINISTIC)
 
 
 def test_typical_acceptance_takes_what_passes_its_threshold():

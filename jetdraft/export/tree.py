@@ -1,0 +1,76 @@
+"""From a chain graph, the graphs that branching drafts need beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from jetdraft.contract import StepContract, TensorSpec
+
+_COMPACTION_OPSET = 24
+"""The first that has TensorScatter."""
+
+_BIAS_INPUT = 10
+"""Of GroupQueryAttention."""
+
+
+def write_tree(chain: Path, tree: Path, contract: StepContract) -> bool:
+    """Write the tree graph of a chain graph on disk, over the same weights file.
+
+    False, and nothing is written, where a layer attends in a sliding window: windows
+    count slots of the buffer, which are not the positions of a branching draft.
+    """
+    model = ir.load(chain)
+    attentions = [n for n in model.graph if n.op_type == "GroupQueryAttention"]
+    if any(node.attributes.get_int("local_window_size", -1) > 0 for node in attentions):
+        return False
+    bias = _value(contract.bias)
+    model.graph.inputs.append(bias)
+    for node in attentions:
+        node.resize_inputs(max(len(node.inputs), _BIAS_INPUT + 1))
+        node.replace_input_with(_BIAS_INPUT, bias)
+    ir.save(model, tree)
+    return True
+
+
+def write_compaction(file: Path, contract: StepContract) -> None:
+    """Write the graph that moves accepted rows together, as `Cache.compact` runs it.
+
+    Weightless, over all buffers: gather the rows `source` (int64 [m]) and write them
+    from row `target` (int64 [1]) on. All rows of a buffer are gathered before one is
+    written, so past and present may be the same memory.
+    """
+    source = _value(TensorSpec("source", "int64", ("m",)))
+    target = _value(TensorSpec("target", "int64", (1,)))
+    inputs, outputs, nodes = [source, target], [], []
+    for past, present in zip(
+        contract.buffers("past"), contract.buffers("present"), strict=True
+    ):
+        buffer, moved = _value(past), _value(present)
+        rows = ir.node("Gather", [buffer, source], {"axis": 2})
+        scatter = ir.node(
+            "TensorScatter",
+            [buffer, rows.outputs[0], target],
+            {"axis": 2},
+            outputs=[moved],
+        )
+        inputs.append(buffer)
+        outputs.append(moved)
+        nodes += [rows, scatter]
+    graph = ir.Graph(
+        inputs,
+        outputs,
+        nodes=nodes,
+        opset_imports={"": _COMPACTION_OPSET},
+        name="compaction",
+    )
+    ir.save(ir.Model(graph, ir_version=11), file)
+
+
+def _value(spec: TensorSpec) -> ir.Value:
+    dtype = ir.DataType.from_numpy(np.dtype(spec.dtype))
+    return ir.Value(
+        name=spec.name, shape=ir.Shape(spec.shape), type=ir.TensorType(dtype)
+    )

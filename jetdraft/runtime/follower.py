@@ -1,0 +1,60 @@
+"""A drafter's graph that keeps up with the public sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jetdraft.runtime.graph import Answer, Graph
+from jetdraft.runtime.rows import Int64s
+
+
+class Follower:
+    """Knows which tokens the cache holds, so that a draft may turn out wrong.
+
+    `feed` runs tokens and remembers them; `follow` drops what differs from a sequence
+    and feeds the rest of it.
+
+        answer = Follower(graph).follow(np.array([5, 8, 9]))   # for what comes after 9
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._fed: list[int] = []
+
+    def forget(self) -> None:
+        """Start a new sequence."""
+        self.graph.cache.rewind(0)
+        self._fed.clear()
+
+    def follow(self, context: Int64s) -> Answer:
+        """The answer for the last row of `context`, int64 [length]."""
+        kept = self._agreement(context)
+        del self._fed[kept:]
+        self.graph.cache.rewind(kept)
+        widest = self.graph.contract.max_width
+        while True:
+            rest = context[len(self._fed) : len(self._fed) + widest].tolist()
+            answer = self.feed(rest)
+            if len(self._fed) == len(context):
+                return answer
+
+    def feed(self, tokens: Sequence[int]) -> Answer:
+        """Run tokens after what is there; the answer for the last."""
+        answer = self.graph.run(tokens, last_only=True)
+        self.graph.cache.advance(len(tokens))
+        self._fed += tokens
+        return answer
+
+    def _agreement(self, context: Int64s) -> int:
+        """How many tokens may stay: at least the last of `context` is fed again.
+
+        Tokens are only ever in doubt while a pass is under way, so those that lie more
+        than the widest pass back agree.
+        """
+        most = min(len(self._fed), len(context) - 1)
+        start = max(0, most - 2 * self.graph.contract.max_width)
+        there = context[start:most].tolist()
+        for index, token in enumerate(there, start):
+            if self._fed[index] != token:
+                return index
+        return most
