@@ -9,7 +9,13 @@ from typing import Any
 
 import click
 
-from jetdraft.cli.options import bundle_argument, runtime_options, sampling_options
+from jetdraft.cli.options import (
+    bundle_argument,
+    drafting_options,
+    integers,
+    runtime_options,
+    sampling_options,
+)
 from jetdraft.runtime.model import Piece, Stream, load
 from jetdraft.runtime.stats import Stats
 
@@ -28,6 +34,7 @@ from jetdraft.runtime.stats import Stats
 @click.option(
     "--num-draft-tokens", type=int, help="Fixed draft length; default: adaptive."
 )
+@drafting_options
 @sampling_options
 @click.option("--ignore-eos", is_flag=True, help="Go on past end-of-text.")
 @click.option(
@@ -42,11 +49,17 @@ def command(
     prompt: str | None,
     prompt_file: Path | None,
     as_json: bool,
+    branching: str | None,
+    tree_parents: str | None,
     provider: str | None,
     threads: int | None,
     **options: Any,
 ) -> int:
     """Continue PROMPT, or standard input where it is "-"."""
+    if branching is not None:
+        options["branching"] = integers(branching, "--branching")
+    if tree_parents is not None:
+        options["tree_parents"] = integers(tree_parents, "--tree-parents")
     text = _read_prompt(prompt, prompt_file)
     model = load(bundle, provider, threads)
     stream = model.stream(text, **options)

@@ -50,6 +50,12 @@ def _show_graph(name: str, entry: GraphEntry) -> None:
     shapes = sorted(set(contract.kv_shapes))
     heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)
     click.echo(f"\n{name}  {entry.file} from {entry.source}")
+    if entry.tree_file is not None:
+        click.echo(
+            f"  trees         {entry.tree_file}, over the same {entry.file}.data"
+        )
+    else:
+        click.echo("  trees         none: it attends in sliding windows")
     click.echo(f"  parameters    {entry.parameters:,}")
     click.echo(f"  quantization  {scheme}; activations {contract.dtype}")
     click.echo(f"  layers        {len(contract.kv_shapes)}, KV heads {heads}")

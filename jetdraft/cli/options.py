@@ -8,6 +8,9 @@ from typing import Any
 
 import click
 
+from jetdraft.runtime.drafting import SIBLINGS, TREES
+from jetdraft.runtime.verifiers import VERIFIERS
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
@@ -36,6 +39,37 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--top-k", type=int, default=0, help="0 is off."),
         click.option(
             "--temperature", type=float, default=0.0, help="0 (default) is greedy."
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def drafting_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a drafter drafts, and how it is verified."""
+    for option in (
+        click.option(
+            "--verifier",
+            default="walk",
+            show_default=True,
+            help=f"{', '.join(VERIFIERS)}; all but walk need --no-exact.",
+        ),
+        click.option(
+            "--tree-parents",
+            help="Comma list: the parent of rows 1, 2, ...; 0 is root.",
+        ),
+        click.option("--branching", help="Comma list: children per level, for k-ary."),
+        click.option(
+            "--siblings",
+            default="coupled",
+            show_default=True,
+            help=f"How children are picked: {', '.join(SIBLINGS)}.",
+        ),
+        click.option(
+            "--tree",
+            default="chain",
+            show_default=True,
+            help=f"Shape of a draft, with --method draft: {', '.join(TREES)}.",
         ),
     ):
         function = option(function)

@@ -55,6 +55,11 @@ class Sampling:
                 raise OptionError(f"{name} {value} is out of range; give {expected}")
 
 
+GREEDY_DRAFT_TEMPERATURE = 0.4
+"""Of a drafter's probabilities beside greedy decoding: they say which rows are worth
+drafting, and at 1 a small drafter doubts too much (docs/log.md)."""
+
+
 class Chooser:
     """Chooses a token for each row of an `Answer`; the same object serves a drafter.
 
@@ -165,9 +170,8 @@ class Chooser:
         """A drafter's distribution after one row, over its candidates alone.
 
         Drafts may leave the rest out, as long as they are verified as drawn from this.
-        Greedy decoding drafts with the plain softmax.
         """
-        temperature = self.sampling.temperature or 1.0
+        temperature = self.sampling.temperature or GREEDY_DRAFT_TEMPERATURE
         scaled = answer.candidate_logits.astype(np.float64) / temperature
         kept = _OPEN
         if self.sampling.temperature:

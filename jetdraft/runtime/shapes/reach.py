@@ -49,12 +49,11 @@ class Heap:
     def grow(self, tree: Tree, found: Mapping[int, Distribution]) -> list[int]:
         """Add the most reachable rows until the drafter must be asked."""
         if 0 in found:
-            self._heap, self._families = [], {}
+            self._heap, self._families = [(-1.0, 0, 0)], {}
             self._reach = {0: 1.0}
         for row, q in found.items():
             self._families[row] = _Family.of(tree, row, q)
             tree.drawn_from[row] = q
-            heapq.heappush(self._heap, (-self._reach[row], row, 0))
         while self._heap and tree.room:
             value, row, rank = self._heap[0]
             if row not in self._families:

@@ -86,7 +86,8 @@ class Conditional:
         self, rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
     ) -> list[int]:
         """One draw per row; rows without children draw from p itself."""
-        check_kind(self, rows.kind)
+        if rows.drafted:
+            check_kind(self, rows.kind)
         chosen = []
         for row, position in enumerate(positions):
             p = chooser.distribution(answer.rows(slice(row, row + 1)))
