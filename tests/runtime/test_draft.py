@@ -65,6 +65,13 @@ def test_a_drafter_that_is_the_target_is_always_right(model):
         assert stats.tokens_per_pass > 3.7
 
 
+def test_a_context_that_changes_is_followed(model, drafter):
+    """What a branch chose beyond a gap may turn out wrong."""
+    drafter.propose(np.append(CONTEXT, [5, 6, 7]), 3)
+    context = np.append(CONTEXT, [5, 9])
+    assert drafter.propose(context, 3).tokens == fresh(model, context, 3)
+
+
 def test_one_target_pass_per_round_and_one_drafter_pass_per_token(model, drafter):
     drafter.propose(CONTEXT, 1)
     drafter.observe([5])
