@@ -340,6 +340,12 @@ class Model:
             count or MAX_DRAFT_TOKENS,
         )
 
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether target and drafter can run branching drafts."""
+        graphs = (self.target, self.drafter)
+        return all(graph is not None and graph.contract.tree for graph in graphs)
+
     def proposers_for(self, options: Options) -> dict[str, Proposer]:
         """Who may propose in a generation."""
         drafting = options.drafting
@@ -348,7 +354,7 @@ class Model:
         if drafting.is_chain or self.drafter is None:
             name = options.method
             return {name: self.proposers[name]} if name in self.proposers else {}
-        if not (self.target.contract.tree and self.drafter.contract.tree):
+        if not self.drafts_trees:
             raise MethodError(
                 "the bundle verifies chains only, since a model of it attends in "
                 "sliding windows; leave the tree out"

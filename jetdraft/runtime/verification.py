@@ -16,6 +16,7 @@ _SETTINGS: tuple[dict[str, float | int], ...] = (
     {"temperature": 1.2, "seed": 2, "top_k": 40, "top_p": 0.95},
 )
 _DRAFT_LENGTHS = (1, 2, 4, None)
+_TREES = ("best", "heap", "comb")
 _TOKENS = 96
 
 
@@ -42,14 +43,20 @@ def compare_methods(model: Model) -> Iterator[Comparison]:
             "ignore_eos": True,
         }
         plain = model.generate(token_ids=prompt, method="none", **options).token_ids
-        for method in (*model.methods[1:], "auto"):
-            for length in _DRAFT_LENGTHS if method != "auto" else (None,):
-                ids = model.generate(
-                    token_ids=prompt, method=method, num_draft_tokens=length, **options
-                ).token_ids
-                yield Comparison(
-                    method, length, settings, len(plain), _differ(plain, ids)
-                )
+        for name, length, way in _ways(model):
+            ids = model.generate(token_ids=prompt, **way, **options).token_ids
+            yield Comparison(name, length, settings, len(plain), _differ(plain, ids))
+
+
+def _ways(model: Model) -> Iterator[tuple[str, int | None, dict[str, Any]]]:
+    """A name, a draft length and the options of each way to decode."""
+    for method in model.methods[1:]:
+        for length in _DRAFT_LENGTHS:
+            yield method, length, {"method": method, "num_draft_tokens": length}
+    if model.drafts_trees:
+        for tree in _TREES:
+            yield tree, None, {"method": "draft", "tree": tree}
+    yield "auto", None, {"method": "auto"}
 
 
 def _prompt(model: Model) -> list[int]:

@@ -15,7 +15,7 @@ def report(bundle) -> list[str]:
 
 
 def test_says_that_files_and_contracts_are_right(report):
-    assert report[0] == "files      5 present, hashes right"
+    assert report[0] == "files      9 present, hashes right"
     assert report[1] == "contract   2 graphs as declared"
 
 
@@ -24,7 +24,7 @@ def test_shows_the_exact_class_of_widths(report):
     assert ["widths", "2..16", "exact"] in shown
 
 
-@pytest.mark.parametrize("method", ["draft 1", "draft", "lookup 4", "auto"])
+@pytest.mark.parametrize("method", ["draft 1", "draft", "lookup 4", "heap", "auto"])
 @pytest.mark.parametrize("setting", ["greedy", "temperature=0.8 seed=1"])
 def test_says_same_for_every_method_greedy_and_sampling(report, method, setting):
     lines = [" ".join(line.split()) for line in report]
@@ -33,8 +33,8 @@ def test_says_same_for_every_method_greedy_and_sampling(report, method, setting)
 
 def test_no_method_differs(report):
     texts = [line for line in report if line.startswith("text")]
-    # Two methods at four lengths and auto, in three settings.
-    assert len(texts) == 27
+    # Two methods at four lengths, three trees and auto, in three settings.
+    assert len(texts) == 36
     assert all(line.endswith(" same 96 tokens") for line in texts)
 
 
