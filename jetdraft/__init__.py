@@ -13,6 +13,7 @@ from jetdraft.errors import (
     CheckError,
     CheckpointError,
     ContractError,
+    DraftError,
     JetdraftError,
     MethodError,
     OptionError,
@@ -21,6 +22,7 @@ from jetdraft.errors import (
     PromptError,
     ProviderError,
     UnsupportedModelError,
+    VerifierError,
 )
 from jetdraft.runtime.model import Model, Options, Piece, Result, Stream, load
 from jetdraft.runtime.stats import Stats
@@ -33,6 +35,7 @@ __all__ = [
     "CheckError",
     "CheckpointError",
     "ContractError",
+    "DraftError",
     "JetdraftError",
     "MethodError",
     "Model",
@@ -47,5 +50,6 @@ __all__ = [
     "Stats",
     "Stream",
     "UnsupportedModelError",
+    "VerifierError",
     "load",
 ]

@@ -10,6 +10,8 @@
     │   └── ContractError  a graph does not have the declared inputs and outputs
     ├── PromptError        a prompt is empty, too long or not in the vocabulary
     ├── MethodError        the bundle cannot draft with the asked method
+    ├── DraftError         a tree of drafted tokens is malformed, or too wide
+    ├── VerifierError      a verifier is unknown, or not exact for the kind of draft
     ├── ProviderError      this onnxruntime cannot run on the asked provider
     └── CheckError         `jetdraft check` found a wrong text
 

@@ -65,6 +65,8 @@ class Drafting:
         ):
             if (given is not None) != (self.tree == tree):
                 raise OptionError(f"{name} and a {tree} tree go together; give both")
+            if given is not None and not _are_integers(given):
+                raise OptionError(f"{name} must be a list of integers, as in [2, 1]")
         if not self.is_chain and self.kind not in self.shape.kinds:
             allowed = ", ".join(sorted(kind.value for kind in self.shape.kinds))
             raise DraftError(
@@ -76,6 +78,11 @@ class Drafting:
                 f"a chain is drafted with coupled noise; for {self.siblings} drafts "
                 "use a k-ary tree with branching 1,1,1"
             )
+        if self.verifier == "rejection" and not self._is_single:
+            raise VerifierError(
+                "verifier 'rejection' takes one child per row; use a k-ary tree with "
+                "branching 1,1,1, or verifier 'recursive'"
+            )
         if self.rows > MAX_DRAFT_TOKENS:
             raise DraftError(
                 f"a tree of {self.rows} rows is wider than a pass; draft at most "
@@ -86,6 +93,16 @@ class Drafting:
     def is_chain(self) -> bool:
         """Whether drafts do not branch at all."""
         return self.tree == CHAIN
+
+    @property
+    def _is_single(self) -> bool:
+        """Whether no row has two children."""
+        parents = self.tree_parents or ()
+        return (
+            self.is_chain
+            or (self.branching is not None and max(self.branching) == 1)
+            or (bool(parents) and len(set(parents)) == len(parents))
+        )
 
     @property
     def kind(self) -> Kind:
@@ -115,6 +132,10 @@ class Drafting:
         if self.tree_parents is not None:
             return len(self.tree_parents)
         return _DEFAULT_ROWS
+
+
+def _are_integers(given: object) -> bool:
+    return isinstance(given, Sequence) and all(isinstance(x, int) for x in given)
 
 
 def _one_of(

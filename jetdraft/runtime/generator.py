@@ -37,7 +37,7 @@ from jetdraft.runtime.verifiers import Verifier, Walk
 
 @dataclass(frozen=True)
 class Commit:
-    """Tokens that one round added; the first `accepted` of them came from a draft."""
+    """Tokens that one round added; the first `accepted` of them had been drafted."""
 
     token_ids: list[int]
     accepted: int
@@ -95,14 +95,12 @@ class Generator:
         self._carried = []
         stats.finish_reason = "length"
         while length < limit and stats.finish_reason != "stop":
-            round_, committed = self._round(
-                sequence[:length], limit, controller, chooser
-            )
-            kept = _until_stop(committed[: limit - length], eos_token_ids)
+            round_, found = self._round(sequence[:length], limit, controller, chooser)
+            kept = _until_stop(found.token_ids[: limit - length], eos_token_ids)
             sequence[length : length + len(kept)] = kept
             length += len(kept)
             self._finish(stats, round_, kept, start, eos_token_ids)
-            yield Commit(kept, min(round_.accepted, len(kept)))
+            yield Commit(kept, min(found.accepted, len(kept)))
 
     def _finish(
         self,
@@ -136,7 +134,7 @@ class Generator:
 
     def _round(
         self, context: Int64s, limit: int, controller: Controller, chooser: Chooser
-    ) -> tuple[Round, list[int]]:
+    ) -> tuple[Round, Commit]:
         """One round after `context`; the committed tokens may exceed `limit`."""
         started = time.perf_counter()
         offers: dict[Proposer, Rows] = {}
@@ -155,18 +153,19 @@ class Generator:
         for proposer in offers:
             proposer.observe(committed)
         accepted = max(0, len(path) - 1 - carried)
-        reached = len(path) > carried
+        # Nothing was compared below a leaf, or below what was carried in vain.
+        missed = len(path) > carried and bool(whole.children(path[-1]))
         round_ = Round(
             method=method,
             width=self._width(len(whole)),
             drafted=rows.drafted,
-            evaluated=min(accepted + 1, max(rows.depths)) if reached else 0,
+            evaluated=accepted + missed,
             accepted=accepted,
             target_seconds=self.target.seconds - before,
             draft_seconds=draft_seconds,
         )
         controller.observe(round_)
-        return round_, committed
+        return round_, Commit(committed, len(path) - 1)
 
     def _session_seconds(self) -> float:
         """Seconds inside `session.run` so far, of target and proposers."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from jetdraft.bundle import Bundle, GraphEntry
 from jetdraft.errors import (
+    DraftError,
     JetdraftError,
     MethodError,
     OptionError,
@@ -329,6 +330,7 @@ class Model:
         for proposer in proposers.values():
             check_kind(options.drafting.checker, proposer.kind)
         if not options.drafting.is_chain:
+            self._check_fits(options)
             return Fixed(proposers[name], count or options.drafting.rows)
         if name != AUTO and count is not None:
             return Fixed(proposers[name], count)
@@ -339,6 +341,17 @@ class Model:
             self.widths(options),
             count or MAX_DRAFT_TOKENS,
         )
+
+    def _check_fits(self, options: Options) -> None:
+        """A tree of a given size must fit into a pass whole."""
+        drafting, widest = options.drafting, max(self.widths(options))
+        sized = drafting.branching is not None or drafting.tree_parents is not None
+        if sized and drafting.rows > widest - 1:
+            raise DraftError(
+                f"the tree has {drafting.rows} rows, a pass of this bundle holds "
+                f"{widest - 1} beside the root; make it smaller or export with a "
+                "larger --max-width"
+            )
 
     @property
     def drafts_trees(self) -> bool:

@@ -46,6 +46,14 @@ KARY = {**DRAFT, "tree": "k-ary", "branching": [2, 2]}
             "not made for coupled",
         ),
         (
+            {**DRAFT, "tree": "heap", "verifier": "rejection", "exact": False},
+            VerifierError,
+            "one child per row",
+        ),
+        ({**KARY, "branching": 3}, OptionError, "list of integers"),
+        ({**KARY, "branching": "3,2"}, OptionError, "list of integers"),
+        ({**DRAFT, "tree": "static", "tree_parents": []}, DraftError, "no rows"),
+        (
             {"token_ids": IDS, "method": "lookup", "verifier": "k-seq", "exact": False},
             VerifierError,
             "not made for deterministic",

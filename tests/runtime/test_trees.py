@@ -231,3 +231,22 @@ def test_no_choice_beyond_a_gap_is_ever_committed(model, plain, sampling):
     )
     assert ids == plain[sampling]
     assert stats.tokens_per_pass > 1.3
+
+
+def test_what_was_drafted_comes_first_in_a_round(model, plain):
+    """Also where the draft begins with what a branch left to be proven."""
+    stats = Stats("test", exact=True, prompt_tokens=len(PROMPT))
+    proposer = Branching(plain[SAMPLINGS[0]])
+    generator = Generator(model.target, model.calibration.exact_widths, [proposer])
+    run = generator.run(
+        PROMPT, Chooser(SAMPLINGS[0]), Fixed(proposer, 7), 100, (), stats
+    )
+    drafted = 0
+    for commit in run:
+        assert 0 <= commit.accepted <= len(commit.token_ids)
+        drafted += commit.accepted
+    assert drafted >= stats.accepted_tokens - 7
+    for evaluated, accepted in zip(
+        stats.evaluated_by_position, stats.accepted_counts, strict=True
+    ):
+        assert accepted <= evaluated

@@ -32,13 +32,14 @@ class Proposer(Protocol):
     def propose(self, context: Int64s, budget: int) -> Rows:
         """At most `budget` >= 1 rows below the root, `context[-1]`.
 
-        `context` is the public sequence, int64 [length]: prompt and committed tokens.
+        `context` is int64 [length]: prompt and committed tokens, and it may end with
+        some that are not proven yet and can still be withdrawn.
         Only the root comes back where there is nothing to propose.
         """
         ...
 
     def observe(self, committed: Sequence[int]) -> None:
-        """What the round committed after the context of the last `propose`.
+        """What the round committed, for those who learn.
 
         Rounds of other proposers are not reported: the next context has them.
         """

@@ -36,7 +36,9 @@ class Tree:
     def children_of(self, row: int, q: Distribution, count: int) -> list[int]:
         """The tokens that would be the row's first `count` children."""
         position = self.position + self.depths[row]
-        return siblings(self.kind, q, count, self.sampling, position)
+        # No two families of a generation have the same number: the root moves on.
+        family = (self.position << 8) + row
+        return siblings(self.kind, q, count, self.sampling, position, family)
 
     def add(self, row: int, q: Distribution, tokens: Sequence[int]) -> list[int]:
         """Add children below a row; their rows."""

@@ -139,13 +139,19 @@ class Merged:
         return None
 
     def finish(self, tree: Tree) -> Rows:
-        """Unroll: a row that repeats another gets that one's children too."""
+        """Unroll: a row that repeats another gets that one's children too.
+
+        What was drafted comes first; copies fill what is left of the budget.
+        """
         below: dict[int, list[int]] = {}
         for row, parent in enumerate(tree.parents[1:], start=1):
             below.setdefault(parent, []).append(row)
-        tokens, parents, source = tree.tokens[:1], [-1], [0]
+        tokens, parents = list(tree.tokens), list(tree.parents)
+        source = list(range(len(tokens)))
         for at, row in enumerate(source):
-            for child in below.get(self._same.get(row, row), []):
+            drafted = at < len(tree.tokens) and row not in self._same
+            copied = [] if drafted else below.get(self._same.get(row, row), [])
+            for child in copied:
                 if len(tokens) <= tree.budget:
                     tokens.append(tree.tokens[child])
                     parents.append(at)

@@ -24,6 +24,8 @@ class Sparse:
     kinds = frozenset(Kind) - {Kind.TOP_AND_ONE}
 
     def __init__(self, parents: Sequence[int]) -> None:
+        if not parents:
+            raise DraftError("the tree has no rows; give a parent for each")
         for row, parent in enumerate(parents, start=1):
             if not 0 <= parent < row:
                 raise DraftError(
@@ -40,7 +42,8 @@ class Sparse:
         made = {row: planned for planned, row in self._made.items()}
         fresh: list[tuple[int, int]] = []
         for row, q in found.items():
-            below = [i for i, p in enumerate(self.parents, 1) if p == made[row]]
+            planned = self.parents[: tree.budget]
+            below = [i for i, p in enumerate(planned, 1) if p == made[row]]
             tokens = tree.children_of(row, q, len(below))
             rows = tree.add(row, q, tokens)
             self._made.update(zip(below, rows, strict=False))
@@ -61,7 +64,7 @@ class Best(Sparse):
     name = "best"
 
     def __init__(self) -> None:
-        super().__init__(())
+        super().__init__((0,))
 
     def grow(self, tree: Tree, found: Mapping[int, Distribution]) -> list[int]:
         """As the list for this budget says."""

@@ -50,7 +50,6 @@ class Heap:
         """Add the most reachable rows until the drafter must be asked."""
         if 0 in found:
             self._heap, self._families = [(-1.0, 0, 0)], {}
-            self._reach = {0: 1.0}
         for row, q in found.items():
             self._families[row] = _Family.of(tree, row, q)
             tree.drawn_from[row] = q
@@ -70,7 +69,6 @@ class Heap:
         share = family.shares[rank]
         q = tree.drawn_from[row]
         [child] = tree.add(row, q, [family.tokens[rank]])
-        self._reach[child] = reach * share
         heapq.heappush(self._heap, (-reach * share, child, 0))
         heapq.heappush(self._heap, (-reach * (1.0 - share), row, rank + 1))
 
@@ -84,6 +82,9 @@ class Threshold:
 
     name = "threshold"
     kinds = _KINDS
+
+    def __init__(self) -> None:
+        self._reach: dict[int, float] = {}
 
     def grow(self, tree: Tree, found: Mapping[int, Distribution]) -> list[int]:
         """The children of a level, while their reach is large enough."""

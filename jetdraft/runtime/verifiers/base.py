@@ -37,7 +37,10 @@ class Verifier(Protocol):
     def choose(
         self, rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
     ) -> list[int]:
-        """A token per row; `positions` are those of the chosen tokens."""
+        """A token per row; `positions` are those of the chosen tokens.
+
+        Rows that the walk cannot come to need none.
+        """
         ...
 
 
@@ -85,16 +88,22 @@ class Conditional:
     def choose(
         self, rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
     ) -> list[int]:
-        """One draw per row; rows without children draw from p itself."""
+        """One draw per row of the accepted path, -1 for all others.
+
+        Rows without children draw from p itself.
+        """
         if rows.drafted:
             check_kind(self, rows.kind)
-        chosen = []
-        for row, position in enumerate(positions):
+        chosen = [-1] * len(rows)
+        row: int | None = 0
+        while row is not None:
             p = chooser.distribution(answer.rows(slice(row, row + 1)))
             below = rows.children(row)
             if below:
                 p = self._given(p, rows.drawn_from.get(row), below, rows)
-            chosen.append(p.draw(chooser.sampling.seed, position))
+            token = p.draw(chooser.sampling.seed, positions[row])
+            chosen[row] = token
+            row = next((child for child in below if rows.tokens[child] == token), None)
         return chosen
 
     def _given(

@@ -16,7 +16,10 @@ TOP, TOLERANCE = 3, 1.0
 
 
 def typical(p: Doubles, children: Sequence[int]) -> Doubles:
-    """Typical acceptance (Medusa, 2401.10774): children that p finds plausible."""
+    """Typical acceptance (Medusa, 2401.10774): children that p finds plausible.
+
+    Row by row, where Medusa takes the longest accepted path of all.
+    """
     #   accept x if p(x) > min(epsilon, delta exp(-H(p)))
     #   of several, the most probable; of none, y ~ p
     logs = np.log(np.where(p > 0.0, p, 1.0))
