@@ -139,7 +139,8 @@ class StepContract:
                 name: int(fields[name])
                 for name in ("vocab_size", "capacity", "max_width")
             }
-            return cls(**{**fields, **sizes, "kv_shapes": shapes})
+            flags = {"tree": bool(fields["tree"]), "kv_shapes": shapes}
+            return cls(**{**fields, **sizes, **flags})
         except (KeyError, TypeError, ValueError) as error:
             raise ContractError(
                 f"the graph contract in bundle.json is malformed ({error}); "
