@@ -76,12 +76,12 @@ class Drafting:
         if self.is_chain and self.kind is not Kind.COUPLED:
             raise DraftError(
                 f"a chain is drafted with coupled noise; for {self.siblings} drafts "
-                "use a k-ary tree with branching 1,1,1"
+                "use --method draft --tree k-ary --branching 1,1,1"
             )
         if self.verifier == "rejection" and not self._is_single:
             raise VerifierError(
-                "verifier 'rejection' takes one child per row; use a k-ary tree with "
-                "branching 1,1,1, or verifier 'recursive'"
+                "verifier 'rejection' takes one child per row; use --tree k-ary "
+                "--branching 1,1,1 --siblings with-replacement, or verifier 'recursive'"
             )
         if self.rows > MAX_DRAFT_TOKENS:
             raise DraftError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ class Options:
     drafting: Drafting = field(init=False)
 
     def __post_init__(self) -> None:
+        self._check_numbers()
         if self.max_new_tokens < 1:
             raise OptionError(
                 f"max new tokens {self.max_new_tokens} is out of range; give 1 or more"
@@ -120,14 +122,41 @@ class Options:
         )
         self._check_drafting()
 
+    def _check_numbers(self) -> None:
+        """Programs may pass anything; the command line has checked its own."""
+        for name, kind, what in (
+            ("max_new_tokens", Integral, "an integer"),
+            ("num_draft_tokens", Integral, "an integer"),
+            ("top_k", Integral, "an integer"),
+            ("seed", Integral, "an integer"),
+            ("temperature", Real, "a number"),
+            ("top_p", Real, "a number"),
+            ("min_p", Real, "a number"),
+        ):
+            given = getattr(self, name)
+            optional = given is None and name == "num_draft_tokens"
+            if not optional and (
+                isinstance(given, bool) or not isinstance(given, kind)
+            ):
+                raise OptionError(f"{name} {given!r} is not {what}; give {what}")
+
     def _check_drafting(self) -> None:
         """Refuse options that contradict each other."""
         drafting = self.drafting
+        if self.method == NONE and self.verifier != "walk":
+            raise OptionError(
+                f"verifier {self.verifier!r} means nothing with method none; leave one "
+                "of them out"
+            )
         if self.exact and self.verifier != "walk":
-            keeps = "nothing" if drafting.checker.lossy else "only the distribution"
+            keeps = (
+                "neither the text nor the distribution"
+                if drafting.checker.lossy
+                else "the distribution but not the text"
+            )
             raise VerifierError(
-                f"verifier {self.verifier!r} keeps {keeps} of plain decoding, not its "
-                "text; add --no-exact (exact=False)"
+                f"verifier {self.verifier!r} keeps {keeps} of plain decoding; add "
+                "--no-exact (exact=False)"
             )
         if not drafting.is_chain and self.method != "draft":
             raise OptionError(
@@ -271,11 +300,11 @@ class Model:
             print(piece.text, end="")
         stream.stats.tokens_per_pass
         """
-        try:
-            chosen = Options(**options)
-        except TypeError as error:
-            name = str(error).rpartition("argument ")[2]
-            raise OptionError(f"unknown option {name}; see Options") from error
+        known = {option.name for option in fields(Options) if option.init}
+        for name in options:
+            if name not in known:
+                raise OptionError(f"unknown option {name!r}; see Options")
+        chosen = Options(**options)
         return Stream(self, self.prompt(prompt, token_ids), chosen)
 
     def prompt(

@@ -50,7 +50,7 @@ def check_kind(verifier: Verifier, kind: Kind) -> None:
         allowed = ", ".join(sorted(k.value for k in verifier.kinds))
         raise VerifierError(
             f"verifier {verifier.name!r} is not made for {kind.value} drafts, only "
-            f"for {allowed}; use the verifier 'walk' or another drafting"
+            f"for {allowed}; use verifier 'walk', or --method draft with --siblings"
         )
 
 
