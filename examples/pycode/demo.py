@@ -62,8 +62,8 @@ def main(bundle: str) -> None:
         )
     click.echo(
         "\nA pass of this small target takes about as long as a few drafter passes, so "
-        "the drafter\ngains little or loses here; README.md has the figures of this pair "
-        "with a target of 400 M."
+        "the drafter\ngains little or loses here; README.md has the figures with a "
+        "target of 400 M."
     )
 
 
