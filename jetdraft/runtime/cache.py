@@ -9,6 +9,7 @@ import numpy as np
 
 from jetdraft.contract import StepContract
 from jetdraft.runtime.ort import ort
+from jetdraft.runtime.rows import without_gaps
 
 
 class Cache:
@@ -65,7 +66,7 @@ class Cache:
 
         Only those beyond the first gap move, on the device and in place.
         """
-        kept = next((i for i, row in enumerate(path) if row != i), len(path))
+        kept = without_gaps(path)
         if kept < len(path):
             self._move([self.length + row for row in path[kept:]], self.length + kept)
         self.advance(len(path))

@@ -29,7 +29,7 @@ import numpy as np
 from jetdraft.runtime.controller import Controller
 from jetdraft.runtime.graph import Answer, Graph
 from jetdraft.runtime.proposers import Proposer
-from jetdraft.runtime.rows import Int64s, Rows
+from jetdraft.runtime.rows import Int64s, Rows, without_gaps
 from jetdraft.runtime.sampling import Chooser
 from jetdraft.runtime.stats import Round, Stats
 from jetdraft.runtime.verifiers import Verifier, Walk
@@ -231,7 +231,7 @@ class Generator:
         if not self.exact:
             self.target.cache.compact(path)
             return len(path)
-        proven = next((i for i, row in enumerate(path) if row != i), len(path))
+        proven = without_gaps(path)
         self.target.cache.advance(proven)
         return proven
 

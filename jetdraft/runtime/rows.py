@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 Int64s = npt.NDArray[np.int64]
 
 
+def without_gaps(path: Sequence[int]) -> int:
+    """How many rows of a path from row 0 on lie side by side in the buffer."""
+    return next((i for i, row in enumerate(path) if row != i), len(path))
+
+
 class Kind(Enum):
     """How the children of a row came about, which decides who may verify them.
 

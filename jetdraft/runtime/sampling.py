@@ -162,9 +162,7 @@ class Chooser:
         kept = int(self._kept(scaled, answer)[0])
         if kept == _OPEN:
             return self.distribution(self._whole(answer))
-        weights = np.exp(scaled[0, :kept] - scaled[0, 0])
-        ids = answer.candidates[0, :kept].copy()
-        return Distribution(ids, weights / weights.sum())
+        return _softmax(answer, scaled, kept)
 
     def draft_distribution(self, answer: Answer) -> Distribution:
         """A drafter's distribution after one row, over its candidates alone.
@@ -176,9 +174,7 @@ class Chooser:
         kept = _OPEN
         if self.sampling.temperature:
             kept = int(self._kept(scaled, answer)[0])
-        weights = np.exp(scaled[0] - scaled[0, 0])[: None if kept == _OPEN else kept]
-        ids = answer.candidates[0, : len(weights)].copy()
-        return Distribution(ids, weights / weights.sum())
+        return _softmax(answer, scaled, scaled.shape[1] if kept == _OPEN else kept)
 
     def _choose_from_all(self, answer: Answer, position: Int64s) -> int:
         """The same choice for one row whose filters need all its logits."""
@@ -220,6 +216,13 @@ class Chooser:
 
 _OPEN = -1
 """A filter whose end lies beyond the candidates."""
+
+
+def _softmax(answer: Answer, scaled: Doubles, kept: int) -> Distribution:
+    """Of one row's first `kept` candidates, whose `scaled` logits are [1, K]."""
+    weights = np.exp(scaled[0, :kept] - scaled[0, 0])
+    ids = answer.candidates[0, :kept].copy()
+    return Distribution(ids, weights / weights.sum())
 
 
 def _prefix(mass: Doubles, wanted: Doubles) -> Int64s:

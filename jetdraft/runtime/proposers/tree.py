@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from jetdraft.runtime.distribution import Distribution
-from jetdraft.runtime.follower import Follower
 from jetdraft.runtime.graph import Graph
+from jetdraft.runtime.proposers.draft import DraftProposer
 from jetdraft.runtime.rows import Int64s, Kind, Rows
-from jetdraft.runtime.sampling import Chooser, Sampling
 from jetdraft.runtime.shapes import Shape, Tree
 
 
-class TreeProposer:
+class TreeProposer(DraftProposer):
     """An independent drafter whose draft has a `shape` and siblings of a `kind`.
 
     The drafter's rows of a tree are never committed: what was right is fed again with
@@ -21,28 +18,12 @@ class TreeProposer:
         TreeProposer(graph, Best(), Kind.COUPLED).propose(context, budget=8)
     """
 
-    name = "draft"
-
     def __init__(
         self, graph: Graph, shape: Shape, kind: Kind, ms_per_token: float = 0.0
     ) -> None:
-        self.graph = graph
+        super().__init__(graph, ms_per_token)
         self.shape = shape
         self.kind = kind
-        self.ms_per_token = ms_per_token
-        self.max_draft_tokens = graph.contract.max_width - 1
-        self._follower = Follower(graph)
-        self._chooser = Chooser(Sampling())
-
-    @property
-    def session_seconds(self) -> float:
-        """Seconds inside the drafter's `session.run`."""
-        return self.graph.seconds
-
-    def begin(self, prompt: Int64s, chooser: Chooser) -> None:
-        """Forget the last sequence."""
-        self._follower.forget()
-        self._chooser = chooser
 
     def propose(self, context: Int64s, budget: int) -> Rows:
         """Grow a tree below the context's last token."""
@@ -78,6 +59,3 @@ class TreeProposer:
             row: self._chooser.draft_distribution(answer.rows(slice(i, i + 1)))
             for i, row in enumerate(asked)
         }
-
-    def observe(self, committed: Sequence[int]) -> None:
-        """Nothing to learn: the next context shows what was right."""

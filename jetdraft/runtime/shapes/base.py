@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar
 
 from jetdraft.runtime.distribution import Distribution
 from jetdraft.runtime.rows import Kind, Rows
@@ -61,20 +62,20 @@ class Tree:
         return Rows(self.tokens, self.parents, self.kind, self.drawn_from)
 
 
-class Shape(Protocol):
+class Shape(ABC):
     """Decides which rows a draft has; works for the `kinds` of siblings it names."""
 
-    name: str
-    kinds: frozenset[Kind]
+    name: ClassVar[str]
+    kinds: ClassVar[frozenset[Kind]]
 
+    @abstractmethod
     def grow(self, tree: Tree, found: Mapping[int, Distribution]) -> list[int]:
         """Add rows below those that the drafter has just answered for.
 
         `found` maps them to the drafter's distribution of their next token, at first
         only the root. The rows to ask the drafter about next come back; none ends it.
         """
-        ...
 
     def finish(self, tree: Tree) -> Rows:
         """The rows to verify, at most `tree.budget` below the root."""
-        ...
+        return tree.rows()

@@ -12,7 +12,7 @@ import numpy as np
 
 from jetdraft.runtime.distribution import Distribution
 from jetdraft.runtime.rows import Kind, Rows
-from jetdraft.runtime.shapes.base import Tree
+from jetdraft.runtime.shapes.base import Shape, Tree
 
 _KINDS = frozenset({Kind.DETERMINISTIC, Kind.COUPLED})
 
@@ -21,7 +21,7 @@ def _log(q: Distribution, token: int) -> float:
     return float(np.log(q.probabilities[q.ids == token][0]))
 
 
-class Rerank:
+class Rerank(Shape):
     """Expand the best rows of each level, then keep the best of all (EAGLE-2)."""
 
     name = "rerank"
@@ -55,7 +55,7 @@ class Rerank:
         return Rows([tree.tokens[row] for row in kept], parents, tree.kind)
 
 
-class Comb:
+class Comb(Shape):
     """A chain with more siblings where the drafter is less sure (CaPE, 2402.02082)."""
 
     name = "comb"
@@ -75,12 +75,8 @@ class Comb:
         deep = tree.depths[rows[0]] >= self.depth
         return [] if deep or not tree.room else rows[:1]
 
-    def finish(self, tree: Tree) -> Rows:
-        """All rows."""
-        return tree.rows()
 
-
-class Merged:
+class Merged(Shape):
     """Hypotheses that come to the same words share what follows (GSD, 2407.16207).
 
     A token that repeats another row's last `repeat` tokens is not drafted further: its

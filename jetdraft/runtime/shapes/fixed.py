@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from jetdraft.errors import DraftError
 from jetdraft.runtime.distribution import Distribution
-from jetdraft.runtime.rows import Kind, Rows
-from jetdraft.runtime.shapes.base import Tree
+from jetdraft.runtime.rows import Kind
+from jetdraft.runtime.shapes.base import Shape, Tree
 
 RANK_RATES = (0.63, 0.13, 0.06, 0.036, 0.024, 0.016, 0.013, 0.01)
 """How often the first, second, ... coupled sibling is right (docs/verifiers.md)."""
 
 
-class Sparse:
+class Sparse(Shape):
     """A fixed list of rows; a row's n-th child here is its n-th sibling.
 
     `parents` names each row's parent, 0 the root, as in "0,0,1".
@@ -49,10 +49,6 @@ class Sparse:
             self._made.update(zip(below, rows, strict=False))
             fresh += zip(below, rows, strict=False)
         return [row for planned, row in fresh if planned in self.parents]
-
-    def finish(self, tree: Tree) -> Rows:
-        """All rows."""
-        return tree.rows()
 
 
 class Best(Sparse):
@@ -93,7 +89,7 @@ def most_likely(budget: int) -> list[int]:
     return parents
 
 
-class Kary:
+class Kary(Shape):
     """So many children per level (MCSD, 2401.06706), as in (4, 2, 2)."""
 
     name = "k-ary"
@@ -116,7 +112,3 @@ class Kary:
                 fresh += tree.add(row, q, tree.children_of(row, q, count))
         deeper = [row for row in fresh if tree.depths[row] < len(self.branching)]
         return deeper if tree.room else []
-
-    def finish(self, tree: Tree) -> Rows:
-        """All rows."""
-        return tree.rows()

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jetdraft.runtime.distribution import Distribution
-from jetdraft.runtime.rows import Kind, Rows
-from jetdraft.runtime.shapes.base import Tree
+from jetdraft.runtime.rows import Kind
+from jetdraft.runtime.shapes.base import Shape, Tree
 
 _KINDS = frozenset({Kind.DISTINCT, Kind.COUPLED, Kind.DETERMINISTIC})
 
@@ -36,7 +36,7 @@ class _Family:
         return cls(tokens, shares)
 
 
-class Heap:
+class Heap(Shape):
     """The rows with the largest reach, one drafter pass for each that has children."""
 
     name = "heap"
@@ -72,12 +72,8 @@ class Heap:
         heapq.heappush(self._heap, (-reach * share, child, 0))
         heapq.heappush(self._heap, (-reach * (1.0 - share), row, rank + 1))
 
-    def finish(self, tree: Tree) -> Rows:
-        """All rows."""
-        return tree.rows()
 
-
-class Threshold:
+class Threshold(Shape):
     """All rows with at least a reach of 1 / budget, a level per drafter pass."""
 
     name = "threshold"
@@ -103,7 +99,3 @@ class Threshold:
                 count += 1
             fresh += tree.add(row, q, family.tokens[:count])
         return [row for row in fresh if self._reach[row] >= least] if tree.room else []
-
-    def finish(self, tree: Tree) -> Rows:
-        """All rows."""
-        return tree.rows()
