@@ -88,7 +88,8 @@ def _survey(graph: Graph) -> tuple[dict[int, np.ndarray], dict[int, float]]:
     limit = graph.contract.max_width
     start, end = min(_START, capacity // 4, limit), min(_TOKENS, capacity - 1)
     widths = range(1, min(WIDEST, limit, end - start) + 1)
-    tokens = np.random.default_rng(0).integers(0, graph.contract.vocab_size, capacity)
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, graph.contract.vocab_size, capacity).tolist()
     graph.cache.rewind(0)
     graph.run(tokens[:start], last_only=True)
     graph.cache.advance(start)
@@ -104,7 +105,7 @@ def _survey(graph: Graph) -> tuple[dict[int, np.ndarray], dict[int, float]]:
 
 
 def _cover(
-    graph: Graph, tokens: np.ndarray, start: int, end: int, width: int
+    graph: Graph, tokens: list[int], start: int, end: int, width: int
 ) -> np.ndarray:
     """Logits of rows start..end in passes of one width; the cursor ends at `start`.
 

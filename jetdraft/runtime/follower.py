@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetdraft.runtime.graph import Answer, Graph
-from jetdraft.runtime.rows import Int64s
 
 
 class Follower:
@@ -14,7 +13,7 @@ class Follower:
     `feed` runs tokens and remembers them; `follow` drops what differs from a sequence
     and feeds the rest of it.
 
-        answer = Follower(graph).follow(np.array([5, 8, 9]))   # for what comes after 9
+        answer = Follower(graph).follow([5, 8, 9])   # for what comes after 9
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -26,14 +25,14 @@ class Follower:
         self.graph.cache.rewind(0)
         self._fed.clear()
 
-    def follow(self, context: Int64s) -> Answer:
-        """The answer for the last row of `context`, int64 [length]."""
+    def follow(self, context: Sequence[int]) -> Answer:
+        """The answer for the last row of `context`."""
         kept = self._agreement(context)
         del self._fed[kept:]
         self.graph.cache.rewind(kept)
         widest = self.graph.contract.max_width
         while True:
-            rest = context[len(self._fed) : len(self._fed) + widest].tolist()
+            rest = context[len(self._fed) : len(self._fed) + widest]
             answer = self.feed(rest)
             if len(self._fed) == len(context):
                 return answer
@@ -45,7 +44,7 @@ class Follower:
         self._fed += tokens
         return answer
 
-    def _agreement(self, context: Int64s) -> int:
+    def _agreement(self, context: Sequence[int]) -> int:
         """How many tokens may stay: at least the last of `context` is fed again.
 
         Tokens are only ever in doubt while a pass is under way, so those that lie more
@@ -53,8 +52,7 @@ class Follower:
         """
         most = min(len(self._fed), len(context) - 1)
         start = max(0, most - 2 * self.graph.contract.max_width)
-        there = context[start:most].tolist()
-        for index, token in enumerate(there, start):
+        for index, token in enumerate(context[start:most], start):
             if self._fed[index] != token:
                 return index
         return most

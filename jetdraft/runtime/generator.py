@@ -21,15 +21,15 @@ decoding would have chosen.
 from __future__ import annotations
 
 import time
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from jetdraft.runtime.controller import Controller
 from jetdraft.runtime.graph import Answer, Graph
 from jetdraft.runtime.proposers import Proposer
-from jetdraft.runtime.rows import Int64s, Rows, without_gaps
+from jetdraft.runtime.rows import Rows, without_gaps
 from jetdraft.runtime.sampling import Chooser
 from jetdraft.runtime.stats import Round, Stats
 from jetdraft.runtime.verifiers import Verifier, Walk
@@ -71,7 +71,7 @@ class Generator:
 
     def run(
         self,
-        prompt: Int64s,
+        prompt: Sequence[int],
         chooser: Chooser,
         controller: Controller,
         max_new_tokens: int,
@@ -80,25 +80,24 @@ class Generator:
     ) -> Iterator[Commit]:
         """Yield what each round commits, until a limit or an end-of-text token.
 
-        `prompt` is int64 [length], at least one token; `stats` is filled as it goes.
+        `prompt` has at least one token; `stats` is filled as it goes.
         """
         start = time.perf_counter()
         capacity = self.target.cache.capacity
-        sequence = np.zeros(capacity, np.int64)
-        length = len(prompt)
-        sequence[:length] = prompt
+        sequence = array("I", prompt)
         # Even the last pass has room for the narrowest width.
-        limit = min(capacity, capacity + 2 - self.widths[0], length + max_new_tokens)
+        room = capacity + 2 - self.widths[0]
+        limit = min(capacity, room, len(prompt) + max_new_tokens)
         for proposer in self.proposers:
             proposer.begin(prompt, chooser)
         self._prefill(prompt)
         self._carried = []
         stats.finish_reason = "length"
-        while length < limit and stats.finish_reason != "stop":
-            round_, found = self._round(sequence[:length], limit, controller, chooser)
-            kept = _until_stop(found.token_ids[: limit - length], eos_token_ids)
-            sequence[length : length + len(kept)] = kept
-            length += len(kept)
+        while len(sequence) < limit and stats.finish_reason != "stop":
+            round_, found = self._round(sequence, limit, controller, chooser)
+            room = limit - len(sequence)
+            kept = _until_stop(found.token_ids[:room], eos_token_ids)
+            sequence.extend(kept)
             self._finish(stats, round_, kept, start, eos_token_ids)
             yield Commit(kept, min(found.accepted, len(kept)))
 
@@ -123,7 +122,7 @@ class Generator:
         if kept[-1] in eos_token_ids:
             stats.finish_reason = "stop"
 
-    def _prefill(self, prompt: Int64s) -> None:
+    def _prefill(self, prompt: Sequence[int]) -> None:
         """Put all but the last prompt token into the cache, in wide passes."""
         cache = self.target.cache
         cache.rewind(0)
@@ -133,7 +132,11 @@ class Generator:
             cache.advance(width)
 
     def _round(
-        self, context: Int64s, limit: int, controller: Controller, chooser: Chooser
+        self,
+        context: Sequence[int],
+        limit: int,
+        controller: Controller,
+        chooser: Chooser,
     ) -> tuple[Round, Commit]:
         """One round after `context`; the committed tokens may exceed `limit`."""
         started = time.perf_counter()
@@ -174,7 +177,7 @@ class Generator:
 
     def _propose(
         self,
-        context: Int64s,
+        context: Sequence[int],
         limit: int,
         controller: Controller,
         offers: dict[Proposer, Rows],
@@ -184,12 +187,12 @@ class Generator:
         Gives the method's name and its rows; `offers` holds all that were asked.
         """
         # The new token takes the last place, so drafts may fill all but that.
-        widest = max(w for w in self.widths if w <= self.target.cache.room)
+        widest = self.widths[bisect_right(self.widths, self.target.cache.room) - 1]
         room = min(limit - len(context), widest) - 1
         del self._carried[max(room, 0) :]
         room -= len(self._carried)
         if self._carried:
-            context = np.append(context, self._carried)
+            context = array("I", [*context, *self._carried])
         while room > 0:
             plan = controller.plan(room, {p: r.drafted for p, r in offers.items()})
             proposer = plan.proposer
@@ -200,17 +203,17 @@ class Generator:
             # Whoever offers all that was planned need not be compared again.
             if offers[proposer].drafted >= plan.budget:
                 return proposer.name, offers[proposer].first(plan.budget)
-        return "none", Rows.chain([int(context[-1])])
+        return "none", Rows.chain([context[-1]])
 
     def _width(self, rows: int) -> int:
         """The narrowest allowed pass that holds the rows."""
-        return next(width for width in self.widths if width >= rows)
+        return self.widths[bisect_left(self.widths, rows)]
 
-    def _with_carried(self, context: Int64s, rows: Rows) -> Rows:
+    def _with_carried(self, context: Sequence[int], rows: Rows) -> Rows:
         """The draft below what the last pass left to be proven."""
         if not self._carried:
             return rows
-        return rows.under([int(context[-1]), *self._carried[:-1]])
+        return rows.under([context[-1], *self._carried[:-1]])
 
     def _verify(self, rows: Rows) -> Answer:
         """One pass; rows that only fill up the width repeat the last token."""
@@ -224,7 +227,7 @@ class Generator:
             answer = self.target.run_branches(
                 tokens, rows.depths + [0] * padding, rows.ancestors + unseen
             )
-        return answer.rows(slice(0, len(rows))) if padding else answer
+        return answer.first(len(rows)) if padding else answer
 
     def _commit(self, path: list[int]) -> int:
         """Count the accepted rows as committed; how many of them are proven."""

@@ -453,7 +453,7 @@ class Stream:
                 options.exact,
             )
             for commit in generator.run(
-                prompt,
+                prompt.tolist(),
                 Chooser(options.sampling),
                 controller,
                 options.max_new_tokens,

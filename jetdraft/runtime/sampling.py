@@ -63,21 +63,28 @@ drafting, and at 1 a small drafter doubts too much (docs/log.md)."""
 class Chooser:
     """Chooses a token for each row of an `Answer`; the same object serves a drafter.
 
-    Chooser(Sampling()).choose(answer, [40, 41])   # int64 [2]
+    Chooser(Sampling()).choose(answer, [40, 41])   # two tokens
     """
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
 
-    def choose(self, answer: Answer, positions: Sequence[int] | Int64s) -> Int64s:
-        """The chosen token per row, int64 [n].
+    def choose(self, answer: Answer, positions: Sequence[int]) -> list[int]:
+        """The chosen token of each row.
 
-        `positions` [n] are the absolute positions of the *chosen* tokens, one past
-        those of their rows.
+        `positions` are the absolute positions of the *chosen* tokens, one past those of
+        their rows.
         """
-        if self.sampling.temperature == 0:
-            return answer.candidates[:, 0].copy()
-        positions = np.asarray(positions)
+        chosen = (
+            self._sample(answer, np.asarray(positions))
+            if self.sampling.temperature
+            else answer.candidates[:, 0]
+        )
+        tokens: list[int] = chosen.tolist()
+        return tokens
+
+    def _sample(self, answer: Answer, positions: Int64s) -> Int64s:
+        """Gumbel-max over each row's candidates, and beyond where they leave off."""
         scaled = answer.candidate_logits.astype(np.float64) / self.sampling.temperature
         kept = self._kept(scaled, answer)
         noise = gumbel(self.sampling.seed, positions[:, None], answer.candidates)
@@ -93,8 +100,8 @@ class Chooser:
             self._challenge(answer, positions, scaled[:, -1], scores.max(1), chosen)
         else:
             for row in still_open:
-                part = answer.rows(slice(row, row + 1))
-                chosen[row] = self._choose_from_all(part, positions[row : row + 1])
+                part = self._whole(answer.rows(slice(row, row + 1)))
+                chosen[row] = self._sample(part, positions[row : row + 1])[0]
         return np.asarray(chosen)
 
     @property
@@ -175,10 +182,6 @@ class Chooser:
         if self.sampling.temperature:
             kept = int(self._kept(scaled, answer)[0])
         return _softmax(answer, scaled, scaled.shape[1] if kept == _OPEN else kept)
-
-    def _choose_from_all(self, answer: Answer, position: Int64s) -> int:
-        """The same choice for one row whose filters need all its logits."""
-        return int(self.choose(self._whole(answer), position)[0])
 
     def _whole(self, answer: Answer) -> Answer:
         """One row with all logits as candidates, or as many as top-k may keep."""

@@ -8,7 +8,7 @@ from jetdraft.runtime.proposers import DraftProposer
 from jetdraft.runtime.sampling import Chooser, Sampling
 from jetdraft.runtime.session import open_session
 
-CONTEXT = np.random.default_rng(2).integers(0, 288, 30)
+CONTEXT = np.random.default_rng(2).integers(0, 288, 30).tolist()
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_every_outcome_leaves_the_cache_in_step(model, drafter, budget):
         last = draft[1 + accepted] if accepted < budget else 0
         committed = [*right, (last + 1) % 288]
         drafter.observe(committed)
-        context = np.concatenate([CONTEXT, committed])
+        context = CONTEXT + committed
         again = drafter.propose(context, 4).tokens
         assert again == fresh(model, context, 4)
 
@@ -43,7 +43,7 @@ def test_every_outcome_leaves_the_cache_in_step(model, drafter, budget):
 def test_rounds_of_others_are_caught_up(model, drafter):
     drafter.propose(CONTEXT, 3)
     drafter.observe([1])
-    context = np.concatenate([CONTEXT, [1], np.arange(90) % 288])
+    context = [*CONTEXT, 1, *range(90)]
     assert drafter.propose(context, 3).tokens == fresh(model, context, 3)
 
 
@@ -67,8 +67,8 @@ def test_a_drafter_that_is_the_target_is_always_right(model):
 
 def test_a_context_that_changes_is_followed(model, drafter):
     """What a branch chose beyond a gap may turn out wrong."""
-    drafter.propose(np.append(CONTEXT, [5, 6, 7]), 3)
-    context = np.append(CONTEXT, [5, 9])
+    drafter.propose([*CONTEXT, 5, 6, 7], 3)
+    context = [*CONTEXT, 5, 9]
     assert drafter.propose(context, 3).tokens == fresh(model, context, 3)
 
 
@@ -76,5 +76,5 @@ def test_one_target_pass_per_round_and_one_drafter_pass_per_token(model, drafter
     drafter.propose(CONTEXT, 1)
     drafter.observe([5])
     before = model.drafter.passes
-    drafter.propose(np.append(CONTEXT, 5), 3)
+    drafter.propose([*CONTEXT, 5], 3)
     assert model.drafter.passes - before == 3

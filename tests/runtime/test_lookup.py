@@ -1,10 +1,8 @@
-import numpy as np
-
 from jetdraft.runtime.proposers import LookupProposer
 
 
 def draft(context, budget=3, **options):
-    rows = LookupProposer(**options).propose(np.array(context), budget)
+    rows = LookupProposer(**options).propose(context, budget)
     assert rows.tokens[0] == context[-1]
     return rows.tokens[1:]
 

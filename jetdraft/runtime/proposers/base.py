@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from jetdraft.runtime.rows import Int64s, Kind, Rows
+from jetdraft.runtime.rows import Kind, Rows
 from jetdraft.runtime.sampling import Chooser
 
 
@@ -25,16 +25,16 @@ class Proposer(Protocol):
     @property
     def session_seconds(self) -> float: ...
 
-    def begin(self, prompt: Int64s, chooser: Chooser) -> None:
+    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         """A new generation: forget the last one. `chooser` is the target's own."""
         ...
 
-    def propose(self, context: Int64s, budget: int) -> Rows:
+    def propose(self, context: Sequence[int], budget: int) -> Rows:
         """At most `budget` >= 1 rows below the root, `context[-1]`.
 
-        `context` is int64 [length]: prompt and committed tokens, and it may end with
-        some that are not proven yet and can still be withdrawn.
-        Only the root comes back where there is nothing to propose.
+        `context` is the public sequence, prompt and committed tokens; it may end with
+        some that are not proven yet and can still be withdrawn. Only the root comes
+        back where there is nothing to propose.
         """
         ...
 

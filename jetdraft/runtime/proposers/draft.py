@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from jetdraft.runtime.follower import Follower
 from jetdraft.runtime.graph import Answer, Graph
-from jetdraft.runtime.rows import Int64s, Kind, Rows
+from jetdraft.runtime.rows import Kind, Rows
 from jetdraft.runtime.sampling import Chooser, Sampling
 
 
 class DraftProposer:
     """An independent drafter that chooses with the target's noise.
 
-    DraftProposer(graph).propose(np.array([5, 8, 9]), budget=3)
+    DraftProposer(graph).propose([5, 8, 9], budget=3)
     """
 
     name = "draft"
@@ -31,14 +31,14 @@ class DraftProposer:
         """Seconds inside the drafter's `session.run`."""
         return self.graph.seconds
 
-    def begin(self, prompt: Int64s, chooser: Chooser) -> None:
+    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         """Forget the last sequence."""
         self._follower.forget()
         self._chooser = chooser
 
-    def propose(self, context: Int64s, budget: int) -> Rows:
+    def propose(self, context: Sequence[int], budget: int) -> Rows:
         """Catch up with the context, then draft token by token."""
-        tokens = [int(context[-1])]
+        tokens = [context[-1]]
         answer = self._follower.follow(context)
         for position in range(len(context), len(context) + budget):
             if len(tokens) > 1:
@@ -47,7 +47,7 @@ class DraftProposer:
         return Rows.chain(tokens, self.kind)
 
     def _choose(self, answer: Answer, position: int) -> int:
-        return int(self._chooser.choose(answer, [position])[0])
+        return self._chooser.choose(answer, [position])[0]
 
     def observe(self, committed: Sequence[int]) -> None:
         """Nothing to learn: the next context shows what was right."""

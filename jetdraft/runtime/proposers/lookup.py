@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
 
-from jetdraft.runtime.rows import Int64s, Kind, Rows
+from jetdraft.runtime.rows import Kind, Rows
 from jetdraft.runtime.sampling import Chooser
+
+_ENCODING = f"utf-32-{sys.byteorder[0]}e"
 
 
 class LookupProposer:
@@ -15,7 +19,7 @@ class LookupProposer:
     longer than its match, since longer matches hold for longer, and where it reaches
     the end of the sequence it repeats from the match on.
 
-        LookupProposer().propose(np.array([1, 2, 3, 1, 2]), budget=2)   # drafts 3, 1
+        LookupProposer().propose([1, 2, 3, 1, 2], budget=2)   # drafts 3, 1
     """
 
     name = "lookup"
@@ -26,18 +30,18 @@ class LookupProposer:
     def __init__(self, max_match: int = 16) -> None:
         self.max_draft_tokens = max_match
 
-    def begin(self, prompt: Int64s, chooser: Chooser) -> None:
+    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         """Nothing to forget: the context is all it knows."""
 
-    def propose(self, context: Int64s, budget: int) -> Rows:
+    def propose(self, context: Sequence[int], budget: int) -> Rows:
         """The tokens after the best match."""
         # One character per token makes the search one of a text, which is fast.
-        text = context.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
+        text = array("I", context).tobytes().decode(_ENCODING, "surrogatepass")
         end, size = self._match(text)
         count = min(budget, size)
-        tail = context[end : end + count].tolist()
+        tail = context[end : end + count]
         draft = [tail[i % len(tail)] for i in range(count)]
-        return Rows.chain([int(context[-1]), *draft])
+        return Rows.chain([context[-1], *draft])
 
     def _match(self, text: str) -> tuple[int, int]:
         """Where the best earlier occurrence of the suffix ends, and its length."""

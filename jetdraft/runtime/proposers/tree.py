@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jetdraft.runtime.distribution import Distribution
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.proposers.draft import DraftProposer
-from jetdraft.runtime.rows import Int64s, Kind, Rows
+from jetdraft.runtime.rows import Kind, Rows
 from jetdraft.runtime.shapes import Shape, Tree
 
 
@@ -25,9 +27,9 @@ class TreeProposer(DraftProposer):
         self.shape = shape
         self.kind = kind
 
-    def propose(self, context: Int64s, budget: int) -> Rows:
+    def propose(self, context: Sequence[int], budget: int) -> Rows:
         """Grow a tree below the context's last token."""
-        root = int(context[-1])
+        root = context[-1]
         tree = Tree(self.kind, self._chooser.sampling, len(context), budget, [root])
         answer = self._follower.follow(context)
         found = {0: self._chooser.draft_distribution(answer)}

@@ -68,8 +68,7 @@ class Walk:
         self, rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
     ) -> list[int]:
         """`Chooser.choose` for all rows at once."""
-        tokens: list[int] = chooser.choose(answer, positions).tolist()
-        return tokens
+        return chooser.choose(answer, positions)
 
 
 @dataclass(frozen=True)
