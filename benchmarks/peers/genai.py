@@ -48,6 +48,7 @@ class GenAi:
         )
         self._plain = og.Model(str(pair / "target"))
         self._pair = og.Model(str(pair))
+        self._tokenizer = og.Tokenizer(self._plain)
 
     def methods(self) -> list[Method]:
         """Plain, both proposers at each K, and the adaptive width."""
@@ -61,10 +62,15 @@ class GenAi:
         length = len(prompt) + self._options.max_new_tokens
         generator = self._generator(method, length)
         generator.append_tokens(prompt)
+        text = self._tokenizer.create_stream()
         clock = Clock()
         while not generator.is_done():
             generator.generate_next_token()
-            clock.add(generator.get_next_tokens())
+            tokens = generator.get_next_tokens()
+            # Ours streams text too.
+            for token in tokens:
+                text.decode(token)
+            clock.add(tokens)
         token_ids = [int(token) for token in clock.token_ids]
         stats = generator.get_speculative_stats()
         return Decoding(token_ids, clock.seconds, passes(method, stats))

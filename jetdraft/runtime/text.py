@@ -49,46 +49,44 @@ _TAIL = 8
 """Tokens of the prompt that decoding starts from: some decoders treat the first token
 of a text unlike the others, as in dropping its leading space."""
 
-_SEVERAL = 16
-"""Tokens that are decoded again at every push, before the oldest are let go."""
-
 
 class TextStream:
     """Turns tokens into text as they come, whole characters only.
 
     `push` holds back bytes until they make a character; `rest` gives what never did.
-    The last few tokens are decoded again each time, and what was given is cut off.
+    Only the tokens since the last whole character are decoded again, behind those of
+    the push before, whose text tells where the new text starts.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: list[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = prompt
-        self._whole = len(prompt)
-        self._given = self._decode()
+        self._anchor, self._given = 0, len(prompt)
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these tokens complete; empty without a tokenizer."""
         self._ids += ids
-        text = self._decode()
-        if text.endswith(_INCOMPLETE) or len(text) <= len(self._given):
+        before, whole = self._texts()
+        if whole.endswith(_INCOMPLETE) or len(whole) <= len(before):
             return ""
-        new = text[len(self._given) :]
-        if len(self._ids) > _SEVERAL:
-            # Whole characters end where the last piece began.
-            del self._ids[: self._whole]
-            text = self._decode()
-        self._whole, self._given = len(self._ids), text
-        return new
+        self._anchor, self._given = self._given, len(self._ids)
+        return whole[len(before) :]
 
     def rest(self) -> str:
         """What is left when no more tokens come."""
-        return self._decode()[len(self._given) :]
+        before, whole = self._texts()
+        return whole[len(before) :]
 
-    def _decode(self) -> str:
+    def _texts(self) -> tuple[str, str]:
+        """The text from the anchor to what was given, and to the end."""
         if self._tokenizer is None:
-            return ""
-        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        return text
+            return "", ""
+        given = self._ids[self._anchor : self._given]
+        before, whole = (
+            self._tokenizer.decode(ids, skip_special_tokens=True)
+            for ids in (given, self._ids[self._anchor :])
+        )
+        return before, whole
 
 
 _INCOMPLETE = "\ufffd"
