@@ -5,6 +5,7 @@
     target-tree.onnx  the same for branching drafts, over the same weights
     target-compaction.onnx   moves an accepted branch together in the KV buffers
     drafter.onnx, drafter-tree.onnx, ...   likewise, where there is a drafter
+    streams.npz       what makes a task of the base, where the target has streams
     tokenizer.json    where the checkpoint has one
     chat_template.jinja
 
@@ -25,6 +26,7 @@ import hashlib
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,13 +34,17 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from jetdraft.contract import StepContract
 from jetdraft.errors import BundleError, OutputError, PairError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MANIFEST = "bundle.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+STREAMS = "streams.npz"
 TARGET = "target"
 DRAFTER = "drafter"
 
@@ -48,7 +54,8 @@ class GraphEntry:
     """One model: its step graph, contract, quantization and where it came from.
 
     `tree_file` and `compaction_file` are its graphs for branching drafts, None where
-    its attention does not allow them.
+    its attention does not allow them. `streams` says how its streams were made, None
+    where it has none.
     """
 
     file: str
@@ -58,6 +65,7 @@ class GraphEntry:
     parameters: int
     tree_file: str | None = None
     compaction_file: str | None = None
+    streams: dict[str, Any] | None = None
 
     @property
     def files(self) -> list[str]:
@@ -203,6 +211,25 @@ def check_pair(target: StepContract, drafter: StepContract) -> None:
             f"the drafter's capacity is {drafter.capacity}, the target's "
             f"{target.capacity}; export both together"
         )
+
+
+def read_streams(file: Path, target: GraphEntry) -> dict[str, npt.NDArray[Any]]:
+    """The weights of a `streams.npz`; raise `BundleError` if they do not fit."""
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            weights = {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise BundleError(
+            f"cannot read streams from {file} ({error}); give a streams.npz that "
+            "jetdraft export wrote"
+        ) from error
+    base = str(weights.pop("base", ""))
+    if target.streams is None or base != target.streams["base"]:
+        raise BundleError(
+            f"the streams in {file} were trained for another base; give those of this "
+            "bundle's"
+        )
+    return weights
 
 
 def check_output(output: Path) -> None:

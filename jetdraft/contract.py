@@ -10,7 +10,8 @@ buffer of `capacity` rows:
 | `cursor` | int32 [1], committed rows in the buffer |
 | `total_length` | int32 [1], cursor + n; the capacity in a tree graph |
 | `answer_rows` | int64 [m], the rows to answer for: all, or the last in a prefill |
-| `attention_bias` | dtype [1, 1, n, capacity], 0 or `HIDDEN`; tree graphs only |
+| `attention_bias` | dtype [1, 1, n + r, capacity], 0 or `HIDDEN`; trees or streams |
+| `probe_rows`, `probe_ids` | int64 [r], the row and the stream of each probe |
 | `past_key.{i}`, `past_value.{i}` | dtype [1, kv_heads, capacity, head_dim] |
 
 | output | type, shape |
@@ -18,7 +19,11 @@ buffer of `capacity` rows:
 | `candidates`, `candidate_logits` | int64, float32 [1, m, K], best first |
 | `logsumexp` | float32 [1, m] |
 | `logits` | float32 [1, m, vocab] |
+| `probe_candidates`, ..., `probe_logits` | the same four for the r probes |
 | `present_key.{i}`, `present_value.{i}` | the same buffers, updated in place |
+
+Probes only exist in graphs that draft as they verify: rows that propose and are never
+committed. Their keys and values land past the rows of the pass.
 """
 
 from __future__ import annotations
@@ -34,8 +39,9 @@ CANDIDATES = 64
 HIDDEN = -1e4
 """Added to the score of a slot that a row may not see; fits float16."""
 
-ROWS, ANSWERS = "n", "m"
-"""The names of the dynamic axes: the rows of a pass, and those it answers for."""
+ROWS, ANSWERS, PROBES, ALL = "n", "m", "r", "n+r"
+"""The names of the dynamic axes: the rows of a pass, those it answers for, its probes,
+and rows and probes together."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +52,14 @@ class TensorSpec:
     dtype: str
     shape: tuple[int | str, ...]
 
-    def sized(self, rows: int = 0, answers: int = 0) -> tuple[int, ...]:
-        """The shape in a pass of `rows` rows that answers for `answers` of them."""
-        sizes = {ROWS: rows, ANSWERS: answers}
+    def sized(
+        self, rows: int = 0, answers: int = 0, probes: int = 0
+    ) -> tuple[int, ...]:
+        """The shape in a pass of `rows` rows and `probes` probes.
+
+        `answers` of the rows are answered for.
+        """
+        sizes = {ROWS: rows, ANSWERS: answers, PROBES: probes, ALL: rows + probes}
         return tuple(
             sizes[axis] if isinstance(axis, str) else axis for axis in self.shape
         )
@@ -59,7 +70,8 @@ class StepContract:
     """The sizes that fix every shape of a step graph.
 
     `kv_shapes` holds (kv_heads, head_dim) per layer and `dtype` is the one of the KV
-    buffers, "float32" or "float16". A `tree` graph verifies branching drafts too.
+    buffers, "float32" or "float16". A `tree` graph verifies branching drafts too, and
+    one with `streams` drafts that many tokens after each row that carries them.
 
         contract = StepContract(
             vocab_size=4096, capacity=2048, max_width=256, dtype="float32",
@@ -74,6 +86,7 @@ class StepContract:
     dtype: str
     kv_shapes: tuple[tuple[int, int], ...]
     tree: bool = False
+    streams: int = 0
 
     @property
     def candidates(self) -> int:
@@ -89,24 +102,43 @@ class StepContract:
             TensorSpec("cursor", "int32", (1,)),
             TensorSpec("total_length", "int32", (1,)),
             TensorSpec("answer_rows", "int64", (ANSWERS,)),
-            *([self.bias] if self.tree else []),
+            *([self.bias] if self.biased else []),
+            *(self.probes if self.streams else []),
             *self.buffers("past"),
         )
 
     @property
+    def biased(self) -> bool:
+        """Whether a pass says which slots its rows may see."""
+        return self.tree or self.streams > 0
+
+    @property
     def bias(self) -> TensorSpec:
-        """What a tree graph takes beside a chain graph's inputs."""
-        return TensorSpec("attention_bias", self.dtype, (1, 1, ROWS, self.capacity))
+        """Which slots each row, and then each probe, may see."""
+        rows = ALL if self.streams else ROWS
+        return TensorSpec("attention_bias", self.dtype, (1, 1, rows, self.capacity))
+
+    @property
+    def probes(self) -> tuple[TensorSpec, ...]:
+        """The inputs that say which row carries which stream."""
+        return (
+            TensorSpec("probe_rows", "int64", (PROBES,)),
+            TensorSpec("probe_ids", "int64", (PROBES,)),
+        )
 
     @property
     def answers(self) -> tuple[TensorSpec, ...]:
         """The outputs that are not KV buffers, in graph order."""
+        probes = self._answers("probe_", PROBES) if self.streams else ()
+        return (*self._answers("", ANSWERS), *probes)
+
+    def _answers(self, prefix: str, axis: str) -> tuple[TensorSpec, ...]:
         k = self.candidates
         return (
-            TensorSpec("candidates", "int64", (1, ANSWERS, k)),
-            TensorSpec("candidate_logits", "float32", (1, ANSWERS, k)),
-            TensorSpec("logsumexp", "float32", (1, ANSWERS)),
-            TensorSpec("logits", "float32", (1, ANSWERS, self.vocab_size)),
+            TensorSpec(f"{prefix}candidates", "int64", (1, axis, k)),
+            TensorSpec(f"{prefix}candidate_logits", "float32", (1, axis, k)),
+            TensorSpec(f"{prefix}logsumexp", "float32", (1, axis)),
+            TensorSpec(f"{prefix}logits", "float32", (1, axis, self.vocab_size)),
         )
 
     @property
@@ -137,7 +169,7 @@ class StepContract:
             shapes = tuple((int(h), int(d)) for h, d in fields["kv_shapes"])
             sizes = {
                 name: int(fields[name])
-                for name in ("vocab_size", "capacity", "max_width")
+                for name in ("vocab_size", "capacity", "max_width", "streams")
             }
             flags = {"tree": bool(fields["tree"]), "kv_shapes": shapes}
             return cls(**{**fields, **sizes, **flags})

@@ -13,6 +13,8 @@
     ├── DraftError         a tree of drafted tokens is malformed, or too wide
     ├── VerifierError      a verifier is unknown, or not exact for the kind of draft
     ├── ProviderError      this onnxruntime cannot run on the asked provider
+    ├── DataError          texts to train on are missing, malformed or too short
+    ├── TrainingError      a training went wrong and was stopped
     └── CheckError         `jetdraft check` found a wrong text
 
 A message states the fact and the fix in one line. The command line prints it and
@@ -77,6 +79,14 @@ class VerifierError(JetdraftError):
 
 class ProviderError(JetdraftError):
     """This onnxruntime cannot run on the asked provider."""
+
+
+class DataError(JetdraftError):
+    """Texts to train on are missing, malformed or too short."""
+
+
+class TrainingError(JetdraftError):
+    """A training went wrong and was stopped."""
 
 
 class CheckError(JetdraftError):

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
+)
+
+from jetdraft.export.checkpoint import Checkpoint, weights_sha256
+from jetdraft.export.streams import (
+    SETTINGS,
+    WEIGHTS,
+    Streamed,
+    Streams,
+    StreamSettings,
+    add_adapters,
+    stream_weights,
 )
 
 END_OF_TEXT = "<|endoftext|>"
@@ -62,6 +76,22 @@ def save_checkpoint(
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     if tokenizer:
         save_tokenizer(folder)
+    return folder
+
+
+def save_streams(folder: Path, settings: StreamSettings, seed: int = 0) -> Path:
+    """Add random streams to a checkpoint: LoRA that matters, as after training."""
+    model = Checkpoint.load(str(folder), torch.float32).model
+    settings = replace(settings, base=weights_sha256(folder))
+    torch.manual_seed(seed)
+    add_adapters(model, settings)
+    streamed = Streamed(model, Streams(settings, model.config.hidden_size))
+    weights = {
+        name: torch.randn_like(weight) * 0.2
+        for name, weight in stream_weights(streamed).items()
+    }
+    save_file(weights, folder / WEIGHTS)
+    (folder / SETTINGS).write_text(json.dumps(settings.to_json()))
     return folder
 
 

@@ -11,7 +11,7 @@ import click
 from jetdraft import __version__
 from jetdraft.errors import JetdraftError
 
-VERBS = ("export", "generate", "bench", "check", "inspect")
+VERBS = ("train", "export", "generate", "bench", "check", "inspect")
 
 
 class Verbs(click.Group):

@@ -60,11 +60,12 @@ def command(
     json_file: Path | None,
     provider: str | None,
     threads: int | None,
+    streams: Path | None,
     **options: Any,
 ) -> None:
     """Compare the methods of BUNDLE, prompt by prompt in one process."""
     lengths = integers(num_draft_tokens, "--num-draft-tokens")
-    model = load(bundle, provider, threads)
+    model = load(bundle, provider, threads, streams)
     prompts = read_prompts(prompts_file, model)
     asked = methods.split(",") if methods else [*model.methods, "auto"]
     rows = benchmark.contenders(model, asked, lengths)

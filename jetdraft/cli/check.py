@@ -15,9 +15,11 @@ from jetdraft.runtime.verification import compare_methods
 @click.command("check")
 @bundle_argument
 @runtime_options
-def command(bundle: Path, provider: str | None, threads: int | None) -> None:
+def command(
+    bundle: Path, provider: str | None, threads: int | None, streams: Path | None
+) -> None:
     """Check integrity, contract, width classes and the text of every method."""
-    model = load(bundle, provider, threads)
+    model = load(bundle, provider, threads, streams)
     click.echo(f"files      {len(model.bundle.files)} present, hashes right")
     click.echo(f"contract   {len(model.bundle.graphs)} graphs as declared")
     model.calibration = model.calibrate(again=True)

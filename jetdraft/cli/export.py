@@ -80,6 +80,12 @@ class Stages:
     help="The most rows of one pass.",
 )
 @click.option("--provider", default="cpu", show_default=True)
+@click.option(
+    "--adapter-scale",
+    default=1.0,
+    show_default=True,
+    help="How far streams of the shared mode move the target from its base, 0 to 1.",
+)
 def command(
     target: str,
     drafter: str | None,
@@ -91,6 +97,7 @@ def command(
     capacity: int,
     max_width: int,
     provider: str,
+    adapter_scale: float,
 ) -> None:
     """Export TARGET, a checkpoint folder or hub id, to a bundle."""
     exporter = _exporter()
@@ -101,6 +108,7 @@ def command(
         capacity=capacity,
         max_width=min(max_width, capacity),
         provider=provider,
+        adapter_scale=adapter_scale,
     )
     stages = Stages()
     try:

@@ -29,7 +29,7 @@ from jetdraft.runtime.stats import Stats
     "--method",
     default="auto",
     show_default=True,
-    help="auto, none, or what the bundle has: draft, lookup.",
+    help="auto, none, or what the bundle has: draft, lookup, stream.",
 )
 @click.option(
     "--num-draft-tokens", type=int, help="Fixed draft length; default: adaptive."
@@ -53,6 +53,7 @@ def command(
     tree_parents: str | None,
     provider: str | None,
     threads: int | None,
+    streams: Path | None,
     **options: Any,
 ) -> int:
     """Continue PROMPT, or standard input where it is "-"."""
@@ -61,7 +62,7 @@ def command(
     if tree_parents is not None:
         options["tree_parents"] = integers(tree_parents, "--tree-parents")
     text = _read_prompt(prompt, prompt_file)
-    model = load(bundle, provider, threads)
+    model = load(bundle, provider, threads, streams)
     stream = model.stream(text, **options)
     pieces: list[Piece] = []
     interrupted = False

@@ -25,6 +25,11 @@ def runtime_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--provider", help="Execution provider; default: the one exported for."
         ),
+        click.option(
+            "--streams",
+            type=click.Path(path_type=Path),
+            help="A streams.npz of the same base; default: the bundle's.",
+        ),
     ):
         function = option(function)
     return function

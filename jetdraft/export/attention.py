@@ -33,8 +33,9 @@ class StepState:
     """What one pass gives its attention layers, and what they give back.
 
     `past` and `present` hold (key, value) buffers [1, kv_heads, capacity, head_dim]
-    per layer; `last_row` is int32 [1], the index of the pass's last row in them, and
-    `windows` the sliding windows that layers asked for, 0 for none.
+    per layer; `last_row` is int32 [1], the index of the pass's last row in them, `bias`
+    [1, 1, n, capacity] is added to the scores if there is one, and `windows` are the
+    sliding windows that layers asked for, 0 for none.
     """
 
     cursor: torch.Tensor
@@ -43,6 +44,7 @@ class StepState:
     past: list[tuple[torch.Tensor, torch.Tensor]]
     present: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     windows: set[int] = field(default_factory=set)
+    bias: torch.Tensor | None = None
 
 
 _active: list[StepState] = []
@@ -161,9 +163,14 @@ def _as_node(call: _Call, state: StepState) -> tuple[torch.Tensor, ...]:
         for tensor in (call.query, call.key, call.value)
     )
     buffers = [call.past_key, call.past_value]
+    inputs: list[torch.Tensor | None] = [*rows_first, *buffers]
+    inputs += [state.last_row, state.total_length]
+    if state.bias is not None:
+        # Between them are cosines, sines and positions, which fusion may add.
+        inputs += [None, None, None, state.bias]
     output, *present = torch.onnx.ops.symbolic_multi_out(
         "com.microsoft::GroupQueryAttention",
-        [*rows_first, *buffers, state.last_row, state.total_length],
+        inputs,
         attrs=attributes,
         dtypes=[call.query.dtype] * 3,
         shapes=[(1, rows, heads * head_dim), *(buffer.shape for buffer in buffers)],
@@ -189,6 +196,8 @@ def _eagerly(call: _Call, state: StepState) -> tuple[torch.Tensor, ...]:
     at = torch.arange(start, start + rows)[:, None]
     seen = torch.arange(start + rows)[None, :]
     visible = (seen <= at) & ((seen > at - call.window) if call.window else True)
+    if state.bias is not None:
+        scores = scores + state.bias[..., : start + rows].float()
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).to(call.query.dtype)
     return (weights @ seen_values).transpose(1, 2), keys, values
 

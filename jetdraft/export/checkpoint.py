@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -18,6 +19,13 @@ from safetensors import SafetensorError
 
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.attention import IMPLEMENTATION
+from jetdraft.export.streams import WEIGHTS as STREAM_WEIGHTS
+from jetdraft.export.streams import (
+    Streamed,
+    StreamSettings,
+    load_streams,
+    read_settings,
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,7 @@ class Checkpoint:
     tokenizer: str | None
     chat_template: str | None
     eos_token_ids: tuple[int, ...]
+    streams: StreamSettings | None = None
 
     @classmethod
     def load(cls, source: str, dtype: torch.dtype) -> Checkpoint:
@@ -50,7 +59,22 @@ class Checkpoint:
             tokenizer=tokenizer and tokenizer.backend_tokenizer.to_str(),
             chat_template=getattr(tokenizer, "chat_template", None),
             eos_token_ids=_eos_token_ids(model),
+            streams=read_settings(Path(source)),
         )
+
+    def with_streams(self, scale: float) -> Streamed:
+        """Its model inside the streams that were trained for it.
+
+        LoRA of the shared mode goes into the weights, times `scale`.
+        """
+        assert self.streams is not None
+        folder = checkpoint_folder(self.source)
+        if weights_sha256(folder) != self.streams.base:
+            raise CheckpointError(
+                f"the streams in {self.source} were trained for other weights than lie "
+                "beside them; train them again"
+            )
+        return load_streams(self.model, self.streams, folder, scale)
 
     @property
     def vocab_size(self) -> int:
@@ -79,6 +103,24 @@ def _check_folder(source: str) -> None:
         raise CheckpointError(
             f"{source} has no config.json; give a folder that save_pretrained wrote"
         )
+
+
+def checkpoint_folder(source: str) -> Path:
+    """Where a checkpoint's files are; those of a hub id are in the hub's cache."""
+    if Path(source).is_dir():
+        return Path(source)
+    config = transformers.utils.cached_file(source, "config.json")
+    return Path(config).parent
+
+
+def weights_sha256(folder: Path) -> str:
+    """One hash over the weight files of a checkpoint."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        if file.name != STREAM_WEIGHTS:
+            with file.open("rb") as handle:
+                digest.update(hashlib.file_digest(handle, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _load_config(source: str) -> Any:

@@ -8,13 +8,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 
 from jetdraft.bundle import (
     CHAT_TEMPLATE,
     DRAFTER,
+    STREAMS,
     TARGET,
     TOKENIZER,
     Bundle,
@@ -24,11 +27,12 @@ from jetdraft.bundle import (
     writing,
 )
 from jetdraft.contract import StepContract
-from jetdraft.errors import OptionError, PairError
+from jetdraft.errors import OptionError, PairError, UnsupportedModelError
 from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.fusion import fuse
 from jetdraft.export.seams import check_seams
-from jetdraft.export.step import kv_shapes, trace
+from jetdraft.export.step import keep_weights, kv_shapes, trace
+from jetdraft.export.streams import Streamed, swappable_weights
 from jetdraft.export.tree import write_compaction, write_tree
 from jetdraft.quant.recipe import Recipe
 from jetdraft.quant.weights import quantize
@@ -45,7 +49,8 @@ class ExportOptions:
 
     `drafter_recipe` None is the default beside the target's. `capacity` is the rows of
     the KV buffers (prompt and output together), `max_width` the most rows of one pass,
-    `dtype` "fp32" or "fp16" of activations and buffers.
+    `dtype` "fp32" or "fp16" of activations and buffers. `adapter_scale`, for streams of
+    the shared mode, is how far the tuned weights move from the base.
 
         ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)
     """
@@ -56,6 +61,7 @@ class ExportOptions:
     capacity: int = 2048
     max_width: int = 256
     provider: str = "cpu"
+    adapter_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -72,6 +78,11 @@ class ExportOptions:
         if not 2 <= self.max_width <= self.capacity:
             raise OptionError(
                 f"max width {self.max_width} is out of range; choose 2 to the capacity"
+            )
+
+        if not 0.0 <= self.adapter_scale <= 1.0:
+            raise OptionError(
+                f"adapter scale {self.adapter_scale} is out of range; give 0 to 1"
             )
 
     def recipe_of(self, name: str) -> Recipe:
@@ -104,6 +115,8 @@ def export(
         report("load", number, len(sources))
         loaded[name] = Checkpoint.load(source, DTYPES[options.dtype])
     report("load", len(sources), len(sources))
+    if drafter and loaded[DRAFTER].streams:
+        raise PairError(f"{drafter} has streams; only a target can have them")
     contracts = {name: _contract(ckpt, options) for name, ckpt in loaded.items()}
     for name, checkpoint in loaded.items():
         check_seams(checkpoint.model, contracts[name])
@@ -119,7 +132,12 @@ def export(
         Bundle(
             path=folder,
             graphs=graphs,
-            methods=("none", "lookup", *(["draft"] if drafter else [])),
+            methods=(
+                "none",
+                "lookup",
+                *(["draft"] if drafter else []),
+                *(["stream"] if loaded[TARGET].streams else []),
+            ),
             eos_token_ids=loaded[TARGET].eos_token_ids,
             provider=options.provider,
             tools=_versions(),
@@ -134,6 +152,7 @@ def _contract(checkpoint: Checkpoint, options: ExportOptions) -> StepContract:
         max_width=options.max_width,
         dtype={"fp32": "float32", "fp16": "float16"}[options.dtype],
         kv_shapes=kv_shapes(checkpoint.model),
+        streams=checkpoint.streams.gamma if checkpoint.streams else 0,
     )
 
 
@@ -164,7 +183,10 @@ def _write_graph(
 ) -> GraphEntry:
     recipe = options.recipe_of(name)
     report(f"trace {name}", 0, 1)
-    model = trace(checkpoint.model, contract)
+    streamed = None
+    if checkpoint.streams is not None:
+        streamed = checkpoint.with_streams(options.adapter_scale)
+    model = trace(streamed or checkpoint.model, contract)
     silenced = logging.root.manager.disable
     logging.disable(logging.INFO)  # the graph passes report every node they drop
     try:
@@ -174,12 +196,20 @@ def _write_graph(
         quantize(model, recipe, lambda done, of: report(stage, done, of))
     finally:
         logging.disable(silenced)
+    if streamed is not None:
+        keep_weights(model, streamed)
+        write_streams(folder / STREAMS, streamed)
     for node in model.graph:
         node.metadata_props.clear()  # stack traces with this machine's paths
     file = f"{name}.onnx"
     ir.save(model, folder / file, external_data=f"{file}.data")
     tree, compaction = f"{name}-tree.onnx", f"{name}-compaction.onnx"
     branching = write_tree(folder / file, folder / tree, contract)
+    if streamed is not None and not branching:
+        raise UnsupportedModelError(
+            f"{checkpoint.source} attends in sliding windows; streams need plain "
+            "attention"
+        )
     if branching:
         write_compaction(folder / compaction, contract)
     return GraphEntry(
@@ -190,7 +220,20 @@ def _write_graph(
         quantization=recipe.to_json(),
         source=checkpoint.source,
         parameters=checkpoint.parameters,
+        streams=streamed.streams.settings.to_json() if streamed else None,
     )
+
+
+def write_streams(file: Path, streamed: Streamed) -> None:
+    """Write the weights that make a task of a base, for `jetdraft.load(streams=)`.
+
+    An npz of the streams' float arrays, by the names that they have in the graph, and
+    `base`, the hash of the weights that they were trained for.
+    """
+    weights = swappable_weights(streamed)
+    arrays: dict[str, Any] = {name: weight.numpy() for name, weight in weights.items()}
+    arrays["base"] = np.array(streamed.streams.settings.base)
+    np.savez(file, **arrays)
 
 
 def _write_texts(folder: Path, target: Checkpoint) -> None:

@@ -55,37 +55,43 @@ def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
 class _RotaryTables:
     """Cosines and sines by position, computed by the traced graph itself.
 
-    Whatever the architecture does between `position_ids` and its cosine (scaling,
-    partial rotation) is run once for the positions 0..capacity-1.
+    Whatever the architecture does between positions and their cosine (scaling, partial
+    rotation) is run once for the positions 0..capacity-1. Positions are `position_ids`,
+    or these and the probes' together.
     """
 
     def __init__(self, model: ir.Model, capacity: int) -> None:
         self.graph = model.graph
-        self.positions = model.graph.inputs[1]
+        rows = model.graph.inputs[1]
+        together = [n.outputs[0] for n in rows.consumers() if n.op_type == "Concat"]
+        self.positions = [rows, *together]
         self.capacity = capacity
-        self.made: dict[ir.Value, ir.Value | None] = {}
+        self.made: dict[ir.Value, tuple[ir.Value, ir.Value] | None] = {}
 
-    def of(self, value: ir.Value) -> ir.Value | None:
+    def of(self, value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
         """An initializer [capacity, d/2] that holds `value` for every position.
 
-        None where `value` depends on more than the position.
+        With it, the positions that `value` is for. None where it depends on more.
         """
         if value not in self.made:
-            try:
-                part = ir.convenience.extract(self.graph, [self.positions], [value])
-            except ValueError:
-                self.made[value] = None
-            else:
-                self.made[value] = self._evaluate(part, f"{value.name}.table")
+            self.made[value] = None
+            for positions in self.positions:
+                try:
+                    part = ir.convenience.extract(self.graph, [positions], [value])
+                except ValueError:
+                    continue
+                table = self._evaluate(part, positions, f"{value.name}.table")
+                self.made[value] = table, positions
+                break
         return self.made[value]
 
-    def _evaluate(self, part: ir.Graph, name: str) -> ir.Value:
+    def _evaluate(self, part: ir.Graph, given: ir.Value, name: str) -> ir.Value:
         proto = ir.serde.serialize_model(ir.Model(part, ir_version=10))
         session = onnxruntime.InferenceSession(
             proto.SerializeToString(), providers=["CPUExecutionProvider"]
         )
         positions = np.arange(self.capacity)[None]
-        [table] = session.run(None, {self.positions.name: positions})
+        [table] = session.run(None, {given.name: positions})
         return initializer(self.graph, name, np.ascontiguousarray(table[0]))
 
 
@@ -108,14 +114,16 @@ def _fuse_rotary(graph: ir.Graph, attention: ir.Node, tables: _RotaryTables) -> 
     cosines, sines = (tables.of(value) for value in rotation.inputs[1:3] if value)
     if cosines is None or sines is None:
         return
+    if cosines[1] is not sines[1]:
+        return
     for flatten, _, source in (query, key):
         flatten.replace_input_with(0, source)
     attention.attributes["do_rotary"] = ir.AttrInt64("do_rotary", 1)
     attention.attributes["rotary_interleaved"] = ir.AttrInt64(
         "rotary_interleaved", interleaved
     )
-    attention.resize_inputs(10)
-    for index, value in ((7, cosines), (8, sines), (9, graph.inputs[1])):
+    attention.resize_inputs(max(10, len(attention.inputs)))
+    for index, value in ((7, cosines[0]), (8, sines[0]), (9, cosines[1])):
         attention.replace_input_with(index, value)
 
 
@@ -288,20 +296,46 @@ def _fuse_norms(graph: ir.Graph) -> None:
         if norm.op_type != "RMSNormalization" or norm.attributes.get_int("axis") != -1:
             continue
         add = _producer(norm.inputs[0], "Add")
-        if add is None or not _same_shape(
+        if add is not None and _same_shape(
             *(value.shape if value else None for value in add.inputs)
         ):
-            continue
-        fused = ir.node(
-            "SkipSimplifiedLayerNormalization",
-            [*add.inputs, norm.inputs[1]],
-            {"epsilon": norm.attributes.get_float("epsilon", 1e-5)},
-            domain=_CONTRIB,
-            num_outputs=4,
-        )
-        # Outputs 1 and 2 are statistics that only training reads.
-        fused.outputs[1].name = fused.outputs[2].name = ""
-        graph.insert_before(norm, fused)
-        substitute(
-            [norm.outputs[0], add.outputs[0]], [fused.outputs[0], fused.outputs[3]]
-        )
+            fused = _skip_norm(norm, *add.inputs)
+            graph.insert_before(norm, fused)
+            substitute(
+                [norm.outputs[0], add.outputs[0]], [fused.outputs[0], fused.outputs[3]]
+            )
+        elif _joins_probes(norm.inputs[0]):
+            # The two norms differ in their last bits, and a target with streams must
+            # not differ from one without.
+            zero = initializer(graph, "no_skip", _zero_like(norm))
+            nothing = ir.node("Mul", [norm.inputs[0], zero])
+            fused = _skip_norm(norm, norm.inputs[0], nothing.outputs[0])
+            graph.insert_before(norm, [nothing, fused])
+            substitute([norm.outputs[0]], [fused.outputs[0]])
+
+
+def _skip_norm(norm: ir.Node, *added: ir.Value | None) -> ir.Node:
+    """The norm of a sum; output 3 is the sum itself."""
+    fused = ir.node(
+        "SkipSimplifiedLayerNormalization",
+        [*added, norm.inputs[1]],
+        {"epsilon": norm.attributes.get_float("epsilon", 1e-5)},
+        domain=_CONTRIB,
+        num_outputs=4,
+    )
+    # Outputs 1 and 2 are statistics that only training reads.
+    fused.outputs[1].name = fused.outputs[2].name = ""
+    return fused
+
+
+def _joins_probes(value: ir.Value | None) -> bool:
+    """Whether this is where probes join rows that a sum was made of."""
+    concat = _producer(value, "Concat")
+    return concat is not None and _producer(concat.inputs[0], "Add") is not None
+
+
+def _zero_like(norm: ir.Node) -> np.ndarray:
+    """One zero of the norm's type."""
+    weight = norm.inputs[1]
+    dtype = weight.dtype if weight is not None else None
+    return np.zeros(1, (dtype or ir.DataType.FLOAT).numpy())

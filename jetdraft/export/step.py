@@ -12,13 +12,14 @@ from typing import Any
 import onnx_ir
 import torch
 
-from jetdraft.contract import ANSWERS, ROWS, StepContract
+from jetdraft.contract import ANSWERS, PROBES, ROWS, StepContract, TensorSpec
 from jetdraft.errors import JetdraftError, UnsupportedModelError
 from jetdraft.export.attention import HandThrough, StepState, attending
+from jetdraft.export.streams import Streamed, swappable_weights
 
 OPSET = 23
-# Two sizes, so that the tracer does not take rows and answers for the same axis.
-_TRACED_ROWS, _TRACED_ANSWERS = 7, 5
+# Different sizes, so that the tracer does not take two axes for the same.
+_TRACED_ROWS, _TRACED_ANSWERS, _TRACED_PROBES = 7, 5, 6
 
 
 class Step(torch.nn.Module):
@@ -71,9 +72,74 @@ class Step(torch.nn.Module):
                 f"only {len(state.present)} of {len(state.past)} layers keep keys and "
                 "values; models with recurrent or shared layers cannot be exported"
             )
-        values, indices = torch.topk(logits, self.contract.candidates)
-        present = [buffer for i in sorted(state.present) for buffer in state.present[i]]
-        return [indices, values, torch.logsumexp(logits, -1), logits, *present]
+        return [*answers(logits, self.contract), *presents(state)]
+
+
+class StreamStep(torch.nn.Module):
+    """One pass of a model whose rows can carry streams; see `Step`.
+
+    `weights` are those of the streams, in the order of `names`.
+    """
+
+    def __init__(self, streamed: Streamed, contract: StepContract) -> None:
+        super().__init__()
+        self.names = list(swappable_weights(streamed))
+        self.streamed = streamed
+        self.contract = contract
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        cursor: torch.Tensor,
+        total_length: torch.Tensor,
+        answer_rows: torch.Tensor,
+        attention_bias: torch.Tensor,
+        probe_rows: torch.Tensor,
+        probe_ids: torch.Tensor,
+        past: list[torch.Tensor],
+        weights: list[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Outputs in the order of `StepContract.outputs`."""
+        last = cursor + (input_ids.shape[1] - 1)
+        state = StepState(
+            cursor=cursor,
+            last_row=last.to(torch.int32),
+            total_length=total_length,
+            past=list(zip(past[::2], past[1::2], strict=True)),
+        )
+
+        def entered() -> None:
+            state.last_row = (last + probe_rows.shape[0]).to(torch.int32)
+            state.bias = attention_bias
+
+        self.streamed.entered = entered
+        with attending(state):
+            # As inputs they stay what they are; the exporter would fold constants.
+            logits, _ = torch.func.functional_call(
+                self.streamed,
+                dict(zip(self.names, weights, strict=True)),
+                (input_ids, position_ids, probe_rows, probe_ids, answer_rows),
+                {"past_key_values": HandThrough(), "use_cache": True},
+            )
+        # Split last: a pass may have no probes, and not every operator takes nothing.
+        found = answers(logits.float(), self.contract)
+        rows = answer_rows.shape[0]
+        main, probes = (
+            [x[:, a:b] for x in found] for a, b in ((0, rows), (rows, None))
+        )
+        return [*main, *probes, *presents(state)]
+
+
+def answers(logits: torch.Tensor, contract: StepContract) -> list[torch.Tensor]:
+    """What a graph says of rows whose logits are float32 [1, m, vocab]."""
+    values, indices = torch.topk(logits, contract.candidates)
+    return [indices, values, torch.logsumexp(logits, -1), logits]
+
+
+def presents(state: StepState) -> list[torch.Tensor]:
+    """The buffers after a pass, in the contract's order."""
+    return [buffer for i in sorted(state.present) for buffer in state.present[i]]
 
 
 def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
@@ -125,39 +191,94 @@ class _MakeBuffers(HandThrough):
 
 
 def trace(model: Any, contract: StepContract) -> onnx_ir.Model:
-    """Trace `model` into a float step graph with the contract's names."""
-    _pin_rotary_frequencies(model, contract.capacity)
-    dtype = next(model.parameters()).dtype
-    past = [torch.zeros(spec.sized(), dtype=dtype) for spec in contract.buffers("past")]
+    """Trace a model, or a `Streamed` one, into a float step graph.
+
+    Inputs and outputs have the contract's names. The streams' weights are inputs too,
+    after all others, until `keep_weights` makes them constants.
+    """
+    decoder = model.model if isinstance(model, Streamed) else model
+    _pin_rotary_frequencies(decoder, contract.capacity)
     widest = max(_TRACED_ROWS + 1, contract.max_width)
-    rows, answers = (torch.export.Dim(x, min=1, max=widest) for x in (ROWS, ANSWERS))
-    shapes = ({1: rows}, {1: rows}, None, None, {0: answers}, [None] * len(past))
-    arguments = (
-        torch.zeros(1, _TRACED_ROWS, dtype=torch.long),
-        torch.arange(_TRACED_ROWS)[None],
-        torch.zeros(1, dtype=torch.int32),
-        torch.full((1,), _TRACED_ROWS, dtype=torch.int32),
-        torch.arange(_TRACED_ANSWERS),
-        past,
-    )
+    dims = {axis: torch.export.Dim(axis, min=1, max=widest) for axis in (ROWS, ANSWERS)}
+    dims[PROBES] = torch.export.Dim(PROBES, min=0, max=16 * widest)
+    arguments = _example(model.dtype, contract)
+    shapes = [_dynamic(spec, dims) for spec in contract.inputs[: len(arguments)]]
+    past = [
+        torch.zeros(spec.sized(), dtype=model.dtype)
+        for spec in contract.buffers("past")
+    ]
+    lists, names = [past], [spec.name for spec in contract.inputs]
+    if isinstance(model, Streamed):
+        weights = swappable_weights(model)
+        lists.append(list(weights.values()))
+        names += weights
+    step = StreamStep if isinstance(model, Streamed) else Step
     try:
         with _silence(), torch.no_grad():
             program = torch.onnx.export(
-                Step(model, contract).eval(),
-                arguments,
+                step(model, contract).eval(),
+                (*arguments, *lists),
                 dynamo=True,
                 opset_version=OPSET,
-                dynamic_shapes=shapes,
-                input_names=[spec.name for spec in contract.inputs],
+                dynamic_shapes=(*shapes, *([None] * len(each) for each in lists)),
+                input_names=names,
                 output_names=[spec.name for spec in contract.outputs],
                 verbose=False,
             )
     except JetdraftError:
         raise
     except Exception as error:  # the exporter wraps every cause in its own types
-        raise refusal(model, error) from error
+        raise refusal(decoder, error) from error
     assert program is not None
+    _rename_inner(program.model.graph)
     return program.model
+
+
+def _rename_inner(graph: onnx_ir.Graph) -> None:
+    """The exporter names outputs last, and may take a name that is in use."""
+    taken = {value.name for value in graph.outputs}
+    for node in graph:
+        for value in node.outputs:
+            if value.name in taken and not value.is_graph_output():
+                value.name = f"{value.name}.inner"
+
+
+def _example(dtype: torch.dtype, contract: StepContract) -> list[torch.Tensor]:
+    """What to trace with: the inputs up to the buffers."""
+    rows, probes = _TRACED_ROWS, _TRACED_PROBES if contract.streams else 0
+    found = [
+        torch.zeros(1, rows, dtype=torch.long),
+        torch.arange(rows)[None],
+        torch.zeros(1, dtype=torch.int32),
+        torch.full((1,), rows, dtype=torch.int32),
+        torch.arange(_TRACED_ANSWERS),
+    ]
+    if contract.biased:
+        found.append(torch.zeros(contract.bias.sized(rows, 0, probes), dtype=dtype))
+    if contract.streams:
+        found += [torch.arange(probes) % rows, torch.zeros(probes, dtype=torch.long)]
+    return found
+
+
+def _dynamic(spec: TensorSpec, dims: dict[str, Any]) -> dict[int, Any] | None:
+    """Which axes of an input vary; that of rows and probes together follows."""
+    axes = {
+        index: dims.get(axis, torch.export.Dim.AUTO)
+        for index, axis in enumerate(spec.shape)
+        if isinstance(axis, str)
+    }
+    return axes or None
+
+
+def keep_weights(model: onnx_ir.Model, streamed: Streamed) -> None:
+    """Make the streams' weights, so far inputs, constants of their names, in place."""
+    weights = swappable_weights(streamed)
+    for value in list(model.graph.inputs):
+        if value.name in weights:
+            model.graph.inputs.remove(value)
+            array = weights[value.name].numpy()
+            value.const_value = onnx_ir.tensor(array, name=value.name)
+            model.graph.register_initializer(value)
 
 
 def refusal(model: Any, error: BaseException) -> UnsupportedModelError:

@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from jetdraft.contract import StepContract, TensorSpec
+from jetdraft.editing import initializer
 
 _COMPACTION_OPSET = 24
 """The first that has TensorScatter."""
@@ -26,13 +27,32 @@ def write_tree(chain: Path, tree: Path, contract: StepContract) -> bool:
     attentions = [n for n in model.graph if n.op_type == "GroupQueryAttention"]
     if any(node.attributes.get_int("local_window_size", -1) > 0 for node in attentions):
         return False
-    bias = _value(contract.bias)
-    model.graph.inputs.append(bias)
+    bias = _bias(model.graph, contract)
     for node in attentions:
-        node.resize_inputs(max(len(node.inputs), _BIAS_INPUT + 1))
-        node.replace_input_with(_BIAS_INPUT, bias)
+        # Where streams are, there is a bias already, for rows and probes.
+        if len(node.inputs) <= _BIAS_INPUT or node.inputs[_BIAS_INPUT] is None:
+            node.resize_inputs(_BIAS_INPUT + 1)
+            node.replace_input_with(_BIAS_INPUT, bias)
     ir.save(model, tree)
     return True
+
+
+def _bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
+    """The rows' bias: a new input, or the part of one that is there for them."""
+    if not contract.streams:
+        bias = _value(contract.bias)
+        graph.inputs.append(bias)
+        return bias
+    whole = next(value for value in graph.inputs if value.name == contract.bias.name)
+    rows = ir.node("Shape", [graph.inputs[0]], {"start": 1, "end": 2})
+    start, axis = (
+        initializer(graph, f"rows_of_bias.{name}", np.array([at], np.int64))
+        for name, at in (("start", 0), ("axis", 2))
+    )
+    cut = ir.node("Slice", [whole, start, rows.outputs[0], axis])
+    cut.outputs[0].name = "rows_of_bias"
+    graph.insert_before(graph[0], [rows, cut])
+    return cut.outputs[0]
 
 
 def write_compaction(file: Path, contract: StepContract) -> None:

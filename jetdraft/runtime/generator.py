@@ -153,8 +153,8 @@ class Generator:
         tokens = [chosen[row] for row in path]
         proven = self._commit(path)
         committed, self._carried = tokens[:proven], tokens[proven:]
-        for proposer in offers:
-            proposer.observe(committed)
+        for proposer in self.proposers:
+            proposer.observe(len(context) + len(tokens), answer, path[-1])
         accepted = max(0, len(path) - 1 - carried)
         # Nothing was compared below a leaf, or below what was carried in vain.
         missed = len(path) > carried and bool(whole.children(path[-1]))
@@ -216,18 +216,14 @@ class Generator:
         return rows.under([context[-1], *self._carried[:-1]])
 
     def _verify(self, rows: Rows) -> Answer:
-        """One pass; rows that only fill up the width repeat the last token."""
-        padding = self._width(len(rows)) - len(rows)
-        tokens = rows.tokens + rows.tokens[-1:] * padding
+        """One pass over all rows, of an allowed width."""
+        width = self._width(len(rows))
         if rows.is_chain:
-            answer = self.target.run(tokens)
-        else:
-            rows.check()
-            unseen: list[list[int]] = [[]] * padding
-            answer = self.target.run_branches(
-                tokens, rows.depths + [0] * padding, rows.ancestors + unseen
-            )
-        return answer.first(len(rows)) if padding else answer
+            return self.target.run(rows.tokens, width=width)
+        rows.check()
+        return self.target.run_branches(
+            rows.tokens, rows.depths, rows.ancestors, width=width
+        )
 
     def _commit(self, path: list[int]) -> int:
         """Count the accepted rows as committed; how many of them are proven."""

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from jetdraft.bundle import Bundle, GraphEntry
+from jetdraft.bundle import Bundle, GraphEntry, read_streams
 from jetdraft.errors import (
     DraftError,
     JetdraftError,
@@ -34,10 +35,12 @@ from jetdraft.runtime.drafting import CHAIN, MAX_DRAFT_TOKENS, Drafting
 from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.ort import ort
+from jetdraft.runtime.probes import Probing
 from jetdraft.runtime.proposers import (
     DraftProposer,
     LookupProposer,
     Proposer,
+    StreamProposer,
     TreeProposer,
 )
 from jetdraft.runtime.rows import Int64s
@@ -158,9 +161,10 @@ class Options:
                 f"verifier {self.verifier!r} keeps {keeps} of plain decoding; add "
                 "--no-exact (exact=False)"
             )
-        if not drafting.is_chain and self.method != "draft":
+        if not drafting.is_chain and self.method not in ("draft", "stream"):
             raise OptionError(
-                f"a {self.tree} tree is drafted by method draft, not {self.method}"
+                f"a {self.tree} tree is drafted by method draft or stream, not "
+                f"{self.method}"
             )
         sized = self.branching is not None or self.tree_parents is not None
         if sized and self.num_draft_tokens is not None:
@@ -170,16 +174,20 @@ class Options:
 
 
 def load(
-    path: str | Path, provider: str | None = None, threads: int | None = None
+    path: str | Path,
+    provider: str | None = None,
+    threads: int | None = None,
+    streams: str | Path | None = None,
 ) -> Model:
     """Open a bundle, check it and get it ready to generate.
 
     `provider` defaults to the one it was exported for, `threads` to the cores of this
-    process. Raises `BundleError` or `ProviderError`.
+    process, `streams` (a `streams.npz` of the same base) to those in the bundle. Raises
+    `BundleError` or `ProviderError`.
 
         model = jetdraft.load("bundle")
     """
-    return Model(Bundle.open(path), provider, threads)
+    return Model(Bundle.open(path), provider, threads, streams)
 
 
 class Model:
@@ -192,18 +200,23 @@ class Model:
     """
 
     def __init__(
-        self, bundle: Bundle, provider: str | None = None, threads: int | None = None
+        self,
+        bundle: Bundle,
+        provider: str | None = None,
+        threads: int | None = None,
+        streams: str | Path | None = None,
     ) -> None:
         self.bundle = bundle
         self.provider = provider or bundle.provider
         resolve_provider(self.provider)
         self.threads = default_threads() if threads is None else threads
         self.text = TextCodec(bundle.tokenizer)
-        self.target = self._open(bundle.target, self.threads, spinning=True)
+        weights = {} if streams is None else read_streams(Path(streams), bundle.target)
+        self.target = self._open(bundle.target, self.threads, True, weights)
         # One quiet thread: a second spinning pool would take the target's cores.
         self.drafter = None
         if bundle.drafter is not None:
-            self.drafter = self._open(bundle.drafter, 1, spinning=False)
+            self.drafter = self._open(bundle.drafter, 1, False, {})
         self.calibration = self.calibrate()
         self.proposers = self._make_proposers()
         # What the controller learns lives on from one generation to the next.
@@ -214,17 +227,21 @@ class Model:
         )
         self._busy = False
 
-    def _open(self, entry: GraphEntry, threads: int, spinning: bool) -> Graph:
+    def _open(
+        self,
+        entry: GraphEntry,
+        threads: int,
+        spinning: bool,
+        weights: dict[str, npt.NDArray[np.generic]],
+    ) -> Graph:
         folder = self.bundle.path
+        how = (self.provider, threads, spinning, weights)
         if entry.tree_file is None or entry.compaction_file is None:
-            session = open_session(
-                folder / entry.file, self.provider, threads, spinning
-            )
-            return Graph(session, entry.contract)
+            return Graph(open_session(folder / entry.file, *how), entry.contract)
         # On the CPU a chain costs the same in the tree graph and gives the same bits,
         # and two sessions would hold the packed weights twice (docs/log.md).
         return Graph(
-            open_session(folder / entry.tree_file, self.provider, threads, spinning),
+            open_session(folder / entry.tree_file, *how),
             entry.tree_contract,
             open_session(folder / entry.compaction_file, self.provider),
         )
@@ -257,6 +274,8 @@ class Model:
         known: dict[str, Proposer] = {"lookup": LookupProposer()}
         if self.drafter is not None:
             known["draft"] = DraftProposer(self.drafter, self.calibration.drafter_ms[1])
+        if self.target.contract.streams:
+            known["stream"] = StreamProposer(self.target)
         return {name: known[name] for name in self.bundle.methods if name in known}
 
     @property
@@ -390,19 +409,22 @@ class Model:
 
     def proposers_for(self, options: Options) -> dict[str, Proposer]:
         """Who may propose in a generation."""
-        drafting = options.drafting
-        if options.method == AUTO:
+        drafting, name = options.drafting, options.method
+        if name == AUTO:
             return self.proposers
-        if drafting.is_chain or self.drafter is None:
-            name = options.method
-            return {name: self.proposers[name]} if name in self.proposers else {}
-        if not self.drafts_trees:
+        if name not in self.proposers:
+            return {}
+        if drafting.is_chain:
+            return {name: self.proposers[name]}
+        if name == "stream":
+            return {name: StreamProposer(self.target, drafting.shape, drafting.kind)}
+        if self.drafter is None or not self.drafts_trees:
             raise MethodError(
                 "the bundle verifies chains only, since a model of it attends in "
                 "sliding windows; leave the tree out"
             )
         shape, cost = drafting.shape, self.calibration.drafter_ms[1]
-        return {"draft": TreeProposer(self.drafter, shape, drafting.kind, cost)}
+        return {name: TreeProposer(self.drafter, shape, drafting.kind, cost)}
 
     def widths(self, options: Options) -> Sequence[int]:
         """The pass widths a generation may use."""
@@ -444,6 +466,7 @@ class Stream:
             )
         model._busy = True
         text = model.text.stream(prompt.tolist())
+        model.target.probing = Probing()
         try:
             generator = Generator(
                 model.target,

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from jetdraft.errors import ContractError, OptionError, ProviderError
 from jetdraft.runtime.ort import ort
@@ -41,9 +45,16 @@ def default_threads() -> int:
 
 
 def open_session(
-    file: Path, provider: str, threads: int = 1, spinning: bool = False
+    file: Path,
+    provider: str,
+    threads: int = 1,
+    spinning: bool = False,
+    weights: Mapping[str, npt.NDArray[np.generic]] | None = None,
 ) -> ort.InferenceSession:
-    """A session on `file`; one without `spinning` threads leaves idle cores alone."""
+    """A session on `file`; one without `spinning` threads leaves idle cores alone.
+
+    `weights` take the place of the graph's own of those names.
+    """
     if threads < 1:
         raise OptionError(f"{threads} threads cannot run anything; give 1 or more")
     options = ort.SessionOptions()
@@ -53,7 +64,12 @@ def open_session(
     options.add_session_config_entry(
         "session.intra_op.allow_spinning", "1" if spinning else "0"
     )
+    weights = weights or {}
     try:
+        options.add_external_initializers(
+            list(weights),
+            [ort.OrtValue.ortvalue_from_numpy(w) for w in weights.values()],
+        )
         return ort.InferenceSession(
             str(file), options, providers=[resolve_provider(provider)]
         )

@@ -34,7 +34,6 @@ def test_every_outcome_leaves_the_cache_in_step(model, drafter, budget):
         right = draft[1 : 1 + accepted]
         last = draft[1 + accepted] if accepted < budget else 0
         committed = [*right, (last + 1) % 288]
-        drafter.observe(committed)
         context = CONTEXT + committed
         again = drafter.propose(context, 4).tokens
         assert again == fresh(model, context, 4)
@@ -42,7 +41,6 @@ def test_every_outcome_leaves_the_cache_in_step(model, drafter, budget):
 
 def test_rounds_of_others_are_caught_up(model, drafter):
     drafter.propose(CONTEXT, 3)
-    drafter.observe([1])
     context = [*CONTEXT, 1, *range(90)]
     assert drafter.propose(context, 3).tokens == fresh(model, context, 3)
 
@@ -74,7 +72,6 @@ def test_a_context_that_changes_is_followed(model, drafter):
 
 def test_one_target_pass_per_round_and_one_drafter_pass_per_token(model, drafter):
     drafter.propose(CONTEXT, 1)
-    drafter.observe([5])
     before = model.drafter.passes
     drafter.propose([*CONTEXT, 5], 3)
     assert model.drafter.passes - before == 3

@@ -70,7 +70,7 @@ def test_a_prompt_that_fills_the_capacity_leaves_nothing_to_say(model):
 def test_width_one_is_used_only_when_not_exact(model):
     widths = []
     run = model.target.run
-    model.target.run = lambda t, **o: (widths.append(len(t)), run(t, **o))[1]
+    model.target.run = lambda t, **o: (widths.append(o.get("width")), run(t, **o))[1]
     try:
         model.generate(token_ids=IDS, method="none", max_new_tokens=5)
         exact, widths[:] = set(widths[1:]), []

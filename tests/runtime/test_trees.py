@@ -141,7 +141,7 @@ class Branching:
         rows = Rows(tokens, parents)
         return rows.depth_first() if random.random() < 0.5 else rows
 
-    def observe(self, committed):
+    def observe(self, length, answer, row):
         pass
 
 

@@ -3,6 +3,13 @@
 from jetdraft.runtime.proposers.base import Proposer
 from jetdraft.runtime.proposers.draft import DraftProposer
 from jetdraft.runtime.proposers.lookup import LookupProposer
+from jetdraft.runtime.proposers.stream import StreamProposer
 from jetdraft.runtime.proposers.tree import TreeProposer
 
-__all__ = ["DraftProposer", "LookupProposer", "Proposer", "TreeProposer"]
+__all__ = [
+    "DraftProposer",
+    "LookupProposer",
+    "Proposer",
+    "StreamProposer",
+    "TreeProposer",
+]

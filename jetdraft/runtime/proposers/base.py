@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from jetdraft.runtime.graph import Answer
 from jetdraft.runtime.rows import Kind, Rows
 from jetdraft.runtime.sampling import Chooser
 
@@ -38,9 +39,10 @@ class Proposer(Protocol):
         """
         ...
 
-    def observe(self, committed: Sequence[int]) -> None:
-        """What the round committed, for those who learn.
+    def observe(self, length: int, answer: Answer, row: int) -> None:
+        """A round has ended, whoever proposed; the next context has `length` tokens.
 
-        Rounds of other proposers are not reported: the next context has them.
+        `answer` is the target's for its rows, valid until its next pass, and `row` the
+        last accepted one, whose chosen token ends that context.
         """
         ...

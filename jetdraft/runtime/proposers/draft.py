@@ -49,5 +49,5 @@ class DraftProposer:
     def _choose(self, answer: Answer, position: int) -> int:
         return self._chooser.choose(answer, [position])[0]
 
-    def observe(self, committed: Sequence[int]) -> None:
+    def observe(self, length: int, answer: Answer, row: int) -> None:
         """Nothing to learn: the next context shows what was right."""

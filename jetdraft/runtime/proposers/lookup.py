@@ -6,6 +6,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 
+from jetdraft.runtime.graph import Answer
 from jetdraft.runtime.rows import Kind, Rows
 from jetdraft.runtime.sampling import Chooser
 
@@ -54,5 +55,5 @@ class LookupProposer:
             end, matched = at + size, size
         return end, matched
 
-    def observe(self, committed: Sequence[int]) -> None:
+    def observe(self, length: int, answer: Answer, row: int) -> None:
         """Nothing to learn: the context is all it knows."""

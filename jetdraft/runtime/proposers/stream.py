@@ -1,0 +1,78 @@
+"""Drafting by the target itself, in the pass that verifies (2402.11131)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jetdraft.runtime.graph import Answer, Graph
+from jetdraft.runtime.probes import Probing
+from jetdraft.runtime.rows import Kind, Rows
+from jetdraft.runtime.sampling import Chooser, Sampling
+from jetdraft.runtime.shapes import Shape, Tree
+
+
+class StreamProposer:
+    """Drafts what the streams of the last accepted row said, at no cost of its own.
+
+    Stream j says how the context goes on j places after its last token, which is the
+    row's own choice. Without a `shape` the draft is a chain.
+
+        StreamProposer(model.target).propose(context, budget=4)
+    """
+
+    name = "stream"
+    session_seconds = 0.0
+    ms_per_token = 0.0
+
+    def __init__(
+        self, graph: Graph, shape: Shape | None = None, kind: Kind = Kind.COUPLED
+    ) -> None:
+        self.graph = graph
+        self.shape = shape
+        self.kind = kind
+        streams = graph.contract.streams
+        self.max_draft_tokens = streams if shape is None else graph.contract.max_width
+        self.probing = Probing(streams)
+        self._chooser = Chooser(Sampling())
+        self._ready: tuple[int, Answer] | None = None
+
+    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
+        """Have the coming passes carry streams."""
+        self.graph.probing = self.probing
+        self._chooser = chooser
+        self._ready = None
+
+    def propose(self, context: Sequence[int], budget: int) -> Rows:
+        """The streams' tokens after the context's last, if the last pass had any."""
+        root = context[-1]
+        if self._ready is None or self._ready[0] != len(context):
+            return Rows.chain([root], self.kind)
+        streams = self._ready[1]
+        if self.shape is not None:
+            return self._tree(streams, root, len(context), budget)
+        said = streams.first(min(budget, len(streams.candidates)))
+        positions = range(len(context), len(context) + len(said.candidates))
+        return Rows.chain([root, *self._chooser.choose(said, positions)], self.kind)
+
+    def _tree(self, streams: Answer, root: int, position: int, budget: int) -> Rows:
+        """All rows of one depth have the same distribution: that of their stream."""
+        assert self.shape is not None
+        tree = Tree(self.kind, self._chooser.sampling, position, budget, [root])
+        levels = [
+            self._chooser.draft_distribution(streams.rows(slice(i, i + 1)))
+            for i in range(len(streams.candidates))
+        ]
+        asked = [0]
+        while asked:
+            found = {
+                row: levels[tree.depths[row]]
+                for row in asked
+                if tree.depths[row] < len(levels)
+            }
+            asked = self.shape.grow(tree, found) if found else []
+        return self.shape.finish(tree).depth_first()
+
+    def observe(self, length: int, answer: Answer, row: int) -> None:
+        """Keep what the last accepted row's streams said."""
+        streams = answer.streams.get(row)
+        self._ready = None if streams is None else (length, streams)

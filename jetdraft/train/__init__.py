@@ -1,0 +1,1 @@
+"""Recipes that make drafters and streams; torch lives here and in export."""

@@ -1,0 +1,160 @@
+"""Texts to train on, as sequences of token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from jetdraft.errors import DataError
+
+IGNORED = -100
+"""The label of tokens that are not learned."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids and, per token, whether it is to be learned."""
+
+    ids: list[int]
+    learned: list[bool]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`ids` int64 [b, T], padded on the right, and `labels` of the same shape."""
+
+    ids: Tensor
+    labels: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device."""
+        return Batch(self.ids.to(device), self.labels.to(device))
+
+
+class Corpus:
+    """Sequences to learn from and others to validate with, split by a seed.
+
+    A `.jsonl` file has one object a line: `prompt` and `completion`, of which only the
+    completion is learned, or `text`. Any other file is text, cut into windows.
+
+        corpus = Corpus.read([Path("notes.txt")], tokenizer, end=0, length=256, ...)
+        corpus.batch(step=0, size=8)
+    """
+
+    def __init__(self, sequences: Sequence[Example], share: float, seed: int) -> None:
+        order = torch.randperm(
+            len(sequences), generator=torch.Generator().manual_seed(seed)
+        ).tolist()
+        held = max(1, round(share * len(order))) if len(order) > 1 else 0
+        self.validation = [sequences[i] for i in order[:held]] or list(sequences)
+        self.training = [sequences[i] for i in order[held:]]
+        self.seed = seed
+
+    @classmethod
+    def read(
+        cls,
+        files: Sequence[Path],
+        tokenizer: Tokenizer,
+        end: Sequence[int],
+        length: int,
+        least: int,
+        share: float = 0.05,
+        seed: int = 0,
+    ) -> Corpus:
+        """Read files; sequences have at most `length` and at least `least` tokens."""
+        sequences: list[Example] = []
+        texts: list[int] = []
+        for file in files:
+            if file.suffix == ".jsonl":
+                sequences += _examples(file, tokenizer, list(end[:1]), length, least)
+            else:
+                texts += [*tokenizer.encode(_text(file)).ids, *end[:1]]
+        sequences += _windows(texts, length, least)
+        if not sequences:
+            raise DataError(
+                f"the data has {len(texts)} tokens, a sequence needs {least}; give more"
+            )
+        return cls(sequences, share, seed)
+
+    def batch(self, step: int, size: int, part: int = 0, parts: int = 1) -> Batch:
+        """The batch of a step, or the `part` of it that one of `parts` machines takes.
+
+        It depends on the seed and the step alone, so training can be taken up anywhere.
+        """
+        first = step * size
+        rows = [self._row(first + i) for i in range(size)]
+        return collate(rows[part::parts] or rows[:1])
+
+    def _row(self, number: int) -> Example:
+        epoch, place = divmod(number, len(self.training))
+        generator = torch.Generator().manual_seed(self.seed + epoch + 1)
+        order = torch.randperm(len(self.training), generator=generator).tolist()
+        chosen: Example = self.training[order[place]]
+        return chosen
+
+    def validation_batches(self, size: int) -> Iterator[Batch]:
+        """All validation sequences once."""
+        for start in range(0, len(self.validation), size):
+            yield collate(self.validation[start : start + size])
+
+
+def collate(rows: Sequence[Example]) -> Batch:
+    """Pad to the longest; labels are the ids that are to be learned."""
+    longest = max(len(row.ids) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    labels = torch.full_like(ids, IGNORED)
+    for index, row in enumerate(rows):
+        here = torch.tensor(row.ids)
+        ids[index, : len(here)] = here
+        labels[index, : len(here)] = here.where(torch.tensor(row.learned), IGNORED)
+    return Batch(ids, labels)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise DataError(f"no data file {file}; give an existing one") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {file} ({error}); give a UTF-8 text") from error
+
+
+def _windows(ids: list[int], length: int, least: int) -> Iterator[Example]:
+    for start in range(0, len(ids), length):
+        window = ids[start : start + length]
+        if len(window) >= least:
+            yield Example(window, [True] * len(window))
+
+
+def _examples(
+    file: Path, tokenizer: Tokenizer, end: list[int], length: int, least: int
+) -> Iterator[Example]:
+    for number, line in enumerate(_text(file).splitlines(), start=1):
+        where = f"line {number} of {file}"
+        try:
+            fields = json.loads(line)
+            prompt, completion = fields.get("prompt", ""), fields.get("completion")
+            completion = fields["text"] if completion is None else completion
+            head, tail = (tokenizer.encode(part).ids for part in (prompt, completion))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{where} is not an object with prompt and completion, or text; mend it"
+            ) from error
+        ids = [*head, *tail, *end]
+        if len(ids) < least:
+            raise DataError(
+                f"{where} has {len(ids)} tokens, a sequence needs {least}; give longer "
+                "ones or fewer streams"
+            )
+        if len(ids) > length:
+            raise DataError(
+                f"{where} has {len(ids)} tokens, more than the sequence length of "
+                f"{length}; raise --sequence-length or shorten it"
+            )
+        yield Example(ids, [False] * len(head) + [True] * (len(ids) - len(head)))

@@ -1,0 +1,305 @@
+"""Teaching a decoder to draft: streams, LoRA and the pruning adapter."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+
+from jetdraft.errors import DataError, OptionError, OutputError, TrainingError
+from jetdraft.export.checkpoint import Checkpoint, checkpoint_folder, weights_sha256
+from jetdraft.export.streams import (
+    SETTINGS,
+    WEIGHTS,
+    Streamed,
+    Streams,
+    StreamSettings,
+    add_adapters,
+    decoder_layers,
+    stream_weights,
+)
+from jetdraft.train.attention import IMPLEMENTATION
+from jetdraft.train.data import Corpus
+from jetdraft.train.losses import Losses, losses
+
+STATE = "training.pt"
+WARM_UP = 0.03
+Report = Callable[["Progress"], None]
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How long and how fast; lengths in tokens, the rate falls linearly to zero.
+
+    TrainingOptions(steps=200, batch_size=8, sequence_length=256)
+    """
+
+    steps: int = 200
+    batch_size: int = 8
+    sequence_length: int = 256
+    learning_rate: float = 5e-4
+    validation_share: float = 0.05
+    validate_every: int = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, least, most in (
+            ("steps", self.steps, 1, 10**9),
+            ("batch size", self.batch_size, 1, 10**6),
+            ("sequence length", self.sequence_length, 2, 10**6),
+            ("learning rate", self.learning_rate, 0.0, 1.0),
+            ("validation share", self.validation_share, 0.0, 0.5),
+            ("validate every", self.validate_every, 1, 10**9),
+        ):
+            if not least <= value <= most:
+                raise OptionError(
+                    f"{name} {value} is out of range; give {least} to {most}"
+                )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the training stands; figures of the validation sequences if there are."""
+
+    step: int
+    steps: int
+    loss: float
+    validation: dict[str, Any] | None = None
+
+
+class StreamTraining:
+    """A run that can be stopped and taken up again.
+
+    The output is a checkpoint folder: the target's own files, untouched, and beside
+    them the streams. A second run with the same settings goes on where it stopped.
+
+        StreamTraining("target", "output", [Path("notes.txt")]).run(print)
+    """
+
+    def __init__(
+        self,
+        target: str,
+        output: Path,
+        data: Sequence[Path],
+        settings: StreamSettings | None = None,
+        options: TrainingOptions | None = None,
+    ) -> None:
+        self.options = options or TrainingOptions()
+        self.output = output
+        settings = settings or StreamSettings()
+        settings.check(1 << 20)
+        self._check_output()
+        if self.options.sequence_length < settings.gamma + 2:
+            raise OptionError(
+                f"sequences of {self.options.sequence_length} tokens are too short for "
+                f"{settings.gamma} streams; give {settings.gamma + 2} or more"
+            )
+        checkpoint = Checkpoint.load(target, torch.float32)
+        if checkpoint.streams is not None:
+            raise DataError(f"{target} already has streams; give its base")
+        self.source = checkpoint_folder(target)
+        self.settings = replace(settings, base=weights_sha256(self.source))
+        model = checkpoint.model
+        self.settings.check(len(decoder_layers(model)))
+        self.corpus = self._read(checkpoint, data)
+        torch.manual_seed(self.options.seed)
+        add_adapters(model, self.settings)
+        model.set_attn_implementation(IMPLEMENTATION)
+        hidden = model.get_input_embeddings().embedding_dim
+        self.streamed = Streamed(model, Streams(self.settings, hidden))
+        self.weights = stream_weights(self.streamed)
+        for parameter in self.weights.values():
+            parameter.requires_grad_(True)
+        self.step = 0
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """How many weights are trained: of the streams themselves, and of LoRA."""
+        own = sum(p.numel() for p in self.streamed.streams.parameters())
+        every = sum(weight.numel() for weight in self.weights.values())
+        return {"streams": own, "lora": every - own}
+
+    def _read(self, checkpoint: Checkpoint, data: Sequence[Path]) -> Corpus:
+        if checkpoint.tokenizer is None:
+            raise DataError(
+                f"{checkpoint.source} has no tokenizer to read the data with; add one"
+            )
+        return Corpus.read(
+            data,
+            Tokenizer.from_str(checkpoint.tokenizer),
+            checkpoint.eos_token_ids,
+            self.options.sequence_length,
+            self.settings.gamma + 2,
+            self.options.validation_share,
+            self.options.seed,
+        )
+
+    def _check_output(self) -> None:
+        ours = self.output.is_dir() and (self.output / SETTINGS).is_file()
+        if self.output.exists() and not ours:
+            raise OutputError(
+                f"{self.output} exists and has no streams; choose another folder"
+            )
+
+    def run(self, report: Report) -> dict[str, Any]:
+        """Train to the end; the figures of the last validation come back.
+
+        Raises `TrainingError` if the loss is no longer a number, and saves what there
+        is before it passes a `KeyboardInterrupt` on.
+        """
+        accelerator = Accelerator(mixed_precision="bf16")
+        optimizer = torch.optim.AdamW(self.weights.values(), lr=0.0)
+        self._resume(optimizer)
+        streamed, optimizer = accelerator.prepare(self.streamed, optimizer)
+        figures = self._validate(accelerator, streamed)
+        report(Progress(self.step, self.options.steps, math.nan, figures))
+        try:
+            while self.step < self.options.steps:
+                loss = self._advance(accelerator, streamed, optimizer)
+                last = self.step == self.options.steps
+                due = last or self.step % self.options.validate_every == 0
+                if due:
+                    figures = self._validate(accelerator, streamed)
+                    self._save(optimizer, figures)
+                report(
+                    Progress(
+                        self.step, self.options.steps, loss, figures if due else None
+                    )
+                )
+        except KeyboardInterrupt:
+            self._save(optimizer, figures)
+            raise
+        return figures
+
+    def _advance(self, accelerator: Any, streamed: Any, optimizer: Any) -> float:
+        """One step; its loss."""
+        batch = self.corpus.batch(
+            self.step,
+            self.options.batch_size,
+            accelerator.process_index,
+            accelerator.num_processes,
+        ).to(accelerator.device)
+        with accelerator.autocast():
+            loss = losses(streamed, batch).total(self.settings.mode)
+        if not torch.isfinite(loss):
+            raise TrainingError(self._what_is_kept())
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(self.weights.values(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = self._rate()
+        optimizer.step()
+        optimizer.zero_grad()
+        self.step += 1
+        return loss.item()
+
+    def _rate(self) -> float:
+        """Warm-up, then linear decay."""
+        done = self.step / self.options.steps
+        return self.options.learning_rate * min(
+            1.0, (self.step + 1) / max(1.0, WARM_UP * self.options.steps), 1.0 - done
+        )
+
+    def _what_is_kept(self) -> str:
+        kept = (
+            f"the last good checkpoint is in {self.output}"
+            if (self.output / SETTINGS).is_file()
+            else "nothing had been saved yet"
+        )
+        return (
+            f"the loss of step {self.step + 1} is not a number; {kept}; train again "
+            "with a lower --learning-rate"
+        )
+
+    def _validate(self, accelerator: Any, streamed: Any) -> dict[str, Any]:
+        """Means over the validation sequences."""
+        streamed.eval()
+        found: list[Losses] = []
+        with torch.no_grad(), accelerator.autocast():
+            for batch in self.corpus.validation_batches(self.options.batch_size):
+                found.append(losses(streamed, batch.to(accelerator.device)))
+        streamed.train()
+
+        def mean(name: str) -> Any:
+            values = torch.stack([getattr(each, name) for each in found]).float()
+            return [round(x, 4) for x in values.mean(0).reshape(-1).tolist()]
+
+        return {
+            "main_loss": mean("main")[0],
+            "stream_losses": mean("streams"),
+            "early_loss": mean("early")[0],
+            "acceptance": mean("acceptance"),
+        }
+
+    # --- saving -----------------------------------------------------------------------
+
+    def _resume(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take up what an earlier run left in the output folder."""
+        file = self.output / STATE
+        if not file.is_file():
+            if (self.output / SETTINGS).is_file():
+                raise OutputError(
+                    f"{self.output} holds a finished training; choose another folder"
+                )
+            return
+        state = torch.load(file, weights_only=True)
+        if state["run"] != self._identity():
+            raise OutputError(
+                f"{self.output} holds a training with other settings; choose another "
+                "folder, or give the same"
+            )
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(state["weights"][name])
+        optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+
+    def _identity(self) -> dict[str, Any]:
+        """What must not change between the runs of one training."""
+        return {"settings": asdict(self.settings), "options": asdict(self.options)}
+
+    def _save(self, optimizer: torch.optim.Optimizer, figures: dict[str, Any]) -> None:
+        """Write the checkpoint, each file whole or not at all."""
+        if not (self.output / SETTINGS).is_file():
+            self._copy_base()
+        weights = {name: w.detach().cpu() for name, w in self.weights.items()}
+        described = {
+            **self.settings.to_json(),
+            "step": self.step,
+            "parameters": self.parameters,
+            "validation": figures,
+        }
+        state = {
+            "run": self._identity(),
+            "step": self.step,
+            "weights": weights,
+            "optimizer": optimizer.state_dict(),
+        }
+        text = json.dumps(described, indent=2) + "\n"
+        self._replace(STATE, lambda file: torch.save(state, file))
+        self._replace(WEIGHTS, lambda file: save_file(weights, file))
+        self._replace(SETTINGS, lambda file: file.write_text(text, encoding="utf-8"))
+        if self.step == self.options.steps:
+            (self.output / STATE).unlink()
+
+    def _copy_base(self) -> None:
+        try:
+            shutil.copytree(self.source, self.output, dirs_exist_ok=True)
+        except OSError as error:
+            raise OutputError(
+                f"cannot write {self.output} ({error.strerror}); choose another folder"
+            ) from error
+
+    def _replace(self, name: str, write: Callable[[Path], Any]) -> None:
+        partial = self.output / f"{name}.partial"
+        write(partial)
+        os.replace(partial, self.output / name)

@@ -1,0 +1,193 @@
+"""Streams around a model: masks, positions, and the graph against its module."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import jetdraft
+from jetdraft.errors import CheckpointError, OptionError
+from jetdraft.export.checkpoint import Checkpoint
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.export.streams import LOSSLESS, SHARED, Streams, StreamSettings
+from jetdraft.quant.recipe import Recipe
+from jetdraft.runtime.probes import Probing
+from jetdraft.train.attention import IMPLEMENTATION
+from tests.tiny import llama_config, save_checkpoint, save_streams
+
+SETTINGS = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)
+TOKENS = np.random.default_rng(4).integers(0, 288, 40).tolist()
+FLOATS = ExportOptions(Recipe("none"), capacity=256, max_width=48)
+
+
+@pytest.fixture(scope="module", params=[LOSSLESS, SHARED])
+def checkpoint(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("streams") / "checkpoint"
+    save_checkpoint(folder, llama_config())
+    return save_streams(folder, replace(SETTINGS, mode=request.param))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint, tmp_path_factory):
+    """Unquantized, so that rounding hides nothing."""
+    output = tmp_path_factory.mktemp("bundles") / "streams"
+    export(str(checkpoint), output, options=FLOATS)
+    return jetdraft.load(output, threads=1)
+
+
+def whole_sequence(checkpoint, change=lambda streams: None):
+    """Main [T, vocab] and stream [T, gamma, vocab] logits of the training layout."""
+    loaded = Checkpoint.load(str(checkpoint), torch.float32)
+    streamed = loaded.with_streams(1.0)
+    loaded.model.set_attn_implementation(IMPLEMENTATION)
+    change(streamed.streams)
+    ids, rows, gamma = torch.tensor([TOKENS]), len(TOKENS), SETTINGS.gamma
+    at = torch.arange(rows)
+    with torch.no_grad():
+        logits, _ = streamed(
+            ids, at[None], at.repeat_interleave(gamma),
+            torch.arange(gamma).repeat(rows), at, use_cache=False,
+        )  # fmt: skip
+    found = logits[0].numpy()
+    return found[:rows], found[rows:].reshape(rows, gamma, -1)
+
+
+def passes(model, parts, probing):
+    """Run `parts` of the tokens as passes; all answers' main and stream logits."""
+    graph = model.target
+    graph.cache.rewind(0)
+    graph.probing, start, main, streams = probing, 0, [], {}
+    for rows in parts:
+        answer = graph.run(TOKENS[start : start + rows])
+        graph.cache.advance(rows)
+        main.append(answer.logits.copy())
+        for row, found in answer.streams.items():
+            streams[start + row] = found.logits.copy()
+        start += rows
+    return np.concatenate(main), streams
+
+
+@pytest.mark.parametrize("parts", [[40], [10, 1, 5, 20, 4], [1] * 40])
+def test_rows_of_passes_are_those_of_training(checkpoint, model, parts):
+    """The best export test: committed prefixes match, so the logits must."""
+    expected_main, expected = whole_sequence(checkpoint)
+    main, streams = passes(model, parts, Probing(SETTINGS.gamma))
+    np.testing.assert_allclose(main, expected_main, atol=1e-4)
+    assert sorted(streams) == list(range(40))
+    for row, found in streams.items():
+        np.testing.assert_allclose(found, expected[row], atol=1e-4)
+
+
+def test_fewer_streams_say_what_all_of_them_say(model):
+    """Stream j does not depend on later ones."""
+    _, every = passes(model, [10, 30], Probing(3))
+    for count in (1, 2):
+        _, some = passes(model, [10, 30], Probing(count))
+        for row, found in some.items():
+            np.testing.assert_allclose(found, every[row][:count], atol=1e-5)
+
+
+def test_the_last_row_alone_says_what_it_says_beside_others(model):
+    _, every = passes(model, [10, 6], Probing(3))
+    _, last = passes(model, [10, 6], Probing(3, last_only=True))
+    assert sorted(last) == [9, 15]
+    for row, found in last.items():
+        np.testing.assert_allclose(found, every[row], atol=1e-5)
+
+
+def test_main_rows_do_not_notice_streams(model):
+    without, none = passes(model, [10, 5, 25], Probing())
+    with_streams, _ = passes(model, [10, 5, 25], Probing(3))
+    assert not none
+    np.testing.assert_allclose(with_streams, without, atol=1e-5)
+
+
+def test_a_stream_sees_those_below_it_only(checkpoint):
+    main, before = whole_sequence(checkpoint)
+
+    def change(streams: Streams) -> None:
+        streams.embeddings.data[1] += 1
+
+    changed_main, after = whole_sequence(checkpoint, change)
+    np.testing.assert_array_equal(changed_main, main)
+    np.testing.assert_array_equal(after[:, 0], before[:, 0])
+    assert np.abs(after[:, 1] - before[:, 1]).max() > 0.01
+    assert np.abs(after[:, 2] - before[:, 2]).max() > 0.001
+
+
+def test_streams_leave_nothing_in_the_cache(model):
+    graph = model.target
+    passes(model, [12, 4], Probing(3))
+    buffers = graph.cache.buffers.values()
+    found = [buffer.numpy()[:, :, :16].copy() for buffer in buffers]
+    passes(model, [16], Probing())
+    for one, buffer in zip(found, buffers, strict=True):
+        np.testing.assert_allclose(one, buffer.numpy()[:, :, :16], atol=1e-5)
+
+
+def test_rows_of_a_tree_carry_streams_too(checkpoint, model):
+    """A node's streams are those of the sequence that ends with its path."""
+    graph = model.target
+    passes(model, [20], Probing())
+    graph.probing = Probing(3)
+    # Row 2 is a wrong sibling of row 1, row 3 goes on after row 1.
+    tokens = [TOKENS[20], TOKENS[21], 7, TOKENS[22]]
+    answer = graph.run_branches(tokens, [0, 1, 1, 2], [[], [0], [0], [0, 1]])
+    main, streams = whole_sequence(checkpoint)
+    for row, place in ((0, 20), (1, 21), (3, 22)):
+        np.testing.assert_allclose(answer.logits[row], main[place], atol=1e-4)
+        found = answer.streams[row].logits
+        np.testing.assert_allclose(found, streams[place], atol=1e-4)
+
+
+def test_parameters_are_those_of_the_paper():
+    """Table 1 of 2402.11131: 4.096E4 and 8.19E4 for hidden sizes 2048 and 4096."""
+    for hidden, expected in ((2048, 40960), (4096, 81920)):
+        streams = Streams(StreamSettings(gamma=4, prune_rank=8), hidden)
+        assert sum(p.numel() for p in streams.parameters()) == expected
+
+
+def test_a_scale_of_zero_is_the_base(tmp_path, model, checkpoint):
+    if model.bundle.target.streams["mode"] != SHARED:
+        pytest.skip("only streams of the shared mode change the target")
+    base = tmp_path / "base"
+    export(str(save_checkpoint(tmp_path / "c", llama_config())), base, options=FLOATS)
+    export(
+        str(checkpoint),
+        tmp_path / "zero",
+        options=replace(FLOATS, adapter_scale=0.0),
+    )
+    logits = [
+        passes(jetdraft.load(path, threads=1), [40], Probing())[0]
+        for path in (base, tmp_path / "zero")
+    ]
+    np.testing.assert_allclose(logits[0], logits[1], atol=1e-5)
+    tuned, _ = passes(model, [40], Probing())
+    assert np.abs(tuned - logits[0]).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    "change", [{"gamma": 0}, {"gamma": 17}, {"layers": 4}, {"layers": 0}, {"mode": "x"}]
+)
+def test_settings_out_of_range_are_refused(change):
+    with pytest.raises(OptionError):
+        replace(SETTINGS, **change).check(3)
+
+
+def test_streams_of_other_weights_are_refused(tmp_path, checkpoint):
+    other = save_checkpoint(tmp_path / "other", llama_config(), seed=9)
+    for name in ("streams.json", "streams.safetensors"):
+        (other / name).write_bytes((checkpoint / name).read_bytes())
+    with pytest.raises(CheckpointError, match="other weights"):
+        export(str(other), tmp_path / "bundle", options=FLOATS)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_damaged_streams_are_refused(tmp_path, checkpoint):
+    other = save_checkpoint(tmp_path / "other", llama_config())
+    (other / "streams.json").write_bytes((checkpoint / "streams.json").read_bytes())
+    with pytest.raises(CheckpointError, match="train the streams again"):
+        export(str(other), tmp_path / "bundle", options=FLOATS)

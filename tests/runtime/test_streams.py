@@ -1,0 +1,163 @@
+"""Drafting by the target itself changes no text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import jetdraft
+from jetdraft.errors import BundleError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.export.streams import LOSSLESS, StreamSettings
+from jetdraft.quant.recipe import Recipe
+from jetdraft.runtime.probes import Probes, Probing
+from tests.tiny import llama_config, save_checkpoint, save_streams
+
+SETTINGS = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)
+PROMPT = np.random.default_rng(8).integers(0, 288, 20).tolist()
+WAYS = [
+    {},
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 1.2, "seed": 3, "top_k": 40, "top_p": 0.95},
+]
+
+
+def streams_checkpoint(folder, seed=0):
+    save_checkpoint(folder, llama_config())
+    return save_streams(folder, replace(SETTINGS, mode=LOSSLESS), seed)
+
+
+@pytest.fixture(scope="module", params=[32, 128])
+def model(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("streams")
+    options = ExportOptions(Recipe("int4", request.param), capacity=256, max_width=64)
+    export(str(streams_checkpoint(folder / "c")), folder / "bundle", options=options)
+    return jetdraft.load(folder / "bundle", threads=1)
+
+
+def text(model, method, **options):
+    return model.generate(
+        token_ids=PROMPT, method=method, ignore_eos=True, max_new_tokens=200, **options
+    )
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("length", [1, 2, 3, None])
+def test_the_text_is_that_of_plain_decoding(model, way, length):
+    plain = text(model, "none", **way)
+    drafted = text(model, "stream", num_draft_tokens=length, **way)
+    assert drafted.token_ids == plain.token_ids
+    if length is not None:
+        assert drafted.stats.drafted_tokens > 100
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("tree", ["best", "heap", "comb", "rerank"])
+def test_trees_of_streams_write_the_same_text(model, way, tree):
+    plain = text(model, "none", **way)
+    drafted = text(model, "stream", tree=tree, **way)
+    assert drafted.token_ids == plain.token_ids
+
+
+def test_a_cartesian_tree(model):
+    """k = 2 per stream: 2 + 4 + 8 rows."""
+    plain = text(model, "none")
+    drafted = text(model, "stream", tree="k-ary", branching=[2, 2, 2])
+    assert drafted.token_ids == plain.token_ids
+    assert set(drafted.stats.rounds_by_choice) >= {"stream:14"}
+
+
+def test_auto_has_streams_too(model):
+    assert model.methods == ("none", "lookup", "stream")
+    for way in WAYS:
+        plain = text(model, "none", **way)
+        assert text(model, "auto", **way).token_ids == plain.token_ids
+
+
+def test_the_base_without_streams_writes_the_same(model, tmp_path):
+    """Lossless: with respect to the untouched model."""
+    size = model.bundle.target.quantization["block_size"]
+    options = ExportOptions(Recipe("int4", size), capacity=256, max_width=64)
+    base = save_checkpoint(tmp_path / "base", llama_config())
+    export(str(base), tmp_path / "bundle", options=options)
+    other = jetdraft.load(tmp_path / "bundle", threads=1)
+    for way in WAYS:
+        plain = text(other, "none", **way).token_ids
+        assert text(model, "stream", **way).token_ids == plain
+
+
+def test_the_first_pass_carries_streams_on_the_last_prompt_row_alone(model):
+    graph, seen = model.target, []
+    run = graph.run
+
+    def spy(tokens, **options):
+        answer = run(tokens, **options)
+        seen.append((len(tokens), sorted(answer.streams)))
+        return answer
+
+    graph.run = spy
+    try:
+        text(model, "stream", num_draft_tokens=3)
+    finally:
+        del graph.run
+    assert seen[0] == (19, [])
+    assert seen[1] == (1, [0])
+    assert all(carriers == list(range(rows)) for rows, carriers in seen[1:-3])
+
+
+def test_the_end_of_the_buffer_has_no_room_for_streams(model):
+    full = model.generate(
+        token_ids=PROMPT, method="none", ignore_eos=True, max_new_tokens=10_000
+    )
+    drafted = model.generate(
+        token_ids=PROMPT, method="stream", ignore_eos=True, max_new_tokens=10_000,
+        num_draft_tokens=3,
+    )  # fmt: skip
+    assert drafted.token_ids == full.token_ids
+    assert len(full.token_ids) == 256 - len(PROMPT)
+
+
+def test_another_task_can_be_swapped_in(model, tmp_path):
+    """An npz of the same base changes what is drafted, never the text."""
+    other = streams_checkpoint(tmp_path / "c", seed=5)
+    options = ExportOptions(Recipe("none"), capacity=256, max_width=64)
+    export(str(other), tmp_path / "other", options=options)
+    swapped = jetdraft.load(
+        model.bundle.path, threads=1, streams=tmp_path / "other" / "streams.npz"
+    )
+    own, others = (text(m, "stream", num_draft_tokens=3) for m in (model, swapped))
+    assert own.token_ids == others.token_ids
+    drafts = []
+    for each in (model, swapped):
+        each.target.cache.rewind(0)
+        each.target.probing = Probing(3)
+        drafts.append(each.target.run(PROMPT).streams[19].logits.copy())
+    assert np.abs(drafts[0] - drafts[1]).max() > 0.01
+
+
+def test_streams_of_another_base_are_refused(model, tmp_path):
+    file = tmp_path / "streams.npz"
+    np.savez(file, base=np.array("another"))
+    with pytest.raises(BundleError, match="another base"):
+        jetdraft.load(model.bundle.path, streams=file)
+    file.write_bytes(b"nothing")
+    with pytest.raises(BundleError, match="cannot read streams"):
+        jetdraft.load(model.bundle.path, streams=file)
+    with pytest.raises(BundleError, match="cannot read streams"):
+        jetdraft.load(model.bundle.path, streams=tmp_path / "missing.npz")
+
+
+def test_what_probes_see():
+    """Two carriers with two streams each, after a row with two children."""
+    probes = Probes((0, 2), 2)
+    assert (probes.total, probes.rows, probes.ids) == (4, [0, 0, 2, 2], [0, 1, 0, 1])
+    seen = probes.seen([[], [0], [0]])
+    assert seen == [[0], [0, 3], [0, 2], [0, 2, 5]]
+
+
+def test_who_carries_streams():
+    assert Probing(2).of(3) == Probes((0, 1, 2), 2)
+    assert Probing(2, last_only=True).of(3) == Probes((2,), 2)
+    assert Probing().of(3).total == 0

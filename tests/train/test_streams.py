@@ -1,0 +1,266 @@
+"""Training: what is learned, what is kept, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import jetdraft
+from jetdraft.errors import DataError, OptionError, OutputError, TrainingError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.export.streams import StreamSettings
+from jetdraft.quant.recipe import Recipe
+from jetdraft.train import streams as training
+from jetdraft.train.data import IGNORED, Corpus, Example, collate
+from jetdraft.train.streams import StreamTraining, TrainingOptions
+from tests.tiny import llama_config, save_checkpoint, tokenizer
+
+SETTINGS = StreamSettings(gamma=3, layers=2, lora_rank=8, prune_rank=2)
+QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
+PERIOD = "for self in range print return "
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("train") / "target"
+    return str(save_checkpoint(folder, llama_config()))
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text(PERIOD * 100)
+    return file
+
+
+def nothing(progress) -> None:
+    """No report."""
+
+
+def train(target, output, text, settings=SETTINGS, options=QUICK, report=nothing):
+    run = StreamTraining(target, output, [text], settings, options)
+    return run, run.run(report)
+
+
+@pytest.mark.parametrize("mode", ["lossless", "shared"])
+def test_a_trained_checkpoint_drafts(target, text, tmp_path, mode):
+    """Overfitting a periodic text drives tokens per pass towards gamma + 1."""
+    settings = StreamSettings(gamma=3, layers=3, mode=mode, lora_rank=16)
+    options = TrainingOptions(
+        steps=200, batch_size=2, sequence_length=96, learning_rate=1e-2
+    )
+    if mode == "lossless":
+        # The base itself must know the text that the streams are to guess.
+        target = tuned(target, text, tmp_path / "tuned")
+    _, figures = train(target, tmp_path / "out", text, settings, options)
+    # The first tokens of a window cannot be guessed by anyone.
+    assert min(figures["acceptance"]) > 0.8
+    bundle = tmp_path / "bundle"
+    float32 = ExportOptions(Recipe("none"), capacity=256, max_width=32)
+    export(str(tmp_path / "out"), bundle, options=float32)
+    model = jetdraft.load(bundle, threads=1)
+    how = {"max_new_tokens": 60, "ignore_eos": True}
+    plain = model.generate(PERIOD * 2, method="none", **how)
+    found = model.generate(PERIOD * 2, method="stream", num_draft_tokens=3, **how)
+    assert found.token_ids == plain.token_ids
+    # 60 tokens take 16 passes at least: the first has no draft.
+    assert found.stats.tokens_per_pass > 3
+
+
+def tuned(target, text, folder):
+    """The target after a plain training on the text."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(target)
+    words = AutoTokenizer.from_pretrained(target)
+    ids = torch.tensor([words(text.read_text())["input_ids"][:96]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(120):
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_base_lies_in_the_output_untouched(target, text, tmp_path):
+    run, _ = train(target, tmp_path / "out", text)
+    for file in Path(target).iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+    described = json.loads((tmp_path / "out" / "streams.json").read_text())
+    assert described["step"] == 4
+    assert described["parameters"] == run.parameters
+    assert described["positions"] == "row + stream"
+    assert run.parameters["streams"] == 3 * 64 + 2 * 2 * 64
+
+
+def test_lossless_training_leaves_the_main_rows_alone(target, text, tmp_path):
+    reports = []
+    train(target, tmp_path / "out", text, report=reports.append)
+    seen = [r.validation["main_loss"] for r in reports if r.validation]
+    assert len(seen) == 3
+    assert len(set(seen)) == 1
+
+
+def weights(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "streams.safetensors")
+
+
+def test_an_interrupted_training_goes_on_where_it_stopped(target, text, tmp_path):
+    whole = tmp_path / "whole"
+    train(target, whole, text)
+
+    def interrupt(progress):
+        if progress.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(target, tmp_path / "out", text, report=interrupt)
+    assert json.loads((tmp_path / "out" / "streams.json").read_text())["step"] == 3
+    run, _ = train(target, tmp_path / "out", text)
+    assert run.step == 4
+    expected = weights(whole)
+    for name, weight in weights(tmp_path / "out").items():
+        torch.testing.assert_close(weight, expected[name])
+
+
+def test_other_settings_do_not_go_on(target, text, tmp_path):
+    def interrupt(progress):
+        if progress.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(target, tmp_path / "out", text, report=interrupt)
+    with pytest.raises(OutputError, match="other settings"):
+        train(target, tmp_path / "out", text, StreamSettings(gamma=2, layers=2))
+
+
+def test_a_finished_training_is_not_overwritten(target, text, tmp_path):
+    train(target, tmp_path / "out", text)
+    before = weights(tmp_path / "out")
+    with pytest.raises(OutputError, match="finished"):
+        train(target, tmp_path / "out", text)
+    assert weights(tmp_path / "out").keys() == before.keys()
+
+
+def test_a_loss_that_is_no_number_stops_and_keeps_the_last(
+    target, text, tmp_path, monkeypatch
+):
+    original, calls = training.losses, []
+
+    def losses(streamed, batch):
+        found = original(streamed, batch)
+        calls.append(1)
+        # Two validations and two steps are fine.
+        return found if len(calls) <= 4 else broken(found)
+
+    def broken(found):
+        from dataclasses import replace
+
+        return replace(found, early=found.early * torch.nan)
+
+    monkeypatch.setattr(training, "losses", losses)
+    with pytest.raises(TrainingError, match=r"step 3 is not a number; the last good"):
+        train(target, tmp_path / "out", text)
+    assert json.loads((tmp_path / "out" / "streams.json").read_text())["step"] == 2
+    assert all(bool(w.isfinite().all()) for w in weights(tmp_path / "out").values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "match"),
+    [
+        (StreamSettings(gamma=0), QUICK, "gamma 0"),
+        (StreamSettings(layers=4), QUICK, "layers 4"),
+        (StreamSettings(mode="both"), QUICK, "mode 'both'"),
+        (SETTINGS, TrainingOptions(sequence_length=4), "too short for 3 streams"),
+    ],
+)
+def test_bad_settings(target, text, tmp_path, settings, options, match):
+    with pytest.raises(OptionError, match=match):
+        StreamTraining(target, tmp_path / "out", [text], settings, options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_bad_options(value):
+    with pytest.raises(OptionError, match="steps"):
+        TrainingOptions(steps=value)
+
+
+def test_an_output_that_is_something_else(target, text, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(OutputError, match="has no streams"):
+        StreamTraining(target, tmp_path / "out", [text], SETTINGS, QUICK)
+
+
+# --- data -----------------------------------------------------------------------------
+
+
+def read(*files, length=32, least=5, **options):
+    return Corpus.read(files, tokenizer(), [0], length, least, **options)
+
+
+def test_a_text_becomes_windows(text):
+    corpus = read(text)
+    assert {len(x.ids) for x in corpus.training} == {32}
+    assert all(all(x.learned) for x in corpus.training)
+
+
+def test_only_completions_are_learned(tmp_path):
+    file = tmp_path / "data.jsonl"
+    lines = [{"prompt": "def x", "completion": "return 12345"}] * 3
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    corpus = read(file)
+    example = corpus.training[0]
+    prompt = len(tokenizer().encode("def x").ids)
+    assert example.learned == [False] * prompt + [True] * (len(example.ids) - prompt)
+    assert example.ids[-1] == 0
+
+
+def test_padding_is_not_learned():
+    batch = collate([Example([1, 2, 3], [True] * 3), Example([4], [True])])
+    assert batch.ids.tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert batch.labels.tolist() == [[1, 2, 3], [4, IGNORED, IGNORED]]
+
+
+def test_a_batch_depends_on_the_step_alone(text):
+    one, other = read(text), read(text)
+    other.batch(0, 4)
+    assert torch.equal(one.batch(7, 4).ids, other.batch(7, 4).ids)
+    assert not torch.equal(one.batch(7, 4).ids, one.batch(8, 4).ids)
+
+
+def test_machines_share_a_batch(text):
+    corpus = read(text)
+    whole = corpus.batch(3, 4).ids
+    parts = [corpus.batch(3, 4, part, 2).ids for part in (0, 1)]
+    assert torch.equal(torch.stack(parts, 1).flatten(0, 1), whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("a.txt", "x", "the data has 2 tokens, a sequence needs 5"),
+        ("a.jsonl", '{"prompt": "a", "completion": "b"}', "line 1 of .* has 3 tokens"),
+        ("a.jsonl", "not json", "line 1 of .* is not an object"),
+        ("a.jsonl", '{"prompt": "abcdef"}', "line 1 of .* is not an object"),
+        ("a.jsonl", json.dumps({"text": "word " * 90}), "more than the sequence"),
+    ],
+)
+def test_bad_data(tmp_path, name, content, match):
+    file = tmp_path / name
+    file.write_text(content)
+    with pytest.raises(DataError, match=match):
+        read(file)
+
+
+def test_missing_data(tmp_path):
+    with pytest.raises(DataError, match="no data file"):
+        read(tmp_path / "missing.txt")
