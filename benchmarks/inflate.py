@@ -12,6 +12,8 @@ The default shape has 400 M parameters. How it stays the same function:
   sqrt(old / new) and eps by old / new, which undoes the longer mean;
 - extra heads, neurons and layers have realistic random weights but write through
   output projections of 1e-6 noise; grouping of query heads is kept;
+- extra layers lie below the trained ones, so that streams stay in the top layers;
+- the streams of a checkpoint that has some are padded with zeros;
 - the checkpoint keeps its dtype, so trained weights are copied bit for bit. In
   float16 the noise is subnormal (steps of 6e-8) but not zero. The norm scale is
   exact when new / old is a power of four; if not, `--dtype float32` avoids rounding.
@@ -21,17 +23,23 @@ and random weights. Keep the intermediate size different from the vocabulary siz
 the onnxruntime-genai builder confuses the two.
 """
 
+import json
+import re
 import shutil
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
+
+from jetdraft.export.checkpoint import weights_sha256
+from jetdraft.export.streams import SETTINGS, WEIGHTS, read_settings
 
 NOISE = 1e-6
 SPREAD = 0.02  # as Llama is initialised
@@ -46,6 +54,7 @@ class Inflation:
 
     source: dict[str, Tensor]
     layers: int
+    below: int
     norm_scale: float
     generator: torch.Generator
 
@@ -64,8 +73,8 @@ class Inflation:
         if not name.startswith("model.layers."):
             return name, True
         layer, _, rest = name.removeprefix("model.layers.").partition(".")
-        origin = f"model.layers.{int(layer) % self.layers}.{rest}"
-        return origin, int(layer) < self.layers
+        place = int(layer) - self.below
+        return f"model.layers.{place % self.layers}.{rest}", place >= 0
 
     def _level(self, weight: Tensor, shape: torch.Size) -> Tensor:
         return torch.full(shape, float(weight.float().mean()))
@@ -110,6 +119,7 @@ def enlarge(checkpoint: Path, output: Path, new: LlamaConfig, seed: int) -> int:
     inflation = Inflation(
         small.state_dict(),
         layers=small.config.num_hidden_layers,
+        below=new.num_hidden_layers - small.config.num_hidden_layers,
         norm_scale=(small.config.hidden_size / new.hidden_size) ** 0.5,
         generator=torch.Generator().manual_seed(seed),
     )
@@ -122,6 +132,33 @@ def enlarge(checkpoint: Path, output: Path, new: LlamaConfig, seed: int) -> int:
         for file in checkpoint.glob(pattern):
             shutil.copy(file, output / file.name)
     return sum(parameter.numel() for parameter in large.parameters())
+
+
+def enlarge_streams(checkpoint: Path, output: Path, below: int) -> None:
+    """Pad the streams of a checkpoint for its enlarged model, if it has some."""
+    settings = read_settings(checkpoint)
+    if settings is None:
+        return
+    config = AutoConfig.from_pretrained(output)
+    with torch.device("meta"):
+        large = LlamaForCausalLM(config)
+    found = {}
+    for name, weight in load_file(checkpoint / WEIGHTS).items():
+        before, layer, after = re.match(r"(.*layers\.)(\d+)(\..*)|.*", name).groups()
+        moved = f"{before}{int(layer) + below}{after}" if layer else name
+        shape = list(weight.shape)
+        if layer:
+            path = moved.removeprefix("model.").partition(".lora_")[0]
+            rows, columns = large.get_submodule(path).weight.shape
+            side = 1 if ".lora_A." in name else 0
+            shape[side] = columns if side else rows
+        else:
+            side = 0 if name == "streams.widen.weight" else 1
+            shape[side] = config.hidden_size
+        found[moved] = paste(weight, torch.zeros(shape))
+    save_file(found, output / WEIGHTS)
+    described = replace(settings, base=weights_sha256(output)).to_json()
+    (output / SETTINGS).write_text(json.dumps(described, indent=2) + "\n")
 
 
 @torch.inference_mode()
@@ -168,7 +205,9 @@ def main(
     new = enlarged_config(AutoConfig.from_pretrained(checkpoint), sizes)
     if dtype:
         new.dtype = getattr(torch, dtype)
+    old = AutoConfig.from_pretrained(checkpoint).num_hidden_layers
     count = enlarge(checkpoint, output, new, seed)
+    enlarge_streams(checkpoint, output, new.num_hidden_layers - old)
     click.echo(f"{count / 1e6:.1f} M parameters in {output} ({new.dtype})")
     gap = check(checkpoint, output)
     click.echo(f"same greedy text over 64 tokens, logits within {gap:.1e}")

@@ -56,6 +56,12 @@ def _show_graph(name: str, entry: GraphEntry) -> None:
         )
     else:
         click.echo("  trees         none: it attends in sliding windows")
+    if entry.streams is not None:
+        made = entry.streams
+        click.echo(
+            f"  streams       {made['gamma']} in the top {made['layers']} layers, "
+            f"{made['mode']}"
+        )
     click.echo(f"  parameters    {entry.parameters:,}")
     click.echo(f"  quantization  {scheme}; activations {contract.dtype}")
     click.echo(f"  layers        {len(contract.kv_shapes)}, KV heads {heads}")
@@ -65,4 +71,4 @@ def _show_graph(name: str, entry: GraphEntry) -> None:
         for spec in specs:
             if spec.name.endswith(".0") or "." not in spec.name:
                 axes = " x ".join(map(str, spec.shape))
-                click.echo(f"    {spec.name:18} {spec.dtype:8} {axes}")
+                click.echo(f"    {spec.name:22} {spec.dtype:8} {axes}")

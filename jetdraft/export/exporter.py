@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import logging
@@ -32,7 +33,7 @@ from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.fusion import fuse
 from jetdraft.export.seams import check_seams
 from jetdraft.export.step import keep_weights, kv_shapes, trace
-from jetdraft.export.streams import Streamed, swappable_weights
+from jetdraft.export.streams import LOSSLESS, Streamed, swappable_weights
 from jetdraft.export.tree import write_compaction, write_tree
 from jetdraft.quant.recipe import Recipe
 from jetdraft.quant.weights import quantize
@@ -183,7 +184,7 @@ def _write_graph(
 ) -> GraphEntry:
     recipe = options.recipe_of(name)
     report(f"trace {name}", 0, 1)
-    streamed = None
+    streamed = described = None
     if checkpoint.streams is not None:
         streamed = checkpoint.with_streams(options.adapter_scale)
     model = trace(streamed or checkpoint.model, contract)
@@ -198,6 +199,7 @@ def _write_graph(
         logging.disable(silenced)
     if streamed is not None:
         keep_weights(model, streamed)
+        described = {**streamed.streams.settings.to_json(), "base": _base(streamed)}
         write_streams(folder / STREAMS, streamed)
     for node in model.graph:
         node.metadata_props.clear()  # stack traces with this machine's paths
@@ -220,7 +222,7 @@ def _write_graph(
         quantization=recipe.to_json(),
         source=checkpoint.source,
         parameters=checkpoint.parameters,
-        streams=streamed.streams.settings.to_json() if streamed else None,
+        streams=described,
     )
 
 
@@ -228,12 +230,20 @@ def write_streams(file: Path, streamed: Streamed) -> None:
     """Write the weights that make a task of a base, for `jetdraft.load(streams=)`.
 
     An npz of the streams' float arrays, by the names that they have in the graph, and
-    `base`, the hash of the weights that they were trained for.
+    `base`, the hash of the weights that they belong to.
     """
     weights = swappable_weights(streamed)
     arrays: dict[str, Any] = {name: weight.numpy() for name, weight in weights.items()}
-    arrays["base"] = np.array(streamed.streams.settings.base)
+    arrays["base"] = np.array(_base(streamed))
     np.savez(file, **arrays)
+
+
+def _base(streamed: Streamed) -> str:
+    """What streams belong to: the base, or in the shared mode the tuned weights."""
+    settings = streamed.streams.settings
+    if settings.mode == LOSSLESS:
+        return settings.base
+    return hashlib.sha256(f"{settings.base} {streamed.tuned}".encode()).hexdigest()
 
 
 def _write_texts(folder: Path, target: Checkpoint) -> None:

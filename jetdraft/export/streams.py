@@ -16,6 +16,7 @@ Positions, which the paper leaves open: stream j of a row at p stands at p + j.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -98,6 +99,9 @@ class Streamed(nn.Module):
     top layers the probes join them, with rotations of their own.
 
         logits, _ = Streamed(model, streams)(ids, positions, rows, ids, keep)
+
+    `entered` is called when the probes have joined, and `tuned` says which weights were
+    merged into the model, if any.
     """
 
     def __init__(self, model: Any, streams: Streams) -> None:
@@ -105,6 +109,7 @@ class Streamed(nn.Module):
         self.model = model
         self.streams = streams
         self.entered: Callable[[], None] = lambda: None
+        self.tuned = ""
         self._pass: _Pass | None = None
         layers = decoder_layers(model)
         top = layers[len(layers) - streams.settings.layers :]
@@ -347,4 +352,6 @@ def load_streams(
         ) from error
     if settings.mode == SHARED:
         merge_adapters(model, scale)
+        file = (folder / WEIGHTS).read_bytes()
+        streamed.tuned = f"{hashlib.sha256(file).hexdigest()} {scale}"
     return streamed.to(model.dtype).requires_grad_(False).eval()

@@ -16,6 +16,7 @@ import numpy as np
 
 from jetdraft.runtime.controller import WIDEST
 from jetdraft.runtime.graph import Graph
+from jetdraft.runtime.probes import Probing
 
 _TOKENS = 48
 _START = 12
@@ -26,7 +27,8 @@ _TURNS = 5
 class Calibration:
     """What was measured: `classes` of widths, milliseconds per pass by width.
 
-    `gaps[w]` is the largest logit difference between width w and the exact class.
+    `gaps[w]` is the largest logit difference between width w and the exact class, and
+    `probe_ms` what a probe adds to a pass.
 
         measure(target, drafter).exact_widths    # [2, 3, ..., 16]
     """
@@ -35,6 +37,7 @@ class Calibration:
     gaps: dict[int, float]
     target_ms: dict[int, float]
     drafter_ms: dict[int, float]
+    probe_ms: float = 0.0
 
     @property
     def exact_widths(self) -> list[int]:
@@ -56,7 +59,7 @@ class Calibration:
         held = sorted(width for members in classes for width in members)
         if held != sorted(tables["target_ms"]):
             raise ValueError("the classes do not hold every measured width once")
-        return cls(classes=classes, **tables)
+        return cls(classes=classes, probe_ms=float(fields["probe_ms"]), **tables)
 
 
 def measure(target: Graph, drafter: Graph | None) -> Calibration:
@@ -71,7 +74,7 @@ def measure(target: Graph, drafter: Graph | None) -> Calibration:
         else:
             classes.append([width])
     drafter_ms = _survey(drafter)[1] if drafter is not None else {}
-    found = Calibration(classes, {}, target_ms, drafter_ms)
+    found = Calibration(classes, {}, target_ms, drafter_ms, _probe_ms(target))
     reference = logits[found.exact_widths[0]]
     for width, values in logits.items():
         found.gaps[width] = float(np.abs(values - reference).max())
@@ -102,6 +105,23 @@ def _survey(graph: Graph) -> tuple[dict[int, np.ndarray], dict[int, float]]:
             seconds[width].append(graph.seconds - before)
     graph.cache.rewind(0)
     return logits, {width: 1e3 * min(times) for width, times in seconds.items()}
+
+
+def _probe_ms(graph: Graph) -> float:
+    """What each of two rows' probes adds to a pass."""
+    streams, seconds = graph.contract.streams, []
+    if not streams:
+        return 0.0
+    for probing in (Probing(), Probing(streams)):
+        graph.probing = probing
+        times = []
+        for _ in range(_TURNS):
+            before = graph.seconds
+            graph.run([0, 0])
+            times.append(graph.seconds - before)
+        seconds.append(min(times))
+    graph.probing = Probing()
+    return 1e3 * max(seconds[1] - seconds[0], 0.0) / (2 * streams)
 
 
 def _cover(

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from jetdraft.runtime.probes import Probing
 from jetdraft.runtime.proposers import Proposer
 from jetdraft.runtime.stats import Round
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Ask `proposer` for `budget` rows; None means a plain round."""
+    """Ask `proposer` for `budget` rows; None means a round without a draft.
+
+    The round's pass carries the probes of `probing`, for the next one.
+    """
 
     proposer: Proposer | None
     budget: int
+    probing: Probing = Probing()
 
 
 PLAIN = Plan(None, 0)
@@ -57,8 +63,11 @@ class Fixed:
         """The fixed length, or what fits of it."""
         if self.proposer is None:
             return PLAIN
+        probing = Probing(min(self.num_draft_tokens, self.proposer.streams))
         budget = min(self.num_draft_tokens, _limit(self.proposer, room, offers))
-        return Plan(self.proposer, budget) if budget > 0 else PLAIN
+        if budget > 0:
+            return Plan(self.proposer, budget, probing)
+        return Plan(None, 0, probing)
 
     def observe(self, round_: Round) -> None:
         """Nothing to learn."""
@@ -73,11 +82,13 @@ def _limit(proposer: Proposer, room: int, offers: Mapping[Proposer, int]) -> int
 class Costs:
     """Milliseconds: `target[w]` of a pass of w rows, `draft[name]` per drafted token.
 
-    Widths between measured ones are interpolated, beyond them extrapolated.
+    `probe` is what a probe adds to a pass. Widths between measured ones are
+    interpolated, beyond them extrapolated.
     """
 
     target: dict[int, float]
     draft: dict[str, float]
+    probe: float = 0.0
 
     def pass_ms(self, width: int) -> float:
         """The target's pass time at `width`."""
@@ -96,7 +107,10 @@ class Costs:
 
     def learn(self, round_: Round) -> None:
         """Follow the machine slowly; a single stall says little."""
-        if round_.width in self.target:
+        if round_.probes:
+            added = round_.target_seconds * 1e3 - self.pass_ms(round_.width)
+            self.probe = _follow(self.probe, max(added, 0.0) / round_.probes)
+        elif round_.width in self.target:
             self.target[round_.width] = _follow(
                 self.target[round_.width], round_.target_seconds * 1e3
             )
@@ -161,6 +175,10 @@ class Adaptive:
     A draft of K with rates a_1..a_K commits 1 + a_1 + a_1 a_2 + ... tokens (Leviathan
     et al., section 3) and costs a target pass of its width plus K drafted tokens. Off
     is a draft of none, at the narrowest of `widths`.
+
+    Drafts that are read off probes cost their probes, one pass before. So what is
+    compared are ways to go on: without probes, or with those that would pay in the
+    long run.
     """
 
     def __init__(
@@ -183,25 +201,69 @@ class Adaptive:
 
     def plan(self, room: int, offers: Mapping[Proposer, int]) -> Plan:
         """The best plan under the current estimates."""
-        best, best_value = PLAIN, 1.0 / self._pass_ms(1)
+        best, best_value = self._best(room, offers, Probing())
+        for proposer in self.proposers:
+            if proposer.streams:
+                probing, value = self._steady(proposer)
+                if value > MARGIN * best_value:
+                    best, _ = self._best(room, offers, probing)
+                    best_value = value
+        return best
+
+    def _best(
+        self, room: int, offers: Mapping[Proposer, int], probing: Probing
+    ) -> tuple[Plan, float]:
+        """The best draft for a pass with those probes, and its tokens per ms."""
+        best = Plan(None, 0, probing)
+        best_value = 1.0 / self._pass_ms(1, probing)
         for proposer in self.proposers:
             limit = min(self.max_draft_tokens, _limit(proposer, room, offers))
             each = self.costs.draft.get(proposer.name, 0.0)
-            tokens = chance = 1.0
-            rates = self.acceptance[proposer.name].rates(limit)
-            for length, rate in enumerate(rates, start=1):
-                chance *= rate
-                if chance < NEGLIGIBLE:
-                    break
-                tokens += chance
-                value = tokens / (self._pass_ms(length + 1) + length * each)
+            for length, tokens in self._promises(proposer, limit):
+                value = tokens / (self._pass_ms(length + 1, probing) + length * each)
                 if value > MARGIN * best_value:
-                    best, best_value = Plan(proposer, length), value
-        return best
+                    best, best_value = Plan(proposer, length, probing), value
+        return best, best_value
 
-    def _pass_ms(self, rows: int) -> float:
-        """The time of a pass that holds `rows` rows."""
-        return self.costs.pass_ms(self.widths[rows])
+    def _steady(self, proposer: Proposer) -> tuple[Probing, float]:
+        """The probes that pay best in the long run, and the tokens per ms then.
+
+        Where only the last row carries streams, a wrong guess leaves the next round
+        without a draft.
+        """
+        best, best_value = Probing(), 0.0
+        limit = min(self.max_draft_tokens, proposer.streams)
+        for length, tokens in self._promises(proposer, limit):
+            every, last = Probing(length), Probing(length, last_only=True)
+            value = tokens / self._pass_ms(length + 1, every)
+            if value > best_value:
+                best, best_value = every, value
+            wrong = 1.0 - self._chance(proposer, length)
+            spent = self._pass_ms(length + 1, last) + wrong * self._pass_ms(1, last)
+            value = (tokens + wrong) / spent
+            if value > best_value:
+                best, best_value = last, value
+        return best, best_value
+
+    def _promises(self, proposer: Proposer, limit: int) -> Iterator[tuple[int, float]]:
+        """Draft lengths and the tokens that a round with such a draft commits."""
+        tokens = chance = 1.0
+        rates = self.acceptance[proposer.name].rates(limit)
+        for length, rate in enumerate(rates, start=1):
+            chance *= rate
+            if chance < NEGLIGIBLE:
+                break
+            tokens += chance
+            yield length, tokens
+
+    def _chance(self, proposer: Proposer, length: int) -> float:
+        """That a whole draft is right."""
+        return math.prod(self.acceptance[proposer.name].rates(length))
+
+    def _pass_ms(self, rows: int, probing: Probing) -> float:
+        """The time of a pass that holds `rows` rows and their probes."""
+        probes = probing.of(rows).total if probing.streams else 0
+        return self.costs.pass_ms(self.widths[rows]) + probes * self.costs.probe
 
     def observe(self, round_: Round) -> None:
         """Update rates and times."""

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from jetdraft.runtime.controller import Controller
 from jetdraft.runtime.graph import Answer, Graph
+from jetdraft.runtime.probes import Probing
 from jetdraft.runtime.proposers import Proposer
 from jetdraft.runtime.rows import Rows, without_gaps
 from jetdraft.runtime.sampling import Chooser
@@ -166,6 +167,7 @@ class Generator:
             accepted=accepted,
             target_seconds=self.target.seconds - before,
             draft_seconds=draft_seconds,
+            probes=answer.probes,
         )
         controller.observe(round_)
         return round_, Commit(committed, len(path) - 1)
@@ -187,6 +189,7 @@ class Generator:
         Gives the method's name and its rows; `offers` holds all that were asked.
         """
         # The new token takes the last place, so drafts may fill all but that.
+        self.target.probing = Probing()
         widest = self.widths[bisect_right(self.widths, self.target.cache.room) - 1]
         room = min(limit - len(context), widest) - 1
         del self._carried[max(room, 0) :]
@@ -195,7 +198,7 @@ class Generator:
             context = array("I", [*context, *self._carried])
         while room > 0:
             plan = controller.plan(room, {p: r.drafted for p, r in offers.items()})
-            proposer = plan.proposer
+            proposer, self.target.probing = plan.proposer, plan.probing
             if proposer is None:
                 break
             if proposer not in offers:

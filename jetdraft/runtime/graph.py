@@ -35,6 +35,11 @@ class Answer:
     streams: Mapping[int, Answer] = field(default_factory=dict, repr=False)
     _parts: dict[int, Answer] = field(default_factory=dict, repr=False)
 
+    @property
+    def probes(self) -> int:
+        """How many probes the pass had."""
+        return sum(len(said.candidates) for said in self.streams.values())
+
     def first(self, rows: int) -> Answer:
         """Its first rows, sliced once however often they are asked for."""
         if rows not in self._parts:

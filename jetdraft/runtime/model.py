@@ -35,7 +35,6 @@ from jetdraft.runtime.drafting import CHAIN, MAX_DRAFT_TOKENS, Drafting
 from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.ort import ort
-from jetdraft.runtime.probes import Probing
 from jetdraft.runtime.proposers import (
     DraftProposer,
     LookupProposer,
@@ -224,6 +223,7 @@ class Model:
         self.costs = Costs(
             target=dict(self.calibration.target_ms),
             draft={name: p.ms_per_token for name, p in self.proposers.items()},
+            probe=self.calibration.probe_ms,
         )
         self._busy = False
 
@@ -466,7 +466,6 @@ class Stream:
             )
         model._busy = True
         text = model.text.stream(prompt.tolist())
-        model.target.probing = Probing()
         try:
             generator = Generator(
                 model.target,

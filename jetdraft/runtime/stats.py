@@ -11,7 +11,7 @@ class Round(NamedTuple):
     """One propose, verify and commit.
 
     `evaluated` drafted tokens were compared with a chosen one: the `accepted` and, if
-    there is one, the first wrong. `committed` includes the new token.
+    there is one, the first wrong. `probes` drafted for the next round.
     """
 
     method: str
@@ -21,6 +21,7 @@ class Round(NamedTuple):
     accepted: int
     target_seconds: float
     draft_seconds: float
+    probes: int = 0
 
 
 @dataclass

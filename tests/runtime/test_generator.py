@@ -23,6 +23,7 @@ class Scripted:
 
     session_seconds = 0.0
     max_draft_tokens = 15
+    streams = 0
 
     def __init__(self, truth, spoil):
         self.name = "scripted"

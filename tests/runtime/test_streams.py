@@ -137,6 +137,22 @@ def test_another_task_can_be_swapped_in(model, tmp_path):
     assert np.abs(drafts[0] - drafts[1]).max() > 0.01
 
 
+def test_probes_do_not_change_a_bit_of_the_rows(model):
+    """What an exact generation rests on, at every exact width."""
+    graph = model.target
+    for width in [w for w in model.calibration.exact_widths if w <= 8]:
+        graph.cache.rewind(0)
+        graph.run(PROMPT[:10])
+        graph.cache.advance(10)
+        graph.probing = Probing()
+        alone = graph.run(PROMPT[:width]).logits.copy()
+        for last_only in (False, True):
+            for streams in (1, 2, 3):
+                graph.probing = Probing(streams, last_only)
+                assert np.array_equal(graph.run(PROMPT[:width]).logits, alone)
+    graph.probing = Probing()
+
+
 def test_streams_of_another_base_are_refused(model, tmp_path):
     file = tmp_path / "streams.npz"
     np.savez(file, base=np.array("another"))

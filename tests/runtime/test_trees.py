@@ -122,6 +122,7 @@ class Branching:
     session_seconds = 0.0
     ms_per_token = 0.0
     max_draft_tokens = 15
+    streams = 0
 
     def __init__(self, truth):
         self.truth = np.concatenate([PROMPT, truth]).tolist()

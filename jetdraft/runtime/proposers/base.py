@@ -15,13 +15,15 @@ class Proposer(Protocol):
 
     `name` is the method's name, `kind` how its drafts come about, `max_draft_tokens`
     the longest draft it can make, `ms_per_token` a first guess of a drafted token's
-    time, and `session_seconds` its time inside `session.run` so far.
+    time, and `session_seconds` its time inside `session.run` so far. One that reads its
+    drafts off the target's probes says how many `streams` a row can carry, others 0.
     """
 
     name: str
     kind: Kind
     max_draft_tokens: int
     ms_per_token: float
+    streams: int
 
     @property
     def session_seconds(self) -> float: ...

@@ -18,6 +18,7 @@ class DraftProposer:
 
     name = "draft"
     kind = Kind.COUPLED
+    streams = 0
 
     def __init__(self, graph: Graph, ms_per_token: float = 0.0) -> None:
         self.graph = graph

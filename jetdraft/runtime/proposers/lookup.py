@@ -27,6 +27,7 @@ class LookupProposer:
     kind = Kind.DETERMINISTIC
     session_seconds = 0.0
     ms_per_token = 0.0
+    streams = 0
 
     def __init__(self, max_match: int = 16) -> None:
         self.max_draft_tokens = max_match

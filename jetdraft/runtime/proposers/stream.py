@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetdraft.runtime.graph import Answer, Graph
-from jetdraft.runtime.probes import Probing
 from jetdraft.runtime.rows import Kind, Rows
 from jetdraft.runtime.sampling import Chooser, Sampling
 from jetdraft.runtime.shapes import Shape, Tree
@@ -27,18 +26,16 @@ class StreamProposer:
     def __init__(
         self, graph: Graph, shape: Shape | None = None, kind: Kind = Kind.COUPLED
     ) -> None:
-        self.graph = graph
         self.shape = shape
         self.kind = kind
-        streams = graph.contract.streams
-        self.max_draft_tokens = streams if shape is None else graph.contract.max_width
-        self.probing = Probing(streams)
+        self.streams = graph.contract.streams
+        widest = graph.contract.max_width - 1
+        self.max_draft_tokens = self.streams if shape is None else widest
         self._chooser = Chooser(Sampling())
         self._ready: tuple[int, Answer] | None = None
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Have the coming passes carry streams."""
-        self.graph.probing = self.probing
+        """Forget the last sequence."""
         self._chooser = chooser
         self._ready = None
 

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import assert_refused, jetdraft
+from tests.tiny import llama_config, save_checkpoint
+
+QUICK = ("--gamma", "2", "--sequence-length", "24", "--batch-size", "2")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("cli") / "target", llama_config())
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text("for self in range print return " * 60)
+    return file
+
+
+def test_from_a_text_to_drafts(target, text, tmp_path):
+    checkpoint, bundle = tmp_path / "checkpoint", tmp_path / "bundle"
+    trained = jetdraft(
+        "train",
+        "streams",
+        target,
+        "--data",
+        text,
+        "-o",
+        checkpoint,
+        "--steps",
+        3,
+        *QUICK,
+    )
+    assert trained.exit_code == 0, trained.output
+    assert "training 1152 weights of the streams" in trained.stderr
+    assert "step 3: validation loss" in trained.stderr
+    exported = jetdraft(
+        "export", checkpoint, "-o", bundle, "--capacity", 128, "--max-width", 32
+    )
+    assert exported.exit_code == 0, exported.output
+    assert "stream" in exported.stderr
+    shown = jetdraft("inspect", bundle).stdout
+    assert "streams       2 in the top 2 layers, lossless" in shown
+    how = ("--max-new-tokens", "24", "--threads", "1", "--json")
+    plain, drafted = (
+        json.loads(jetdraft("generate", bundle, " self", "--method", m, *how).stdout)
+        for m in ("none", "stream")
+    )
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert drafted["stats"]["drafted_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--gamma", "0"), "gamma 0 is out of range"),
+        (("--layers", "4"), "layers 4 is out of range; give 1 to 3"),
+        (("--mode", "both"), "unknown mode 'both'"),
+        (("--steps", "0"), "steps 0 is out of range"),
+        (("--sequence-length", "5"), "too short for 4 streams"),
+        (("--learning-rate", "2"), "learning rate 2.0 is out of range"),
+    ],
+)
+def test_bad_options(target, text, tmp_path, options, said):
+    output = tmp_path / "out"
+    result = jetdraft(
+        "train", "streams", target, "--data", text, "-o", output, *options
+    )
+    assert_refused(result, said)
+    assert not output.exists()
+
+
+def test_bad_data(target, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("a")
+    for data, said in ((tmp_path / "missing", "no data file"), (short, "needs 6")):
+        result = jetdraft(
+            "train", "streams", target, "--data", data, "-o", tmp_path / "out"
+        )
+        assert_refused(result, said)
+
+
+def test_a_missing_target(text, tmp_path):
+    result = jetdraft(
+        "train", "streams", tmp_path / "no", "--data", text, "-o", tmp_path / "out"
+    )
+    assert_refused(result, "no checkpoint folder")
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGINT"), reason="needs signals")
+def test_ctrl_c_saves_and_says_how_to_go_on(target, text, tmp_path):
+    output = tmp_path / "out"
+    command = [
+        sys.executable, "-m", "jetdraft", "train", "streams", str(target),
+        "--data", str(text), "-o", str(output), "--steps", "100000",
+        "--validate-every", "5", *QUICK,
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step 5"):
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+    assert process.returncode == 130
+    assert "run the same command again to go on" in rest
+    assert json.loads((output / "streams.json").read_text())["step"] >= 5
+    assert (output / "training.pt").is_file()
