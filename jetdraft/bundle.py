@@ -29,7 +29,7 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.contract import StepContract
+from jetdraft.contract import SplitContract, StepContract
 from jetdraft.errors import BundleError, OutputError, PairError
 
 SCHEMA_VERSION = 3
@@ -50,12 +50,28 @@ DRAFTER = "drafter"
 
 
 @dataclass(frozen=True)
+class Halves:
+    """The graphs of a model with streams below and above where they enter."""
+
+    lower: str
+    upper: str
+    lower_compaction: str
+    upper_compaction: str
+    hidden_size: int
+
+    @property
+    def files(self) -> list[str]:
+        """All graph files."""
+        return [self.lower, self.upper, self.lower_compaction, self.upper_compaction]
+
+
+@dataclass(frozen=True)
 class GraphEntry:
     """One model: its step graph, contract, quantization and where it came from.
 
     `tree_file` and `compaction_file` are its graphs for branching drafts, None where
-    its attention does not allow them. `streams` says how its streams were made, None
-    where it has none.
+    its attention does not allow them. `streams` says how its streams were made and
+    `halves` where it is cut for them, None where it has none.
     """
 
     file: str
@@ -66,12 +82,22 @@ class GraphEntry:
     tree_file: str | None = None
     compaction_file: str | None = None
     streams: dict[str, Any] | None = None
+    halves: Halves | None = None
 
     @property
     def files(self) -> list[str]:
         """All graph files."""
         named = (self.file, self.tree_file, self.compaction_file)
-        return [file for file in named if file is not None]
+        halves = self.halves.files if self.halves else []
+        return [*(file for file in named if file is not None), *halves]
+
+    @property
+    def split_contract(self) -> SplitContract:
+        """The contract of the halves; only where there are some."""
+        assert self.halves is not None
+        assert self.streams is not None
+        layers = int(self.streams["layers"])
+        return self.tree_contract.split(layers, self.halves.hidden_size)
 
     @property
     def tree_contract(self) -> StepContract:
@@ -80,13 +106,19 @@ class GraphEntry:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads."""
-        return {**self.__dict__, "contract": self.contract.to_json()}
+        halves = asdict(self.halves) if self.halves else None
+        return {
+            **self.__dict__,
+            "contract": self.contract.to_json(),
+            "halves": halves,
+        }
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> GraphEntry:
         """Read `to_json`'s object."""
         contract = StepContract.from_json(fields["contract"])
-        return cls(**{**fields, "contract": contract})
+        halves = Halves(**fields["halves"]) if fields["halves"] else None
+        return cls(**{**fields, "contract": contract, "halves": halves})
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,14 @@ buffer of `capacity` rows:
 
 Probes only exist in graphs that draft as they verify: rows that propose and are never
 committed. Their keys and values land past the rows of the pass.
+
+Such a graph also comes in two halves, see `SplitContract`, between which a host may
+drop rows that an early exit thinks little of.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jetdraft.errors import ContractError
@@ -42,6 +45,10 @@ HIDDEN = -1e4
 ROWS, ANSWERS, PROBES, ALL = "n", "m", "r", "n+r"
 """The names of the dynamic axes: the rows of a pass, those it answers for, its probes,
 and rows and probes together."""
+
+
+EARLY_EXIT = ("streams.narrow.weight", "streams.widen.weight")
+"""The weights of the pruning adapter, which only the lower half of a graph has."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +165,16 @@ class StepContract:
             for kind in ("key", "value")
         )
 
+    def split(self, layers: int, hidden_size: int) -> SplitContract:
+        """The contract of the halves below and from the top `layers` on."""
+        below = len(self.kv_shapes) - layers
+        return SplitContract(
+            whole=self,
+            hidden_size=hidden_size,
+            lower=replace(self, kv_shapes=self.kv_shapes[:below]),
+            upper=replace(self, kv_shapes=self.kv_shapes[below:]),
+        )
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads."""
         return asdict(self)
@@ -178,6 +195,58 @@ class StepContract:
                 f"the graph contract in bundle.json is malformed ({error}); "
                 "export the bundle again"
             ) from error
+
+
+@dataclass(frozen=True)
+class SplitContract:
+    """Two graphs that together are one with streams.
+
+    The lower one runs the rows of a draft and says how likely an early exit thinks each
+    is after its parent (`scores`, log probabilities); the upper one takes the hidden
+    states of those that are kept. `lower` and `upper` have the shapes of their buffers,
+    which are numbered from 0 in both.
+
+        halves = contract.split(layers=2, hidden_size=384)
+    """
+
+    whole: StepContract
+    hidden_size: int
+    lower: StepContract
+    upper: StepContract
+
+    @property
+    def hidden(self) -> TensorSpec:
+        """The hidden states between the halves."""
+        return TensorSpec("hidden", self.whole.dtype, (1, ROWS, self.hidden_size))
+
+    @property
+    def lower_inputs(self) -> tuple[TensorSpec, ...]:
+        """All inputs of the lower half, in graph order."""
+        bias = TensorSpec(
+            "attention_bias", self.whole.dtype, (1, 1, ROWS, self.whole.capacity)
+        )
+        return (
+            *self.whole.inputs[:4],
+            bias,
+            TensorSpec("parents", "int64", (ROWS,)),
+            *self.lower.buffers("past"),
+        )
+
+    @property
+    def lower_outputs(self) -> tuple[TensorSpec, ...]:
+        """All outputs of the lower half, in graph order."""
+        scores = TensorSpec("scores", "float32", (1, ROWS))
+        return (self.hidden, scores, *self.lower.buffers("present"))
+
+    @property
+    def upper_inputs(self) -> tuple[TensorSpec, ...]:
+        """All inputs of the upper half, in graph order."""
+        return (self.hidden, *self.upper.inputs[1:])
+
+    @property
+    def upper_outputs(self) -> tuple[TensorSpec, ...]:
+        """All outputs of the upper half, in graph order."""
+        return self.upper.outputs
 
 
 _ONNX_TYPES = {

@@ -60,6 +60,11 @@ def drafting_options(function: Callable[..., Any]) -> Callable[..., Any]:
             help=f"{', '.join(VERIFIERS)}; all but walk need --no-exact.",
         ),
         click.option(
+            "--prune-threshold",
+            type=float,
+            help="With streams: drop rows that an early exit thinks less likely.",
+        ),
+        click.option(
             "--tree-parents",
             help="Comma list: the parent of rows 1, 2, ...; 0 is root.",
         ),

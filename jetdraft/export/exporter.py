@@ -23,6 +23,7 @@ from jetdraft.bundle import (
     TOKENIZER,
     Bundle,
     GraphEntry,
+    Halves,
     check_output,
     check_pair,
     writing,
@@ -32,8 +33,9 @@ from jetdraft.errors import OptionError, PairError, UnsupportedModelError
 from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.fusion import fuse
 from jetdraft.export.seams import check_seams
+from jetdraft.export.split import drop_early_exit, write_halves
 from jetdraft.export.step import keep_weights, kv_shapes, trace
-from jetdraft.export.streams import LOSSLESS, Streamed, swappable_weights
+from jetdraft.export.streams import LOSSLESS, Streamed, stream_weights
 from jetdraft.export.tree import write_compaction, write_tree
 from jetdraft.quant.recipe import Recipe
 from jetdraft.quant.weights import quantize
@@ -205,6 +207,7 @@ def _write_graph(
         node.metadata_props.clear()  # stack traces with this machine's paths
     file = f"{name}.onnx"
     ir.save(model, folder / file, external_data=f"{file}.data")
+    halves = _write_halves(folder, name, contract, streamed) if streamed else None
     tree, compaction = f"{name}-tree.onnx", f"{name}-compaction.onnx"
     branching = write_tree(folder / file, folder / tree, contract)
     if streamed is not None and not branching:
@@ -218,6 +221,7 @@ def _write_graph(
         file=file,
         tree_file=tree if branching else None,
         compaction_file=compaction if branching else None,
+        halves=halves,
         contract=contract,
         quantization=recipe.to_json(),
         source=checkpoint.source,
@@ -226,13 +230,33 @@ def _write_graph(
     )
 
 
+def _write_halves(
+    folder: Path, name: str, contract: StepContract, streamed: Streamed
+) -> Halves:
+    """The halves of a graph with streams, and what moves rows together in each."""
+    files = Halves(
+        lower=f"{name}-lower.onnx",
+        upper=f"{name}-upper.onnx",
+        lower_compaction=f"{name}-lower-compaction.onnx",
+        upper_compaction=f"{name}-upper-compaction.onnx",
+        hidden_size=streamed.streams.embeddings.shape[1],
+    )
+    traced = folder / f"{name}.onnx"
+    halves = contract.split(streamed.streams.settings.layers, files.hidden_size)
+    write_halves(traced, folder / files.lower, folder / files.upper, halves)
+    write_compaction(folder / files.lower_compaction, halves.lower)
+    write_compaction(folder / files.upper_compaction, halves.upper)
+    drop_early_exit(traced)
+    return files
+
+
 def write_streams(file: Path, streamed: Streamed) -> None:
     """Write the weights that make a task of a base, for `jetdraft.load(streams=)`.
 
     An npz of the streams' float arrays, by the names that they have in the graph, and
     `base`, the hash of the weights that they belong to.
     """
-    weights = swappable_weights(streamed)
+    weights = stream_weights(streamed)
     arrays: dict[str, Any] = {name: weight.numpy() for name, weight in weights.items()}
     arrays["base"] = np.array(_base(streamed))
     np.savez(file, **arrays)

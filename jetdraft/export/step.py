@@ -15,7 +15,7 @@ import torch
 from jetdraft.contract import ANSWERS, PROBES, ROWS, StepContract, TensorSpec
 from jetdraft.errors import JetdraftError, UnsupportedModelError
 from jetdraft.export.attention import HandThrough, StepState, attending
-from jetdraft.export.streams import Streamed, swappable_weights
+from jetdraft.export.streams import Streamed, stream_weights
 
 OPSET = 23
 # Different sizes, so that the tracer does not take two axes for the same.
@@ -75,6 +75,13 @@ class Step(torch.nn.Module):
         return [*answers(logits, self.contract), *presents(state)]
 
 
+EARLY = ("hidden", "scores")
+"""What streams add to the outputs while they are traced, for the halves: the hidden
+states that enter the top layers, and how likely an early exit thinks each row is."""
+
+PARENTS = "parents"
+
+
 class StreamStep(torch.nn.Module):
     """One pass of a model whose rows can carry streams; see `Step`.
 
@@ -83,7 +90,7 @@ class StreamStep(torch.nn.Module):
 
     def __init__(self, streamed: Streamed, contract: StepContract) -> None:
         super().__init__()
-        self.names = list(swappable_weights(streamed))
+        self.names = list(stream_weights(streamed))
         self.streamed = streamed
         self.contract = contract
 
@@ -99,8 +106,12 @@ class StreamStep(torch.nn.Module):
         probe_ids: torch.Tensor,
         past: list[torch.Tensor],
         weights: list[torch.Tensor],
+        parents: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """Outputs in the order of `StepContract.outputs`."""
+        """Outputs in the order of `StepContract.outputs`, then `EARLY`.
+
+        `parents` int64 [n] are those of the rows in a draft, the root's being itself.
+        """
         last = cursor + (input_ids.shape[1] - 1)
         state = StepState(
             cursor=cursor,
@@ -116,11 +127,15 @@ class StreamStep(torch.nn.Module):
         self.streamed.entered = entered
         with attending(state):
             # As inputs they stay what they are; the exporter would fold constants.
-            logits, _ = torch.func.functional_call(
+            logits, early, hidden = torch.func.functional_call(
                 self.streamed,
                 dict(zip(self.names, weights, strict=True)),
                 (input_ids, position_ids, probe_rows, probe_ids, answer_rows),
-                {"past_key_values": HandThrough(), "use_cache": True},
+                {
+                    "early_exit": True,
+                    "past_key_values": HandThrough(),
+                    "use_cache": True,
+                },
             )
         # Split last: a pass may have no probes, and not every operator takes nothing.
         found = answers(logits.float(), self.contract)
@@ -128,7 +143,16 @@ class StreamStep(torch.nn.Module):
         main, probes = (
             [x[:, a:b] for x in found] for a, b in ((0, rows), (rows, None))
         )
-        return [*main, *probes, *presents(state)]
+        scores = _scores(early.float(), input_ids, parents)
+        return [*main, *probes, *presents(state), hidden, scores]
+
+
+def _scores(
+    logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
+) -> torch.Tensor:
+    """The log probability of each row's token after its parent, float32 [1, n]."""
+    found = logits[:, parents].gather(-1, tokens[..., None])[..., 0]
+    return found - torch.logsumexp(logits, -1)[:, parents]
 
 
 def answers(logits: torch.Tensor, contract: StepContract) -> list[torch.Tensor]:
@@ -209,20 +233,27 @@ def trace(model: Any, contract: StepContract) -> onnx_ir.Model:
     ]
     lists, names = [past], [spec.name for spec in contract.inputs]
     if isinstance(model, Streamed):
-        weights = swappable_weights(model)
+        weights = stream_weights(model)
         lists.append(list(weights.values()))
-        names += weights
+        names += [*weights, PARENTS]
     step = StreamStep if isinstance(model, Streamed) else Step
+    streams = contract.streams > 0
+    parents = [torch.zeros(_TRACED_ROWS, dtype=torch.long)] if streams else []
+    early = EARLY if streams else ()
     try:
         with _silence(), torch.no_grad():
             program = torch.onnx.export(
                 step(model, contract).eval(),
-                (*arguments, *lists),
+                (*arguments, *lists, *parents),
                 dynamo=True,
                 opset_version=OPSET,
-                dynamic_shapes=(*shapes, *([None] * len(each) for each in lists)),
+                dynamic_shapes=(
+                    *shapes,
+                    *([None] * len(each) for each in lists),
+                    *({0: dims[ROWS]} for _ in parents),
+                ),
                 input_names=names,
-                output_names=[spec.name for spec in contract.outputs],
+                output_names=[*(spec.name for spec in contract.outputs), *early],
                 verbose=False,
             )
     except JetdraftError:
@@ -272,7 +303,7 @@ def _dynamic(spec: TensorSpec, dims: dict[str, Any]) -> dict[int, Any] | None:
 
 def keep_weights(model: onnx_ir.Model, streamed: Streamed) -> None:
     """Make the streams' weights, so far inputs, constants of their names, in place."""
-    weights = swappable_weights(streamed)
+    weights = stream_weights(streamed)
     for value in list(model.graph.inputs):
         if value.name in weights:
             model.graph.inputs.remove(value)

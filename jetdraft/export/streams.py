@@ -98,7 +98,7 @@ class Streamed(nn.Module):
     Hooks on its layers do it. The model itself only sees the rows; at the first of the
     top layers the probes join them, with rotations of their own.
 
-        logits, _ = Streamed(model, streams)(ids, positions, rows, ids, keep)
+        logits, _, _ = Streamed(model, streams)(ids, positions, rows, ids, keep)
 
     `entered` is called when the probes have joined, and `tuned` says which weights were
     merged into the model, if any.
@@ -132,12 +132,13 @@ class Streamed(nn.Module):
         keep: Tensor,
         early_exit: bool = False,
         **options: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Logits [b, m + r, vocab] of the rows `keep` [m] and then of the r probes.
 
         `input_ids` and `position_ids` are int64 [b, n], `probe_rows` and `probe_ids`
         [r]: the row that carries each probe, and which stream it is, from 0 on. With
-        `early_exit` also what the pruning adapter guesses, [b, n, vocab].
+        `early_exit` also what the pruning adapter guesses, [b, n, vocab], and last the
+        hidden states that enter the top layers, [b, n, h].
         """
         rows, probes = input_ids.shape[1], probe_rows.shape[0]
         positions = position_ids[:, probe_rows] + probe_ids + 1
@@ -151,14 +152,15 @@ class Streamed(nn.Module):
                 logits_to_keep=torch.cat([keep, probed]),
                 **options,
             ).logits
-            early = self._early_logits() if early_exit else None
+            below = self._pass.below[0]
+            early = self._early_logits(below) if early_exit else None
         finally:
             self._pass = None
-        return logits, early
+        return logits, early, below
 
-    def _early_logits(self) -> Tensor:
+    def _early_logits(self, hidden: Tensor) -> Tensor:
         """Through the frozen norm and head, from where the streams enter."""
-        hidden = self._running.below[0].detach()
+        hidden = hidden.detach()
         hidden = hidden + self.streams.widen(self.streams.narrow(hidden))
         head = self.model.get_output_embeddings()
         return head(final_norm(self.model)(hidden))  # type: ignore[no-any-return]
@@ -302,15 +304,6 @@ def stream_weights(streamed: Streamed) -> dict[str, Tensor]:
         name: parameter
         for name, parameter in streamed.named_parameters()
         if name.startswith("streams.") or f".{_ADAPTER}." in name
-    }
-
-
-def swappable_weights(streamed: Streamed) -> dict[str, Tensor]:
-    """What a graph holds of them, which another task may bring along."""
-    return {
-        name: weight
-        for name, weight in stream_weights(streamed).items()
-        if not name.startswith(("streams.narrow", "streams.widen"))
     }
 
 

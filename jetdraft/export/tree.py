@@ -13,7 +13,7 @@ from jetdraft.editing import initializer
 _COMPACTION_OPSET = 24
 """The first that has TensorScatter."""
 
-_BIAS_INPUT = 10
+BIAS_INPUT = 10
 """Of GroupQueryAttention."""
 
 
@@ -24,15 +24,15 @@ def write_tree(chain: Path, tree: Path, contract: StepContract) -> bool:
     count slots of the buffer, which are not the positions of a branching draft.
     """
     model = ir.load(chain)
-    attentions = [n for n in model.graph if n.op_type == "GroupQueryAttention"]
-    if any(node.attributes.get_int("local_window_size", -1) > 0 for node in attentions):
+    nodes = attentions(model.graph)
+    if any(node.attributes.get_int("local_window_size", -1) > 0 for node in nodes):
         return False
     bias = _bias(model.graph, contract)
-    for node in attentions:
+    for node in nodes:
         # Where streams are, there is a bias already, for rows and probes.
-        if len(node.inputs) <= _BIAS_INPUT or node.inputs[_BIAS_INPUT] is None:
-            node.resize_inputs(_BIAS_INPUT + 1)
-            node.replace_input_with(_BIAS_INPUT, bias)
+        if len(node.inputs) <= BIAS_INPUT or node.inputs[BIAS_INPUT] is None:
+            node.resize_inputs(BIAS_INPUT + 1)
+            node.replace_input_with(BIAS_INPUT, bias)
     ir.save(model, tree)
     return True
 
@@ -40,7 +40,7 @@ def write_tree(chain: Path, tree: Path, contract: StepContract) -> bool:
 def _bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
     """The rows' bias: a new input, or the part of one that is there for them."""
     if not contract.streams:
-        bias = _value(contract.bias)
+        bias = value_of(contract.bias)
         graph.inputs.append(bias)
         return bias
     whole = next(value for value in graph.inputs if value.name == contract.bias.name)
@@ -62,13 +62,13 @@ def write_compaction(file: Path, contract: StepContract) -> None:
     from row `target` (int64 [1]) on. All rows of a buffer are gathered before one is
     written, so past and present may be the same memory.
     """
-    source = _value(TensorSpec("source", "int64", ("m",)))
-    target = _value(TensorSpec("target", "int64", (1,)))
+    source = value_of(TensorSpec("source", "int64", ("m",)))
+    target = value_of(TensorSpec("target", "int64", (1,)))
     inputs, outputs, nodes = [source, target], [], []
     for past, present in zip(
         contract.buffers("past"), contract.buffers("present"), strict=True
     ):
-        buffer, moved = _value(past), _value(present)
+        buffer, moved = value_of(past), value_of(present)
         rows = ir.node("Gather", [buffer, source], {"axis": 2})
         scatter = ir.node(
             "TensorScatter",
@@ -89,7 +89,13 @@ def write_compaction(file: Path, contract: StepContract) -> None:
     ir.save(ir.Model(graph, ir_version=11), file)
 
 
-def _value(spec: TensorSpec) -> ir.Value:
+def attentions(graph: ir.Graph) -> list[ir.Node]:
+    """All nodes that read and write the buffers."""
+    return [node for node in graph if node.op_type == "GroupQueryAttention"]
+
+
+def value_of(spec: TensorSpec) -> ir.Value:
+    """A graph input or output as it is declared."""
     dtype = ir.DataType.from_numpy(np.dtype(spec.dtype))
     return ir.Value(
         name=spec.name, shape=ir.Shape(spec.shape), type=ir.TensorType(dtype)

@@ -27,10 +27,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jetdraft.runtime.controller import Controller
-from jetdraft.runtime.graph import Answer, Graph
+from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.probes import Probing
 from jetdraft.runtime.proposers import Proposer
-from jetdraft.runtime.rows import Rows, without_gaps
+from jetdraft.runtime.pruning import PrunedGraph
+from jetdraft.runtime.rows import Rows
 from jetdraft.runtime.sampling import Chooser
 from jetdraft.runtime.stats import Round, Stats
 from jetdraft.runtime.verifiers import Verifier, Walk
@@ -56,7 +57,7 @@ class Generator:
 
     def __init__(
         self,
-        target: Graph,
+        target: Graph | PrunedGraph,
         widths: Sequence[int],
         proposers: Sequence[Proposer],
         verifier: Verifier | None = None,
@@ -146,13 +147,13 @@ class Generator:
         draft_seconds, before = time.perf_counter() - started, self.target.seconds
         carried = len(self._carried)
         whole = self._with_carried(context, rows)
-        answer = self._verify(whole)
+        whole, answer = self.target.verify(whole, self._width(len(whole)))
         positions = [len(context) + depth for depth in whole.depths]
         chosen = self.verifier.choose(whole, answer, positions, chooser)
         path = whole.walk(chosen)
         # Each accepted token is the one chosen before it.
         tokens = [chosen[row] for row in path]
-        proven = self._commit(path)
+        proven = self.target.commit(path, self.exact)
         committed, self._carried = tokens[:proven], tokens[proven:]
         for proposer in self.proposers:
             proposer.observe(len(context) + len(tokens), answer, path[-1])
@@ -217,25 +218,6 @@ class Generator:
         if not self._carried:
             return rows
         return rows.under([context[-1], *self._carried[:-1]])
-
-    def _verify(self, rows: Rows) -> Answer:
-        """One pass over all rows, of an allowed width."""
-        width = self._width(len(rows))
-        if rows.is_chain:
-            return self.target.run(rows.tokens, width=width)
-        rows.check()
-        return self.target.run_branches(
-            rows.tokens, rows.depths, rows.ancestors, width=width
-        )
-
-    def _commit(self, path: list[int]) -> int:
-        """Count the accepted rows as committed; how many of them are proven."""
-        if not self.exact:
-            self.target.cache.compact(path)
-            return len(path)
-        proven = without_gaps(path)
-        self.target.cache.advance(proven)
-        return proven
 
 
 def _until_stop(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:

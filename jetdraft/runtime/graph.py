@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.contract import HIDDEN, StepContract, check_tensors
+from jetdraft.contract import StepContract, check_tensors
+from jetdraft.runtime.binding import Bound, Floats
 from jetdraft.runtime.cache import Cache
 from jetdraft.runtime.ort import ort
 from jetdraft.runtime.probes import NO_PROBES, Probes, Probing
-from jetdraft.runtime.rows import Int64s
-
-Floats = npt.NDArray[np.float32]
+from jetdraft.runtime.rows import Int64s, Rows, without_gaps
 
 
 @dataclass(frozen=True)
@@ -81,8 +79,6 @@ class Graph:
         self.cache = Cache(contract, compaction)
         self.seconds = 0.0
         self.passes = 0
-        self._cursor = np.zeros(1, np.int32)
-        self._total = np.zeros(1, np.int32)
         self.probing = Probing()
         self._bindings: dict[tuple[int, int, Probes], _Binding] = {}
 
@@ -101,11 +97,38 @@ class Graph:
         binding = self._binding(width, 1 if last_only else width, probes, room)
         binding.fill(tokens, range(cursor, cursor + width))
         if probes.total:
-            binding.show_only([list(range(row)) for row in range(width)], cursor)
+            chain = [list(range(row)) for row in range(width)]
+            binding.show_only([*chain, *probes.seen(chain)], cursor)
         else:
             binding.show_all()
         answer = self._run(binding, cursor, width)
         return answer if last_only or width == rows else answer.first(rows)
+
+    def verify(self, rows: Rows, width: int) -> tuple[Rows, Answer]:
+        """Run a draft in a pass of that width: the rows that were run, and the answer.
+
+        Here these are all rows.
+        """
+        if rows.is_chain:
+            return rows, self.run(rows.tokens, width=width)
+        rows.check()
+        answer = self.run_branches(
+            rows.tokens, rows.depths, rows.ancestors, width=width
+        )
+        return rows, answer
+
+    def commit(self, path: Sequence[int], exact: bool) -> int:
+        """Commit the rows of a path of the last pass; how many of them.
+
+        An `exact` commit ends where the path leaves a gap in the buffer, any other
+        moves what lies behind gaps.
+        """
+        if not exact:
+            self.cache.compact(path)
+            return len(path)
+        proven = without_gaps(path)
+        self.cache.advance(proven)
+        return proven
 
     def run_branches(
         self,
@@ -129,7 +152,8 @@ class Graph:
         binding = self._binding(width, width, probes, room)
         padding = width - rows
         binding.fill(tokens, [cursor + depth for depth in (*depths, *[0] * padding)])
-        binding.show_only([*ancestors, *[[]] * padding], cursor, filled)
+        seen = [*ancestors, *[[]] * padding]
+        binding.show_only([*seen, *probes.seen(seen)], cursor, filled)
         answer = self._run(binding, cursor + filled, width)
         return answer if width == rows else answer.first(rows)
 
@@ -150,79 +174,36 @@ class Graph:
         return self._bindings[key]
 
     def _run(self, binding: _Binding, cursor: int, width: int) -> Answer:
-        self._cursor[0] = cursor
-        self._total[0] = (
-            self.contract.capacity if self.contract.biased else cursor + width
-        )
-        start = time.perf_counter()
-        self.session.run_with_iobinding(binding.io)
-        self.seconds += time.perf_counter() - start
+        capacity = self.contract.capacity
+        binding.cursor[0] = cursor
+        binding.total_length[0] = capacity if self.contract.biased else cursor + width
+        self.seconds += binding.run()
         self.passes += 1
         return binding.answer
 
-    def feeds(
-        self, width: int, answers: int, probes: Probes
-    ) -> dict[str, npt.NDArray[np.generic]]:
-        """Fresh input arrays for a binding; the cursor's arrays are shared."""
-        feeds: dict[str, npt.NDArray[np.generic]] = {
-            "input_ids": np.zeros((1, width), np.int64),
-            "position_ids": np.zeros((1, width), np.int64),
-            "cursor": self._cursor,
-            "total_length": self._total,
-            "answer_rows": np.arange(width - answers, width, dtype=np.int64),
-        }
-        if self.contract.biased:
-            bias = self.contract.bias
-            shape = bias.sized(width, probes=probes.total)
-            feeds[bias.name] = np.zeros(shape, bias.dtype)
-        if self.contract.streams:
-            feeds["probe_rows"] = np.array(probes.rows, np.int64)
-            feeds["probe_ids"] = np.array(probes.ids, np.int64)
-        return feeds
 
-
-class _Binding:
-    """Inputs, outputs and buffers of one width, bound once."""
+class _Binding(Bound):
+    """What a pass of one width binds, and its answer."""
 
     def __init__(self, graph: Graph, width: int, answers: int, probes: Probes) -> None:
-        feeds = graph.feeds(width, answers, probes)
-        self.probes = probes
-        # Setting an item of a view costs a tenth of what a numpy call does.
-        self.input_ids = memoryview(feeds["input_ids"][0])
-        self.position_ids = memoryview(feeds["position_ids"][0])
-        bias = feeds.get("attention_bias")
-        self.bias = None if bias is None else bias[0, 0]
-        self.hidden = slice(0)
-        outputs = {
-            spec.name: np.zeros(spec.sized(width, answers, probes.total), spec.dtype)
-            for spec in graph.contract.answers
-        }
-        self.io = graph.session.io_binding()
-        # The OrtValues alias the arrays; the binding keeps both alive.
-        self.kept = {
-            name: ort.OrtValue.ortvalue_from_numpy(array)
-            for name, array in (feeds | outputs).items()
-        }
-        for name in feeds:
-            self.io.bind_ortvalue_input(name, self.kept[name])
-        for name in outputs:
-            self.io.bind_ortvalue_output(name, self.kept[name])
-        for name, buffer in graph.cache.buffers.items():
-            self.io.bind_ortvalue_input(name, buffer)
-            self.io.bind_ortvalue_output(name.replace("past_", "present_"), buffer)
-        found = [array[0] for array in outputs.values()]
-        drafts = Answer(*found[4:]) if probes.total else None
-        self.answer = Answer(
-            candidates=found[0],
-            candidate_logits=found[1],
-            logsumexp=found[2],
-            logits=found[3],
-            streams={
-                row: drafts.rows(slice(i * probes.streams, (i + 1) * probes.streams))
-                for i, row in enumerate(probes.carriers)
-                if drafts is not None
-            },
+        contract = graph.contract
+        super().__init__(
+            graph.session,
+            contract.inputs,
+            contract.outputs,
+            graph.cache.buffers,
+            width,
+            answers,
+            probes.total,
         )
+        self.probes = probes
+        self.input_ids = self.view("input_ids")
+        self.position_ids = self.view("position_ids")
+        self.arrays["answer_rows"][:] = np.arange(width - answers, width)
+        if contract.streams:
+            self.arrays["probe_rows"][:] = probes.rows
+            self.arrays["probe_ids"][:] = probes.ids
+        self.answer = answer_of(self.arrays, contract, probes)
 
     def fill(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
         """Set the rows' tokens and positions; the last token fills up the rest."""
@@ -230,30 +211,15 @@ class _Binding:
             self.input_ids[row] = tokens[row] if row < len(tokens) else tokens[-1]
             self.position_ids[row] = position
 
-    def show_all(self) -> None:
-        """Let every row see all slots before it."""
-        if self.bias is not None and self.hidden.stop:
-            self.bias[:, self.hidden] = 0
-            self.hidden = slice(0)
 
-    def show_only(
-        self, ancestors: Sequence[Sequence[int]], cursor: int, filled: int = 0
-    ) -> None:
-        """Hide the draft's slots from rows that do not descend from them.
-
-        A probe only sees its carrier, the carrier's ancestors and its own kin.
-        """
-        assert self.bias is not None
-        self.show_all()
-        seen = (*map(tuple, ancestors), *map(tuple, self.probes.seen(ancestors)))
-        self.hidden = slice(cursor, cursor + filled + len(seen))
-        self.bias[:, self.hidden] = _visible(seen, filled)
-
-
-@lru_cache(maxsize=256)
-def _visible(seen: tuple[tuple[int, ...], ...], filled: int) -> Floats:
-    """What is added to the scores of a draft's slots, [rows, filled + rows]."""
-    block = np.full((len(seen), filled + len(seen)), HIDDEN, np.float32)
-    for row, slots in enumerate(seen):
-        block[row, [*slots, filled + row]] = 0
-    return block
+def answer_of(
+    arrays: Mapping[str, npt.NDArray[Any]], contract: StepContract, probes: Probes
+) -> Answer:
+    """The answer that a binding's output arrays hold."""
+    found = [arrays[spec.name][0] for spec in contract.answers]
+    main, drafts = found[:4], found[4:]
+    streams = {}
+    for index, row in enumerate(probes.carriers):
+        own = slice(index * probes.streams, (index + 1) * probes.streams)
+        streams[row] = Answer(*(array[own] for array in drafts))
+    return Answer(main[0], main[1], main[2], main[3], streams)

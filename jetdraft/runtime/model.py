@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jetdraft.bundle import Bundle, GraphEntry, read_streams
+from jetdraft.contract import EARLY_EXIT
 from jetdraft.errors import (
     DraftError,
     JetdraftError,
@@ -42,6 +43,7 @@ from jetdraft.runtime.proposers import (
     StreamProposer,
     TreeProposer,
 )
+from jetdraft.runtime.pruning import PrunedGraph
 from jetdraft.runtime.rows import Int64s
 from jetdraft.runtime.sampling import Chooser, Sampling
 from jetdraft.runtime.session import default_threads, open_session, resolve_provider
@@ -84,6 +86,8 @@ class Options:
     "auto" the proposer too. `exact` keeps to one class of pass widths, and to the text
     of plain decoding; other verifiers than the walk keep at most its distribution. For
     `tree`, `siblings`, `branching`, `tree_parents` and `verifier` see `Drafting`.
+    `prune_threshold` drops drafted rows that an early exit thinks less likely, with
+    method "stream"; None runs the target whole.
     """
 
     max_new_tokens: int = 128
@@ -101,6 +105,7 @@ class Options:
     branching: Sequence[int] | None = None
     tree_parents: Sequence[int] | None = None
     verifier: str = "walk"
+    prune_threshold: float | None = None
     sampling: Sampling = field(init=False)
     drafting: Drafting = field(init=False)
 
@@ -134,9 +139,10 @@ class Options:
             ("temperature", Real, "a number"),
             ("top_p", Real, "a number"),
             ("min_p", Real, "a number"),
+            ("prune_threshold", Real, "a number"),
         ):
             given = getattr(self, name)
-            optional = given is None and name == "num_draft_tokens"
+            optional = given is None and name in ("num_draft_tokens", "prune_threshold")
             if not optional and (
                 isinstance(given, bool) or not isinstance(given, kind)
             ):
@@ -164,6 +170,17 @@ class Options:
             raise OptionError(
                 f"a {self.tree} tree is drafted by method draft or stream, not "
                 f"{self.method}"
+            )
+        threshold = self.prune_threshold
+        if threshold is not None and self.method != "stream":
+            raise OptionError(
+                f"prune threshold {threshold} means something with method stream only; "
+                "leave it out"
+            )
+        if threshold is not None and not 0.0 <= threshold <= 2.0:
+            raise OptionError(
+                f"prune threshold {threshold} is out of range; give 0 (keep all) to 1, "
+                "or 2 (drop all)"
             )
         sized = self.branching is not None or self.tree_parents is not None
         if sized and self.num_draft_tokens is not None:
@@ -210,8 +227,11 @@ class Model:
         resolve_provider(self.provider)
         self.threads = default_threads() if threads is None else threads
         self.text = TextCodec(bundle.tokenizer)
-        weights = {} if streams is None else read_streams(Path(streams), bundle.target)
-        self.target = self._open(bundle.target, self.threads, True, weights)
+        given = {} if streams is None else read_streams(Path(streams), bundle.target)
+        # The early exit's weights are in the lower half, all others in the upper one.
+        self._early = {name: given[name] for name in EARLY_EXIT if name in given}
+        self._late = {n: w for n, w in given.items() if n not in EARLY_EXIT}
+        self.target = self._open(bundle.target, self.threads, True, self._late)
         # One quiet thread: a second spinning pool would take the target's cores.
         self.drafter = None
         if bundle.drafter is not None:
@@ -225,6 +245,7 @@ class Model:
             draft={name: p.ms_per_token for name, p in self.proposers.items()},
             probe=self.calibration.probe_ms,
         )
+        self._halves: PrunedGraph | None = None
         self._busy = False
 
     def _open(
@@ -245,6 +266,30 @@ class Model:
             entry.tree_contract,
             open_session(folder / entry.compaction_file, self.provider),
         )
+
+    def target_for(self, options: Options) -> Graph | PrunedGraph:
+        """The target, or its halves where a generation prunes.
+
+        The halves are opened when first asked for; on the CPU they hold the weights a
+        second time.
+        """
+        if options.prune_threshold is None:
+            return self.target
+        entry, folder = self.bundle.target, self.bundle.path
+        if entry.halves is None:
+            raise MethodError("the bundle's target has no streams to prune for")
+        if self._halves is None:
+            how = (self.provider, self.threads, True)
+            self._halves = PrunedGraph(
+                open_session(folder / entry.halves.lower, *how, self._early),
+                open_session(folder / entry.halves.upper, *how, self._late),
+                entry.split_contract,
+                open_session(folder / entry.halves.lower_compaction, self.provider),
+                open_session(folder / entry.halves.upper_compaction, self.provider),
+            )
+        self._halves.threshold = options.prune_threshold
+        self._halves.widths = sorted(self.widths(options))
+        return self._halves
 
     def calibrate(self, again: bool = False) -> Calibration:
         """The measured width classes and pass times of this machine.
@@ -468,7 +513,7 @@ class Stream:
         text = model.text.stream(prompt.tolist())
         try:
             generator = Generator(
-                model.target,
+                model.target_for(options),
                 model.widths(options),
                 list(proposers.values()),
                 options.drafting.checker,

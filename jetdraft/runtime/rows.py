@@ -77,6 +77,18 @@ class Rows:
         end = drafted + 1
         return Rows(self.tokens[:end], self.parents[:end], self.kind, self.drawn_from)
 
+    def only(self, kept: Sequence[int]) -> Rows:
+        """Some rows, ascending, with the parents of all of them among them."""
+        if len(kept) == len(self.tokens):
+            return self
+        place = {row: i for i, row in enumerate(kept)}
+        return Rows(
+            [self.tokens[row] for row in kept],
+            [-1] + [place[self.parents[row]] for row in kept[1:]],
+            self.kind,
+            {place[row]: q for row, q in self.drawn_from.items() if row in place},
+        )
+
     def under(self, path: list[int]) -> Rows:
         """The same rows at the end of a chain of `path` tokens."""
         if not path:

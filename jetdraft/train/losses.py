@@ -40,7 +40,7 @@ def losses(streamed: Streamed, batch: Batch) -> Losses:
     gamma = streamed.streams.settings.gamma
     size, rows = batch.ids.shape
     at = torch.arange(rows, device=batch.ids.device)
-    logits, early = streamed(
+    logits, early, _ = streamed(
         batch.ids,
         at.expand(size, rows),
         at.repeat_interleave(gamma),

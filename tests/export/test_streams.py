@@ -47,7 +47,7 @@ def whole_sequence(checkpoint, change=lambda streams: None):
     ids, rows, gamma = torch.tensor([TOKENS]), len(TOKENS), SETTINGS.gamma
     at = torch.arange(rows)
     with torch.no_grad():
-        logits, _ = streamed(
+        logits, _, _ = streamed(
             ids, at[None], at.repeat_interleave(gamma),
             torch.arange(gamma).repeat(rows), at, use_cache=False,
         )  # fmt: skip

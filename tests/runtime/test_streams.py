@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 import jetdraft
-from jetdraft.errors import BundleError
+from jetdraft.errors import BundleError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.streams import LOSSLESS, StreamSettings
 from jetdraft.quant.recipe import Recipe
+from jetdraft.runtime.model import Options
 from jetdraft.runtime.probes import Probes, Probing
+from jetdraft.runtime.rows import Rows
 from tests.tiny import llama_config, save_checkpoint, save_streams
 
 SETTINGS = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)
@@ -33,6 +35,14 @@ def streams_checkpoint(folder, seed=0):
 def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("streams")
     options = ExportOptions(Recipe("int4", request.param), capacity=256, max_width=64)
+    export(str(streams_checkpoint(folder / "c")), folder / "bundle", options=options)
+    return jetdraft.load(folder / "bundle", threads=1)
+
+
+@pytest.fixture(scope="module")
+def float_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("float")
+    options = ExportOptions(Recipe("none"), capacity=256, max_width=64)
     export(str(streams_checkpoint(folder / "c")), folder / "bundle", options=options)
     return jetdraft.load(folder / "bundle", threads=1)
 
@@ -177,3 +187,82 @@ def test_who_carries_streams():
     assert Probing(2).of(3) == Probes((0, 1, 2), 2)
     assert Probing(2, last_only=True).of(3) == Probes((2,), 2)
     assert Probing().of(3).total == 0
+
+
+# --- pruning --------------------------------------------------------------------------
+
+TREE = {"tree": "k-ary", "branching": [2, 2, 2]}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("threshold", [0.0, 0.01, 0.3, 2.0])
+@pytest.mark.parametrize("tree", [{}, TREE], ids=["chain", "tree"])
+def test_pruning_changes_no_text(model, way, threshold, tree):
+    plain = text(model, "none", **way)
+    pruned = text(model, "stream", prune_threshold=threshold, **tree, **way)
+    assert pruned.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_threshold_of_zero_prunes_nothing(model, way):
+    whole = text(model, "stream", **TREE, **way).stats
+    halves = text(model, "stream", prune_threshold=0.0, **TREE, **way).stats
+    assert halves.target_passes == whole.target_passes
+    assert halves.accepted_counts == whole.accepted_counts
+
+
+def test_a_threshold_above_one_is_plain_decoding(model):
+    stats = text(model, "stream", prune_threshold=2.0, **TREE).stats
+    assert stats.accepted_tokens == 0
+    assert stats.target_passes == 200
+
+
+def test_a_row_goes_with_all_below_it(model):
+    halves = model.target_for(Options(method="stream", prune_threshold=0.5))
+    rows = Rows([5, 6, 7, 8, 9], [-1, 0, 1, 0, 3])
+    scores = np.log([1.0, 0.4, 0.9, 0.6, 0.5])
+    assert halves._keep(rows, scores) == [0, 3, 4]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_both_halves_hold_what_a_fresh_prefill_holds(float_model, exact):
+    """A path has one map into the lower buffers and another into the upper ones."""
+    halves = float_model.target_for(
+        Options(method="stream", prune_threshold=0.0, exact=exact)
+    )
+    rows = Rows([9, 8, 7, 6, 5], [-1, 0, 0, 2, 3])
+    halves.cache.rewind(0)
+    halves.run(PROMPT)
+    halves.cache.advance(len(PROMPT))
+    halves._keep = lambda rows, scores: [0, 2, 3, 4]  # row 1 is pruned
+    try:
+        kept, _ = halves.verify(rows, 5 if not exact else 6)
+    finally:
+        del halves._keep
+    assert kept.tokens == [9, 7, 6, 5]
+    committed = halves.commit([0, 1, 2], exact)
+    assert committed == (1 if exact else 3)
+    length = len(PROMPT) + committed
+    buffers = [
+        buffer
+        for cache in (halves.cache.lower, halves.cache.upper)
+        for buffer in cache.buffers.values()
+    ]
+    found = [buffer.numpy()[:, :, :length].copy() for buffer in buffers]
+    halves.cache.rewind(0)
+    halves.run([*PROMPT, 9, 7, 6][:length])
+    for one, buffer in zip(found, buffers, strict=True):
+        np.testing.assert_allclose(one, buffer.numpy()[:, :, :length], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"method": "lookup", "prune_threshold": 0.1}, "method stream only"),
+        ({"method": "stream", "prune_threshold": -0.1}, "out of range"),
+        ({"method": "stream", "prune_threshold": "x"}, "not a number"),
+    ],
+)
+def test_bad_thresholds(model, options, match):
+    with pytest.raises(OptionError, match=match):
+        model.generate(token_ids=PROMPT, **options)

@@ -1,0 +1,202 @@
+"""A target in two halves, between which rows that look wrong are dropped.
+
+Speculative Streaming's early exit (2402.11131, 3.1.3): after the lower half the pruning
+adapter, the norm and the head say how likely each drafted token is after its parent.
+Where that is below a threshold, the row and all below it never enter the upper half,
+and so carry no streams.
+
+    keep the root; keep c if its parent is kept and p_early(c | parent) >= threshold
+
+Dropping a row can only shorten what is accepted, never change it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from jetdraft.contract import SplitContract, check_tensors
+from jetdraft.runtime.binding import Bound
+from jetdraft.runtime.cache import Cache
+from jetdraft.runtime.graph import Answer, answer_of
+from jetdraft.runtime.ort import ort
+from jetdraft.runtime.probes import NO_PROBES, Probes, Probing
+from jetdraft.runtime.rows import Rows, without_gaps
+
+
+class HalfCaches:
+    """The caches of both halves, which always hold the same tokens."""
+
+    def __init__(self, lower: Cache, upper: Cache) -> None:
+        self.lower = lower
+        self.upper = upper
+
+    @property
+    def length(self) -> int:
+        """Committed rows."""
+        return self.lower.length
+
+    @property
+    def capacity(self) -> int:
+        """Rows that fit."""
+        return self.lower.capacity
+
+    @property
+    def room(self) -> int:
+        """Rows that still fit."""
+        return self.lower.room
+
+    @property
+    def seconds(self) -> float:
+        """Time spent moving rows."""
+        return self.lower.seconds + self.upper.seconds
+
+    def advance(self, rows: int) -> None:
+        """Count the next rows as committed."""
+        self.lower.advance(rows)
+        self.upper.advance(rows)
+
+    def rewind(self, length: int) -> None:
+        """Go back to `length` committed rows."""
+        self.lower.rewind(length)
+        self.upper.rewind(length)
+
+
+class PrunedGraph:
+    """Runs drafts like a `Graph`, through both halves.
+
+    `threshold` is the least probability that keeps a row: at 0 all stay, above 1 only
+    the root. `widths` are those that the upper half may use.
+
+        graph = PrunedGraph(lower, upper, contract, lower_moves, upper_moves)
+        graph.threshold, graph.widths = 0.1, [2, 4, 6, 8]
+        rows, answer = graph.verify(rows, width=8)
+    """
+
+    def __init__(
+        self,
+        lower: ort.InferenceSession,
+        upper: ort.InferenceSession,
+        contract: SplitContract,
+        lower_compaction: ort.InferenceSession,
+        upper_compaction: ort.InferenceSession,
+    ) -> None:
+        for session, inputs, outputs, name in (
+            (lower, contract.lower_inputs, contract.lower_outputs, "lower half"),
+            (upper, contract.upper_inputs, contract.upper_outputs, "upper half"),
+        ):
+            check_tensors(inputs, session.get_inputs(), f"the {name}'s inputs")
+            check_tensors(outputs, session.get_outputs(), f"the {name}'s outputs")
+        self.halves = contract
+        self.contract = contract.whole
+        self.cache = HalfCaches(
+            Cache(contract.lower, lower_compaction),
+            Cache(contract.upper, upper_compaction),
+        )
+        self.threshold = 0.0
+        self.widths: Sequence[int] = ()
+        self.probing = Probing()
+        self.seconds = 0.0
+        self.passes = 0
+        self._sessions = lower, upper
+        self._lower: dict[int, Bound] = {}
+        self._upper: dict[tuple[int, Probes], Bound] = {}
+        self._kept: list[int] = []
+
+    def run(self, tokens: Sequence[int], last_only: bool = True) -> Answer:
+        """A pass of a prefill: nothing is pruned and nothing drafted."""
+        rows = Rows.chain(list(tokens))
+        below = self._run_lower(rows, len(rows))
+        everyone = list(range(len(rows)))
+        return self._run_upper(rows, below, everyone, len(rows), NO_PROBES)
+
+    def verify(self, rows: Rows, width: int) -> tuple[Rows, Answer]:
+        """Run a draft: the rows that were kept, and the answer for them."""
+        rows.check()
+        below = self._run_lower(rows, width)
+        self._kept = self._keep(rows, below.arrays["scores"][0].tolist())
+        kept = rows.only(self._kept)
+        width = self.widths[bisect_left(self.widths, len(kept))]
+        probes = self.probing.of(len(kept))
+        if width + probes.total > self.cache.room:
+            probes = NO_PROBES
+        answer = self._run_upper(kept, below, self._kept, width, probes)
+        return kept, answer.first(len(kept))
+
+    def commit(self, path: Sequence[int], exact: bool) -> int:
+        """Commit the rows of a path; how many of them, see `Graph.commit`.
+
+        A row has one place in the lower half's buffers and another in the upper's.
+        """
+        lower = [self._kept[row] for row in path]
+        if not exact:
+            self.cache.lower.compact(lower)
+            self.cache.upper.compact(path)
+            return len(path)
+        proven = without_gaps(lower)
+        self.cache.advance(proven)
+        return proven
+
+    def _keep(self, rows: Rows, scores: Sequence[float]) -> list[int]:
+        least = math.log(self.threshold) if self.threshold else -math.inf
+        kept = [0]
+        for row in range(1, len(rows)):
+            if rows.parents[row] in kept and scores[row] >= least:
+                kept.append(row)
+        return kept
+
+    def _run_lower(self, rows: Rows, width: int) -> Bound:
+        """The lower half over a draft."""
+        if width not in self._lower:
+            self._lower[width] = Bound(
+                self._sessions[0],
+                self.halves.lower_inputs,
+                self.halves.lower_outputs,
+                self.cache.lower.buffers,
+                width,
+                0,
+                0,
+            )
+        bound, padding = self._lower[width], width - len(rows)
+        bound.arrays["input_ids"][0] = rows.tokens + rows.tokens[-1:] * padding
+        bound.arrays["parents"][:] = [0, *rows.parents[1:], *[0] * padding]
+        self._place(bound, rows, padding, NO_PROBES)
+        return bound
+
+    def _run_upper(
+        self, rows: Rows, below: Bound, kept: list[int], width: int, probes: Probes
+    ) -> Answer:
+        """The upper half over what is kept of a draft."""
+        key = (width, probes)
+        if key not in self._upper:
+            self._upper[key] = Bound(
+                self._sessions[1],
+                self.halves.upper_inputs,
+                self.halves.upper_outputs,
+                self.cache.upper.buffers,
+                width,
+                width,
+                probes.total,
+            )
+            arrays = self._upper[key].arrays
+            arrays["answer_rows"][:] = range(width)
+            arrays["probe_rows"][:] = probes.rows
+            arrays["probe_ids"][:] = probes.ids
+        bound, padding = self._upper[key], width - len(rows)
+        hidden = below.arrays["hidden"][0]
+        bound.arrays["hidden"][0] = hidden[kept + kept[-1:] * padding]
+        self._place(bound, rows, padding, probes)
+        self.passes += 1
+        return answer_of(bound.arrays, self.halves.upper, probes)
+
+    def _place(self, bound: Bound, rows: Rows, padding: int, probes: Probes) -> None:
+        """Set positions and what rows see, and run."""
+        cursor = self.cache.length
+        depths = [*rows.depths, *[0] * padding]
+        bound.arrays["position_ids"][0] = [cursor + depth for depth in depths]
+        seen = [*rows.ancestors, *[[]] * padding]
+        bound.show_only([*seen, *probes.seen(seen)], cursor)
+        bound.cursor[0] = cursor
+        bound.total_length[0] = self.contract.capacity
+        self.seconds += bound.run()
