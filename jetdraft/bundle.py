@@ -5,7 +5,8 @@
     target-tree.onnx  the same for branching drafts, over the same weights
     target-compaction.onnx   moves an accepted branch together in the KV buffers
     drafter.onnx, drafter-tree.onnx, ...   likewise, where there is a drafter
-    streams.npz       what makes a task of the base, where the target has streams
+    target-lower.onnx, target-upper.onnx, ...   the target in halves, and
+    streams.npz       what makes a task of the base, where it has streams
     tokenizer.json    where the checkpoint has one
     chat_template.jinja
 
@@ -245,23 +246,40 @@ def check_pair(target: StepContract, drafter: StepContract) -> None:
         )
 
 
-def read_streams(file: Path, target: GraphEntry) -> dict[str, npt.NDArray[Any]]:
+def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
     """The weights of a `streams.npz`; raise `BundleError` if they do not fit."""
-    try:
-        with np.load(file, allow_pickle=False) as stored:
-            weights = {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise BundleError(
-            f"cannot read streams from {file} ({error}); give a streams.npz that "
-            "jetdraft export wrote"
-        ) from error
+    weights = _read_arrays(file)
     base = str(weights.pop("base", ""))
-    if target.streams is None or base != target.streams["base"]:
+    streams = bundle.target.streams
+    if streams is None or base != streams["base"]:
         raise BundleError(
             f"the streams in {file} were trained for another base; give those of this "
             "bundle's"
         )
+    own = _read_arrays(bundle.path / STREAMS)
+    del own["base"]
+    for name in sorted(own.keys() | weights.keys()):
+        one, other = (
+            (a[name].shape, a[name].dtype) if name in a else None
+            for a in (own, weights)
+        )
+        if one != other:
+            raise BundleError(
+                f"{name} in {file} does not fit the bundle's; train with the same "
+                "gamma, layers and ranks"
+            )
     return weights
+
+
+def _read_arrays(file: Path) -> dict[str, npt.NDArray[Any]]:
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise BundleError(
+            f"cannot read streams from {file} ({error}); give a streams.npz that "
+            "jetdraft export wrote"
+        ) from error
 
 
 def check_output(output: Path) -> None:

@@ -94,11 +94,7 @@ def attend(
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention over the active `StepState`: [1, heads, n, d] to [1, n, heads, d]."""
-    unknown = [
-        name
-        for name, given in extra.items()
-        if name not in _HARMLESS and given is not None and given is not False
-    ]
+    unknown = unknown_arguments(extra)
     if attention_mask is not None or unknown or key.shape[-1] != value.shape[-1]:
         raise UnsupportedModelError(
             f"{type(module).__name__} needs more than GroupQueryAttention computes "
@@ -130,6 +126,15 @@ def attend(
     output, *present = form(call, state)
     state.present[layer] = (present[0], present[1])
     return output, None
+
+
+def unknown_arguments(extra: dict[str, Any]) -> list[str]:
+    """What a layer asks of its attention that we do not compute."""
+    return [
+        name
+        for name, given in extra.items()
+        if name not in _HARMLESS and given is not None and given is not False
+    ]
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ from safetensors import SafetensorError
 
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.attention import IMPLEMENTATION
-from jetdraft.export.streams import WEIGHTS as STREAM_WEIGHTS
 from jetdraft.export.streams import (
+    SETTINGS,
     Streamed,
     StreamSettings,
     load_streams,
     read_settings,
 )
+from jetdraft.export.streams import WEIGHTS as STREAM_WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Checkpoint:
             tokenizer=tokenizer and tokenizer.backend_tokenizer.to_str(),
             chat_template=getattr(tokenizer, "chat_template", None),
             eos_token_ids=_eos_token_ids(model),
-            streams=read_settings(Path(source)),
+            streams=read_settings(checkpoint_folder(source)),
         )
 
     def with_streams(self, scale: float) -> Streamed:
@@ -109,17 +110,26 @@ def checkpoint_folder(source: str) -> Path:
     """Where a checkpoint's files are; those of a hub id are in the hub's cache."""
     if Path(source).is_dir():
         return Path(source)
-    config = transformers.utils.cached_file(source, "config.json")
-    return Path(config).parent
+    for name in (SETTINGS, STREAM_WEIGHTS):
+        # Streams are not among what transformers fetches; most have none.
+        transformers.utils.cached_file(
+            source, name, _raise_exceptions_for_missing_entries=False
+        )
+    return Path(transformers.utils.cached_file(source, "config.json")).parent
 
 
 def weights_sha256(folder: Path) -> str:
     """One hash over the weight files of a checkpoint."""
     digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        if file.name != STREAM_WEIGHTS:
-            with file.open("rb") as handle:
-                digest.update(hashlib.file_digest(handle, "sha256").digest())
+    files = [f for f in folder.glob("*.safetensors") if f.name != STREAM_WEIGHTS]
+    if not files:
+        raise CheckpointError(
+            f"{folder} has no safetensors weights, which streams are tied to; save it "
+            "again with save_pretrained"
+        )
+    for file in sorted(files):
+        with file.open("rb") as handle:
+            digest.update(hashlib.file_digest(handle, "sha256").digest())
     return digest.hexdigest()
 
 

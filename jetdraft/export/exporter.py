@@ -35,7 +35,7 @@ from jetdraft.export.fusion import fuse
 from jetdraft.export.seams import check_seams
 from jetdraft.export.split import drop_early_exit, write_halves
 from jetdraft.export.step import keep_weights, kv_shapes, trace
-from jetdraft.export.streams import LOSSLESS, Streamed, stream_weights
+from jetdraft.export.streams import LOSSLESS, SHARED, Streamed, stream_weights
 from jetdraft.export.tree import write_compaction, write_tree
 from jetdraft.quant.recipe import Recipe
 from jetdraft.quant.weights import quantize
@@ -120,6 +120,7 @@ def export(
     report("load", len(sources), len(sources))
     if drafter and loaded[DRAFTER].streams:
         raise PairError(f"{drafter} has streams; only a target can have them")
+    _check_scale(loaded[TARGET], options)
     contracts = {name: _contract(ckpt, options) for name, ckpt in loaded.items()}
     for name, checkpoint in loaded.items():
         check_seams(checkpoint.model, contracts[name])
@@ -146,6 +147,16 @@ def export(
             tools=_versions(),
         ).save()
     return Bundle.open(output)
+
+
+def _check_scale(target: Checkpoint, options: ExportOptions) -> None:
+    """Only weights that were tuned can be taken back."""
+    tuned = target.streams is not None and target.streams.mode == SHARED
+    if options.adapter_scale != 1.0 and not tuned:
+        raise OptionError(
+            f"adapter scale {options.adapter_scale} needs streams of the shared mode: "
+            f"in {target.source} no LoRA may be merged into the weights; leave it out"
+        )
 
 
 def _contract(checkpoint: Checkpoint, options: ExportOptions) -> StepContract:
@@ -186,6 +197,7 @@ def _write_graph(
 ) -> GraphEntry:
     recipe = options.recipe_of(name)
     report(f"trace {name}", 0, 1)
+    parameters = checkpoint.parameters
     streamed = described = None
     if checkpoint.streams is not None:
         streamed = checkpoint.with_streams(options.adapter_scale)
@@ -225,15 +237,18 @@ def _write_graph(
         contract=contract,
         quantization=recipe.to_json(),
         source=checkpoint.source,
-        parameters=checkpoint.parameters,
+        parameters=parameters,
         streams=described,
     )
 
 
 def _write_halves(
     folder: Path, name: str, contract: StepContract, streamed: Streamed
-) -> Halves:
-    """The halves of a graph with streams, and what moves rows together in each."""
+) -> Halves | None:
+    """The halves of a graph with streams, and what moves rows together in each.
+
+    None where all layers have streams: then nothing lies below them to exit from.
+    """
     files = Halves(
         lower=f"{name}-lower.onnx",
         upper=f"{name}-upper.onnx",
@@ -242,6 +257,9 @@ def _write_halves(
         hidden_size=streamed.streams.embeddings.shape[1],
     )
     traced = folder / f"{name}.onnx"
+    if streamed.streams.settings.layers == len(contract.kv_shapes):
+        drop_early_exit(traced)
+        return None
     halves = contract.split(streamed.streams.settings.layers, files.hidden_size)
     write_halves(traced, folder / files.lower, folder / files.upper, halves)
     write_compaction(folder / files.lower_compaction, halves.lower)

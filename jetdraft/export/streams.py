@@ -28,7 +28,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
+from jetdraft.errors import (
+    CheckpointError,
+    JetdraftError,
+    OptionError,
+    UnsupportedModelError,
+)
 
 SETTINGS = "streams.json"
 WEIGHTS = "streams.safetensors"
@@ -262,8 +267,12 @@ def final_norm(model: Any) -> nn.Module:
 
 def add_adapters(model: Any, settings: StreamSettings) -> None:
     """Put untrained LoRA into `model`, in place: all layers, or the top ones."""
-    from peft import LoraConfig, inject_adapter_in_model
-
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise JetdraftError(
+            f"streams need {error.name}; pip install 'jetdraft[cpu,train]'"
+        ) from error
     layers = decoder_layers(model)
     chosen = layers[-settings.layers :] if settings.mode == LOSSLESS else layers
     linear = {
@@ -273,6 +282,11 @@ def add_adapters(model: Any, settings: StreamSettings) -> None:
         if isinstance(module, nn.Linear)
     }
     names = [name for name, module in model.named_modules() if id(module) in linear]
+    if not names:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no linear layers that LoRA could go into; "
+            "streams cannot be added"
+        )
     config = LoraConfig(
         r=settings.lora_rank, lora_alpha=settings.lora_rank, target_modules=names
     )

@@ -8,7 +8,7 @@ cannot depend on how rows were grouped into passes.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ _TURNS = 5
 class Calibration:
     """What was measured: `classes` of widths, milliseconds per pass by width.
 
-    `gaps[w]` is the largest logit difference between width w and the exact class, and
-    `probe_ms` what a probe adds to a pass.
+    `gaps[w]` is the largest logit difference between width w and the exact class,
+    `probe_ms` what a probe adds to a pass, and `probes_agree` says whether the rows of
+    the exact class are the same bit by bit with probes beside them.
 
         measure(target, drafter).exact_widths    # [2, 3, ..., 16]
     """
@@ -38,6 +39,7 @@ class Calibration:
     target_ms: dict[int, float]
     drafter_ms: dict[int, float]
     probe_ms: float = 0.0
+    probes_agree: bool = True
 
     @property
     def exact_widths(self) -> list[int]:
@@ -59,7 +61,12 @@ class Calibration:
         held = sorted(width for members in classes for width in members)
         if held != sorted(tables["target_ms"]):
             raise ValueError("the classes do not hold every measured width once")
-        return cls(classes=classes, probe_ms=float(fields["probe_ms"]), **tables)
+        return cls(
+            classes=classes,
+            probe_ms=float(fields["probe_ms"]),
+            probes_agree=bool(fields["probes_agree"]),
+            **tables,
+        )
 
 
 def measure(target: Graph, drafter: Graph | None) -> Calibration:
@@ -78,7 +85,7 @@ def measure(target: Graph, drafter: Graph | None) -> Calibration:
     reference = logits[found.exact_widths[0]]
     for width, values in logits.items():
         found.gaps[width] = float(np.abs(values - reference).max())
-    return found
+    return replace(found, probes_agree=_probes_agree(target, found.exact_widths))
 
 
 def _survey(graph: Graph) -> tuple[dict[int, np.ndarray], dict[int, float]]:
@@ -122,6 +129,21 @@ def _probe_ms(graph: Graph) -> float:
         seconds.append(min(times))
     graph.probing = Probing()
     return 1e3 * max(seconds[1] - seconds[0], 0.0) / (2 * streams)
+
+
+def _probes_agree(graph: Graph, widths: list[int]) -> bool:
+    """Whether no probe of any exact pass changes a bit of the rows."""
+    tokens = list(range(1, 1 + max(widths)))
+    for width in widths if graph.contract.streams else ():
+        graph.probing = Probing()
+        alone = graph.run(tokens[:width]).logits.copy()
+        for last_only in (False, True):
+            graph.probing = Probing(graph.contract.streams, last_only)
+            beside = graph.run(tokens[:width]).logits
+            graph.probing = Probing()
+            if not np.array_equal(alone, beside):
+                return False
+    return True
 
 
 def _cover(

@@ -36,6 +36,10 @@ NEGLIGIBLE = 0.01
 """A draft token that is right this seldom is not worth planning for."""
 
 
+LEAST_PROBE_MS = 1e-3
+"""From nothing an estimate could not grow again."""
+
+
 class Controller(Protocol):
     """Plans each round and learns from what came of it."""
 
@@ -109,7 +113,8 @@ class Costs:
         """Follow the machine slowly; a single stall says little."""
         if round_.probes:
             added = round_.target_seconds * 1e3 - self.pass_ms(round_.width)
-            self.probe = _follow(self.probe, max(added, 0.0) / round_.probes)
+            each = max(added / round_.probes, LEAST_PROBE_MS)
+            self.probe = _follow(self.probe, each)
         elif round_.width in self.target:
             self.target[round_.width] = _follow(
                 self.target[round_.width], round_.target_seconds * 1e3

@@ -102,6 +102,7 @@ class Generator:
             sequence.extend(kept)
             self._finish(stats, round_, kept, start, eos_token_ids)
             yield Commit(kept, min(found.accepted, len(kept)))
+        self.target.probing = Probing()
 
     def _finish(
         self,

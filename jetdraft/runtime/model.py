@@ -177,6 +177,12 @@ class Options:
                 f"prune threshold {threshold} means something with method stream only; "
                 "leave it out"
             )
+        checker = drafting.checker
+        if threshold is not None and not checker.lossy and self.verifier != "walk":
+            raise VerifierError(
+                f"verifier {self.verifier!r} is not exact for what is left of a pruned "
+                "draft; leave the prune threshold out"
+            )
         if threshold is not None and not 0.0 <= threshold <= 2.0:
             raise OptionError(
                 f"prune threshold {threshold} is out of range; give 0 (keep all) to 1, "
@@ -227,7 +233,7 @@ class Model:
         resolve_provider(self.provider)
         self.threads = default_threads() if threads is None else threads
         self.text = TextCodec(bundle.tokenizer)
-        given = {} if streams is None else read_streams(Path(streams), bundle.target)
+        given = {} if streams is None else read_streams(Path(streams), bundle)
         # The early exit's weights are in the lower half, all others in the upper one.
         self._early = {name: given[name] for name in EARLY_EXIT if name in given}
         self._late = {n: w for n, w in given.items() if n not in EARLY_EXIT}
@@ -277,7 +283,10 @@ class Model:
             return self.target
         entry, folder = self.bundle.target, self.bundle.path
         if entry.halves is None:
-            raise MethodError("the bundle's target has no streams to prune for")
+            raise MethodError(
+                "the bundle's target has no layers below its streams to exit from; "
+                "leave the prune threshold out"
+            )
         if self._halves is None:
             how = (self.provider, self.threads, True)
             self._halves = PrunedGraph(
@@ -427,6 +436,9 @@ class Model:
             return Fixed(proposers[name], count or options.drafting.rows)
         if name != AUTO and count is not None:
             return Fixed(proposers[name], count)
+        if options.prune_threshold is not None:
+            # Its pass times are not those that are known of the whole target.
+            return Fixed(proposers[name], proposers[name].max_draft_tokens)
         return Adaptive(
             list(proposers.values()),
             self.costs,
@@ -455,8 +467,14 @@ class Model:
     def proposers_for(self, options: Options) -> dict[str, Proposer]:
         """Who may propose in a generation."""
         drafting, name = options.drafting, options.method
+        probes = self.calibration.probes_agree or not options.exact
+        if name == "stream" and not probes:
+            raise MethodError(
+                "on this machine probes change the last bits of the rows beside them; "
+                "choose another method or add --no-exact"
+            )
         if name == AUTO:
-            return self.proposers
+            return {n: p for n, p in self.proposers.items() if probes or not p.streams}
         if name not in self.proposers:
             return {}
         if drafting.is_chain:

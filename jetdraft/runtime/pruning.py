@@ -7,7 +7,8 @@ and so carry no streams.
 
     keep the root; keep c if its parent is kept and p_early(c | parent) >= threshold
 
-Dropping a row can only shorten what is accepted, never change it.
+With the walk, dropping a row can only shorten what is accepted, never change it.
+Verifiers that look at what was drafted would be biased by it.
 """
 
 from __future__ import annotations
@@ -101,15 +102,16 @@ class PrunedGraph:
         self.passes = 0
         self._sessions = lower, upper
         self._lower: dict[int, Bound] = {}
-        self._upper: dict[tuple[int, Probes], Bound] = {}
+        self._upper: dict[tuple[int, int, Probes], Bound] = {}
         self._kept: list[int] = []
 
     def run(self, tokens: Sequence[int], last_only: bool = True) -> Answer:
-        """A pass of a prefill: nothing is pruned and nothing drafted."""
+        """A pass of a prefill: nothing is pruned or drafted, the last row answered."""
+        assert last_only
         rows = Rows.chain(list(tokens))
         below = self._run_lower(rows, len(rows))
         everyone = list(range(len(rows)))
-        return self._run_upper(rows, below, everyone, len(rows), NO_PROBES)
+        return self._run_upper(rows, below, everyone, (len(rows), 1, NO_PROBES))
 
     def verify(self, rows: Rows, width: int) -> tuple[Rows, Answer]:
         """Run a draft: the rows that were kept, and the answer for them."""
@@ -121,7 +123,7 @@ class PrunedGraph:
         probes = self.probing.of(len(kept))
         if width + probes.total > self.cache.room:
             probes = NO_PROBES
-        answer = self._run_upper(kept, below, self._kept, width, probes)
+        answer = self._run_upper(kept, below, self._kept, (width, width, probes))
         return kept, answer.first(len(kept))
 
     def commit(self, path: Sequence[int], exact: bool) -> int:
@@ -165,10 +167,13 @@ class PrunedGraph:
         return bound
 
     def _run_upper(
-        self, rows: Rows, below: Bound, kept: list[int], width: int, probes: Probes
+        self, rows: Rows, below: Bound, kept: list[int], key: tuple[int, int, Probes]
     ) -> Answer:
-        """The upper half over what is kept of a draft."""
-        key = (width, probes)
+        """The upper half over what is kept of a draft.
+
+        `key` holds the width, how many rows are answered for, and the probes.
+        """
+        width, answers, probes = key
         if key not in self._upper:
             self._upper[key] = Bound(
                 self._sessions[1],
@@ -176,11 +181,11 @@ class PrunedGraph:
                 self.halves.upper_outputs,
                 self.cache.upper.buffers,
                 width,
-                width,
+                answers,
                 probes.total,
             )
             arrays = self._upper[key].arrays
-            arrays["answer_rows"][:] = range(width)
+            arrays["answer_rows"][:] = range(width - answers, width)
             arrays["probe_rows"][:] = probes.rows
             arrays["probe_ids"][:] = probes.ids
         bound, padding = self._upper[key], width - len(rows)

@@ -56,6 +56,12 @@ def _ways(model: Model) -> Iterator[tuple[str, int | None, dict[str, Any]]]:
     if model.drafts_trees:
         for tree in _TREES:
             yield tree, None, {"method": "draft", "tree": tree}
+    if model.target.contract.streams:
+        for tree in _TREES:
+            yield f"stream {tree}", None, {"method": "stream", "tree": tree}
+        if model.bundle.target.halves:
+            pruned = {"method": "stream", "tree": "best", "prune_threshold": 0.05}
+            yield "stream pruned", None, pruned
     yield "auto", None, {"method": "auto"}
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from jetdraft.errors import UnsupportedModelError
+from jetdraft.export.attention import unknown_arguments
 from jetdraft.export.streams import ROWS_OF
 
 IMPLEMENTATION = "jetdraft-training"
@@ -30,15 +31,15 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    **extra: Any,
 ) -> tuple[Tensor, None]:
     """Attention [b, heads, n, d] to [b, n, heads, d], with streams or without.
 
     `ROWS_OF` of the module is T in a layer with streams, and missing below them.
     """
-    if sliding_window or softcap:
+    if sliding_window or softcap or unknown_arguments(extra):
         raise UnsupportedModelError(
-            f"{type(module).__name__} attends in windows or with capped scores; "
+            f"{type(module).__name__} attends in windows, with capped scores or more; "
             "streams need plain attention"
         )
     groups = query.shape[1] // key.shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,10 @@ class Corpus:
         corpus.batch(step=0, size=8)
     """
 
-    def __init__(self, sequences: Sequence[Example], share: float, seed: int) -> None:
+    def __init__(
+        self, sequences: Sequence[Example], share: float, seed: int, sha256: str = ""
+    ) -> None:
+        self.sha256 = sha256
         order = torch.randperm(
             len(sequences), generator=torch.Generator().manual_seed(seed)
         ).tolist()
@@ -55,6 +59,7 @@ class Corpus:
         self.validation = [sequences[i] for i in order[:held]] or list(sequences)
         self.training = [sequences[i] for i in order[held:]]
         self.seed = seed
+        self._epoch, self._order = -1, list[int]()
 
     @classmethod
     def read(
@@ -80,7 +85,8 @@ class Corpus:
             raise DataError(
                 f"the data has {len(texts)} tokens, a sequence needs {least}; give more"
             )
-        return cls(sequences, share, seed)
+        digest = hashlib.sha256(b"".join(_bytes(file) for file in files))
+        return cls(sequences, share, seed, digest.hexdigest())
 
     def batch(self, step: int, size: int, part: int = 0, parts: int = 1) -> Batch:
         """The batch of a step, or the `part` of it that one of `parts` machines takes.
@@ -93,9 +99,11 @@ class Corpus:
 
     def _row(self, number: int) -> Example:
         epoch, place = divmod(number, len(self.training))
-        generator = torch.Generator().manual_seed(self.seed + epoch + 1)
-        order = torch.randperm(len(self.training), generator=generator).tolist()
-        chosen: Example = self.training[order[place]]
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.seed + epoch + 1)
+            order = torch.randperm(len(self.training), generator=generator)
+            self._epoch, self._order = epoch, order.tolist()
+        chosen: Example = self.training[self._order[place]]
         return chosen
 
     def validation_batches(self, size: int) -> Iterator[Batch]:
@@ -116,13 +124,20 @@ def collate(rows: Sequence[Example]) -> Batch:
     return Batch(ids, labels)
 
 
-def _text(file: Path) -> str:
+def _bytes(file: Path) -> bytes:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_bytes()
     except FileNotFoundError as error:
         raise DataError(f"no data file {file}; give an existing one") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {file} ({error}); give a UTF-8 text") from error
+    except OSError as error:
+        raise DataError(f"cannot read {file} ({error.strerror})") from error
+
+
+def _text(file: Path) -> str:
+    try:
+        return _bytes(file).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not text ({error}); give UTF-8") from error
 
 
 def _windows(ids: list[int], length: int, least: int) -> Iterator[Example]:
@@ -135,13 +150,20 @@ def _windows(ids: list[int], length: int, least: int) -> Iterator[Example]:
 def _examples(
     file: Path, tokenizer: Tokenizer, end: list[int], length: int, least: int
 ) -> Iterator[Example]:
-    for number, line in enumerate(_text(file).splitlines(), start=1):
+    for number, line in enumerate(_text(file).split("\n"), start=1):
+        if not line.strip():
+            continue
         where = f"line {number} of {file}"
         try:
             fields = json.loads(line)
-            prompt, completion = fields.get("prompt", ""), fields.get("completion")
-            completion = fields["text"] if completion is None else completion
-            head, tail = (tokenizer.encode(part).ids for part in (prompt, completion))
+            if "text" in fields:
+                head, tail = [], tokenizer.encode(fields["text"]).ids
+            else:
+                head = tokenizer.encode(fields["prompt"]).ids
+                # What starts a text must not come again in its middle.
+                tail = tokenizer.encode(
+                    fields["completion"], add_special_tokens=False
+                ).ids
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{where} is not an object with prompt and completion, or text; mend it"

@@ -35,9 +35,8 @@ class Losses:
         return total + MAIN_WEIGHT * self.main if mode == SHARED else total
 
 
-def losses(streamed: Streamed, batch: Batch) -> Losses:
-    """Run whole sequences in which every row carries all streams."""
-    gamma = streamed.streams.settings.gamma
+def losses(streamed: Streamed, batch: Batch, gamma: int) -> Losses:
+    """Run whole sequences in which every row carries all `gamma` streams."""
     size, rows = batch.ids.shape
     at = torch.arange(rows, device=batch.ids.device)
     logits, early, _ = streamed(

@@ -6,17 +6,25 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from jetdraft.errors import DataError, OptionError, OutputError, TrainingError
+from jetdraft.errors import (
+    CheckpointError,
+    DataError,
+    OptionError,
+    OutputError,
+    TrainingError,
+)
 from jetdraft.export.checkpoint import Checkpoint, checkpoint_folder, weights_sha256
 from jetdraft.export.streams import (
     SETTINGS,
@@ -33,6 +41,9 @@ from jetdraft.train.data import Corpus
 from jetdraft.train.losses import Losses, losses
 
 STATE = "training.pt"
+UNFINISHED = ".unfinished"
+"""Marks an output folder that a training still writes."""
+
 WARM_UP = 0.03
 Report = Callable[["Progress"], None]
 
@@ -106,7 +117,7 @@ class StreamTraining:
             )
         checkpoint = Checkpoint.load(target, torch.float32)
         if checkpoint.streams is not None:
-            raise DataError(f"{target} already has streams; give its base")
+            raise CheckpointError(f"{target} already has streams; give its base")
         self.source = checkpoint_folder(target)
         self.settings = replace(settings, base=weights_sha256(self.source))
         model = checkpoint.model
@@ -145,11 +156,11 @@ class StreamTraining:
         )
 
     def _check_output(self) -> None:
-        ours = self.output.is_dir() and (self.output / SETTINGS).is_file()
-        if self.output.exists() and not ours:
-            raise OutputError(
-                f"{self.output} exists and has no streams; choose another folder"
-            )
+        if not self.output.exists() or (self.output / UNFINISHED).is_file():
+            return
+        finished = (self.output / SETTINGS).is_file()
+        what = "holds a finished training" if finished else "exists and has no streams"
+        raise OutputError(f"{self.output} {what}; choose another folder")
 
     def run(self, report: Report) -> dict[str, Any]:
         """Train to the end; the figures of the last validation come back.
@@ -159,10 +170,13 @@ class StreamTraining:
         """
         accelerator = Accelerator(mixed_precision="bf16")
         optimizer = torch.optim.AdamW(self.weights.values(), lr=0.0)
+        if accelerator.is_main_process:
+            self._copy_base()
+        accelerator.wait_for_everyone()
         self._resume(optimizer)
         streamed, optimizer = accelerator.prepare(self.streamed, optimizer)
         figures = self._validate(accelerator, streamed)
-        report(Progress(self.step, self.options.steps, math.nan, figures))
+        self._report(accelerator, report, math.nan, figures)
         try:
             while self.step < self.options.steps:
                 loss = self._advance(accelerator, streamed, optimizer)
@@ -170,16 +184,22 @@ class StreamTraining:
                 due = last or self.step % self.options.validate_every == 0
                 if due:
                     figures = self._validate(accelerator, streamed)
-                    self._save(optimizer, figures)
-                report(
-                    Progress(
-                        self.step, self.options.steps, loss, figures if due else None
-                    )
-                )
+                    self._save(accelerator, optimizer, figures)
+                self._report(accelerator, report, loss, figures if due else None)
         except KeyboardInterrupt:
-            self._save(optimizer, figures)
+            self._save(accelerator, optimizer, None)
             raise
         return figures
+
+    def _report(
+        self,
+        accelerator: Any,
+        report: Report,
+        loss: float,
+        figures: dict[str, Any] | None,
+    ) -> None:
+        if accelerator.is_main_process:
+            report(Progress(self.step, self.options.steps, loss, figures))
 
     def _advance(self, accelerator: Any, streamed: Any, optimizer: Any) -> float:
         """One step; its loss."""
@@ -190,11 +210,13 @@ class StreamTraining:
             accelerator.num_processes,
         ).to(accelerator.device)
         with accelerator.autocast():
-            loss = losses(streamed, batch).total(self.settings.mode)
-        if not torch.isfinite(loss):
-            raise TrainingError(self._what_is_kept())
+            found = losses(streamed, batch, self.settings.gamma)
+            loss = found.total(self.settings.mode)
         accelerator.backward(loss)
-        accelerator.clip_grad_norm_(self.weights.values(), 1.0)
+        norm = accelerator.clip_grad_norm_(self.weights.values(), 1.0)
+        # An infinite gradient would make the weights no numbers without warning.
+        if not (torch.isfinite(loss) and torch.isfinite(norm)):
+            raise TrainingError(self._what_is_kept())
         for group in optimizer.param_groups:
             group["lr"] = self._rate()
         optimizer.step()
@@ -213,7 +235,7 @@ class StreamTraining:
         kept = (
             f"the last good checkpoint is in {self.output}"
             if (self.output / SETTINGS).is_file()
-            else "nothing had been saved yet"
+            else "nothing had been learned yet"
         )
         return (
             f"the loss of step {self.step + 1} is not a number; {kept}; train again "
@@ -226,7 +248,8 @@ class StreamTraining:
         found: list[Losses] = []
         with torch.no_grad(), accelerator.autocast():
             for batch in self.corpus.validation_batches(self.options.batch_size):
-                found.append(losses(streamed, batch.to(accelerator.device)))
+                here = batch.to(accelerator.device)
+                found.append(losses(streamed, here, self.settings.gamma))
         streamed.train()
 
         def mean(name: str) -> Any:
@@ -246,12 +269,8 @@ class StreamTraining:
         """Take up what an earlier run left in the output folder."""
         file = self.output / STATE
         if not file.is_file():
-            if (self.output / SETTINGS).is_file():
-                raise OutputError(
-                    f"{self.output} holds a finished training; choose another folder"
-                )
             return
-        state = torch.load(file, weights_only=True)
+        state = torch.load(file, weights_only=True, map_location="cpu")
         if state["run"] != self._identity():
             raise OutputError(
                 f"{self.output} holds a training with other settings; choose another "
@@ -265,12 +284,25 @@ class StreamTraining:
 
     def _identity(self) -> dict[str, Any]:
         """What must not change between the runs of one training."""
-        return {"settings": asdict(self.settings), "options": asdict(self.options)}
+        return {
+            "settings": asdict(self.settings),
+            "options": asdict(self.options),
+            "data": self.corpus.sha256,
+        }
 
-    def _save(self, optimizer: torch.optim.Optimizer, figures: dict[str, Any]) -> None:
-        """Write the checkpoint, each file whole or not at all."""
-        if not (self.output / SETTINGS).is_file():
-            self._copy_base()
+    def _save(
+        self,
+        accelerator: Any,
+        optimizer: torch.optim.Optimizer,
+        figures: dict[str, Any] | None,
+    ) -> None:
+        """Write the checkpoint, each file whole or not at all.
+
+        `figures` are those of this step's validation, if there was one.
+        """
+        accelerator.wait_for_everyone()
+        if not accelerator.is_main_process:
+            return
         weights = {name: w.detach().cpu() for name, w in self.weights.items()}
         described = {
             **self.settings.to_json(),
@@ -290,16 +322,31 @@ class StreamTraining:
         self._replace(SETTINGS, lambda file: file.write_text(text, encoding="utf-8"))
         if self.step == self.options.steps:
             (self.output / STATE).unlink()
+            (self.output / UNFINISHED).unlink(missing_ok=True)
 
     def _copy_base(self) -> None:
-        try:
-            shutil.copytree(self.source, self.output, dirs_exist_ok=True)
-        except OSError as error:
-            raise OutputError(
-                f"cannot write {self.output} ({error.strerror}); choose another folder"
-            ) from error
+        """Put the target's own files into the output, which appears whole."""
+        if self.output.exists():
+            return
+        with self._writing():
+            partial = self.output.with_name(f".{self.output.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(self.source, partial)
+            (partial / UNFINISHED).touch()
+            partial.rename(self.output)
 
     def _replace(self, name: str, write: Callable[[Path], Any]) -> None:
-        partial = self.output / f"{name}.partial"
-        write(partial)
-        os.replace(partial, self.output / name)
+        with self._writing():
+            partial = self.output / f"{name}.partial"
+            write(partial)
+            os.replace(partial, self.output / name)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise OutputError(
+                f"cannot write {self.output} ({error}); free some space or choose "
+                "another folder"
+            ) from error

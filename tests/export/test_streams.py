@@ -169,6 +169,15 @@ def test_a_scale_of_zero_is_the_base(tmp_path, model, checkpoint):
     assert np.abs(tuned - logits[0]).max() > 0.01
 
 
+def test_lossless_streams_are_never_merged(tmp_path, model, checkpoint):
+    if model.bundle.target.streams["mode"] == SHARED:
+        pytest.skip("those of the shared mode are")
+    options = replace(FLOATS, adapter_scale=0.5)
+    with pytest.raises(OptionError, match="needs streams of the shared mode"):
+        export(str(checkpoint), tmp_path / "bundle", options=options)
+    assert not (tmp_path / "bundle").exists()
+
+
 @pytest.mark.parametrize(
     "change", [{"gamma": 0}, {"gamma": 17}, {"layers": 4}, {"layers": 0}, {"mode": "x"}]
 )

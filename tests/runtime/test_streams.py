@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import jetdraft
-from jetdraft.errors import BundleError, OptionError
+from jetdraft.errors import BundleError, JetdraftError, MethodError
+from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.streams import LOSSLESS, StreamSettings
 from jetdraft.quant.recipe import Recipe
 from jetdraft.runtime.model import Options
 from jetdraft.runtime.probes import Probes, Probing
 from jetdraft.runtime.rows import Rows
+from jetdraft.train.attention import IMPLEMENTATION
 from tests.tiny import llama_config, save_checkpoint, save_streams
 
 SETTINGS = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)
@@ -168,6 +172,12 @@ def test_streams_of_another_base_are_refused(model, tmp_path):
     np.savez(file, base=np.array("another"))
     with pytest.raises(BundleError, match="another base"):
         jetdraft.load(model.bundle.path, streams=file)
+    np.savez(file, base=np.array(model.bundle.target.streams["base"]))
+    with pytest.raises(BundleError, match="does not fit the bundle's"):
+        jetdraft.load(model.bundle.path, streams=file)
+    file.write_bytes(b"")
+    with pytest.raises(BundleError, match="cannot read streams"):
+        jetdraft.load(model.bundle.path, streams=file)
     file.write_bytes(b"nothing")
     with pytest.raises(BundleError, match="cannot read streams"):
         jetdraft.load(model.bundle.path, streams=file)
@@ -217,11 +227,57 @@ def test_a_threshold_above_one_is_plain_decoding(model):
     assert stats.target_passes == 200
 
 
+def test_scores_are_those_of_the_early_exit(float_model, tmp_path):
+    """The log probability of each row's token after its parent."""
+    folder = Path(float_model.bundle.target.source)
+    streamed = Checkpoint.load(str(folder), torch.float32).with_streams(1.0)
+    streamed.model.set_attn_implementation(IMPLEMENTATION)
+    halves = float_model.target_for(Options(method="stream", prune_threshold=0.0))
+    rows = Rows([9, 8, 7, 6, 5], [-1, 0, 0, 2, 3])
+    halves.cache.rewind(0)
+    halves.run(PROMPT)
+    halves.cache.advance(len(PROMPT))
+    scores = halves._run_lower(rows, 5).arrays["scores"][0]
+    for row in range(1, 5):
+        path = [rows.tokens[i] for i in rows.ancestors[row]]
+        ids = torch.tensor([[*PROMPT, *path]])
+        at = torch.arange(ids.shape[1])
+        with torch.no_grad():
+            _, early, _ = streamed(
+                ids, at[None], at[:0], at[:0], at, early_exit=True, use_cache=False
+            )
+        expected = early[0, -1].log_softmax(-1)[rows.tokens[row]]
+        assert scores[row] == pytest.approx(float(expected), abs=1e-4)
+
+
 def test_a_row_goes_with_all_below_it(model):
     halves = model.target_for(Options(method="stream", prune_threshold=0.5))
     rows = Rows([5, 6, 7, 8, 9], [-1, 0, 1, 0, 3])
     scores = np.log([1.0, 0.4, 0.9, 0.6, 0.5])
     assert halves._keep(rows, scores) == [0, 3, 4]
+
+
+def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
+    folder = save_checkpoint(tmp_path / "c", llama_config())
+    save_streams(folder, replace(SETTINGS, layers=3))
+    options = ExportOptions(Recipe("none"), capacity=128, max_width=32)
+    export(str(folder), tmp_path / "bundle", options=options)
+    model = jetdraft.load(tmp_path / "bundle", threads=1)
+    how = {"token_ids": PROMPT, "max_new_tokens": 40}
+    plain = model.generate(method="none", **how)
+    assert model.generate(method="stream", **how).token_ids == plain.token_ids
+    with pytest.raises(MethodError, match="no layers below"):
+        model.generate(method="stream", prune_threshold=0.1, **how)
+
+
+def test_where_probes_change_bits_an_exact_generation_has_none(model, monkeypatch):
+    known = replace(model.calibration, probes_agree=False)
+    monkeypatch.setattr(model, "calibration", known)
+    with pytest.raises(MethodError, match="add --no-exact"):
+        text(model, "stream")
+    assert text(model, "stream", exact=False).token_ids
+    stats = text(model, "auto").stats
+    assert not any("stream" in choice for choice in stats.rounds_by_choice)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -261,8 +317,20 @@ def test_both_halves_hold_what_a_fresh_prefill_holds(float_model, exact):
         ({"method": "lookup", "prune_threshold": 0.1}, "method stream only"),
         ({"method": "stream", "prune_threshold": -0.1}, "out of range"),
         ({"method": "stream", "prune_threshold": "x"}, "not a number"),
+        (
+            {
+                "method": "stream",
+                "prune_threshold": 0.1,
+                "verifier": "recursive",
+                "tree": "k-ary",
+                "branching": [2],
+                "exact": False,
+                "siblings": "with-replacement",
+            },
+            "not exact for what is left",
+        ),
     ],
 )
 def test_bad_thresholds(model, options, match):
-    with pytest.raises(OptionError, match=match):
+    with pytest.raises(JetdraftError, match=match):
         model.generate(token_ids=PROMPT, **options)

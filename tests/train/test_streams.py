@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import jetdraft
-from jetdraft.errors import DataError, OptionError, OutputError, TrainingError
+from jetdraft.errors import (
+    CheckpointError,
+    DataError,
+    OptionError,
+    OutputError,
+    TrainingError,
+)
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.streams import StreamSettings
 from jetdraft.quant.recipe import Recipe
@@ -147,7 +154,8 @@ def test_a_finished_training_is_not_overwritten(target, text, tmp_path):
     before = weights(tmp_path / "out")
     with pytest.raises(OutputError, match="finished"):
         train(target, tmp_path / "out", text)
-    assert weights(tmp_path / "out").keys() == before.keys()
+    for name, weight in weights(tmp_path / "out").items():
+        assert torch.equal(weight, before[name])
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last(
@@ -155,15 +163,13 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last(
 ):
     original, calls = training.losses, []
 
-    def losses(streamed, batch):
-        found = original(streamed, batch)
+    def losses(streamed, batch, gamma):
+        found = original(streamed, batch, gamma)
         calls.append(1)
         # Two validations and two steps are fine.
         return found if len(calls) <= 4 else broken(found)
 
     def broken(found):
-        from dataclasses import replace
-
         return replace(found, early=found.early * torch.nan)
 
     monkeypatch.setattr(training, "losses", losses)
@@ -171,6 +177,52 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last(
         train(target, tmp_path / "out", text)
     assert json.loads((tmp_path / "out" / "streams.json").read_text())["step"] == 2
     assert all(bool(w.isfinite().all()) for w in weights(tmp_path / "out").values())
+
+
+def test_a_gradient_that_is_no_number_reaches_no_weight(
+    target, text, tmp_path, monkeypatch
+):
+    """The loss of that step is still finite."""
+    original, calls = training.losses, []
+
+    def losses(streamed, batch, gamma):
+        found = original(streamed, batch, gamma)
+        calls.append(1)
+        if len(calls) == 5:
+            # Of step 3, after two validations and two steps: an infinite slope at zero.
+            nothing = (found.early * 0).abs()
+            return replace(found, early=found.early + nothing.sqrt())
+        return found
+
+    monkeypatch.setattr(training, "losses", losses)
+    with pytest.raises(TrainingError, match="step 3"):
+        train(target, tmp_path / "out", text)
+    assert all(bool(w.isfinite().all()) for w in weights(tmp_path / "out").values())
+
+
+def test_other_data_does_not_go_on(target, text, tmp_path):
+    def interrupt(progress):
+        if progress.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(target, tmp_path / "out", text, report=interrupt)
+    text.write_text(PERIOD * 101)
+    with pytest.raises(OutputError, match="other settings"):
+        train(target, tmp_path / "out", text)
+
+
+def test_a_target_with_streams_is_refused(target, text, tmp_path):
+    train(target, tmp_path / "out", text)
+    with pytest.raises(CheckpointError, match="already has streams"):
+        train(str(tmp_path / "out"), tmp_path / "more", text)
+    assert not (tmp_path / "more").exists()
+
+
+def test_an_output_that_cannot_be_written(target, text, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot write"):
+        train(target, tmp_path / "file" / "out", text)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +274,20 @@ def test_only_completions_are_learned(tmp_path):
     prompt = len(tokenizer().encode("def x").ids)
     assert example.learned == [False] * prompt + [True] * (len(example.ids) - prompt)
     assert example.ids[-1] == 0
+
+
+def test_what_starts_a_text_starts_no_completion(tmp_path):
+    from tokenizers.processors import TemplateProcessing
+
+    words = tokenizer()
+    words.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    file = tmp_path / "data.jsonl"
+    line = json.dumps({"prompt": "def x", "completion": "return 12345"})
+    file.write_text(f"{line}\n\n")
+    corpus = Corpus.read([file], words, [0], 32, 5)
+    assert corpus.validation[0].ids.count(0) == 2  # the start and the end
 
 
 def test_padding_is_not_learned():
