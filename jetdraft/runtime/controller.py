@@ -114,7 +114,7 @@ class Costs:
         if round_.probes:
             added = round_.target_seconds * 1e3 - self.pass_ms(round_.width)
             each = max(added / round_.probes, LEAST_PROBE_MS)
-            self.probe = _follow(self.probe, each)
+            self.probe = _follow(max(self.probe, LEAST_PROBE_MS), each)
         elif round_.width in self.target:
             self.target[round_.width] = _follow(
                 self.target[round_.width], round_.target_seconds * 1e3
@@ -222,6 +222,8 @@ class Adaptive:
         best = Plan(None, 0, probing)
         best_value = 1.0 / self._pass_ms(1, probing)
         for proposer in self.proposers:
+            if proposer.streams and not probing.streams:
+                continue  # its drafts are not for free, see `_steady`
             limit = min(self.max_draft_tokens, _limit(proposer, room, offers))
             each = self.costs.draft.get(proposer.name, 0.0)
             for length, tokens in self._promises(proposer, limit):

@@ -1,6 +1,7 @@
 import pytest
 
 from jetdraft.runtime.controller import PLAIN, Acceptance, Adaptive, Costs, Fixed
+from jetdraft.runtime.probes import Probing
 from jetdraft.runtime.proposers import LookupProposer
 from jetdraft.runtime.stats import Round
 
@@ -113,3 +114,75 @@ def test_rates_of_unseen_positions_take_after_the_one_before():
     assert first > 0.95
     assert second < 0.1
     assert third == pytest.approx(second)
+
+
+# --- streams --------------------------------------------------------------------------
+
+
+class Streaming(Named):
+    """Drafts of up to four tokens, read off probes."""
+
+    streams = 4
+
+    def __init__(self):
+        super().__init__("stream")
+        self.max_draft_tokens = 4
+
+
+def streaming(probe, slope=0.0, rate=0.9, others=()):
+    """A controller whose streams are right at that rate, and always have been."""
+    costs = Costs({w: 1 + slope * (w - 1) for w in range(1, 17)}, {}, probe)
+    proposers = [Streaming(), *others]
+    acceptance = {proposer.name: Acceptance() for proposer in proposers}
+    for known in acceptance.values():
+        known.accepted, known.evaluated = [1000 * rate] * 4, [1000.0] * 4
+    return Adaptive(proposers, costs, acceptance, WIDTHS, 15)
+
+
+def test_fixed_streams_are_carried_whether_or_not_there_is_a_draft():
+    proposer = Streaming()
+    fixed = Fixed(proposer, 3)
+    assert fixed.plan(10, {}).probing == Probing(3)
+    nothing = fixed.plan(10, {proposer: 0})
+    assert (nothing.proposer, nothing.probing) == (None, Probing(3))
+    assert Fixed(Named("draft"), 3).plan(10, {}).probing == Probing()
+
+
+def test_free_probes_go_to_every_row():
+    plan = streaming(probe=0.0).plan(15, {})
+    assert plan.proposer.name == "stream"
+    assert (plan.budget, plan.probing) == (4, Probing(4))
+
+
+def test_dear_probes_go_to_the_last_row_only():
+    plan = streaming(probe=0.03, slope=0.05).plan(15, {})
+    assert plan.probing.last_only
+
+
+def test_probes_that_do_not_pay_are_left_out():
+    assert streaming(probe=5.0).plan(15, {}) == PLAIN
+    assert streaming(probe=0.0, rate=0.0).plan(15, {}) == PLAIN
+
+
+def test_a_round_without_an_offer_prepares_the_next():
+    controller = streaming(probe=0.01)
+    stream = controller.proposers[0]
+    plan = controller.plan(15, {stream: 0})
+    assert plan.proposer is None
+    assert plan.probing.streams == 4
+
+
+def test_another_proposer_may_draft_while_probes_prepare():
+    controller = streaming(probe=0.001, others=[Named("lookup")])
+    controller.acceptance["lookup"].accepted = [500.0] * 4
+    plan = controller.plan(15, {controller.proposers[0]: 0})
+    assert plan.proposer.name == "lookup"
+    assert plan.probing.streams
+
+
+def test_the_price_of_a_probe_is_learned():
+    costs = Costs({4: 4.0}, {}, probe=0.0)
+    for _ in range(500):
+        costs.learn(outcome(width=4, ms=6.0)._replace(probes=8))
+    assert costs.probe == pytest.approx(0.25, rel=0.05)
+    assert costs.target[4] == 4.0
