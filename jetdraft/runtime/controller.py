@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jetdraft.runtime.probes import Probing
 from jetdraft.runtime.proposers import Proposer
@@ -174,6 +173,22 @@ class Acceptance:
         return rates
 
 
+class _Promise(NamedTuple):
+    """A draft: what a round with it commits, the chance that all of it is right."""
+
+    length: int
+    tokens: float
+    chance: float
+
+
+class _Steady(NamedTuple):
+    """Going on with these probes: tokens per ms, and what a draft at hand is worth."""
+
+    probing: Probing
+    value: float
+    prepared: float
+
+
 class Adaptive:
     """Whichever proposer and length promises most committed tokens per second.
 
@@ -206,54 +221,76 @@ class Adaptive:
 
     def plan(self, room: int, offers: Mapping[Proposer, int]) -> Plan:
         """The best plan under the current estimates."""
-        best, best_value = self._best(room, offers, Probing())
+        best, best_value = self._without_probes(room, offers)
+        steady = None
         for proposer in self.proposers:
-            if proposer.streams:
-                probing, value = self._steady(proposer)
-                if value > MARGIN * best_value:
-                    best, _ = self._best(room, offers, probing)
-                    best_value = value
+            for found in self._steady(proposer):
+                if found.value > MARGIN * best_value:
+                    steady, best_value = found, found.value
+        return best if steady is None else self._with_probes(room, offers, steady)
+
+    def _without_probes(
+        self, room: int, offers: Mapping[Proposer, int]
+    ) -> tuple[Plan, float]:
+        """The draft that promises most tokens per ms, and how many."""
+        best, best_value = PLAIN, 1.0 / self._pass_ms(1, Probing())
+        for plan, promise, spent in self._plans(room, offers, Probing()):
+            value = promise.tokens / spent
+            if value > MARGIN * best_value:
+                best, best_value = plan, value
+        return best, best_value
+
+    def _with_probes(
+        self, room: int, offers: Mapping[Proposer, int], steady: _Steady
+    ) -> Plan:
+        """The draft that is worth most to someone who goes on like that.
+
+        Time has the price of the tokens that it would bring in the long run, and being
+        left with a draft for the next round has its worth too.
+        """
+        probing, best = steady.probing, Plan(None, 0, steady.probing)
+        spent = self._pass_ms(1, probing)
+        best_worth = 1.0 - steady.value * spent + steady.prepared
+        for plan, promise, spent in self._plans(room, offers, probing):
+            chance = promise.chance if probing.last_only else 1.0
+            worth = promise.tokens - steady.value * spent + chance * steady.prepared
+            if worth > best_worth:
+                best, best_worth = plan, worth
         return best
 
-    def _best(
+    def _plans(
         self, room: int, offers: Mapping[Proposer, int], probing: Probing
-    ) -> tuple[Plan, float]:
-        """The best draft for a pass with those probes, and its tokens per ms."""
-        best = Plan(None, 0, probing)
-        best_value = 1.0 / self._pass_ms(1, probing)
+    ) -> Iterator[tuple[Plan, _Promise, float]]:
+        """Every draft that this round could have, what it promises, and its ms."""
         for proposer in self.proposers:
             if proposer.streams and not probing.streams:
                 continue  # its drafts are not for free, see `_steady`
             limit = min(self.max_draft_tokens, _limit(proposer, room, offers))
             each = self.costs.draft.get(proposer.name, 0.0)
-            for length, tokens in self._promises(proposer, limit):
-                value = tokens / (self._pass_ms(length + 1, probing) + length * each)
-                if value > MARGIN * best_value:
-                    best, best_value = Plan(proposer, length, probing), value
-        return best, best_value
+            for promise in self._promises(proposer, limit):
+                length = promise.length
+                spent = self._pass_ms(length + 1, probing) + length * each
+                yield Plan(proposer, length, probing), promise, spent
 
-    def _steady(self, proposer: Proposer) -> tuple[Probing, float]:
-        """The probes that pay best in the long run, and the tokens per ms then.
+    def _steady(self, proposer: Proposer) -> Iterator[_Steady]:
+        """The ways to go on with a proposer's probes.
 
         Where only the last row carries streams, a wrong guess leaves the next round
-        without a draft.
+        without a draft. With p the chance of a whole draft, T its tokens in t ms and a
+        round without one in u ms, that gives (T + 1 - p) / (t + (1 - p) u) tokens per
+        ms, and a draft at hand is worth (T - 1 - value (t - u)) / (2 - p) tokens.
         """
-        best, best_value = Probing(), 0.0
         limit = min(self.max_draft_tokens, proposer.streams)
-        for length, tokens in self._promises(proposer, limit):
+        for length, tokens, chance in self._promises(proposer, limit):
             every, last = Probing(length), Probing(length, last_only=True)
-            value = tokens / self._pass_ms(length + 1, every)
-            if value > best_value:
-                best, best_value = every, value
-            wrong = 1.0 - self._chance(proposer, length)
-            spent = self._pass_ms(length + 1, last) + wrong * self._pass_ms(1, last)
-            value = (tokens + wrong) / spent
-            if value > best_value:
-                best, best_value = last, value
-        return best, best_value
+            yield _Steady(every, tokens / self._pass_ms(length + 1, every), 0.0)
+            whole, bare = self._pass_ms(length + 1, last), self._pass_ms(1, last)
+            value = (tokens + 1 - chance) / (whole + (1 - chance) * bare)
+            prepared = (tokens - 1 - value * (whole - bare)) / (2 - chance)
+            yield _Steady(last, value, prepared)
 
-    def _promises(self, proposer: Proposer, limit: int) -> Iterator[tuple[int, float]]:
-        """Draft lengths and the tokens that a round with such a draft commits."""
+    def _promises(self, proposer: Proposer, limit: int) -> Iterator[_Promise]:
+        """What drafts of 1, 2, ... tokens promise."""
         tokens = chance = 1.0
         rates = self.acceptance[proposer.name].rates(limit)
         for length, rate in enumerate(rates, start=1):
@@ -261,11 +298,7 @@ class Adaptive:
             if chance < NEGLIGIBLE:
                 break
             tokens += chance
-            yield length, tokens
-
-    def _chance(self, proposer: Proposer, length: int) -> float:
-        """That a whole draft is right."""
-        return math.prod(self.acceptance[proposer.name].rates(length))
+            yield _Promise(length, tokens, chance)
 
     def _pass_ms(self, rows: int, probing: Probing) -> float:
         """The time of a pass that holds `rows` rows and their probes."""
