@@ -12,6 +12,13 @@ import pytest
 from tests.cli.running import assert_refused, jetdraft
 from tests.tiny import llama_config, save_checkpoint
 
+# A shell's background jobs ignore Ctrl-C, and so do their children.
+INTERRUPTIBLE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jetdraft.cli import main
+main()
+"""
 QUICK = ("--gamma", "2", "--sequence-length", "24", "--batch-size", "2")
 
 
@@ -101,7 +108,7 @@ def test_a_missing_target(text, tmp_path):
 def test_ctrl_c_saves_and_says_how_to_go_on(target, text, tmp_path):
     output = tmp_path / "out"
     command = [
-        sys.executable, "-m", "jetdraft", "train", "streams", str(target),
+        sys.executable, "-c", INTERRUPTIBLE, "train", "streams", str(target),
         "--data", str(text), "-o", str(output), "--steps", "100000",
         "--validate-every", "5", *QUICK,
     ]  # fmt: skip
@@ -113,7 +120,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(target, text, tmp_path):
             if line.startswith("step 5"):
                 break
         process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
+        _, rest = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "run the same command again to go on" in rest
     assert json.loads((output / "streams.json").read_text())["step"] >= 5
