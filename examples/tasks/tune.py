@@ -1,7 +1,7 @@
 """Tune a small drafter on a task, so that streams are not compared with a stranger.
 
-    python examples/tasks/tune.py examples/pycode/drafter --data /tmp/tasks/sql/train.jsonl \\
-        -o /tmp/sql-drafter
+    python examples/tasks/tune.py examples/pycode/drafter \\
+        --data /tmp/tasks/sql/train.jsonl -o /tmp/sql-drafter
 
 It learns the completions by cross entropy, as the target with its streams does.
 """
