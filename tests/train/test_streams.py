@@ -52,10 +52,10 @@ def train(target, output, text, settings=SETTINGS, options=QUICK, report=nothing
     return run, run.run(report)
 
 
-@pytest.mark.parametrize("mode", ["lossless", "shared"])
-def test_a_trained_checkpoint_drafts(target, text, tmp_path, mode):
+@pytest.mark.parametrize(("mode", "layers"), [("lossless", 3), ("shared", 2)])
+def test_a_trained_checkpoint_drafts(target, text, tmp_path, mode, layers):
     """Overfitting a periodic text drives tokens per pass towards gamma + 1."""
-    settings = StreamSettings(gamma=3, layers=3, mode=mode, lora_rank=16)
+    settings = StreamSettings(gamma=3, layers=layers, mode=mode, lora_rank=16)
     options = TrainingOptions(
         steps=200, batch_size=2, sequence_length=96, learning_rate=1e-2
     )
@@ -75,6 +75,22 @@ def test_a_trained_checkpoint_drafts(target, text, tmp_path, mode):
     assert found.token_ids == plain.token_ids
     # 60 tokens take 16 passes at least: the first has no draft.
     assert found.stats.tokens_per_pass > 3
+    _check_trees(model, plain.token_ids, **how)
+
+
+def _check_trees(model, plain, **how):
+    """Here branches are accepted, through one graph or two, compacted or carried."""
+    tree = {"tree": "k-ary", "branching": [2, 1, 1]}
+    for exact in (True, False):
+        for threshold in (None, 0.0, 0.02):
+            if threshold is not None and model.bundle.target.halves is None:
+                continue
+            found = model.generate(
+                PERIOD * 2, method="stream", prune_threshold=threshold, exact=exact,
+                **tree, **how,
+            )  # fmt: skip
+            assert found.token_ids == plain
+            assert found.stats.accepted_tokens > 30
 
 
 def tuned(target, text, folder):
