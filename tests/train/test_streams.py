@@ -130,6 +130,12 @@ def test_lossless_training_leaves_the_main_rows_alone(target, text, tmp_path):
     assert len(set(seen)) == 1
 
 
+def interrupt(progress):
+    """Ctrl-C after the third step."""
+    if progress.step == 3:
+        raise KeyboardInterrupt
+
+
 def weights(folder):
     from safetensors.torch import load_file
 
@@ -139,10 +145,6 @@ def weights(folder):
 def test_an_interrupted_training_goes_on_where_it_stopped(target, text, tmp_path):
     whole = tmp_path / "whole"
     train(target, whole, text)
-
-    def interrupt(progress):
-        if progress.step == 3:
-            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         train(target, tmp_path / "out", text, report=interrupt)
@@ -155,10 +157,6 @@ def test_an_interrupted_training_goes_on_where_it_stopped(target, text, tmp_path
 
 
 def test_other_settings_do_not_go_on(target, text, tmp_path):
-    def interrupt(progress):
-        if progress.step == 3:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         train(target, tmp_path / "out", text, report=interrupt)
     with pytest.raises(OutputError, match="other settings"):
@@ -217,10 +215,6 @@ def test_a_gradient_that_is_no_number_reaches_no_weight(
 
 
 def test_other_data_does_not_go_on(target, text, tmp_path):
-    def interrupt(progress):
-        if progress.step == 3:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         train(target, tmp_path / "out", text, report=interrupt)
     text.write_text(PERIOD * 101)
