@@ -277,8 +277,8 @@ def _read_arrays(file: Path) -> dict[str, npt.NDArray[Any]]:
             return {name: stored[name] for name in stored.files}
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise BundleError(
-            f"cannot read streams from {file} ({error}); give a streams.npz that "
-            "jetdraft export wrote"
+            f"cannot read streams from {file}; give a streams.npz that jetdraft export "
+            "wrote"
         ) from error
 
 

@@ -46,13 +46,7 @@ class Step(torch.nn.Module):
         past: list[torch.Tensor],
     ) -> list[torch.Tensor]:
         """Outputs in the order of `StepContract.outputs`."""
-        state = StepState(
-            cursor=cursor,
-            # total_length may be a fixed bucket, so the last row is counted here.
-            last_row=(cursor + (input_ids.shape[1] - 1)).to(torch.int32),
-            total_length=total_length,
-            past=list(zip(past[::2], past[1::2], strict=True)),
-        )
+        state = _state(input_ids, cursor, total_length, past)
         with attending(state):
             logits = self.model(
                 input_ids=input_ids,
@@ -73,6 +67,22 @@ class Step(torch.nn.Module):
                 "values; models with recurrent or shared layers cannot be exported"
             )
         return [*answers(logits, self.contract), *presents(state)]
+
+
+def _state(
+    input_ids: torch.Tensor,
+    cursor: torch.Tensor,
+    total_length: torch.Tensor,
+    past: list[torch.Tensor],
+) -> StepState:
+    """What a pass over `past` gives its attention layers."""
+    return StepState(
+        cursor=cursor,
+        # total_length may be a fixed bucket, so the last row is counted here.
+        last_row=(cursor + (input_ids.shape[1] - 1)).to(torch.int32),
+        total_length=total_length,
+        past=list(zip(past[::2], past[1::2], strict=True)),
+    )
 
 
 EARLY = ("hidden", "scores")
@@ -112,16 +122,10 @@ class StreamStep(torch.nn.Module):
 
         `parents` int64 [n] are those of the rows in a draft, the root's being itself.
         """
-        last = cursor + (input_ids.shape[1] - 1)
-        state = StepState(
-            cursor=cursor,
-            last_row=last.to(torch.int32),
-            total_length=total_length,
-            past=list(zip(past[::2], past[1::2], strict=True)),
-        )
+        state = _state(input_ids, cursor, total_length, past)
 
         def entered() -> None:
-            state.last_row = (last + probe_rows.shape[0]).to(torch.int32)
+            state.last_row = (state.last_row + probe_rows.shape[0]).to(torch.int32)
             state.bias = attention_bias
 
         self.streamed.entered = entered
