@@ -40,7 +40,9 @@ WEIGHTS = "streams.safetensors"
 SHARED, LOSSLESS = "shared", "lossless"
 MODES = (SHARED, LOSSLESS)
 ROWS_OF = "rows_before_streams"
-"""An attribute of attention modules: how many rows of theirs are not streams."""
+GAMMA_OF = "streams_per_carrier"
+"""Attributes of attention modules: how many rows of theirs are not streams, and how
+many streams there are."""
 
 _ADAPTER = "streams"
 
@@ -203,6 +205,7 @@ class Streamed(nn.Module):
             if hasattr(module, "layer_idx"):
                 # Attention over whole sequences wants to know where the rows end.
                 setattr(module, ROWS_OF, running.rows)
+                setattr(module, GAMMA_OF, self.streams.settings.gamma)
         return args, kwargs
 
     def _rotate(self, rotary: Any, args: Any, kwargs: Any, output: Any) -> None:

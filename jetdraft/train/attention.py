@@ -1,8 +1,9 @@
-"""Attention over whole sequences in which every row carries all streams.
+"""Attention over whole sequences whose last rows carry all streams.
 
 The rows of a layer with streams are the T rows of the sequence and then gamma streams
-for each of them, carrier by carrier. A stream only looks at the sequence and its own
-siblings, so scores cost T * gamma * (T + gamma) instead of the square of all rows.
+for each of the last C of them, carrier by carrier. A stream only looks at the sequence
+and its own siblings, so scores cost C * gamma * (T + gamma) instead of the square of
+all rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from transformers import AttentionInterface
 
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attention import unknown_arguments
-from jetdraft.export.streams import ROWS_OF
+from jetdraft.export.streams import GAMMA_OF, ROWS_OF
 
 IMPLEMENTATION = "jetdraft-training"
 """The name under which the attention is registered with transformers."""
@@ -56,19 +57,22 @@ def attend(
         )
     ]
     if rows < query.shape[2]:
-        parts.append(_of_streams(query * scale, key, value, rows))
+        gamma = getattr(module, GAMMA_OF)
+        parts.append(_of_streams(query * scale, key, value, rows, gamma))
     return torch.cat(parts, 2).transpose(1, 2), None
 
 
-def _of_streams(query: Tensor, key: Tensor, value: Tensor, rows: int) -> Tensor:
-    """What the streams read: [b, heads, T * gamma, d] of all rows' tensors."""
+def _of_streams(
+    query: Tensor, key: Tensor, value: Tensor, rows: int, gamma: int
+) -> Tensor:
+    """What the streams read: [b, heads, C * gamma, d] of all rows' tensors."""
     mine, own_keys, own_values = (
-        x[:, :, rows:].reshape(*x.shape[:2], rows, -1, x.shape[3])
+        x[:, :, rows:].reshape(*x.shape[:2], -1, gamma, x.shape[3])
         for x in (query, key, value)
     )
     keys, values = key[:, :, :rows], value[:, :, :rows]
-    gamma = mine.shape[3]
     past = torch.ones(rows, rows, dtype=torch.bool, device=query.device).tril()
+    past = past[rows - mine.shape[2] :]
     below = torch.ones(gamma, gamma, dtype=torch.bool, device=query.device).tril()
     along = torch.einsum("bhtgd,bhmd->bhtgm", mine, keys)
     along = along.masked_fill(~past[:, None], -torch.inf)

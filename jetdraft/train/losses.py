@@ -36,47 +36,52 @@ class Losses:
 
 
 def losses(streamed: Streamed, batch: Batch, gamma: int) -> Losses:
-    """Run whole sequences in which every row carries all `gamma` streams."""
+    """Run whole sequences whose rows carry all `gamma` streams.
+
+    Rows that predict nothing learned themselves, such as a prompt's, need no streams;
+    those above the first that does are not given any.
+    """
     size, rows = batch.ids.shape
     at = torch.arange(rows, device=batch.ids.device)
+    first = int((batch.labels != IGNORED).any(0).int().argmax())
+    carriers = at[max(0, first - 1) :]
     logits, early, _ = streamed(
         batch.ids,
         at.expand(size, rows),
-        at.repeat_interleave(gamma),
-        torch.arange(gamma, device=at.device).repeat(rows),
-        at,
+        carriers.repeat_interleave(gamma),
+        torch.arange(gamma, device=at.device).repeat(len(carriers)),
+        carriers,
         early_exit=True,
         use_cache=False,
     )
-    main = logits[:, :rows]
-    probes = logits[:, rows:].unflatten(1, (rows, gamma))
-    streams, right = [], []
-    best = main.detach().argmax(-1)
-    for j in range(gamma):
-        # Row t predicts token t + 1, its stream j token t + 1 + j, counted from 1.
-        logits = probes[:, :, j]
-        streams.append(_cross_entropy(logits, batch.labels, 2 + j))
-        right.append(_agreement(logits, best, batch.labels, 1 + j))
+    main, probes = logits.split([len(carriers), len(carriers) * gamma], 1)
+    probes = probes.unflatten(1, (-1, gamma))
+    # Row t predicts token t + 1, and its stream j (from 1 on) token t + 1 + j.
+    wanted = _following(batch.labels, gamma + 1)[:, carriers]
+    wanted = wanted.masked_fill(wanted[..., :1] == IGNORED, IGNORED)
+    best = _following(main.detach().argmax(-1), gamma)
+    learned = wanted[..., 1:] != IGNORED
+    right = (probes.detach().argmax(-1) == best) & learned
     return Losses(
-        main=_cross_entropy(main, batch.labels, 1),
-        streams=torch.stack(streams),
-        early=_cross_entropy(early, batch.labels, 1),
-        acceptance=torch.stack(right),
+        main=_cross_entropy(main[:, :, None], wanted[..., :1])[0],
+        streams=_cross_entropy(probes, wanted[..., 1:]),
+        early=_cross_entropy(early[:, carriers, None], wanted[..., :1])[0],
+        acceptance=right.sum((0, 1)) / learned.sum((0, 1)).clamp(min=1),
     )
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor, ahead: int) -> Tensor:
-    """Of row t's logits against the label `ahead` places on."""
-    wanted = labels[:, ahead:].flatten()
-    if not (wanted != IGNORED).any():
-        return logits.sum() * 0
-    return F.cross_entropy(
-        logits[:, :-ahead].flatten(0, 1).float(), wanted, ignore_index=IGNORED
-    )
+def _following(ids: Tensor, count: int) -> Tensor:
+    """The next `count` ids after each place: [b, T] to [b, T, count]."""
+    padded = F.pad(ids[:, 1:], (0, count), value=IGNORED)
+    return padded.unfold(1, count, 1)
 
 
-def _agreement(logits: Tensor, best: Tensor, labels: Tensor, ahead: int) -> Tensor:
-    """How often a stream's best token is the main row's, `ahead` rows further on."""
-    learned = labels[:, ahead:] != IGNORED
-    same = logits[:, :-ahead].detach().argmax(-1) == best[:, ahead:]
-    return (same & learned).sum() / learned.sum().clamp(min=1)
+def _cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Mean over the places with a label: [b, C, s, vocab] and [b, C, s] to [s]."""
+    lost = F.cross_entropy(
+        logits.flatten(0, 2).float(),
+        wanted.flatten(),
+        ignore_index=IGNORED,
+        reduction="none",
+    ).view(wanted.shape)
+    return lost.sum((0, 1)) / (wanted != IGNORED).sum((0, 1)).clamp(min=1)

@@ -1,0 +1,66 @@
+"""The loss of a batch is the plain formula, taken carrier by carrier."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from jetdraft.export.checkpoint import Checkpoint
+from jetdraft.export.streams import StreamSettings
+from jetdraft.train.attention import IMPLEMENTATION
+from jetdraft.train.data import Example, collate
+from jetdraft.train.losses import losses
+from tests.tiny import llama_config, save_checkpoint, save_streams
+
+GAMMA = 3
+SETTINGS = StreamSettings(gamma=GAMMA, layers=2, lora_rank=4, prune_rank=2)
+SEQUENCES = (
+    Example([5, 9, 200, 31, 8, 77, 120, 4, 66], [False] * 4 + [True] * 5),
+    Example([17, 3, 90, 41, 250, 6, 11], [False] * 3 + [True] * 4),
+)
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory):
+    folder = save_checkpoint(tmp_path_factory.mktemp("loss") / "model", llama_config())
+    loaded = Checkpoint.load(str(save_streams(folder, SETTINGS)), torch.float32)
+    found = loaded.with_streams(1.0)
+    loaded.model.set_attn_implementation(IMPLEMENTATION)
+    return found
+
+
+def one_carrier(streamed, ids):
+    """Logits of the last row's guesses: [1 + gamma, vocab], and its early exit's."""
+    rows = len(ids)
+    last, all_streams = torch.full((GAMMA,), rows - 1), torch.arange(GAMMA)
+    logits, early, _ = streamed(
+        torch.tensor([ids]), torch.arange(rows)[None], last, all_streams,
+        torch.tensor([rows - 1]), early_exit=True, use_cache=False,
+    )  # fmt: skip
+    return logits[0], early[0, -1]
+
+
+def by_hand(streamed):
+    """Per guess 0..gamma, and for the early exit last, all cross entropies."""
+    lost = [[] for _ in range(GAMMA + 2)]
+    for ids, learned in ((row.ids, row.learned) for row in SEQUENCES):
+        for place in range(len(ids)):
+            if not (place + 1 < len(ids) and learned[place + 1]):
+                continue
+            logits, early = one_carrier(streamed, ids[: place + 1])
+            for ahead, guess in enumerate(logits[: len(ids) - place - 1], start=1):
+                found = -guess.log_softmax(-1)[ids[place + ahead]]
+                lost[ahead - 1].append(found.item())
+            lost[-1].append(-early.log_softmax(-1)[ids[place + 1]].item())
+    return [math.fsum(each) / len(each) for each in lost]
+
+
+def test_the_loss_is_the_formula(streamed):
+    """Which sequences share a batch and how long their prompts are changes nothing."""
+    with torch.no_grad():
+        found = losses(streamed, collate(SEQUENCES), GAMMA)
+        wanted = by_hand(streamed)
+    got = [found.main.item(), *found.streams.tolist(), found.early.item()]
+    assert got == pytest.approx(wanted, abs=1e-5)
