@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from jetdraft.runtime.drafting import SIBLINGS, TREES
+from jetdraft.runtime.drafting import AUTO, SIBLINGS, TREES
 from jetdraft.runtime.verifiers import VERIFIERS
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -61,7 +61,8 @@ def drafting_options(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--prune-threshold",
-            type=float,
+            callback=_number_or_auto,
+            metavar="NUMBER|auto",
             help="With streams: drop rows that an early exit thinks less likely.",
         ),
         click.option(
@@ -77,13 +78,20 @@ def drafting_options(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--tree",
-            default="chain",
+            default="auto",
             show_default=True,
-            help=f"Shape of a draft, with --method draft: {', '.join(TREES)}.",
+            help=f"Shape of a draft, for draft and stream: {', '.join(TREES)}.",
         ),
     ):
         function = option(function)
     return function
+
+
+def _number_or_auto(context: Any, param: Any, value: str | None) -> float | str | None:
+    """The number as a float."""
+    if value is None or value == AUTO:
+        return value
+    return float(click.FLOAT(value, param, context))
 
 
 def integers(text: str, option: str) -> list[int]:

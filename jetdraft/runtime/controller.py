@@ -6,8 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from jetdraft.runtime.acceptance import Acceptance
+from jetdraft.runtime.costs import Costs
 from jetdraft.runtime.probes import Probing
 from jetdraft.runtime.proposers import Proposer
+from jetdraft.runtime.shapes.fixed import most_likely
 from jetdraft.runtime.stats import Round
 
 
@@ -15,12 +18,14 @@ from jetdraft.runtime.stats import Round
 class Plan:
     """Ask `proposer` for `budget` rows; None means a round without a draft.
 
-    The round's pass carries the probes of `probing`, for the next one.
+    `parents`, if given, says how they branch. The round's pass carries the probes of
+    `probing`, for the next one.
     """
 
     proposer: Proposer | None
     budget: int
     probing: Probing = Probing()
+    parents: tuple[int, ...] | None = None
 
 
 PLAIN = Plan(None, 0)
@@ -34,9 +39,8 @@ MARGIN = 1.02
 NEGLIGIBLE = 0.01
 """A draft token that is right this seldom is not worth planning for."""
 
-
-LEAST_PROBE_MS = 1e-3
-"""From nothing an estimate could not grow again."""
+MOST_SIBLINGS = 3
+"""Beside the first one, in trees that a controller plans."""
 
 
 class Controller(Protocol):
@@ -81,104 +85,17 @@ def _limit(proposer: Proposer, room: int, offers: Mapping[Proposer, int]) -> int
     return min(room, offers.get(proposer, proposer.max_draft_tokens))
 
 
-@dataclass
-class Costs:
-    """Milliseconds: `target[w]` of a pass of w rows, `draft[name]` per drafted token.
-
-    `probe` is what a probe adds to a pass. Widths between measured ones are
-    interpolated, beyond them extrapolated.
-    """
-
-    target: dict[int, float]
-    draft: dict[str, float]
-    probe: float = 0.0
-
-    def pass_ms(self, width: int) -> float:
-        """The target's pass time at `width`."""
-        if width in self.target:
-            return self.target[width]
-        below = [w for w in self.target if w < width]
-        above = [w for w in self.target if w > width]
-        if below and above:
-            low, high = max(below), min(above)
-        elif len(self.target) > 1:
-            low, high = sorted(self.target)[-2:] if below else sorted(self.target)[:2]
-        else:
-            return next(iter(self.target.values()))
-        slope = (self.target[high] - self.target[low]) / (high - low)
-        return self.target[low] + slope * (width - low)
-
-    def learn(self, round_: Round) -> None:
-        """Follow the machine slowly; a single stall says little."""
-        if round_.probes:
-            added = round_.target_seconds * 1e3 - self.pass_ms(round_.width)
-            each = max(added / round_.probes, LEAST_PROBE_MS)
-            self.probe = _follow(max(self.probe, LEAST_PROBE_MS), each)
-        elif round_.width in self.target:
-            self.target[round_.width] = _follow(
-                self.target[round_.width], round_.target_seconds * 1e3
-            )
-        if round_.drafted and round_.method in self.draft:
-            self.draft[round_.method] = _follow(
-                self.draft[round_.method], round_.draft_seconds * 1e3 / round_.drafted
-            )
-
-
-def _follow(known: float, seen: float) -> float:
-    return known + 0.05 * (min(seen, 1.5 * known) - known)
-
-
-class Acceptance:
-    """Running chances that the draft's token at each position is right.
-
-    Exponentially weighted counts beside a weak prior: a position takes after the one
-    before it until it has been seen, and what is not seen again fades to the prior.
-    The prior is hopeful, so that every proposer gets its chance, now and then again.
-    """
-
-    PRIOR = 0.9
-    WEIGHT = 2.0
-    MEMORY = 0.97
-    FADING = 0.99
-
-    def __init__(self) -> None:
-        self.accepted: list[float] = []
-        self.evaluated: list[float] = []
-
-    def fade(self) -> None:
-        """A round passed in which this proposer was not asked."""
-        self.accepted = [x * self.FADING for x in self.accepted]
-        self.evaluated = [x * self.FADING for x in self.evaluated]
-
-    def observe(self, evaluated: int, accepted: int) -> None:
-        """Count one draft."""
-        grow = evaluated - len(self.evaluated)
-        self.accepted += [0.0] * grow
-        self.evaluated += [0.0] * grow
-        for position in range(evaluated):
-            self.accepted[position] *= self.MEMORY
-            self.evaluated[position] *= self.MEMORY
-            self.accepted[position] += position < accepted
-            self.evaluated[position] += 1
-
-    def rates(self, length: int) -> list[float]:
-        """The estimated rate at positions 0..length-1."""
-        rates, prior = [], self.PRIOR
-        for position in range(length):
-            seen = position < len(self.evaluated)
-            accepted = self.accepted[position] if seen else 0.0
-            evaluated = self.evaluated[position] if seen else 0.0
-            prior = (accepted + self.WEIGHT * prior) / (evaluated + self.WEIGHT)
-            rates.append(prior)
-        return rates
-
-
 class _Promise(NamedTuple):
-    """A draft: what a round with it commits, the chance that all of it is right."""
+    """A draft: what a round with it commits, the chance that all of it is right.
+
+    `parents` says how it branches, None that it does not; `depth` how deep it goes.
+    """
 
     length: int
+    depth: int
     tokens: float
     chance: float
+    parents: tuple[int, ...] | None = None
 
 
 class _Steady(NamedTuple):
@@ -196,6 +113,9 @@ class Adaptive:
     et al., section 3) and costs a target pass of its width plus K drafted tokens. Off
     is a draft of none, at the narrowest of `widths`.
 
+    With `branching`, proposers that can are asked for trees where those promise more:
+    the rows that are most likely right, as far as a pass has room.
+
     Drafts that are read off probes cost their probes, one pass before. So what is
     compared are ways to go on: without probes, or with those that would pay in the
     long run.
@@ -208,9 +128,13 @@ class Adaptive:
         acceptance: dict[str, Acceptance],
         widths: Sequence[int],
         max_draft_tokens: int,
+        exact: bool = True,
+        branching: bool = False,
     ) -> None:
         self.proposers = list(proposers)
         self.costs = costs
+        self.exact = exact
+        self.branching = branching
         # For each number of rows the narrowest allowed width that holds them.
         allowed = sorted(widths)
         self.widths = [
@@ -252,6 +176,8 @@ class Adaptive:
         spent = self._pass_ms(1, probing)
         best_worth = 1.0 - steady.value * spent + steady.prepared
         for plan, promise, spent in self._plans(room, offers, probing):
+            if probing.last_only and promise.parents is not None:
+                continue  # the last row of a tree is seldom where it goes on
             chance = promise.chance if probing.last_only else 1.0
             worth = promise.tokens - steady.value * spent + chance * steady.prepared
             if worth > best_worth:
@@ -270,7 +196,7 @@ class Adaptive:
             for promise in self._promises(proposer, limit):
                 length = promise.length
                 spent = self._pass_ms(length + 1, probing) + length * each
-                yield Plan(proposer, length, probing), promise, spent
+                yield Plan(proposer, length, probing, promise.parents), promise, spent
 
     def _steady(self, proposer: Proposer) -> Iterator[_Steady]:
         """The ways to go on with a proposer's probes.
@@ -280,25 +206,58 @@ class Adaptive:
         round without one in u ms, that gives (T + 1 - p) / (t + (1 - p) u) tokens per
         ms, and a draft at hand is worth (T - 1 - value (t - u)) / (2 - p) tokens.
         """
-        limit = min(self.max_draft_tokens, proposer.streams)
-        for length, tokens, chance in self._promises(proposer, limit):
-            every, last = Probing(length), Probing(length, last_only=True)
+        limit = min(self.max_draft_tokens, proposer.max_draft_tokens)
+        for length, depth, tokens, chance, parents in (
+            self._promises(proposer, limit) if proposer.streams else ()
+        ):
+            every, last = Probing(depth), Probing(depth, last_only=True)
             yield _Steady(every, tokens / self._pass_ms(length + 1, every), 0.0)
+            if parents is not None:
+                continue
             whole, bare = self._pass_ms(length + 1, last), self._pass_ms(1, last)
             value = (tokens + 1 - chance) / (whole + (1 - chance) * bare)
             prepared = (tokens - 1 - value * (whole - bare)) / (2 - chance)
             yield _Steady(last, value, prepared)
 
     def _promises(self, proposer: Proposer, limit: int) -> Iterator[_Promise]:
-        """What drafts of 1, 2, ... tokens promise."""
+        """What chains of 1, 2, ... tokens promise, and what trees do."""
         tokens = chance = 1.0
-        rates = self.acceptance[proposer.name].rates(limit)
+        deepest = min(limit, proposer.streams or limit)
+        rates = self.acceptance[proposer.name].rates(deepest)
         for length, rate in enumerate(rates, start=1):
             chance *= rate
             if chance < NEGLIGIBLE:
                 break
             tokens += chance
-            yield _Promise(length, tokens, chance)
+            yield _Promise(length, length, tokens, chance)
+        if self.branching and proposer.branches and rates:
+            yield from self._trees(proposer, limit, rates)
+
+    def _trees(
+        self, proposer: Proposer, limit: int, rates: list[float]
+    ) -> Iterator[_Promise]:
+        """What the likeliest trees that fill a pass promise.
+
+        In an exact generation a row off the first path is a guess that is run again:
+        its worth is a token less the time of a row.
+        """
+        row = (self.costs.pass_ms(WIDEST) - self.costs.pass_ms(1)) / (WIDEST - 1)
+        worth = 1.0 - row / self.costs.pass_ms(1) if self.exact else 1.0
+        others = self.acceptance[proposer.name].shares(MOST_SIBLINGS)
+        if worth * (1.0 - min(rates)) * others[0] < row / self.costs.pass_ms(1):
+            return  # not even the best branch pays for its row
+        parents, chances = most_likely(limit, rates, others)
+        tokens, depths, on_first_path = 1.0, [0], [True]
+        for index, (parent, chance) in enumerate(zip(parents, chances, strict=True)):
+            depths.append(depths[parent] + 1)
+            first = on_first_path[parent] and parent not in parents[:index]
+            on_first_path.append(first)
+            tokens += chance * (1.0 if first else worth)
+            length = index + 1
+            if length + 1 in self.widths and not all(on_first_path):
+                yield _Promise(
+                    length, max(depths), tokens, 0.0, tuple(parents[:length])
+                )
 
     def _pass_ms(self, rows: int, probing: Probing) -> float:
         """The time of a pass that holds `rows` rows and their probes."""
@@ -310,6 +269,6 @@ class Adaptive:
         self.costs.learn(round_)
         for name, acceptance in self.acceptance.items():
             if name == round_.method and round_.drafted:
-                acceptance.observe(round_.evaluated, round_.accepted)
+                acceptance.observe(round_)
             else:
                 acceptance.fade()

@@ -23,7 +23,7 @@ from jetdraft.runtime.shapes import (
 )
 from jetdraft.runtime.verifiers import VERIFIERS, Verifier
 
-CHAIN = "chain"
+AUTO, CHAIN = "auto", "chain"
 MAX_DRAFT_TOKENS = WIDEST - 1
 """The longest draft a caller may ask for: the widest decoding pass less the root."""
 
@@ -31,7 +31,7 @@ _DEFAULT_ROWS = 7
 _ADAPTIVE = {
     shape.name: shape for shape in (Best, Heap, Threshold, Rerank, Comb, Merged)
 }
-TREES = (CHAIN, *_ADAPTIVE, Kary.name, Sparse.name)
+TREES = (AUTO, CHAIN, *_ADAPTIVE, Kary.name, Sparse.name)
 """The shapes of a draft."""
 
 SIBLINGS = tuple(kind.value for kind in Kind)
@@ -42,6 +42,8 @@ SIBLINGS = tuple(kind.value for kind in Kind)
 class Drafting:
     """The shape of drafts, their siblings, and the verifier.
 
+    An "auto" tree is a chain, or where a controller chooses the length and the method
+    can branch, whatever promises most.
     `branching` belongs to k-ary trees and `tree_parents` to static ones: the parent of
     rows 1, 2, ..., 0 being the root.
 
@@ -49,7 +51,7 @@ class Drafting:
                  verifier="recursive")
     """
 
-    tree: str = CHAIN
+    tree: str = AUTO
     siblings: str = Kind.COUPLED.value
     branching: Sequence[int] | None = None
     tree_parents: Sequence[int] | None = None
@@ -91,8 +93,13 @@ class Drafting:
 
     @property
     def is_chain(self) -> bool:
-        """Whether drafts do not branch at all."""
-        return self.tree == CHAIN
+        """Whether drafts do not branch, unless the controller would have it."""
+        return self.tree in (AUTO, CHAIN)
+
+    @property
+    def may_branch(self) -> bool:
+        """Whether a controller may ask for trees."""
+        return self.tree == AUTO and self.verifier == "walk"
 
     @property
     def _is_single(self) -> bool:

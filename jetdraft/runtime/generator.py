@@ -158,15 +158,12 @@ class Generator:
         committed, self._carried = tokens[:proven], tokens[proven:]
         for proposer in self.proposers:
             proposer.observe(len(context) + len(tokens), answer, path[-1])
-        accepted = max(0, len(path) - 1 - carried)
-        # Nothing was compared below a leaf, or below what was carried in vain.
-        missed = len(path) > carried and bool(whole.children(path[-1]))
         round_ = Round(
             method=method,
             width=self._width(len(whole)),
             drafted=rows.drafted,
-            evaluated=accepted + missed,
-            accepted=accepted,
+            # Nothing was drafted below what was carried in vain.
+            ranks=whole.ranks(path)[carried:],
             target_seconds=self.target.seconds - before,
             draft_seconds=draft_seconds,
             probes=answer.probes,
@@ -204,7 +201,8 @@ class Generator:
             if proposer is None:
                 break
             if proposer not in offers:
-                offers[proposer] = proposer.propose(context, plan.budget)
+                how = plan.parents
+                offers[proposer] = proposer.propose(context, plan.budget, how)
             # Whoever offers all that was planned need not be compared again.
             if offers[proposer].drafted >= plan.budget:
                 return proposer.name, offers[proposer].first(plan.budget)

@@ -24,15 +24,11 @@ from jetdraft.errors import (
     VerifierError,
 )
 from jetdraft.runtime import calibration
+from jetdraft.runtime.acceptance import Acceptance
 from jetdraft.runtime.calibration import Calibration
-from jetdraft.runtime.controller import (
-    Acceptance,
-    Adaptive,
-    Controller,
-    Costs,
-    Fixed,
-)
-from jetdraft.runtime.drafting import CHAIN, MAX_DRAFT_TOKENS, Drafting
+from jetdraft.runtime.controller import Adaptive, Controller, Fixed
+from jetdraft.runtime.costs import Costs
+from jetdraft.runtime.drafting import AUTO, MAX_DRAFT_TOKENS, Drafting
 from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.ort import ort
@@ -51,7 +47,6 @@ from jetdraft.runtime.stats import Stats
 from jetdraft.runtime.text import TextCodec
 from jetdraft.runtime.verifiers import check_kind
 
-AUTO = "auto"
 NONE = "none"
 
 
@@ -87,7 +82,7 @@ class Options:
     of plain decoding; other verifiers than the walk keep at most its distribution. For
     `tree`, `siblings`, `branching`, `tree_parents` and `verifier` see `Drafting`.
     `prune_threshold` drops drafted rows that an early exit thinks less likely, with
-    method "stream"; None runs the target whole.
+    method "stream"; "auto" follows measured times, None runs the target whole.
     """
 
     max_new_tokens: int = 128
@@ -100,12 +95,12 @@ class Options:
     seed: int = 0
     ignore_eos: bool = False
     exact: bool = True
-    tree: str = CHAIN
+    tree: str = AUTO
     siblings: str = "coupled"
     branching: Sequence[int] | None = None
     tree_parents: Sequence[int] | None = None
     verifier: str = "walk"
-    prune_threshold: float | None = None
+    prune_threshold: float | str | None = None
     sampling: Sampling = field(init=False)
     drafting: Drafting = field(init=False)
 
@@ -143,6 +138,7 @@ class Options:
         ):
             given = getattr(self, name)
             optional = given is None and name in ("num_draft_tokens", "prune_threshold")
+            optional = optional or (name == "prune_threshold" and given == AUTO)
             if not optional and (
                 isinstance(given, bool) or not isinstance(given, kind)
             ):
@@ -183,7 +179,7 @@ class Options:
                 f"verifier {self.verifier!r} is not exact for what is left of a pruned "
                 "draft; leave the prune threshold out"
             )
-        if threshold is not None and not 0.0 <= threshold <= 2.0:
+        if isinstance(threshold, Real) and not 0.0 <= threshold <= 2.0:
             raise OptionError(
                 f"prune threshold {threshold} is out of range; give 0 (keep all) to 1, "
                 "or 2 (drop all)"
@@ -296,8 +292,9 @@ class Model:
                 open_session(folder / entry.halves.lower_compaction, self.provider),
                 open_session(folder / entry.halves.upper_compaction, self.provider),
             )
-        self._halves.threshold = options.prune_threshold
-        self._halves.widths = sorted(self.widths(options))
+        given = options.prune_threshold
+        fixed = None if given == AUTO else float(given)
+        self._halves.prepare(fixed, self.widths(options))
         return self._halves
 
     def calibrate(self, again: bool = False) -> Calibration:
@@ -438,13 +435,15 @@ class Model:
             return Fixed(proposers[name], count)
         if options.prune_threshold is not None:
             # Its pass times are not those that are known of the whole target.
-            return Fixed(proposers[name], proposers[name].max_draft_tokens)
+            return Fixed(proposers[name], proposers[name].streams)
         return Adaptive(
             list(proposers.values()),
             self.costs,
             self.acceptance,
             self.widths(options),
             count or MAX_DRAFT_TOKENS,
+            options.exact,
+            options.drafting.may_branch,
         )
 
     def _check_fits(self, options: Options) -> None:

@@ -9,6 +9,9 @@ and so carry no streams.
 
 With the walk, dropping a row can only shorten what is accepted, never change it.
 Verifiers that look at what was drafted would be biased by it.
+
+The threshold is given, or follows from what rounds have shown and the measured times of
+the upper half.
 """
 
 from __future__ import annotations
@@ -20,10 +23,14 @@ from collections.abc import Sequence
 from jetdraft.contract import SplitContract, check_tensors
 from jetdraft.runtime.binding import Bound
 from jetdraft.runtime.cache import Cache
+from jetdraft.runtime.costs import Costs
 from jetdraft.runtime.graph import Answer, answer_of
 from jetdraft.runtime.ort import ort
 from jetdraft.runtime.probes import NO_PROBES, Probes, Probing
 from jetdraft.runtime.rows import Rows, without_gaps
+from jetdraft.runtime.threshold import Threshold
+
+_TURNS = 3
 
 
 class HalfCaches:
@@ -67,11 +74,11 @@ class HalfCaches:
 class PrunedGraph:
     """Runs drafts like a `Graph`, through both halves.
 
-    `threshold` is the least probability that keeps a row: at 0 all stay, above 1 only
-    the root. `widths` are those that the upper half may use.
+    The `threshold` is the least probability that keeps a row: at 0 all stay, above 1
+    only the root. `widths` are those that the upper half may use.
 
         graph = PrunedGraph(lower, upper, contract, lower_moves, upper_moves)
-        graph.threshold, graph.widths = 0.1, [2, 4, 6, 8]
+        graph.prepare(0.1, [2, 4, 6, 8])
         rows, answer = graph.verify(rows, width=8)
     """
 
@@ -97,6 +104,7 @@ class PrunedGraph:
         )
         self.threshold = 0.0
         self.widths: Sequence[int] = ()
+        self.adaptive: Threshold | None = None
         self.probing = Probing()
         self.seconds = 0.0
         self.passes = 0
@@ -104,6 +112,33 @@ class PrunedGraph:
         self._lower: dict[int, Bound] = {}
         self._upper: dict[tuple[int, int, Probes], Bound] = {}
         self._kept: list[int] = []
+        self._draft: tuple[Rows, list[float], float] = Rows.chain([0]), [], 0.0
+        self._costs: Costs | None = None
+
+    def prepare(self, threshold: float | None, widths: Sequence[int]) -> None:
+        """Set the threshold, None for one that adapts, and the allowed widths."""
+        self.widths = sorted(widths)
+        self.adaptive = Threshold() if threshold is None else None
+        self.threshold = threshold or 0.0
+        if threshold is None and self._costs is None:
+            self._costs = self._measure()
+
+    def _measure(self) -> Costs:
+        """The upper half's time by width, and what a probe adds to it."""
+        self.cache.rewind(0)
+        times = {width: self._upper_ms(width, NO_PROBES) for width in self.widths}
+        probes = Probing(self.contract.streams).of(self.widths[0])
+        added = self._upper_ms(self.widths[0], probes) - times[self.widths[0]]
+        return Costs(times, {}, max(added, 0.0) / probes.total)
+
+    def _upper_ms(self, width: int, probes: Probes) -> float:
+        rows, times = Rows.chain([0] * width), []
+        below = self._run_lower(rows, width)
+        for _ in range(_TURNS):
+            before = self.seconds
+            self._run_upper(rows, below, list(range(width)), (width, width, probes))
+            times.append(self.seconds - before)
+        return 1e3 * min(times)
 
     def run(self, tokens: Sequence[int], last_only: bool = True) -> Answer:
         """A pass of a prefill: nothing is pruned or drafted, the last row answered."""
@@ -116,8 +151,13 @@ class PrunedGraph:
     def verify(self, rows: Rows, width: int) -> tuple[Rows, Answer]:
         """Run a draft: the rows that were kept, and the answer for them."""
         rows.check()
+        if self.adaptive is not None:
+            self.threshold = self.adaptive.choose()
+        before = self.seconds
         below = self._run_lower(rows, width)
-        self._kept = self._keep(rows, below.arrays["scores"][0].tolist())
+        scores = below.arrays["scores"][0].tolist()
+        self._draft = rows, scores, 1e3 * (self.seconds - before)
+        self._kept = self._keep(rows, scores, self.threshold)
         kept = rows.only(self._kept)
         width = self.widths[bisect_left(self.widths, len(kept))]
         probes = self.probing.of(len(kept))
@@ -132,6 +172,8 @@ class PrunedGraph:
         A row has one place in the lower half's buffers and another in the upper's.
         """
         lower = [self._kept[row] for row in path]
+        if self.adaptive is not None:
+            self.adaptive.observe(self.threshold, lambda t: self._would(lower, t))
         if not exact:
             self.cache.lower.compact(lower)
             self.cache.upper.compact(path)
@@ -140,8 +182,21 @@ class PrunedGraph:
         self.cache.advance(proven)
         return proven
 
-    def _keep(self, rows: Rows, scores: Sequence[float]) -> list[int]:
-        least = math.log(self.threshold) if self.threshold else -math.inf
+    def _would(self, path: list[int], threshold: float) -> tuple[float, float]:
+        """Tokens and milliseconds of the last round, had that been the threshold.
+
+        `path` has the rows of the whole draft that were accepted.
+        """
+        assert self._costs is not None
+        rows, scores, spent = self._draft
+        kept = self._keep(rows, scores, threshold)
+        width = self.widths[bisect_left(self.widths, len(kept))]
+        probes = self.probing.of(len(kept)).total
+        upper = self._costs.pass_ms(width) + probes * self._costs.probe
+        return sum(row in kept for row in path), spent + upper
+
+    def _keep(self, rows: Rows, scores: Sequence[float], threshold: float) -> list[int]:
+        least = math.log(threshold) if threshold else -math.inf
         kept = [0]
         for row in range(1, len(rows)):
             if rows.parents[row] in kept and scores[row] >= least:

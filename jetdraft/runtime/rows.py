@@ -154,6 +154,22 @@ class Rows:
             depths.append(depths[parent] + 1)
         return depths
 
+    def ranks(self, path: Sequence[int]) -> list[tuple[int, int]]:
+        """Which sibling went on at each row of a path, and of how many.
+
+        The last row has none that did, for which their number stands; a leaf is left
+        out.
+
+            Rows([5, 8, 9], [-1, 0, 0]).ranks([0, 2])    # [(1, 2)]
+        """
+        below = [self.children(row) for row in path]
+        found = [
+            (siblings.index(row), len(siblings))
+            for siblings, row in zip(below, path[1:], strict=False)
+        ]
+        left = len(below[-1])
+        return [*found, (left, left)] if left else found
+
     def walk(self, chosen: Sequence[int]) -> list[int]:
         """The accepted rows, root first.
 

@@ -11,17 +11,28 @@ class Round(NamedTuple):
     """One propose, verify and commit.
 
     `evaluated` drafted tokens were compared with a chosen one: the `accepted` and, if
-    there is one, the first wrong. `probes` drafted for the next round.
+    there is one, the first wrong. `ranks` has for each of them which of how many
+    siblings was right, their number where none was. `probes` drafted for the next
+    round.
     """
 
     method: str
     width: int
     drafted: int
-    evaluated: int
-    accepted: int
+    ranks: list[tuple[int, int]]
     target_seconds: float
     draft_seconds: float
     probes: int = 0
+
+    @property
+    def evaluated(self) -> int:
+        """Places of the draft at which a token was compared."""
+        return len(self.ranks)
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that were right."""
+        return sum(rank < count for rank, count in self.ranks)
 
 
 @dataclass

@@ -1,6 +1,8 @@
 import pytest
 
-from jetdraft.runtime.controller import PLAIN, Acceptance, Adaptive, Costs, Fixed
+from jetdraft.runtime.acceptance import Acceptance
+from jetdraft.runtime.controller import PLAIN, Adaptive, Fixed
+from jetdraft.runtime.costs import Costs
 from jetdraft.runtime.probes import Probing
 from jetdraft.runtime.proposers import LookupProposer
 from jetdraft.runtime.stats import Round
@@ -19,8 +21,7 @@ def outcome(method="draft", drafted=3, accepted=0, ms=1.0, width=4, draft_ms=0.1
         method=method,
         width=width,
         drafted=drafted,
-        evaluated=min(accepted + 1, drafted),
-        accepted=accepted,
+        ranks=[(0, 1)] * accepted + [(1, 1)] * (accepted < drafted),
         target_seconds=ms / 1e3,
         draft_seconds=draft_ms * drafted / 1e3,
     )
@@ -109,7 +110,7 @@ def test_costs_follow_the_clock_but_not_one_stall():
 def test_rates_of_unseen_positions_take_after_the_one_before():
     acceptance = Acceptance()
     for _ in range(200):
-        acceptance.observe(evaluated=2, accepted=1)
+        acceptance.observe(outcome(drafted=2, accepted=1))
     first, second, third = acceptance.rates(3)
     assert first > 0.95
     assert second < 0.1
@@ -135,7 +136,7 @@ def streaming(probe, slope=0.0, rate=0.9, others=()):
     proposers = [Streaming(), *others]
     acceptance = {proposer.name: Acceptance() for proposer in proposers}
     for known in acceptance.values():
-        known.accepted, known.evaluated = [1000 * rate] * 4, [1000.0] * 4
+        known.places.well, known.places.seen = [1000 * rate] * 4, [1000.0] * 4
     return Adaptive(proposers, costs, acceptance, WIDTHS, 15)
 
 
@@ -174,10 +175,74 @@ def test_a_round_without_an_offer_prepares_the_next():
 
 def test_another_proposer_may_draft_while_probes_prepare():
     controller = streaming(probe=0.001, others=[Named("lookup")])
-    controller.acceptance["lookup"].accepted = [500.0] * 4
+    controller.acceptance["lookup"].places.well = [500.0] * 4
     plan = controller.plan(15, {controller.proposers[0]: 0})
     assert plan.proposer.name == "lookup"
     assert plan.probing.streams
+
+
+# --- trees ----------------------------------------------------------------------------
+
+
+class Branching(Streaming):
+    """Streams that can be asked for trees."""
+
+    branches = True
+
+    def __init__(self):
+        super().__init__()
+        self.max_draft_tokens = 15
+
+
+def branching(slope, rate=0.5, exact=True, allowed=True):
+    costs = Costs({w: 1 + slope * (w - 1) for w in range(1, 17)}, {}, 0.0)
+    known = Acceptance()
+    known.places.well, known.places.seen = [1000 * rate] * 4, [1000.0] * 4
+    streams = Branching()
+    return Adaptive([streams], costs, {streams.name: known}, WIDTHS, 15, exact, allowed)
+
+
+def test_free_rows_become_branches():
+    plan = branching(slope=0.0).plan(15, {})
+    assert plan.budget == 15
+    assert len(plan.parents) == 15
+    assert plan.parents.count(0) > 1
+
+
+def test_rows_that_cost_do_not_branch():
+    assert branching(slope=0.2).plan(15, {}).parents is None
+
+
+def test_drafts_that_are_always_right_do_not_branch():
+    assert branching(slope=0.02, rate=1.0).plan(15, {}).parents is None
+
+
+def test_trees_are_for_those_who_allow_them():
+    assert branching(slope=0.0, allowed=False).plan(15, {}).parents is None
+
+
+def test_a_branch_is_worth_less_where_it_must_be_proven():
+    """With rows at these times a tree pays without proofs, and not with them."""
+    assert branching(slope=0.1, exact=False).plan(15, {}).parents is not None
+    assert branching(slope=0.1, exact=True).plan(15, {}).parents is None
+
+
+def test_siblings_that_are_never_right_are_given_up():
+    controller = branching(slope=0.02)
+    assert controller.plan(15, {}).parents is not None
+    for _ in range(60):
+        controller.acceptance["stream"].siblings.observe([True] * 3)
+    assert controller.plan(15, {}).parents is None
+
+
+def test_what_a_tree_tells_of_its_siblings():
+    acceptance = Acceptance()
+    second = outcome("stream", drafted=7)._replace(ranks=[(0, 2), (1, 2), (3, 3)])
+    for _ in range(200):
+        acceptance.observe(second)
+    assert acceptance.rates(3) == pytest.approx([1.0, 0.0, 0.0], abs=0.1)
+    # Half of the misses the second sibling was right, and the third never.
+    assert acceptance.shares(2) == pytest.approx([0.5, 0.0], abs=0.05)
 
 
 def test_the_price_of_a_probe_is_learned():

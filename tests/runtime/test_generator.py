@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from jetdraft.runtime.controller import Acceptance, Adaptive, Costs, Fixed
+from jetdraft.runtime.acceptance import Acceptance
+from jetdraft.runtime.controller import Adaptive, Fixed
+from jetdraft.runtime.costs import Costs
 from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.rows import Rows
 from jetdraft.runtime.sampling import Chooser, Sampling
@@ -33,7 +35,7 @@ class Scripted:
     def begin(self, prompt, chooser):
         self.expected = len(prompt)
 
-    def propose(self, context, budget):
+    def propose(self, context, budget, parents=None):
         assert len(context) == self.expected, "the public sequence is out of step"
         tokens = self.truth[len(context) : len(context) + budget].copy()
         tokens = self.spoil(tokens, len(context))

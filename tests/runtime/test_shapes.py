@@ -100,7 +100,8 @@ def test_a_static_tree_with_wrong_parents_is_refused(parents):
 
 def test_the_most_likely_tree_has_the_largest_products():
     """Compared with all rows of all paths of ranks up to a depth."""
-    parents = most_likely(12)
+    others = [rate / (1 - RANK_RATES[0]) for rate in RANK_RATES[1:]]
+    parents, chances = most_likely(12, [RANK_RATES[0]] * 12, others)
     values = [1.0]
     ranks = {}
     for parent in parents:
@@ -114,6 +115,7 @@ def test_the_most_likely_tree_has_the_largest_products():
         every += level
     best = sorted(every, reverse=True)[:12]
     assert sorted(values[1:], reverse=True) == pytest.approx(best)
+    assert chances == pytest.approx(values[1:])
 
 
 def test_k_ary_levels():

@@ -8,8 +8,7 @@ def round_of(drafted, accepted):
         method="draft" if drafted else "none",
         width=drafted + 1,
         drafted=drafted,
-        evaluated=min(accepted + 1, drafted),
-        accepted=accepted,
+        ranks=[(0, 1)] * accepted + [(1, 1)] * (accepted < drafted),
         target_seconds=0.0,
         draft_seconds=0.0,
     )

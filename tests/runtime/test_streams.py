@@ -15,6 +15,7 @@ from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.streams import LOSSLESS, StreamSettings
 from jetdraft.quant.recipe import Recipe
+from jetdraft.runtime.acceptance import Acceptance
 from jetdraft.runtime.model import Options
 from jetdraft.runtime.probes import Probes, Probing
 from jetdraft.runtime.rows import Rows
@@ -81,6 +82,28 @@ def test_a_cartesian_tree(model):
     drafted = text(model, "stream", tree="k-ary", branching=[2, 2, 2])
     assert drafted.token_ids == plain.token_ids
     assert set(drafted.stats.rounds_by_choice) >= {"stream:14"}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_controller_branches_where_rows_are_free(model, monkeypatch, way, exact):
+    """And where the streams, untrained as they are, have not been given up yet."""
+    monkeypatch.setattr(model.costs, "target", dict.fromkeys(range(1, 17), 1.0))
+    monkeypatch.setattr(model.costs, "learn", lambda round_: None)
+    monkeypatch.setattr(model, "acceptance", {"stream": Acceptance()})
+    drafted = text(model, "stream", exact=exact, **way)
+    deepest = SETTINGS.gamma
+    lengths = [int(c.partition(":")[2] or 0) for c in drafted.stats.rounds_by_choice]
+    assert max(lengths) > deepest
+    if exact:
+        assert drafted.token_ids == text(model, "none", **way).token_ids
+
+
+def test_a_chain_can_be_asked_for(model, monkeypatch):
+    monkeypatch.setattr(model.costs, "target", dict.fromkeys(range(1, 17), 1.0))
+    monkeypatch.setattr(model.costs, "learn", lambda round_: None)
+    stats = text(model, "stream", tree="chain").stats
+    assert set(stats.rounds_by_choice) <= {"none", "stream:1", "stream:2", "stream:3"}
 
 
 def test_auto_has_streams_too(model):
@@ -205,7 +228,7 @@ TREE = {"tree": "k-ary", "branching": [2, 2, 2]}
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("threshold", [0.0, 0.01, 0.3, 2.0])
+@pytest.mark.parametrize("threshold", [0.0, 0.01, 0.3, 2.0, "auto"])
 @pytest.mark.parametrize("tree", [{}, TREE], ids=["chain", "tree"])
 def test_pruning_changes_no_text(model, way, threshold, tree):
     plain = text(model, "none", **way)
@@ -254,7 +277,7 @@ def test_a_row_goes_with_all_below_it(model):
     halves = model.target_for(Options(method="stream", prune_threshold=0.5))
     rows = Rows([5, 6, 7, 8, 9], [-1, 0, 1, 0, 3])
     scores = np.log([1.0, 0.4, 0.9, 0.6, 0.5])
-    assert halves._keep(rows, scores) == [0, 3, 4]
+    assert halves._keep(rows, scores, 0.5) == [0, 3, 4]
 
 
 def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
@@ -290,7 +313,7 @@ def test_both_halves_hold_what_a_fresh_prefill_holds(float_model, exact):
     halves.cache.rewind(0)
     halves.run(PROMPT)
     halves.cache.advance(len(PROMPT))
-    halves._keep = lambda rows, scores: [0, 2, 3, 4]  # row 1 is pruned
+    halves._keep = lambda rows, scores, least: [0, 2, 3, 4]  # row 1 is pruned
     try:
         kept, _ = halves.verify(rows, 5 if not exact else 6)
     finally:

@@ -130,7 +130,7 @@ class Branching:
     def begin(self, prompt, chooser):
         pass
 
-    def propose(self, context, budget):
+    def propose(self, context, budget, parents=None):
         random = np.random.default_rng(len(context))
         parents = random_parents(random, budget + 1)
         depths = Rows([0] * (budget + 1), parents).depths
@@ -206,7 +206,7 @@ def test_the_capacity_ends_the_text(model, exact):
 
 
 class Broken(Branching):
-    def propose(self, context, budget):
+    def propose(self, context, budget, parents=None):
         return Rows([int(context[-1]), 1, 2], [-1, 2, 0])
 
 

@@ -17,6 +17,7 @@ class Proposer(Protocol):
     the longest draft it can make, `ms_per_token` a first guess of a drafted token's
     time, and `session_seconds` its time inside `session.run` so far. One that reads its
     drafts off the target's probes says how many `streams` a row can carry, others 0.
+    `branches` says whether it drafts trees for the asking.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Proposer(Protocol):
     max_draft_tokens: int
     ms_per_token: float
     streams: int
+    branches: bool
 
     @property
     def session_seconds(self) -> float: ...
@@ -32,8 +34,15 @@ class Proposer(Protocol):
         """A new generation: forget the last one. `chooser` is the target's own."""
         ...
 
-    def propose(self, context: Sequence[int], budget: int) -> Rows:
+    def propose(
+        self,
+        context: Sequence[int],
+        budget: int,
+        parents: Sequence[int] | None = None,
+    ) -> Rows:
         """At most `budget` >= 1 rows below the root, `context[-1]`.
+
+        `parents`, which only one that `branches` is given, says how: see `Sparse`.
 
         `context` is the public sequence, prompt and committed tokens; it may end with
         some that are not proven yet and can still be withdrawn. Only the root comes

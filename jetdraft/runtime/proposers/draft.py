@@ -19,6 +19,7 @@ class DraftProposer:
     name = "draft"
     kind = Kind.COUPLED
     streams = 0
+    branches = False
 
     def __init__(self, graph: Graph, ms_per_token: float = 0.0) -> None:
         self.graph = graph
@@ -37,7 +38,12 @@ class DraftProposer:
         self._follower.forget()
         self._chooser = chooser
 
-    def propose(self, context: Sequence[int], budget: int) -> Rows:
+    def propose(
+        self,
+        context: Sequence[int],
+        budget: int,
+        parents: Sequence[int] | None = None,
+    ) -> Rows:
         """Catch up with the context, then draft token by token."""
         tokens = [context[-1]]
         answer = self._follower.follow(context)

@@ -28,6 +28,7 @@ class LookupProposer:
     session_seconds = 0.0
     ms_per_token = 0.0
     streams = 0
+    branches = False
 
     def __init__(self, max_match: int = 16) -> None:
         self.max_draft_tokens = max_match
@@ -35,7 +36,12 @@ class LookupProposer:
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         """Nothing to forget: the context is all it knows."""
 
-    def propose(self, context: Sequence[int], budget: int) -> Rows:
+    def propose(
+        self,
+        context: Sequence[int],
+        budget: int,
+        parents: Sequence[int] | None = None,
+    ) -> Rows:
         """The tokens after the best match."""
         # One character per token makes the search one of a text, which is fast.
         text = array("I", context).tobytes().decode(_ENCODING, "surrogatepass")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jetdraft.runtime.graph import Answer, Graph
 from jetdraft.runtime.rows import Kind, Rows
 from jetdraft.runtime.sampling import Chooser, Sampling
-from jetdraft.runtime.shapes import Shape, Tree
+from jetdraft.runtime.shapes import Shape, Sparse, Tree
 
 
 class StreamProposer:
@@ -29,8 +29,10 @@ class StreamProposer:
         self.shape = shape
         self.kind = kind
         self.streams = graph.contract.streams
+        self.branches = graph.contract.tree and shape is None
         widest = graph.contract.max_width - 1
-        self.max_draft_tokens = self.streams if shape is None else widest
+        chain = shape is None and not self.branches
+        self.max_draft_tokens = self.streams if chain else widest
         self._chooser = Chooser(Sampling())
         self._ready: tuple[int, Answer] | None = None
 
@@ -39,22 +41,27 @@ class StreamProposer:
         self._chooser = chooser
         self._ready = None
 
-    def propose(self, context: Sequence[int], budget: int) -> Rows:
+    def propose(
+        self,
+        context: Sequence[int],
+        budget: int,
+        parents: Sequence[int] | None = None,
+    ) -> Rows:
         """The streams' tokens after the context's last, if the last pass had any."""
         root = context[-1]
         if self._ready is None or self._ready[0] != len(context):
             return Rows.chain([root], self.kind)
         streams = self._ready[1]
-        if self.shape is not None:
-            return self._tree(streams, root, len(context), budget)
+        shape = self.shape if parents is None else Sparse(parents)
+        if shape is not None:
+            tree = Tree(self.kind, self._chooser.sampling, len(context), budget, [root])
+            return self._grow(tree, shape, streams)
         said = streams.first(min(budget, len(streams.candidates)))
         positions = range(len(context), len(context) + len(said.candidates))
         return Rows.chain([root, *self._chooser.choose(said, positions)], self.kind)
 
-    def _tree(self, streams: Answer, root: int, position: int, budget: int) -> Rows:
+    def _grow(self, tree: Tree, shape: Shape, streams: Answer) -> Rows:
         """All rows of one depth have the same distribution: that of their stream."""
-        assert self.shape is not None
-        tree = Tree(self.kind, self._chooser.sampling, position, budget, [root])
         levels = [
             self._chooser.draft_distribution(streams.rows(slice(i, i + 1)))
             for i in range(len(streams.candidates))
@@ -66,8 +73,8 @@ class StreamProposer:
                 for row in asked
                 if tree.depths[row] < len(levels)
             }
-            asked = self.shape.grow(tree, found) if found else []
-        return self.shape.finish(tree).depth_first()
+            asked = shape.grow(tree, found) if found else []
+        return shape.finish(tree).depth_first()
 
     def observe(self, length: int, answer: Answer, row: int) -> None:
         """Keep what the last accepted row's streams said."""

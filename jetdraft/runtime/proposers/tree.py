@@ -27,7 +27,12 @@ class TreeProposer(DraftProposer):
         self.shape = shape
         self.kind = kind
 
-    def propose(self, context: Sequence[int], budget: int) -> Rows:
+    def propose(
+        self,
+        context: Sequence[int],
+        budget: int,
+        parents: Sequence[int] | None = None,
+    ) -> Rows:
         """Grow a tree below the context's last token."""
         root = context[-1]
         tree = Tree(self.kind, self._chooser.sampling, len(context), budget, [root])

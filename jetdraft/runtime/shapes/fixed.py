@@ -65,28 +65,37 @@ class Best(Sparse):
     def grow(self, tree: Tree, found: Mapping[int, Distribution]) -> list[int]:
         """As the list for this budget says."""
         if 0 in found:
-            self.parents = most_likely(tree.budget)
+            firsts = [RANK_RATES[0]] * tree.budget
+            others = [rate / (1.0 - RANK_RATES[0]) for rate in RANK_RATES[1:]]
+            self.parents, _ = most_likely(tree.budget, firsts, others)
         return super().grow(tree, found)
 
 
-def most_likely(budget: int) -> list[int]:
-    """Parents of the `budget` rows with the largest product of rank rates.
+def most_likely(
+    budget: int, firsts: Sequence[float], others: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """Parents of the rows most likely to be accepted, likeliest first, and how likely.
 
-    most_likely(3)   # [0, 1, 2]: a chain, as long as depth beats breadth
+    `firsts` has the chance of the first sibling at each depth, `others` those of the
+    second, the third, ... where the first is wrong.
+
+        most_likely(3, [0.6, 0.6, 0.6], [0.3])   # [0, 1, 2]: a chain
     """
-    parents: list[int] = []
-    heap = [(-RANK_RATES[0], 0, 0)]
-    reach = [1.0]
-    while len(parents) < budget:
-        value, parent, rank = heapq.heappop(heap)
+    parents, depths, chances = list[int](), [0], [1.0]
+    heap = [(-firsts[0], 0, 0)]
+    while heap and len(parents) < budget:
+        chance, parent, rank = heapq.heappop(heap)
+        row, depth = len(depths), depths[parent] + 1
         parents.append(parent)
-        reach.append(-value)
-        row = len(parents)
-        heapq.heappush(heap, (value * RANK_RATES[0], row, 0))
-        if rank + 1 < len(RANK_RATES):
-            sibling = reach[parent] * RANK_RATES[rank + 1]
+        depths.append(depth)
+        chances.append(-chance)
+        if depth < len(firsts):
+            heapq.heappush(heap, (chance * firsts[depth], row, 0))
+        if rank < len(others):
+            wrong = 1.0 - firsts[depth - 1]
+            sibling = chances[parent] * wrong * others[rank]
             heapq.heappush(heap, (-sibling, parent, rank + 1))
-    return parents
+    return parents, chances[1:]
 
 
 class Kary(Shape):
