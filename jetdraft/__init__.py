@@ -26,7 +26,8 @@ from jetdraft.errors import (
     UnsupportedModelError,
     VerifierError,
 )
-from jetdraft.runtime.model import Model, Options, Piece, Result, Stream, load
+from jetdraft.runtime.model import Model, Piece, Result, Stream, load
+from jetdraft.runtime.options import Options
 from jetdraft.runtime.stats import Stats
 
 __version__ = "0.1.0"

@@ -17,7 +17,8 @@ from jetdraft.cli.options import (
     sampling_options,
 )
 from jetdraft.runtime import benchmark
-from jetdraft.runtime.model import Model, Options, load
+from jetdraft.runtime.model import Model, load
+from jetdraft.runtime.options import Options
 from jetdraft.runtime.rows import Int64s
 
 DEFAULT_PROMPTS = (

@@ -5,8 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,16 @@ from jetdraft.errors import (
     MethodError,
     OptionError,
     PromptError,
-    VerifierError,
 )
 from jetdraft.runtime import calibration
 from jetdraft.runtime.acceptance import Acceptance
 from jetdraft.runtime.calibration import Calibration
 from jetdraft.runtime.controller import Adaptive, Controller, Fixed
 from jetdraft.runtime.costs import Costs
-from jetdraft.runtime.drafting import AUTO, MAX_DRAFT_TOKENS, Drafting
+from jetdraft.runtime.drafting import AUTO, MAX_DRAFT_TOKENS
 from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.graph import Graph
+from jetdraft.runtime.options import NONE, Options
 from jetdraft.runtime.ort import ort
 from jetdraft.runtime.proposers import (
     DraftProposer,
@@ -41,13 +40,11 @@ from jetdraft.runtime.proposers import (
 )
 from jetdraft.runtime.pruning import PrunedGraph
 from jetdraft.runtime.rows import Int64s
-from jetdraft.runtime.sampling import Chooser, Sampling
+from jetdraft.runtime.sampling import Chooser
 from jetdraft.runtime.session import default_threads, open_session, resolve_provider
 from jetdraft.runtime.stats import Stats
 from jetdraft.runtime.text import TextCodec
 from jetdraft.runtime.verifiers import check_kind
-
-NONE = "none"
 
 
 @dataclass(frozen=True)
@@ -71,124 +68,6 @@ class Result:
     prompt_tokens: int
     finish_reason: str
     stats: Stats
-
-
-@dataclass
-class Options:
-    """How to generate; the keyword arguments of `Model.generate`.
-
-    `num_draft_tokens` None lets the controller choose the length each round, `method`
-    "auto" the proposer too. `exact` keeps to one class of pass widths, and to the text
-    of plain decoding; other verifiers than the walk keep at most its distribution. For
-    `tree`, `siblings`, `branching`, `tree_parents` and `verifier` see `Drafting`.
-    `prune_threshold` drops drafted rows that an early exit thinks less likely, with
-    method "stream"; "auto" follows measured times, None runs the target whole.
-    """
-
-    max_new_tokens: int = 128
-    method: str = AUTO
-    num_draft_tokens: int | None = None
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    ignore_eos: bool = False
-    exact: bool = True
-    tree: str = AUTO
-    siblings: str = "coupled"
-    branching: Sequence[int] | None = None
-    tree_parents: Sequence[int] | None = None
-    verifier: str = "walk"
-    prune_threshold: float | str | None = None
-    sampling: Sampling = field(init=False)
-    drafting: Drafting = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._check_numbers()
-        if self.max_new_tokens < 1:
-            raise OptionError(
-                f"max new tokens {self.max_new_tokens} is out of range; give 1 or more"
-            )
-        count = self.num_draft_tokens
-        if count is not None and not 1 <= count <= MAX_DRAFT_TOKENS:
-            raise OptionError(
-                f"num draft tokens {count} is out of range; "
-                f"give 1 to {MAX_DRAFT_TOKENS}"
-            )
-        self.sampling = Sampling(
-            self.temperature, self.top_k, self.top_p, self.min_p, self.seed
-        )
-        self.drafting = Drafting(
-            self.tree, self.siblings, self.branching, self.tree_parents, self.verifier
-        )
-        self._check_drafting()
-
-    def _check_numbers(self) -> None:
-        """Programs may pass anything; the command line has checked its own."""
-        for name, kind, what in (
-            ("max_new_tokens", Integral, "an integer"),
-            ("num_draft_tokens", Integral, "an integer"),
-            ("top_k", Integral, "an integer"),
-            ("seed", Integral, "an integer"),
-            ("temperature", Real, "a number"),
-            ("top_p", Real, "a number"),
-            ("min_p", Real, "a number"),
-            ("prune_threshold", Real, "a number"),
-        ):
-            given = getattr(self, name)
-            optional = given is None and name in ("num_draft_tokens", "prune_threshold")
-            optional = optional or (name == "prune_threshold" and given == AUTO)
-            if not optional and (
-                isinstance(given, bool) or not isinstance(given, kind)
-            ):
-                raise OptionError(f"{name} {given!r} is not {what}; give {what}")
-
-    def _check_drafting(self) -> None:
-        """Refuse options that contradict each other."""
-        drafting = self.drafting
-        if self.method == NONE and self.verifier != "walk":
-            raise OptionError(
-                f"verifier {self.verifier!r} means nothing with method none; leave one "
-                "of them out"
-            )
-        if self.exact and self.verifier != "walk":
-            keeps = (
-                "neither the text nor the distribution"
-                if drafting.checker.lossy
-                else "the distribution but not the text"
-            )
-            raise VerifierError(
-                f"verifier {self.verifier!r} keeps {keeps} of plain decoding; add "
-                "--no-exact (exact=False)"
-            )
-        if not drafting.is_chain and self.method not in ("draft", "stream"):
-            raise OptionError(
-                f"a {self.tree} tree is drafted by method draft or stream, not "
-                f"{self.method}"
-            )
-        threshold = self.prune_threshold
-        if threshold is not None and self.method != "stream":
-            raise OptionError(
-                f"prune threshold {threshold} means something with method stream only; "
-                "leave it out"
-            )
-        checker = drafting.checker
-        if threshold is not None and not checker.lossy and self.verifier != "walk":
-            raise VerifierError(
-                f"verifier {self.verifier!r} is not exact for what is left of a pruned "
-                "draft; leave the prune threshold out"
-            )
-        if isinstance(threshold, Real) and not 0.0 <= threshold <= 2.0:
-            raise OptionError(
-                f"prune threshold {threshold} is out of range; give 0 (keep all) to 1, "
-                "or 2 (drop all)"
-            )
-        sized = self.branching is not None or self.tree_parents is not None
-        if sized and self.num_draft_tokens is not None:
-            raise OptionError(
-                f"the {self.tree} tree has its own size; leave num draft tokens out"
-            )
 
 
 def load(

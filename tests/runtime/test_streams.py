@@ -16,7 +16,7 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.streams import LOSSLESS, StreamSettings
 from jetdraft.quant.recipe import Recipe
 from jetdraft.runtime.acceptance import Acceptance
-from jetdraft.runtime.model import Options
+from jetdraft.runtime.options import Options
 from jetdraft.runtime.probes import Probes, Probing
 from jetdraft.runtime.rows import Rows
 from jetdraft.train.attention import IMPLEMENTATION
