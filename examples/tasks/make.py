@@ -18,41 +18,38 @@ import click
 Example = tuple[str, str]
 """A prompt and its completion."""
 
-TABLES = {
-    "employees": ("employee", ("name", "salary", "city", "age", "team")),
-    "products": ("product", ("title", "price", "stock", "color", "weight")),
-    "books": ("book", ("title", "author", "year", "pages", "price")),
-    "flights": ("flight", ("number", "origin", "destination", "price", "hours")),
-    "students": ("student", ("name", "grade", "school", "age", "score")),
-    "cars": ("car", ("model", "brand", "year", "price", "color")),
-    "movies": ("movie", ("title", "director", "year", "rating", "length")),
-    "orders": ("order", ("number", "client", "total", "day", "city")),
-    "songs": ("song", ("title", "artist", "length", "year", "genre")),
-    "hotels": ("hotel", ("name", "city", "price", "rating", "rooms")),
-}
-HELD_TABLES = ("songs", "hotels")
-NUMBERS = {
+TABLES = (
+    "employees", "products", "books", "flights", "students", "cars", "movies", "orders",
+    "boats", "rooms", "games", "lamps", "parts", "tickets", "animals",
+    "plants", "shops", "trains", "phones", "teams", "songs", "hotels", "cameras",
+    "bridges", "patients",
+)  # fmt: skip
+HELD_TABLES = TABLES[-5:]
+NUMBERS = (
     "salary", "age", "price", "stock", "weight", "year", "pages", "hours", "grade",
-    "score", "rating", "length", "total", "rooms",
-}  # fmt: skip
+    "score", "rating", "length", "total", "height", "width", "speed", "power", "depth",
+)  # fmt: skip
+NAMES = (
+    "name", "city", "team", "title", "color", "author", "origin", "school", "model",
+    "brand", "client", "day", "artist", "genre", "owner", "state", "maker", "street",
+)  # fmt: skip
 WORDS = ("Paris", "Rome", "red", "blue", "Smith", "Kim", "Berlin", "green", "Lopez")
 COMPARISONS = (("above", ">"), ("below", "<"), ("at least", ">="), ("at most", "<="))
 TOTALS = (("average", "AVG"), ("highest", "MAX"), ("lowest", "MIN"), ("total", "SUM"))
 
-PLACES = (
-    "The Eagle", "Blue Spice", "The Mill", "Green Man", "Loch Fyne", "The Punter",
-    "Wild Fig", "Aroma", "The Vaults", "Zizzi", "Cotto", "Strada", "The Plough",
-    "Giraffe", "Browns", "The Wrestlers",
+FIRST = (
+    "Al", "Bar", "Cor", "Dan", "El", "Fer", "Gar", "Hol", "In", "Jas", "Kel", "Lor",
+    "Mar", "Nor", "Ol", "Per", "Ros", "Sal", "Tor", "Val", "Wil", "Yar",
+)  # fmt: skip
+SECOND = (
+    "a", "ben", "co", "den", "er", "fin", "gan", "ia", "is", "ka", "lin", "man", "mor",
+    "na", "on", "ri", "sen", "ta", "ton", "us", "vin", "wick",
 )  # fmt: skip
 FOODS = ("Italian", "French", "Chinese", "Indian", "Japanese", "English", "fast")
 PRICES = ("cheap", "moderately priced", "expensive")
 AREAS = ("riverside", "city centre", "old town", "harbour")
 SORTS = ("restaurant", "pub", "coffee shop")
 
-PEOPLE = (
-    "Anna", "Tom", "Mia", "Paul", "Lena", "Max", "Sara", "Ben", "Nora", "Jan", "Eva",
-    "Leo", "Ida", "Finn", "Clara", "Otto",
-)  # fmt: skip
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 VENUES = ("the library", "the station", "the park", "the cinema", "the old bridge")
 DEEDS = ("have lunch", "play chess", "study", "watch a film", "go for a walk")
@@ -60,11 +57,19 @@ THINGS = ("the tickets", "a cake", "the books", "some water", "the camera")
 REASONS = ("is ill", "has to work", "missed the train", "has no time", "is tired")
 
 
+def name(pick: random.Random, held: bool) -> str:
+    """Of a place or a person; a fifth of all are never trained on."""
+    one, two = pick.randrange(len(FIRST)), pick.randrange(len(SECOND))
+    while ((one + two) % 5 == 0) != held:
+        two = pick.randrange(len(SECOND))
+    return FIRST[one] + SECOND[two]
+
+
 def sql(pick: random.Random, held: bool) -> Example:
     """A question about one table, and its query."""
-    names = HELD_TABLES if held else [t for t in TABLES if t not in HELD_TABLES]
-    table = pick.choice(list(names))
-    columns = TABLES[table][1]
+    table = pick.choice(HELD_TABLES if held else TABLES[: -len(HELD_TABLES)])
+    columns = pick.sample(NUMBERS, 2) + pick.sample(NAMES, 3)
+    pick.shuffle(columns)
     first, second, order = pick.sample(columns, 3)
     text, condition = _condition(pick, second)
     head = f"-- table {table}({', '.join(columns)})\n-- question: "
@@ -98,12 +103,12 @@ def _condition(pick: random.Random, column: str) -> tuple[str, str]:
 
 def data(pick: random.Random, held: bool) -> Example:
     """The attributes of a place, and a sentence or two about it."""
-    name = pick.choice(PLACES[-4:] if held else PLACES[:-4])
+    place, near = name(pick, held), name(pick, held)
+    place = pick.choice(("The ", "")) + place
     sort, food, price, area = map(pick.choice, (SORTS, FOODS, PRICES, AREAS))
-    rating, near = pick.randrange(1, 6), pick.choice(PLACES[:8])
-    family = pick.choice((True, False))
-    given = [f"name[{name}]", f"type[{sort}]", f"food[{food}]"]
-    text = f"{name} is a {sort} that serves {food} food"
+    rating, family = pick.randrange(1, 6), pick.choice((True, False))
+    given = [f"name[{place}]", f"type[{sort}]", f"food[{food}]"]
+    text = f"{place} is a {sort} that serves {food} food"
     if pick.random() < 0.7:
         given.append(f"price[{price}]")
         text += f" and is {price}"
@@ -111,7 +116,7 @@ def data(pick: random.Random, held: bool) -> Example:
     if pick.random() < 0.7:
         given.append(f"area[{area}]")
         text += f" It is located in the {area} area"
-        if near != name and pick.random() < 0.6:
+        if pick.random() < 0.6:
             given.append(f"near[{near}]")
             text += f", close to {near}"
         text += "."
@@ -126,7 +131,9 @@ def data(pick: random.Random, held: bool) -> Example:
 
 def dialogue(pick: random.Random, held: bool) -> Example:
     """Two people arrange something, and what came of it."""
-    one, two = pick.sample(PEOPLE[-5:] if held else PEOPLE[:-5], 2)
+    one = two = name(pick, held)
+    while two == one:
+        two = name(pick, held)
     day, venue, deed = map(pick.choice, (DAYS, VENUES, DEEDS))
     hour, thing = pick.randrange(1, 12), pick.choice(THINGS)
     reason = pick.choice(REASONS)
