@@ -7,6 +7,7 @@
     drafter.onnx, drafter-tree.onnx, ...   likewise, where there is a drafter
     target-lower.onnx, target-upper.onnx, ...   the target in halves, and
     streams.npz       what makes a task of the base, where it has streams
+    similarity.npy    the target's embeddings, small: which requests are alike
     tokenizer.json    where the checkpoint has one
     chat_template.jinja
 
@@ -46,6 +47,7 @@ MANIFEST = "bundle.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 STREAMS = "streams.npz"
+SIMILARITY = "similarity.npy"
 TARGET = "target"
 DRAFTER = "drafter"
 
@@ -152,6 +154,18 @@ class Bundle:
     def tokenizer(self) -> Path | None:
         """The tokenizer file, if the checkpoint had one."""
         return self.path / TOKENIZER if TOKENIZER in self.files else None
+
+    @property
+    def similarity(self) -> Path | None:
+        """What tells similar requests; bundles of jetdraft 0.1 may have none."""
+        return self.path / SIMILARITY if SIMILARITY in self.files else None
+
+    @property
+    def tokenizer_sha256(self) -> str:
+        """What ids mean: the tokenizer's hash, or without one the vocabulary's size."""
+        if self.tokenizer is None:
+            return f"{self.target.contract.vocab_size} ids"
+        return str(self.files[TOKENIZER]["sha256"])
 
     @property
     def sha256(self) -> str:

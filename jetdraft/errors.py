@@ -13,6 +13,7 @@
     ├── DraftError         a tree of drafted tokens is malformed, or too wide
     ├── VerifierError      a verifier is unknown, or not exact for the kind of draft
     ├── ProviderError      this onnxruntime cannot run on the asked provider
+    ├── StoreError         earlier responses or a table cannot be used
     ├── DataError          texts to train on are missing, malformed or too short
     ├── TrainingError      a training went wrong and was stopped
     └── CheckError         `jetdraft check` found a wrong text
@@ -79,6 +80,10 @@ class VerifierError(JetdraftError):
 
 class ProviderError(JetdraftError):
     """This onnxruntime cannot run on the asked provider."""
+
+
+class StoreError(JetdraftError):
+    """Earlier responses or a table cannot be used to draft from."""
 
 
 class DataError(JetdraftError):

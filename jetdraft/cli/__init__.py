@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from typing import Any, NoReturn
 
 import click
@@ -11,7 +12,7 @@ import click
 from jetdraft import __version__
 from jetdraft.errors import JetdraftError
 
-VERBS = ("train", "export", "generate", "bench", "check", "inspect")
+VERBS = ("train", "export", "generate", "bench", "check", "inspect", "store")
 
 
 class Verbs(click.Group):
@@ -32,6 +33,7 @@ class Verbs(click.Group):
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run; bad input ends with exit code 2, Ctrl-C with 130."""
         extra["standalone_mode"] = False
+        warnings.showwarning = _show
         try:
             result = super().main(*args, **extra)
         except click.exceptions.NoArgsIsHelpError as error:
@@ -45,6 +47,14 @@ class Verbs(click.Group):
             click.echo("interrupted", err=True)
             sys.exit(130)
         sys.exit(result if isinstance(result, int) else 0)
+
+
+def _show(
+    message: Warning | str, category: type[Warning], *where: Any, **more: Any
+) -> None:
+    """A warning of ours in one line; those of others say nothing to a user."""
+    if category is UserWarning:
+        click.echo(f"warning: {' '.join(str(message).split())}", err=True)
 
 
 def _fail(message: str) -> NoReturn:

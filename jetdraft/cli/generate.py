@@ -29,7 +29,7 @@ from jetdraft.runtime.stats import Stats
     "--method",
     default="auto",
     show_default=True,
-    help="auto, none, or what the bundle has: draft, lookup, stream.",
+    help="auto, none, or of draft, lookup, stream, recall one or several: a,b.",
 )
 @click.option(
     "--num-draft-tokens", type=int, help="Fixed draft length; default: adaptive."
@@ -42,6 +42,12 @@ from jetdraft.runtime.stats import Stats
     default=True,
     help="Keep to pass widths whose rows agree bit by bit (default).",
 )
+@click.option(
+    "--store",
+    type=click.Path(path_type=Path),
+    help="A file to keep requests and responses in, to draft from; default: none kept.",
+)
+@click.option("--user", default="", help="Whose requests of the store to use.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @runtime_options
 def command(
@@ -54,6 +60,8 @@ def command(
     provider: str | None,
     threads: int | None,
     streams: Path | None,
+    store: Path | None,
+    user: str,
     **options: Any,
 ) -> int:
     """Continue PROMPT, or standard input where it is "-"."""
@@ -62,7 +70,7 @@ def command(
     if tree_parents is not None:
         options["tree_parents"] = integers(tree_parents, "--tree-parents")
     text = _read_prompt(prompt, prompt_file)
-    model = load(bundle, provider, threads, streams)
+    model = load(bundle, provider, threads, streams, store, user)
     stream = model.stream(text, **options)
     pieces: list[Piece] = []
     interrupted = False

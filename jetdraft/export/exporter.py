@@ -6,7 +6,8 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from jetdraft.errors import OptionError, PairError, UnsupportedModelError
 from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.fusion import fuse
 from jetdraft.export.seams import check_seams
+from jetdraft.export.similarity import write_similarity
 from jetdraft.export.split import drop_early_exit, write_halves
 from jetdraft.export.step import keep_weights, kv_shapes, trace
 from jetdraft.export.streams import LOSSLESS, SHARED, Streamed, stream_weights
@@ -127,12 +129,13 @@ def export(
     if drafter:
         _check_tokenizers(loaded[TARGET], loaded[DRAFTER])
         check_pair(contracts[TARGET], contracts[DRAFTER])
-    with writing(output) as folder:
+    with writing(output) as folder, _quiet():
         graphs = {
             name: _write_graph(folder, name, ckpt, contracts[name], options, report)
             for name, ckpt in loaded.items()
         }
         _write_texts(folder, loaded[TARGET])
+        write_similarity(folder, loaded[TARGET].model)
         Bundle(
             path=folder,
             graphs=graphs,
@@ -147,6 +150,17 @@ def export(
             tools=_versions(),
         ).save()
     return Bundle.open(output)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Graph passes log every node that they drop."""
+    silenced = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(silenced)
 
 
 def _check_scale(target: Checkpoint, options: ExportOptions) -> None:
@@ -202,15 +216,10 @@ def _write_graph(
     if checkpoint.streams is not None:
         streamed = checkpoint.with_streams(options.adapter_scale)
     model = trace(streamed or checkpoint.model, contract)
-    silenced = logging.root.manager.disable
-    logging.disable(logging.INFO)  # the graph passes report every node they drop
-    try:
-        fuse(model, contract)
-        report(f"trace {name}", 1, 1)
-        stage = f"quantize {name}"
-        quantize(model, recipe, lambda done, of: report(stage, done, of))
-    finally:
-        logging.disable(silenced)
+    fuse(model, contract)
+    report(f"trace {name}", 1, 1)
+    stage = f"quantize {name}"
+    quantize(model, recipe, lambda done, of: report(stage, done, of))
     if streamed is not None:
         keep_weights(model, streamed)
         described = {**streamed.streams.settings.to_json(), "base": _base(streamed)}

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jetdraft.runtime.controller import WIDEST
+from jetdraft.runtime.costs import WIDEST
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.probes import Probing
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from jetdraft.runtime.acceptance import Acceptance
-from jetdraft.runtime.costs import Costs
+from jetdraft.runtime.costs import WIDEST, Costs
 from jetdraft.runtime.probes import Probing
 from jetdraft.runtime.proposers import Proposer
 from jetdraft.runtime.shapes.fixed import most_likely
@@ -29,9 +29,6 @@ class Plan:
 
 
 PLAIN = Plan(None, 0)
-
-WIDEST = 16
-"""Rows of the widest pass that a controller plans."""
 
 MARGIN = 1.02
 """A longer draft must promise this much more: its rates rest on less evidence."""

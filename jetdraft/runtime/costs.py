@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from jetdraft.runtime.stats import Round
 
+WIDEST = 16
+"""Rows of the widest pass that a controller plans."""
+
 LEAST_PROBE_MS = 1e-3
 """From nothing an estimate could not grow again."""
 

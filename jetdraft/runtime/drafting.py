@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jetdraft.errors import DraftError, OptionError, VerifierError
-from jetdraft.runtime.controller import WIDEST
+from jetdraft.runtime.costs import WIDEST
 from jetdraft.runtime.rows import Kind
 from jetdraft.runtime.shapes import (
     Best,

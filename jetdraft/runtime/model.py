@@ -35,6 +35,7 @@ from jetdraft.runtime.proposers import (
     DraftProposer,
     LookupProposer,
     Proposer,
+    RecallProposer,
     StreamProposer,
     TreeProposer,
 )
@@ -42,7 +43,9 @@ from jetdraft.runtime.pruning import PrunedGraph
 from jetdraft.runtime.rows import Int64s
 from jetdraft.runtime.sampling import Chooser
 from jetdraft.runtime.session import default_threads, open_session, resolve_provider
+from jetdraft.runtime.similarity import Similarity
 from jetdraft.runtime.stats import Stats
+from jetdraft.runtime.store import Entry, ResponseStore
 from jetdraft.runtime.text import TextCodec
 from jetdraft.runtime.verifiers import check_kind
 
@@ -75,16 +78,19 @@ def load(
     provider: str | None = None,
     threads: int | None = None,
     streams: str | Path | None = None,
+    store: str | Path | None = None,
+    user: str = "",
 ) -> Model:
     """Open a bundle, check it and get it ready to generate.
 
     `provider` defaults to the one it was exported for, `threads` to the cores of this
-    process, `streams` (a `streams.npz` of the same base) to those in the bundle. Raises
-    `BundleError` or `ProviderError`.
+    process, `streams` (a `streams.npz` of the same base) to those in the bundle. In
+    `store`, a file, the requests and responses of `user` are kept to draft from; none
+    are without it. Raises `BundleError`, `ProviderError` or `StoreError`.
 
         model = jetdraft.load("bundle")
     """
-    return Model(Bundle.open(path), provider, threads, streams)
+    return Model(Bundle.open(path), provider, threads, streams, store, user)
 
 
 class Model:
@@ -102,12 +108,18 @@ class Model:
         provider: str | None = None,
         threads: int | None = None,
         streams: str | Path | None = None,
+        store: str | Path | None = None,
+        user: str = "",
     ) -> None:
         self.bundle = bundle
         self.provider = provider or bundle.provider
         resolve_provider(self.provider)
         self.threads = default_threads() if threads is None else threads
         self.text = TextCodec(bundle.tokenizer)
+        self.store = None
+        if store is not None:
+            self.store = ResponseStore(Path(store), bundle.tokenizer_sha256, user)
+        self.similarity = Similarity(bundle.similarity) if bundle.similarity else None
         given = {} if streams is None else read_streams(Path(streams), bundle)
         # The early exit's weights are in the lower half, all others in the upper one.
         self._early = {name: given[name] for name in EARLY_EXIT if name in given}
@@ -201,12 +213,23 @@ class Model:
         }
 
     def _make_proposers(self) -> dict[str, Proposer]:
-        known: dict[str, Proposer] = {"lookup": LookupProposer()}
+        known: dict[str, Proposer] = {"lookup": LookupProposer(store=self.store)}
         if self.drafter is not None:
             known["draft"] = DraftProposer(self.drafter, self.calibration.drafter_ms[1])
         if self.target.contract.streams:
             known["stream"] = StreamProposer(self.target)
-        return {name: known[name] for name in self.bundle.methods if name in known}
+        found = {name: known[name] for name in self.bundle.methods if name in known}
+        if self.store is not None and self.similarity is not None:
+            found["recall"] = RecallProposer(self.store, self.similarity)
+        return found
+
+    def remember(self, prompt: Sequence[int], response: Sequence[int]) -> None:
+        """Keep a request and its response to draft from, where there is a store."""
+        if self.store is None:
+            return
+        nowhere = np.zeros(0, np.float32)
+        vector = self.similarity.vector(prompt) if self.similarity else nowhere
+        self.store.add(Entry(list(prompt), list(response), vector))
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -292,7 +315,8 @@ class Model:
         self, options: Options, proposers: dict[str, Proposer]
     ) -> Controller:
         """Who decides: a fixed plan, or measured times and running acceptance."""
-        name, count = options.method, options.num_draft_tokens
+        names, count = options.methods, options.num_draft_tokens
+        name = names[0]
         if name == NONE:
             if count is not None:
                 raise OptionError(
@@ -300,17 +324,14 @@ class Model:
                     "one of them out"
                 )
             return Fixed(None, 0)
-        if name != AUTO and name not in self.proposers:
-            raise MethodError(
-                f"the bundle has no method {name!r}; choose "
-                f"{', '.join((AUTO, *self.methods))}"
-            )
+        for unknown in set(names) - {AUTO, *self.proposers}:
+            raise self._no_method(unknown)
         for proposer in proposers.values():
             check_kind(options.drafting.checker, proposer.kind)
         if not options.drafting.is_chain:
             self._check_fits(options)
             return Fixed(proposers[name], count or options.drafting.rows)
-        if name != AUTO and count is not None:
+        if name != AUTO and len(names) == 1 and count is not None:
             return Fixed(proposers[name], count)
         if options.prune_threshold is not None:
             # Its pass times are not those that are known of the whole target.
@@ -324,6 +345,15 @@ class Model:
             options.exact,
             options.drafting.may_branch,
         )
+
+    def _no_method(self, name: str) -> MethodError:
+        known = ", ".join((AUTO, *self.methods))
+        if name == "recall":
+            return MethodError(
+                "recall needs a store of earlier responses and a bundle of this "
+                "version; give --store FILE (store=)"
+            )
+        return MethodError(f"the bundle has no method {name!r}; choose {known}")
 
     def _check_fits(self, options: Options) -> None:
         """A tree of a given size must fit into a pass whole."""
@@ -344,19 +374,20 @@ class Model:
 
     def proposers_for(self, options: Options) -> dict[str, Proposer]:
         """Who may propose in a generation."""
-        drafting, name = options.drafting, options.method
+        drafting, names = options.drafting, options.methods
         probes = self.calibration.probes_agree or not options.exact
-        if name == "stream" and not probes:
+        if "stream" in names and not probes:
             raise MethodError(
                 "on this machine probes change the last bits of the rows beside them; "
                 "choose another method or add --no-exact"
             )
-        if name == AUTO:
+        if names == (AUTO,):
             return {n: p for n, p in self.proposers.items() if probes or not p.streams}
+        if drafting.is_chain:
+            return {n: self.proposers[n] for n in names if n in self.proposers}
+        [name] = names
         if name not in self.proposers:
             return {}
-        if drafting.is_chain:
-            return {name: self.proposers[name]}
         if name == "stream":
             return {name: StreamProposer(self.target, drafting.shape, drafting.kind)}
         if self.drafter is None or not self.drafts_trees:
@@ -406,7 +437,7 @@ class Stream:
                 "or load a second model"
             )
         model._busy = True
-        text = model.text.stream(prompt.tolist())
+        text, said = model.text.stream(prompt.tolist()), list[int]()
         try:
             generator = Generator(
                 model.target_for(options),
@@ -429,8 +460,10 @@ class Stream:
                 paused = time.perf_counter()
                 yield piece
                 self.stats.waited_seconds += time.perf_counter() - paused
+                said += commit.token_ids
             if rest := text.rest():
                 yield Piece(rest, [], 0)
+            model.remember(prompt.tolist(), said)
         finally:
             model._busy = False
 

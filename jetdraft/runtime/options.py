@@ -17,12 +17,13 @@ NONE = "none"
 class Options:
     """How to generate; the keyword arguments of `Model.generate`.
 
-    `num_draft_tokens` None lets the controller choose the length each round, `method`
-    "auto" the proposer too. `exact` keeps to one class of pass widths, and to the text
-    of plain decoding; other verifiers than the walk keep at most its distribution. For
-    `tree`, `siblings`, `branching`, `tree_parents` and `verifier` see `Drafting`.
-    `prune_threshold` drops drafted rows that an early exit thinks less likely, with
-    method "stream"; "auto" follows measured times, None runs the target whole.
+    `num_draft_tokens` None lets the controller choose the length each round. With
+    several methods, as in "draft,lookup", or "auto" it chooses the proposer too.
+    `exact` keeps to one class of pass widths, and to the text of plain decoding; other
+    verifiers than the walk keep at most its distribution. For `tree`, `siblings`,
+    `branching`, `tree_parents` and `verifier` see `Drafting`. `prune_threshold` drops
+    drafted rows that an early exit thinks less likely, with method "stream"; "auto"
+    follows measured times, None runs the target whole.
     """
 
     max_new_tokens: int = 128
@@ -44,8 +45,18 @@ class Options:
     sampling: Sampling = field(init=False)
     drafting: Drafting = field(init=False)
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The names in `method`."""
+        return tuple(name.strip() for name in self.method.split(","))
+
     def __post_init__(self) -> None:
         self._check_numbers()
+        if len(self.methods) > 1 and {NONE, AUTO} & set(self.methods):
+            raise OptionError(
+                f"method {self.method!r} mixes {NONE} or {AUTO} with others; list "
+                "proposers only"
+            )
         if self.max_new_tokens < 1:
             raise OptionError(
                 f"max new tokens {self.max_new_tokens} is out of range; give 1 or more"

@@ -40,6 +40,12 @@ class TextCodec:
                 "the prompt is not a text of whole characters; give UTF-8"
             ) from error
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids; without a tokenizer the ids themselves."""
+        if self._tokenizer is None:
+            return " ".join(map(str, ids))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
     def stream(self, prompt: Sequence[int]) -> TextStream:
         """An incremental decoder of what follows `prompt`."""
         return TextStream(self._tokenizer, list(prompt[-_TAIL:]))

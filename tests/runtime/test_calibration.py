@@ -5,7 +5,7 @@ import pytest
 
 from jetdraft.runtime import calibration
 from jetdraft.runtime.calibration import Calibration, measure
-from jetdraft.runtime.controller import WIDEST
+from jetdraft.runtime.costs import WIDEST
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from jetdraft.runtime.proposers.base import Proposer
 from jetdraft.runtime.proposers.draft import DraftProposer
 from jetdraft.runtime.proposers.lookup import LookupProposer
+from jetdraft.runtime.proposers.recall import RecallProposer
 from jetdraft.runtime.proposers.stream import StreamProposer
 from jetdraft.runtime.proposers.tree import TreeProposer
 
@@ -10,6 +11,7 @@ __all__ = [
     "DraftProposer",
     "LookupProposer",
     "Proposer",
+    "RecallProposer",
     "StreamProposer",
     "TreeProposer",
 ]

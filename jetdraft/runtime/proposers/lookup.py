@@ -1,24 +1,26 @@
-"""Prompt lookup: propose what followed the last time the sequence ended like this."""
+"""Prompt lookup and suffix decoding: what followed the last times it ended like this.
+
+The longest ending of prompt and output that was seen before says how it goes on
+(PLD; SuffixDecoding, 2411.04975), and so may the responses of earlier requests. Where
+both do, the likelier draft wins, by how often its tokens came next.
+"""
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections.abc import Sequence
 
 from jetdraft.runtime.graph import Answer
 from jetdraft.runtime.rows import Kind, Rows
 from jetdraft.runtime.sampling import Chooser
-
-_ENCODING = f"utf-32-{sys.byteorder[0]}e"
+from jetdraft.runtime.store import ResponseStore
+from jetdraft.runtime.suffix import ROOT, SuffixAutomaton
 
 
 class LookupProposer:
-    """Longest suffix match in prompt and output, no model.
+    """Matches endings in prompt and output, and in the responses of a `store`.
 
-    The latest of the longest matches wins, up to `max_match` tokens. A draft is no
-    longer than its match, since longer matches hold for longer, and where it reaches
-    the end of the sequence it repeats from the match on.
+    A draft is no longer than its match, up to `max_match` tokens, since longer matches
+    hold for longer. Where it reaches the end of the sequence it repeats.
 
         LookupProposer().propose([1, 2, 3, 1, 2], budget=2)   # drafts 3, 1
     """
@@ -30,11 +32,16 @@ class LookupProposer:
     streams = 0
     branches = False
 
-    def __init__(self, max_match: int = 16) -> None:
+    def __init__(self, max_match: int = 16, store: ResponseStore | None = None) -> None:
         self.max_draft_tokens = max_match
+        self._own = _Own()
+        self._earlier = _Earlier(store) if store is not None else None
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Nothing to forget: the context is all it knows."""
+        """Forget the last sequence, and learn what was stored since."""
+        self._own = _Own()
+        if self._earlier is not None:
+            self._earlier.begin()
 
     def propose(
         self,
@@ -43,24 +50,70 @@ class LookupProposer:
         parents: Sequence[int] | None = None,
     ) -> Rows:
         """The tokens after the best match."""
-        # One character per token makes the search one of a text, which is fast.
-        text = array("I", context).tobytes().decode(_ENCODING, "surrogatepass")
-        end, size = self._match(text)
-        count = min(budget, size)
-        tail = context[end : end + count]
-        draft = [tail[i % len(tail)] for i in range(count)]
+        count = min(budget, self.max_draft_tokens)
+        draft, score = self._own.draft(context, count)
+        if self._earlier is not None:
+            other, other_score = self._earlier.draft(context, count)
+            draft = other if other_score > score else draft
         return Rows.chain([context[-1], *draft])
-
-    def _match(self, text: str) -> tuple[int, int]:
-        """Where the best earlier occurrence of the suffix ends, and its length."""
-        length = len(text)
-        end, matched = length, 0
-        for size in range(1, min(self.max_draft_tokens, length - 1) + 1):
-            at = text.rfind(text[length - size :], 0, length - 1)
-            if at < 0:
-                break
-            end, matched = at + size, size
-        return end, matched
 
     def observe(self, length: int, answer: Answer, row: int) -> None:
         """Nothing to learn: the context is all it knows."""
+
+
+class _Own:
+    """What prompt and output themselves say."""
+
+    def __init__(self) -> None:
+        self._automaton = SuffixAutomaton()
+        self._read: list[int] = []
+
+    def draft(self, context: Sequence[int], count: int) -> tuple[list[int], float]:
+        if not _goes_on(self._read, context):
+            self._automaton, self._read = SuffixAutomaton(), []
+        fresh = context[len(self._read) :]
+        self._automaton.extend(fresh)
+        self._read += fresh
+        match = self._automaton.match
+        return self._automaton.follow(match, min(count, self._automaton.length(match)))
+
+
+class _Earlier:
+    """What the responses of earlier requests say."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+        self._automaton = SuffixAutomaton()
+        self._known: set[int] = set()
+        self._place = ROOT, 0
+        self._read: list[int] = []
+
+    def begin(self) -> None:
+        self._place, self._read = (ROOT, 0), []
+        entries = self._store.entries
+        if len(self._known) > 2 * len(entries):
+            self._automaton, self._known = SuffixAutomaton(), set()
+        for entry in reversed(entries):
+            if entry.id not in self._known:
+                self._known.add(entry.id)
+                self._automaton.begin()
+                self._automaton.extend(entry.response)
+
+    def draft(self, context: Sequence[int], count: int) -> tuple[list[int], float]:
+        if not _goes_on(self._read, context):
+            self._place, self._read = (ROOT, 0), []
+        fresh = context[len(self._read) :]
+        for token in fresh:
+            self._place = self._automaton.step(*self._place, token)
+        self._read += fresh
+        state, length = self._place
+        return self._automaton.follow(state, min(count, length))
+
+
+def _goes_on(read: Sequence[int], context: Sequence[int]) -> bool:
+    """Whether a context only adds to what was read; its last tokens can be withdrawn.
+
+    Those are never more than a pass holds, so what lies farther back agrees.
+    """
+    start = max(0, len(read) - 32)
+    return list(context[start : len(read)]) == list(read[start:])

@@ -1,0 +1,150 @@
+"""Drafting from the responses to similar requests, as agents get them again and again.
+
+Requests are alike whose mean embeddings point the same way (methods of AdaPLD and of
+semantic caches; here only ever to draft). Where the earlier request had other words,
+its response is read with those of the new one in their place. A place in the response
+is kept as the output grows; where the output leaves it, the next place that fits the
+last tokens is looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+
+from jetdraft.runtime.costs import WIDEST
+from jetdraft.runtime.graph import Answer
+from jetdraft.runtime.rows import Kind, Rows
+from jetdraft.runtime.sampling import Chooser
+from jetdraft.runtime.similarity import Similarity
+from jetdraft.runtime.store import ResponseStore
+
+ALIKE = 0.8
+"""The cosine from which on requests count as similar."""
+
+MOST_ALIKE = 4
+"""Entries that are tried."""
+
+LONGEST_SLOT = 32
+"""Tokens that may be replaced at once."""
+
+AHEAD = 64
+"""Tokens of a response in which a lost place is looked for."""
+
+
+class RecallProposer:
+    """Follows what was answered to the most similar requests of a `store`.
+
+    RecallProposer(store, similarity).propose(context, budget=8)
+    """
+
+    name = "recall"
+    kind = Kind.DETERMINISTIC
+    session_seconds = 0.0
+    ms_per_token = 0.0
+    streams = 0
+    branches = False
+    max_draft_tokens = WIDEST - 1
+
+    def __init__(self, store: ResponseStore, similarity: Similarity) -> None:
+        self.store = store
+        self.similarity = similarity
+        self._prompt_tokens = 0
+        self._read: list[int] = []
+        self._scripts: list[Script] = []
+
+    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
+        """Look for similar requests."""
+        self._prompt_tokens, self._read = len(prompt), []
+        entries = self.store.entries
+        here = self.similarity.vector(prompt)
+        found = [(float(e.vector @ here), e) for e in entries if len(e.vector)]
+        # The latest of equals comes first, as in the store.
+        found.sort(key=lambda pair: -pair[0])
+        self._scripts = [
+            Script(adapted(entry.prompt, entry.response, prompt))
+            for cosine, entry in found[:MOST_ALIKE]
+            if cosine >= ALIKE
+        ]
+
+    def propose(
+        self,
+        context: Sequence[int],
+        budget: int,
+        parents: Sequence[int] | None = None,
+    ) -> Rows:
+        """What comes next in the response that agreed for longest."""
+        output = list(context[self._prompt_tokens :])
+        if output[: len(self._read)] != self._read:
+            self._read = []
+            self._scripts = [Script(script.tokens) for script in self._scripts]
+        for end in range(len(self._read) + 1, len(output) + 1):
+            for script in self._scripts:
+                script.follow(output[:end])
+        self._read = output
+        best = max(self._scripts, key=lambda script: script.agreed, default=None)
+        draft = [] if best is None else best.following(budget)
+        return Rows.chain([context[-1], *draft])
+
+    def observe(self, length: int, answer: Answer, row: int) -> None:
+        """Nothing to learn: the context is all it knows."""
+
+
+class Script:
+    """A response, the place in it, and for how many tokens it has been right."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.place = 0
+        self.agreed = 0
+
+    def following(self, count: int) -> list[int]:
+        """The tokens from the place on; none while it is lost."""
+        lost = self.place > 0 and not self.agreed
+        return [] if lost else self.tokens[self.place : self.place + count]
+
+    def follow(self, output: Sequence[int]) -> None:
+        """Take in the last token of an output."""
+        if self.tokens[self.place : self.place + 1] == list(output[-1:]):
+            self.place += 1
+            self.agreed += 1
+            return
+        self.agreed = 0
+        for size in (3, 2, 1):
+            place = self._next(list(output[-size:])) if len(output) >= size else None
+            if place is not None:
+                self.place, self.agreed = place, size
+                return
+
+    def _next(self, ending: list[int]) -> int | None:
+        """The end of the next occurrence of some tokens, not far from the place."""
+        # Before the place, since the tokens before a slot belong to the ending too.
+        first = max(0, self.place - len(ending) + 1)
+        for start in range(first, min(self.place + AHEAD, len(self.tokens))):
+            if self.tokens[start : start + len(ending)] == ending:
+                return start + len(ending)
+        return None
+
+
+def adapted(prompt: list[int], response: list[int], now: Sequence[int]) -> list[int]:
+    """A response with the words of another request in the place of its own.
+
+    adapted([1, 2, 9], [5, 2, 5], [1, 3, 9])    # [5, 3, 5]
+    """
+    matcher = SequenceMatcher(None, prompt, list(now), autojunk=False)
+    for kind, start, end, first, last in matcher.get_opcodes():
+        if kind == "replace" and max(end - start, last - first) <= LONGEST_SLOT:
+            response = _replaced(response, prompt[start:end], list(now[first:last]))
+    return response
+
+
+def _replaced(tokens: list[int], old: list[int], new: list[int]) -> list[int]:
+    found, at = list[int](), 0
+    while at < len(tokens):
+        if tokens[at : at + len(old)] == old:
+            found += new
+            at += len(old)
+        else:
+            found.append(tokens[at])
+            at += 1
+    return found

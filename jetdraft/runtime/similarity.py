@@ -1,0 +1,35 @@
+"""How alike two requests are, by the target's own embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from jetdraft.errors import BundleError
+
+Vector = npt.NDArray[np.float32]
+
+
+class Similarity:
+    """Turns token ids into a direction; the cosine of two says how alike they are.
+
+    similarity = Similarity(Path("bundle/similarity.npy"))
+    similarity.vector([5, 8, 9]) @ similarity.vector([5, 8, 2])    # near 1
+    """
+
+    def __init__(self, file: Path) -> None:
+        try:
+            self._table = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise BundleError(
+                f"{file} cannot be read; export the bundle again"
+            ) from error
+
+    def vector(self, tokens: Sequence[int]) -> Vector:
+        """Float32 [d] of unit length: the mean over the tokens."""
+        mean = self._table[np.asarray(tokens)].astype(np.float32).mean(0)
+        found: Vector = mean / max(float(np.linalg.norm(mean)), 1e-9)
+        return found

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.running import assert_refused, jetdraft
+
+SHORT = ("--max-new-tokens", "8", "--threads", "1")
+
+
+@pytest.fixture
+def store(bundle, tmp_path):
+    file = tmp_path / "store.sqlite"
+    for prompt in (" the self", " def return"):
+        done = jetdraft(
+            "generate", bundle, prompt, "--store", file, "--user", "ann", *SHORT
+        )
+        assert done.exit_code == 0
+    return file
+
+
+def test_list_shows_what_is_kept(bundle, store):
+    shown = jetdraft("store", "list", bundle, store, "--user", "ann")
+    assert shown.exit_code == 0
+    first, second = shown.stdout.splitlines()
+    assert "def return" in first
+    assert "the self" in second
+    fields = jetdraft("store", "list", bundle, store, "--user", "ann", "--json")
+    found = [json.loads(line) for line in fields.stdout.splitlines()]
+    assert [entry["prompt"] for entry in found] == [" def return", " the self"]
+    assert jetdraft("store", "list", bundle, store).stdout == ""
+
+
+def test_clear_forgets(bundle, store):
+    done = jetdraft("store", "clear", bundle, store, "--user", "ann")
+    assert "2 entries" in done.stderr
+    assert jetdraft("store", "list", bundle, store, "--user", "ann").stdout == ""
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_damaged_store_is_one_warning(bundle, store):
+    store.write_bytes(b"not a database, whatever the name says" * 99)
+    done = jetdraft("generate", bundle, " the self", "--store", store, *SHORT)
+    assert done.exit_code == 0
+    warning, stats = done.stderr.splitlines()
+    assert warning.startswith("warning: the store")
+    assert stats.startswith("[8 tokens")
+    assert store.with_name("store.sqlite.damaged").is_file()
+
+
+def test_no_store_to_list(bundle, tmp_path):
+    missing = tmp_path / "no.sqlite"
+    assert_refused(jetdraft("store", "list", bundle, missing), "no store")
+    assert not missing.exists()
