@@ -29,7 +29,7 @@ from jetdraft.runtime.stats import Stats
     "--method",
     default="auto",
     show_default=True,
-    help="auto, none, or of draft, lookup, stream, recall one or several: a,b.",
+    help="auto, none, draft, lookup, stream, recall, trigram, cascade; or several: a,b",
 )
 @click.option(
     "--num-draft-tokens", type=int, help="Fixed draft length; default: adaptive."
@@ -48,6 +48,11 @@ from jetdraft.runtime.stats import Stats
     help="A file to keep requests and responses in, to draft from; default: none kept.",
 )
 @click.option("--user", default="", help="Whose requests of the store to use.")
+@click.option(
+    "--table",
+    type=click.Path(path_type=Path),
+    help="A trigram table that jetdraft train trigram wrote.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @runtime_options
 def command(
@@ -62,6 +67,7 @@ def command(
     streams: Path | None,
     store: Path | None,
     user: str,
+    table: Path | None,
     **options: Any,
 ) -> int:
     """Continue PROMPT, or standard input where it is "-"."""
@@ -70,7 +76,7 @@ def command(
     if tree_parents is not None:
         options["tree_parents"] = integers(tree_parents, "--tree-parents")
     text = _read_prompt(prompt, prompt_file)
-    model = load(bundle, provider, threads, streams, store, user)
+    model = load(bundle, provider, threads, streams, store, user, table)
     stream = model.stream(text, **options)
     pieces: list[Piece] = []
     interrupted = False

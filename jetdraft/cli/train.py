@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from jetdraft.bundle import Bundle
 from jetdraft.errors import JetdraftError
 
 
@@ -104,6 +105,31 @@ def streams(
     shown.close()
     click.echo(f"{output}: streams of {run.step} steps", err=True)
     return 0
+
+
+@command.command("trigram")
+@click.argument("corpus", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--bundle",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Whose tokenizer to read with.",
+)
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The table to write.",
+)
+def trigram(corpus: tuple[Path, ...], bundle: Path, output: Path) -> None:
+    """Count which tokens follow which two in CORPUS, text files."""
+    from jetdraft.train.trigram import count
+
+    table = count(corpus, Bundle.open(bundle), output)
+    click.echo(
+        f"{output}: {len(table.pairs)} pairs, {len(table.tokens)} successors", err=True
+    )
 
 
 class Shown:

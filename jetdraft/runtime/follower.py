@@ -27,9 +27,7 @@ class Follower:
 
     def follow(self, context: Sequence[int]) -> Answer:
         """The answer for the last row of `context`."""
-        kept = self._agreement(context)
-        del self._fed[kept:]
-        self.graph.cache.rewind(kept)
+        self._keep(context)
         widest = self.graph.contract.max_width
         while True:
             rest = context[len(self._fed) : len(self._fed) + widest]
@@ -37,12 +35,30 @@ class Follower:
             if len(self._fed) == len(context):
                 return answer
 
-    def feed(self, tokens: Sequence[int]) -> Answer:
-        """Run tokens after what is there; the answer for the last."""
-        answer = self.graph.run(tokens, last_only=True)
+    def review(self, context: Sequence[int], guess: Sequence[int]) -> Answer:
+        """The answers for the last row of `context` and for each of a guess after it.
+
+        The guess stays in the cache as far as the next context agrees with it.
+        """
+        self._keep(context)
+        if len(context) + len(guess) - len(self._fed) > self.graph.contract.max_width:
+            self.follow(context[:-1])
+        fresh = len(context) - len(self._fed)
+        answer = self.feed([*context[len(self._fed) :], *guess], last_only=False)
+        return answer.rows(slice(fresh - 1, None))
+
+    def feed(self, tokens: Sequence[int], last_only: bool = True) -> Answer:
+        """Run tokens after what is there; the answer for the last, or for all."""
+        answer = self.graph.run(tokens, last_only)
         self.graph.cache.advance(len(tokens))
         self._fed += tokens
         return answer
+
+    def _keep(self, context: Sequence[int]) -> None:
+        """Drop what differs from a context."""
+        kept = self._agreement(context)
+        del self._fed[kept:]
+        self.graph.cache.rewind(kept)
 
     def _agreement(self, context: Sequence[int]) -> int:
         """How many tokens may stay: at least the last of `context` is fed again.

@@ -27,17 +27,20 @@ from jetdraft.runtime.calibration import Calibration
 from jetdraft.runtime.controller import Adaptive, Controller, Fixed
 from jetdraft.runtime.costs import Costs
 from jetdraft.runtime.drafting import AUTO, MAX_DRAFT_TOKENS
+from jetdraft.runtime.follower import Follower
 from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.options import NONE, Options
 from jetdraft.runtime.ort import ort
 from jetdraft.runtime.proposers import (
+    CascadeProposer,
     DraftProposer,
     LookupProposer,
     Proposer,
     RecallProposer,
     StreamProposer,
     TreeProposer,
+    TrigramProposer,
 )
 from jetdraft.runtime.pruning import PrunedGraph
 from jetdraft.runtime.rows import Int64s
@@ -47,6 +50,7 @@ from jetdraft.runtime.similarity import Similarity
 from jetdraft.runtime.stats import Stats
 from jetdraft.runtime.store import Entry, ResponseStore
 from jetdraft.runtime.text import TextCodec
+from jetdraft.runtime.trigram import Counts, Trigrams
 from jetdraft.runtime.verifiers import check_kind
 
 
@@ -80,17 +84,19 @@ def load(
     streams: str | Path | None = None,
     store: str | Path | None = None,
     user: str = "",
+    table: str | Path | None = None,
 ) -> Model:
     """Open a bundle, check it and get it ready to generate.
 
     `provider` defaults to the one it was exported for, `threads` to the cores of this
     process, `streams` (a `streams.npz` of the same base) to those in the bundle. In
     `store`, a file, the requests and responses of `user` are kept to draft from; none
-    are without it. Raises `BundleError`, `ProviderError` or `StoreError`.
+    are without it. `table` is a trigram table of the same tokenizer. Raises
+    `BundleError`, `ProviderError` or `StoreError`.
 
         model = jetdraft.load("bundle")
     """
-    return Model(Bundle.open(path), provider, threads, streams, store, user)
+    return Model(Bundle.open(path), provider, threads, streams, store, user, table)
 
 
 class Model:
@@ -110,6 +116,7 @@ class Model:
         streams: str | Path | None = None,
         store: str | Path | None = None,
         user: str = "",
+        table: str | Path | None = None,
     ) -> None:
         self.bundle = bundle
         self.provider = provider or bundle.provider
@@ -129,8 +136,15 @@ class Model:
         self.drafter = None
         if bundle.drafter is not None:
             self.drafter = self._open(bundle.drafter, 1, False, {})
+        self.follower = None if self.drafter is None else Follower(self.drafter)
         self.calibration = self.calibrate()
-        self.proposers = self._make_proposers()
+        counts = None
+        if table is not None:
+            counts = Counts.load(Path(table), bundle.tokenizer_sha256)
+        self.proposers = self._make_proposers(counts)
+        # Without a corpus trigrams know little, and a cascade is one more drafter.
+        on_request = {"cascade"} if counts else {"cascade", "trigram"}
+        self._automatic = [name for name in self.proposers if name not in on_request]
         # What the controller learns lives on from one generation to the next.
         self.acceptance = {name: Acceptance() for name in self.proposers}
         self.costs = Costs(
@@ -212,15 +226,20 @@ class Model:
             "bundle": self.bundle.sha256,
         }
 
-    def _make_proposers(self) -> dict[str, Proposer]:
+    def _make_proposers(self, table: Counts | None) -> dict[str, Proposer]:
         known: dict[str, Proposer] = {"lookup": LookupProposer(store=self.store)}
-        if self.drafter is not None:
-            known["draft"] = DraftProposer(self.drafter, self.calibration.drafter_ms[1])
+        if self.follower is not None:
+            cost = self.calibration.drafter_ms[1]
+            known["draft"] = DraftProposer(self.follower, cost)
         if self.target.contract.streams:
             known["stream"] = StreamProposer(self.target)
         found = {name: known[name] for name in self.bundle.methods if name in known}
         if self.store is not None and self.similarity is not None:
             found["recall"] = RecallProposer(self.store, self.similarity)
+        found["trigram"] = TrigramProposer(Trigrams(table))
+        if self.follower is not None:
+            below, cost = LookupProposer(store=self.store), known["draft"].ms_per_token
+            found["cascade"] = CascadeProposer(self.follower, below, cost)
         return found
 
     def remember(self, prompt: Sequence[int], response: Sequence[int]) -> None:
@@ -382,7 +401,8 @@ class Model:
                 "choose another method or add --no-exact"
             )
         if names == (AUTO,):
-            return {n: p for n, p in self.proposers.items() if probes or not p.streams}
+            chosen = {name: self.proposers[name] for name in self._automatic}
+            return {n: p for n, p in chosen.items() if probes or not p.streams}
         if drafting.is_chain:
             return {n: self.proposers[n] for n in names if n in self.proposers}
         [name] = names
@@ -390,13 +410,13 @@ class Model:
             return {}
         if name == "stream":
             return {name: StreamProposer(self.target, drafting.shape, drafting.kind)}
-        if self.drafter is None or not self.drafts_trees:
+        if self.follower is None or not self.drafts_trees:
             raise MethodError(
                 "the bundle verifies chains only, since a model of it attends in "
                 "sliding windows; leave the tree out"
             )
         shape, cost = drafting.shape, self.calibration.drafter_ms[1]
-        return {name: TreeProposer(self.drafter, shape, drafting.kind, cost)}
+        return {name: TreeProposer(self.follower, shape, drafting.kind, cost)}
 
     def widths(self, options: Options) -> Sequence[int]:
         """The pass widths a generation may use."""

@@ -125,3 +125,34 @@ def test_ctrl_c_saves_and_says_how_to_go_on(target, text, tmp_path):
     assert "run the same command again to go on" in rest
     assert json.loads((output / "streams.json").read_text())["step"] >= 5
     assert (output / "training.pt").is_file()
+
+
+def test_a_trigram_table_is_counted_and_used(bundle, tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("def self return the " * 40)
+    table = tmp_path / "table.npz"
+    done = jetdraft("train", "trigram", corpus, "--bundle", bundle, "-o", table)
+    assert done.exit_code == 0
+    assert "pairs" in done.stderr
+    drafted = jetdraft(
+        "generate", bundle, " the self", "--table", table, "--method", "trigram",
+        "--max-new-tokens", "8", "--threads", "1",
+    )  # fmt: skip
+    assert drafted.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("missing.txt", None, "no corpus file"),
+        ("short.txt", b"", "fewer than three tokens"),
+        ("binary.txt", b"\xff\xfe\x00", "not text"),
+    ],
+)
+def test_a_bad_corpus_leaves_no_table(bundle, tmp_path, name, content, words):
+    corpus, table = tmp_path / name, tmp_path / "table.npz"
+    if content is not None:
+        corpus.write_bytes(content)
+    done = jetdraft("train", "trigram", corpus, "--bundle", bundle, "-o", table)
+    assert_refused(done, words)
+    assert not list(tmp_path.glob("table*"))

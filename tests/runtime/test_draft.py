@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jetdraft.runtime.follower import Follower
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.proposers import DraftProposer
 from jetdraft.runtime.sampling import Chooser, Sampling
@@ -13,14 +14,14 @@ CONTEXT = np.random.default_rng(2).integers(0, 288, 30).tolist()
 
 @pytest.fixture
 def drafter(model):
-    proposer = DraftProposer(model.drafter)
+    proposer = DraftProposer(Follower(model.drafter))
     proposer.begin(CONTEXT, Chooser(Sampling()))
     return proposer
 
 
 def fresh(model, context, budget):
     """What a drafter that has seen nothing else proposes."""
-    proposer = DraftProposer(model.drafter)
+    proposer = DraftProposer(Follower(model.drafter))
     proposer.begin(context, Chooser(Sampling()))
     return proposer.propose(context, budget).tokens
 
@@ -48,7 +49,7 @@ def test_rounds_of_others_are_caught_up(model, drafter):
 def test_a_drafter_that_is_the_target_is_always_right(model):
     entry = model.bundle.target
     session = open_session(model.bundle.path / entry.file, "cpu", 1, spinning=False)
-    twin = DraftProposer(Graph(session, entry.contract))
+    twin = DraftProposer(Follower(Graph(session, entry.contract)))
     for options in ({}, {"temperature": 0.8, "seed": 4}):
         # In its own exact class the twin runs one row at a time, so compare there.
         model.proposers["twin"] = twin

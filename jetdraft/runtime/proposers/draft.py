@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetdraft.runtime.follower import Follower
-from jetdraft.runtime.graph import Answer, Graph
+from jetdraft.runtime.graph import Answer
 from jetdraft.runtime.rows import Kind, Rows
 from jetdraft.runtime.sampling import Chooser, Sampling
 
@@ -13,7 +13,9 @@ from jetdraft.runtime.sampling import Chooser, Sampling
 class DraftProposer:
     """An independent drafter that chooses with the target's noise.
 
-    DraftProposer(graph).propose([5, 8, 9], budget=3)
+    Several proposers may share the drafter through one follower.
+
+    DraftProposer(Follower(graph)).propose([5, 8, 9], budget=3)
     """
 
     name = "draft"
@@ -21,11 +23,11 @@ class DraftProposer:
     streams = 0
     branches = False
 
-    def __init__(self, graph: Graph, ms_per_token: float = 0.0) -> None:
-        self.graph = graph
+    def __init__(self, follower: Follower, ms_per_token: float = 0.0) -> None:
+        self.graph = follower.graph
         self.ms_per_token = ms_per_token
-        self.max_draft_tokens = graph.contract.max_width - 1
-        self._follower = Follower(graph)
+        self.max_draft_tokens = self.graph.contract.max_width - 1
+        self._follower = follower
         self._chooser = Chooser(Sampling())
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetdraft.runtime.distribution import Distribution
-from jetdraft.runtime.graph import Graph
+from jetdraft.runtime.follower import Follower
 from jetdraft.runtime.proposers.draft import DraftProposer
 from jetdraft.runtime.rows import Kind, Rows
 from jetdraft.runtime.shapes import Shape, Tree
@@ -17,13 +17,13 @@ class TreeProposer(DraftProposer):
     The drafter's rows of a tree are never committed: what was right is fed again with
     the next context, one pass for all of it.
 
-        TreeProposer(graph, Best(), Kind.COUPLED).propose(context, budget=8)
+        TreeProposer(follower, Best(), Kind.COUPLED).propose(context, budget=8)
     """
 
     def __init__(
-        self, graph: Graph, shape: Shape, kind: Kind, ms_per_token: float = 0.0
+        self, follower: Follower, shape: Shape, kind: Kind, ms_per_token: float = 0.0
     ) -> None:
-        super().__init__(graph, ms_per_token)
+        super().__init__(follower, ms_per_token)
         self.shape = shape
         self.kind = kind
 
