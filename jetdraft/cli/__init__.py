@@ -12,7 +12,9 @@ import click
 from jetdraft import __version__
 from jetdraft.errors import JetdraftError
 
-VERBS = ("train", "export", "generate", "bench", "check", "inspect", "store")
+VERBS = (
+    "train", "export", "generate", "bench", "tune", "check", "inspect", "store",
+)  # fmt: skip
 
 
 class Verbs(click.Group):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from jetdraft.errors import (
     OptionError,
     PromptError,
 )
-from jetdraft.runtime import calibration
+from jetdraft.runtime import calibration, tuning
 from jetdraft.runtime.acceptance import Acceptance
 from jetdraft.runtime.calibration import Calibration
 from jetdraft.runtime.controller import Adaptive, Controller, Fixed
@@ -51,6 +52,7 @@ from jetdraft.runtime.stats import Stats
 from jetdraft.runtime.store import Entry, ResponseStore
 from jetdraft.runtime.text import TextCodec
 from jetdraft.runtime.trigram import Counts, Trigrams
+from jetdraft.runtime.tuning import Tuning
 from jetdraft.runtime.verifiers import check_kind
 
 
@@ -154,6 +156,7 @@ class Model:
         )
         self._halves: PrunedGraph | None = None
         self._busy = False
+        self._use_tuning()
 
     def _open(
         self,
@@ -215,6 +218,47 @@ class Model:
             found = calibration.measure(self.target, self.drafter)
             calibration.store(file, machine, found)
         return found
+
+    def tune(self, tick: Callable[[], None] = lambda: None) -> Tuning:
+        """Measure with care, plan with that from now on, and keep it in the bundle."""
+        found = tuning.tune(self.target, self.proposers, tick)
+        versions = {"onnxruntime": ort.__version__, "numpy": np.__version__}
+        try:
+            tuning.store(self._tuning_file, self.machine(), versions, found)
+        except OSError as error:
+            warnings.warn(
+                f"the measurement could not be kept in {self._tuning_file} "
+                f"({error.strerror})",
+                stacklevel=2,
+            )
+        self._plan_with(found)
+        return found
+
+    @property
+    def _tuning_file(self) -> Path:
+        name = f"{self.provider}-{self.threads}-tuning.json"
+        return self.bundle.path / "profiles" / name
+
+    def _use_tuning(self) -> None:
+        """Plan with what `tune` measured; again if it did so on another machine."""
+        try:
+            found = tuning.load(self._tuning_file, self.machine())
+        except ValueError as error:
+            warnings.warn(
+                f"{self._tuning_file} was measured elsewhere ({error}); measuring "
+                "again",
+                stacklevel=3,
+            )
+            found = self.tune()
+        if found is not None:
+            self._plan_with(found)
+
+    def _plan_with(self, found: Tuning) -> None:
+        # The load-time curve has only the widths that a controller plans.
+        known = self.costs.target.keys() & found.chain_ms.keys()
+        self.costs.target.update({width: found.chain_ms[width] for width in known})
+        for name in self.costs.draft.keys() & found.draft_ms.keys():
+            self.costs.draft[name] = found.draft_ms[name]
 
     def machine(self) -> dict[str, Any]:
         """What a measurement depends on."""

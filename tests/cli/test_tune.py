@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from tests.cli.running import jetdraft
+
+
+@pytest.fixture
+def own(bundle, tmp_path):
+    return shutil.copytree(bundle, tmp_path / "own")
+
+
+def test_the_table_and_the_profile(own):
+    done = jetdraft("tune", own, "--threads", "1")
+    assert done.exit_code == 0
+    widths = [line.split()[0] for line in done.stdout.splitlines()[1:33]]
+    assert widths == [str(width) for width in range(1, 33)]
+    assert "lookup" in done.stdout
+    assert (own / "profiles" / "cpu-1-tuning.json").is_file()
+
+
+def test_json_is_one_object(own):
+    done = jetdraft("tune", own, "--threads", "1", "--json")
+    found = json.loads(done.stdout)
+    assert set(found["tuning"]) == {"chain_ms", "tree_ms", "draft_ms", "compaction_ms"}
+    assert found["machine"]["threads"] == 1
+
+
+def test_without_matplotlib_no_curve_is_drawn(own, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    png = tmp_path / "curve.png"
+    done = jetdraft("tune", own, "--threads", "1", "--png", png)
+    assert done.exit_code == 0
+    assert "pip install matplotlib" in done.stderr
+    assert not png.exists()
