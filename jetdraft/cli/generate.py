@@ -53,6 +53,9 @@ from jetdraft.runtime.stats import Stats
     type=click.Path(path_type=Path),
     help="A trigram table that jetdraft train trigram wrote.",
 )
+@click.option(
+    "--explain", is_flag=True, help="Say what each method did and why drafting was off."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @runtime_options
 def command(
@@ -60,6 +63,7 @@ def command(
     prompt: str | None,
     prompt_file: Path | None,
     as_json: bool,
+    explain: bool,
     branching: str | None,
     tree_parents: str | None,
     provider: str | None,
@@ -90,6 +94,8 @@ def command(
     else:
         click.echo()
         click.echo(summary(stream.stats), err=True)
+    if explain:
+        click.echo(explanation(stream.stats), err=True)
     return 130 if interrupted else 0
 
 
@@ -123,6 +129,18 @@ def _as_json(stats: Stats, pieces: list[Piece]) -> str:
         "stats": stats.to_json(),
     }
     return json.dumps(fields, ensure_ascii=False)
+
+
+def explanation(stats: Stats) -> str:
+    """What each method did, and why rounds had no draft, in a few lines."""
+    lines = ["method     rounds  drafted  accepted   tokens     saved"]
+    for name, share in sorted(stats.by_method.items(), key=lambda i: -i[1].rounds):
+        lines.append(
+            f"{name:10} {share.rounds:6} {share.drafted_tokens:8} "
+            f"{share.accepted_tokens:9} {share.new_tokens:8} {share.saved_ms:+8.1f} ms"
+        )
+    lines += [f"off: {why}, {rounds} rounds" for why, rounds in stats.off.items()]
+    return "\n".join(lines)
 
 
 def summary(stats: Stats) -> str:

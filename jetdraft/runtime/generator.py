@@ -167,9 +167,20 @@ class Generator:
             target_seconds=self.target.seconds - before,
             draft_seconds=draft_seconds,
             probes=answer.probes,
+            off="" if rows.drafted else self._why_off(limit - len(context), offers),
         )
         controller.observe(round_)
         return round_, Commit(committed, len(path) - 1)
+
+    def _why_off(self, room: int, offers: dict[Proposer, Rows]) -> str:
+        """Why a round had no draft."""
+        if not self.proposers:
+            return "no method was asked for"
+        if room <= 1:
+            return "no room was left"
+        if offers and not any(rows.drafted for rows in offers.values()):
+            return "nothing was proposed"
+        return "a draft would not pay"
 
     def _session_seconds(self) -> float:
         """Seconds inside `session.run` so far, of target and proposers."""

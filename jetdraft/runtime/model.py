@@ -478,7 +478,10 @@ class Stream:
 
     def __init__(self, model: Model, prompt: Int64s, options: Options) -> None:
         self.stats = Stats(
-            method=options.method, exact=options.exact, prompt_tokens=len(prompt)
+            method=options.method,
+            exact=options.exact,
+            prompt_tokens=len(prompt),
+            plain_ms=model.costs.pass_ms(min(model.widths(options))),
         )
         proposers = model.proposers_for(options)
         controller = model.controller(options, proposers)

@@ -13,7 +13,7 @@ class Round(NamedTuple):
     `evaluated` drafted tokens were compared with a chosen one: the `accepted` and, if
     there is one, the first wrong. `ranks` has for each of them which of how many
     siblings was right, their number where none was. `probes` drafted for the next
-    round.
+    round, and `off` says why nothing was drafted for this one.
     """
 
     method: str
@@ -23,6 +23,7 @@ class Round(NamedTuple):
     target_seconds: float
     draft_seconds: float
     probes: int = 0
+    off: str = ""
 
     @property
     def evaluated(self) -> int:
@@ -36,10 +37,31 @@ class Round(NamedTuple):
 
 
 @dataclass
+class Share:
+    """What one method did in a generation, "none" being rounds without a draft.
+
+    `saved_ms` is what its tokens would have taken one by one, less its own time.
+    """
+
+    rounds: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    new_tokens: int = 0
+    saved_ms: float = 0.0
+
+    def merge(self, other: Share) -> None:
+        """Add another generation's."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass
 class Stats:
     """Sums over the rounds of one generation.
 
     `waited_seconds` is time that the caller spent between pieces; it counts nowhere.
+    `plain_ms` is a pass without a draft on this machine, `by_method` what each method
+    did, and `off` why rounds had no draft, with how many.
 
     stats.tokens_per_pass      # committed tokens / target passes, without prefill
     stats.to_json()            # every metric under its name
@@ -61,6 +83,9 @@ class Stats:
     waited_seconds: float = 0.0
     session_seconds: float = 0.0
     finish_reason: str = ""
+    plain_ms: float = 0.0
+    by_method: dict[str, Share] = field(default_factory=dict)
+    off: dict[str, int] = field(default_factory=dict)
 
     def add(self, round_: Round, committed: int) -> None:
         """Count a round of which `committed` tokens were wanted."""
@@ -75,6 +100,17 @@ class Stats:
             self.accepted_counts[position] += position < round_.accepted
         choice = f"{round_.method}:{round_.drafted}" if round_.drafted else "none"
         self.rounds_by_choice[choice] = self.rounds_by_choice.get(choice, 0) + 1
+        spent_ms = 1e3 * (round_.target_seconds + round_.draft_seconds)
+        share = Share(
+            rounds=1,
+            drafted_tokens=round_.drafted,
+            accepted_tokens=round_.accepted,
+            new_tokens=committed,
+            saved_ms=committed * self.plain_ms - spent_ms,
+        )
+        self.by_method.setdefault(round_.method, Share()).merge(share)
+        if round_.off:
+            self.off[round_.off] = self.off.get(round_.off, 0) + 1
 
     def merge(self, other: Stats) -> None:
         """Add another generation's sums to these."""
@@ -89,10 +125,14 @@ class Stats:
             self.evaluated_by_position, other.evaluated_by_position
         )
         self.accepted_counts = _added(self.accepted_counts, other.accepted_counts)
-        for choice, rounds in other.rounds_by_choice.items():
-            self.rounds_by_choice[choice] = (
-                self.rounds_by_choice.get(choice, 0) + rounds
-            )
+        for own, others in (
+            (self.rounds_by_choice, other.rounds_by_choice),
+            (self.off, other.off),
+        ):
+            for name, rounds in others.items():
+                own[name] = own.get(name, 0) + rounds
+        for method, share in other.by_method.items():
+            self.by_method.setdefault(method, Share()).merge(share)
 
     @property
     def accepted_tokens(self) -> int:
@@ -146,6 +186,8 @@ class Stats:
             "time_to_first_token": self.time_to_first_token,
             "outside_ms_per_round": self.outside_ms_per_round,
             "rounds_by_choice": self.rounds_by_choice,
+            "by_method": {name: vars(share) for name, share in self.by_method.items()},
+            "off": self.off,
         }
 
 

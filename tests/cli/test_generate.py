@@ -269,3 +269,29 @@ def test_interrupt_keeps_the_text_so_far(bundle, model, form):
         assert 19 <= count < 240
         assert found["token_ids"] == whole.token_ids[:count]
         assert found["stats"]["finish_reason"] == "interrupted"
+
+
+def test_explain_says_what_each_method_did(bundle):
+    done = jetdraft("generate", bundle, PROMPT, "--explain", *SHORT)
+    assert done.exit_code == 0
+    _, header, *rows = done.stderr.splitlines()
+    assert header.split() == [
+        "method",
+        "rounds",
+        "drafted",
+        "accepted",
+        "tokens",
+        "saved",
+    ]
+    assert all(row.split()[0] in ("none", "draft", "lookup", "off:") for row in rows)
+    tokens = [int(row.split()[4]) for row in rows if row.endswith(" ms")]
+    assert sum(tokens) == 24
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [("none", "no method was asked for"), ("lookup", "nothing was proposed")],
+)
+def test_explain_says_why_drafting_was_off(bundle, method, why):
+    done = jetdraft("generate", bundle, PROMPT, "--explain", "--method", method, *SHORT)
+    assert why in done.stderr

@@ -1,6 +1,6 @@
 import pytest
 
-from jetdraft.runtime.stats import Round, Stats
+from jetdraft.runtime.stats import Round, Share, Stats
 
 
 def round_of(drafted, accepted):
@@ -42,3 +42,18 @@ def test_merge_adds_generations():
     assert one.evaluated_by_position == [2, 1, 1]
     assert one.new_tokens == 6
     assert one.rounds_by_choice == {"draft:1": 1, "draft:3": 1}
+
+
+def test_what_each_method_did():
+    stats = Stats("auto", exact=True, prompt_tokens=4, plain_ms=2.0)
+    drafted = round_of(3, 2)._replace(target_seconds=0.004, draft_seconds=0.001)
+    stats.add(drafted, 3)
+    stats.add(drafted, 3)
+    stats.add(round_of(0, 0)._replace(target_seconds=0.002, off="it rains"), 1)
+    other = Stats("auto", exact=True, prompt_tokens=4, plain_ms=2.0)
+    other.add(round_of(0, 0)._replace(target_seconds=0.003, off="it rains"), 1)
+    stats.merge(other)
+    assert stats.by_method["draft"] == Share(2, 6, 4, 6, pytest.approx(2.0))
+    assert stats.by_method["none"] == Share(2, 0, 0, 2, pytest.approx(-1.0))
+    assert stats.off == {"it rains": 2}
+    assert stats.to_json()["by_method"]["draft"]["saved_ms"] == pytest.approx(2.0)
