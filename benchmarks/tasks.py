@@ -50,12 +50,13 @@ class Row:
             self.stats.merge(result.stats)
 
 
-def ways(model: jetdraft.Model, lengths: list[int]) -> list[Row]:
+def ways(methods: list[str], lengths: list[int]) -> list[Row]:
     """Plain decoding twice, every method at every length, and adaptively."""
     rows = [Row("none", None), Row("none", None, exact=False)]
-    for method in model.methods[1:]:
-        rows += [Row(method, length) for length in (*lengths, None)]
-    return [*rows, Row("auto", None)]
+    for method in methods:
+        every = [None] if method == "auto" else [*lengths, None]
+        rows += [Row(method, length) for length in every]
+    return rows
 
 
 def rouge_l(found: str, wanted: str) -> float:
@@ -116,6 +117,7 @@ def show(report: dict[str, Any]) -> None:
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("test", type=click.Path(path_type=Path))
+@click.option("--methods", help="Comma list; default: all of the bundle and auto.")
 @click.option("--prompts", default=40, show_default=True, help="How many of them.")
 @click.option("--num-draft-tokens", default="1,2,3,4", show_default=True)
 @click.option("--max-new-tokens", default=96, show_default=True)
@@ -125,6 +127,7 @@ def show(report: dict[str, Any]) -> None:
 def main(
     bundle: Path,
     test: Path,
+    methods: str | None,
     prompts: int,
     num_draft_tokens: str,
     output: Path | None,
@@ -135,7 +138,8 @@ def main(
     lengths = [int(length) for length in num_draft_tokens.split(",")]
     lines = test.read_text(encoding="utf-8").splitlines()[:prompts]
     examples = [json.loads(line) for line in lines]
-    rows = ways(model, lengths)
+    named = methods.split(",") if methods else [*model.methods[1:], "auto"]
+    rows = ways(named, lengths)
     for row in rows:
         model.generate(examples[0]["prompt"], **row.options, **options)
     for example in examples:

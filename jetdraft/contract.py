@@ -78,7 +78,8 @@ class StepContract:
 
     `kv_shapes` holds (kv_heads, head_dim) per layer and `dtype` is the one of the KV
     buffers, "float32" or "float16". A `tree` graph verifies branching drafts too, and
-    one with `streams` drafts that many tokens after each row that carries them.
+    one with `streams` drafts that many tokens after each row that carries them. One
+    with a `hidden_size` gives the hidden states under its head as well.
 
         contract = StepContract(
             vocab_size=4096, capacity=2048, max_width=256, dtype="float32",
@@ -94,6 +95,7 @@ class StepContract:
     kv_shapes: tuple[tuple[int, int], ...]
     tree: bool = False
     streams: int = 0
+    hidden_size: int = 0
 
     @property
     def candidates(self) -> int:
@@ -136,8 +138,10 @@ class StepContract:
     @property
     def answers(self) -> tuple[TensorSpec, ...]:
         """The outputs that are not KV buffers, in graph order."""
+        size = self.hidden_size
+        hidden = [TensorSpec("hidden", "float32", (1, ANSWERS, size))] if size else []
         probes = self._answers("probe_", PROBES) if self.streams else ()
-        return (*self._answers("", ANSWERS), *probes)
+        return (*self._answers("", ANSWERS), *hidden, *probes)
 
     def _answers(self, prefix: str, axis: str) -> tuple[TensorSpec, ...]:
         k = self.candidates
@@ -188,6 +192,8 @@ class StepContract:
                 name: int(fields[name])
                 for name in ("vocab_size", "capacity", "max_width", "streams")
             }
+            # Bundles of the first version 0.1 have no hidden states.
+            sizes["hidden_size"] = int(fields.get("hidden_size", 0))
             flags = {"tree": bool(fields["tree"]), "kv_shapes": shapes}
             return cls(**{**fields, **sizes, **flags})
         except (KeyError, TypeError, ValueError) as error:

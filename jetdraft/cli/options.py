@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from jetdraft.runtime.drafting import AUTO, SIBLINGS, TREES
+from jetdraft.runtime.stopping import NAMES
 from jetdraft.runtime.verifiers import VERIFIERS
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -64,6 +65,13 @@ def drafting_options(function: Callable[..., Any]) -> Callable[..., Any]:
             callback=_number_or_auto,
             metavar="NUMBER|auto",
             help="With streams: drop rows that an early exit thinks less likely.",
+        ),
+        click.option(
+            "--stop-threshold", type=float, help="The probability it goes by."
+        ),
+        click.option(
+            "--stopping",
+            help=f"End a drafter's draft where it doubts: {', '.join(NAMES)}.",
         ),
         click.option(
             "--tree-parents",

@@ -123,7 +123,7 @@ def export(
     if drafter and loaded[DRAFTER].streams:
         raise PairError(f"{drafter} has streams; only a target can have them")
     _check_scale(loaded[TARGET], options)
-    contracts = {name: _contract(ckpt, options) for name, ckpt in loaded.items()}
+    contracts = {name: _contract(name, ckpt, options) for name, ckpt in loaded.items()}
     for name, checkpoint in loaded.items():
         check_seams(checkpoint.model, contracts[name])
     if drafter:
@@ -173,7 +173,10 @@ def _check_scale(target: Checkpoint, options: ExportOptions) -> None:
         )
 
 
-def _contract(checkpoint: Checkpoint, options: ExportOptions) -> StepContract:
+def _contract(
+    name: str, checkpoint: Checkpoint, options: ExportOptions
+) -> StepContract:
+    head = checkpoint.model.get_output_embeddings().weight
     return StepContract(
         vocab_size=checkpoint.vocab_size,
         capacity=options.capacity,
@@ -181,6 +184,8 @@ def _contract(checkpoint: Checkpoint, options: ExportOptions) -> StepContract:
         dtype={"fp32": "float32", "fp16": "float16"}[options.dtype],
         kv_shapes=kv_shapes(checkpoint.model),
         streams=checkpoint.streams.gamma if checkpoint.streams else 0,
+        # Under a drafter's head lies how sure it is (SpecDec++).
+        hidden_size=head.shape[1] if name == DRAFTER else 0,
     )
 
 

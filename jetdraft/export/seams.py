@@ -80,7 +80,7 @@ def _through_seams(
             past,
         )
         logits.append(outputs[3])
-        past = outputs[4:]
+        past = outputs[-len(past) :]
         windows |= step.windows
     return torch.cat(logits, 1), windows
 

@@ -47,7 +47,7 @@ class Step(torch.nn.Module):
     ) -> list[torch.Tensor]:
         """Outputs in the order of `StepContract.outputs`."""
         state = _state(input_ids, cursor, total_length, past)
-        with attending(state):
+        with attending(state), _under_head(self.model) as hidden:
             logits = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,
@@ -66,7 +66,23 @@ class Step(torch.nn.Module):
                 f"only {len(state.present)} of {len(state.past)} layers keep keys and "
                 "values; models with recurrent or shared layers cannot be exported"
             )
-        return [*answers(logits, self.contract), *presents(state)]
+        found = answers(logits, self.contract)
+        if self.contract.hidden_size:
+            found.append(hidden[0].float())
+        return [*found, *presents(state)]
+
+
+@contextlib.contextmanager
+def _under_head(model: Any) -> Iterator[list[torch.Tensor]]:
+    """The hidden states that a model's head is given."""
+    seen: list[torch.Tensor] = []
+    handle = model.get_output_embeddings().register_forward_pre_hook(
+        lambda head, args: seen.append(args[0])
+    )
+    try:
+        yield seen
+    finally:
+        handle.remove()
 
 
 def _state(

@@ -22,7 +22,8 @@ class Answer:
     """What a pass says of m of its rows; views that the next pass overwrites.
 
     `candidates` int64 [m, K] best first, `candidate_logits` float32 [m, K],
-    `logsumexp` float32 [m], `logits` float32 [m, vocab]. `streams` has, for each row
+    `logsumexp` float32 [m], `logits` float32 [m, vocab], `hidden` float32 [m, h] of
+    graphs that give it. `streams` has, for each row
     that carried some, what its streams say of the tokens after the row's own.
     """
 
@@ -30,6 +31,7 @@ class Answer:
     candidate_logits: Floats
     logsumexp: Floats
     logits: Floats
+    hidden: Floats | None = None
     streams: Mapping[int, Answer] = field(default_factory=dict, repr=False)
     _parts: dict[int, Answer] = field(default_factory=dict, repr=False)
 
@@ -52,6 +54,7 @@ class Answer:
             self.candidate_logits[which],
             self.logsumexp[which],
             self.logits[which],
+            None if self.hidden is None else self.hidden[which],
         )
 
 
@@ -217,9 +220,10 @@ def answer_of(
 ) -> Answer:
     """The answer that a binding's output arrays hold."""
     found = [arrays[spec.name][0] for spec in contract.answers]
-    main, drafts = found[:4], found[4:]
+    hidden = arrays["hidden"][0] if contract.hidden_size else None
+    main, drafts = found[:4], found[-4:]
     streams = {}
     for index, row in enumerate(probes.carriers):
         own = slice(index * probes.streams, (index + 1) * probes.streams)
         streams[row] = Answer(*(array[own] for array in drafts))
-    return Answer(main[0], main[1], main[2], main[3], streams)
+    return Answer(main[0], main[1], main[2], main[3], hidden, streams)

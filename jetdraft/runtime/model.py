@@ -49,6 +49,7 @@ from jetdraft.runtime.sampling import Chooser
 from jetdraft.runtime.session import default_threads, open_session, resolve_provider
 from jetdraft.runtime.similarity import Similarity
 from jetdraft.runtime.stats import Stats
+from jetdraft.runtime.stopping import STOPPING, AcceptanceHead, Learned, Stopping
 from jetdraft.runtime.store import Entry, ResponseStore
 from jetdraft.runtime.text import TextCodec
 from jetdraft.runtime.trigram import Counts, Trigrams
@@ -409,6 +410,20 @@ class Model:
             options.drafting.may_branch,
         )
 
+    def _stopping(self, options: Options) -> Stopping | None:
+        """What ends a drafter's drafts early."""
+        if options.stopping is None:
+            return None
+        if options.stopping != Learned.name:
+            return STOPPING[options.stopping](options.stop_threshold)
+        head = AcceptanceHead.load(self.acceptance_file, self.bundle.sha256)
+        return Learned(head, options.stop_threshold)
+
+    @property
+    def acceptance_file(self) -> Path:
+        """Where `jetdraft train acceptance` puts what it learned."""
+        return self.bundle.path / "profiles" / "acceptance.npz"
+
     def _no_method(self, name: str) -> MethodError:
         known = ", ".join((AUTO, *self.methods))
         if name == "recall":
@@ -438,6 +453,8 @@ class Model:
     def proposers_for(self, options: Options) -> dict[str, Proposer]:
         """Who may propose in a generation."""
         drafting, names = options.drafting, options.methods
+        if isinstance(drafter := self.proposers.get("draft"), DraftProposer):
+            drafter.stopping = self._stopping(options)
         probes = self.calibration.probes_agree or not options.exact
         if "stream" in names and not probes:
             raise MethodError(

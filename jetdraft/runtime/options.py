@@ -9,8 +9,11 @@ from numbers import Integral, Real
 from jetdraft.errors import OptionError, VerifierError
 from jetdraft.runtime.drafting import AUTO, MAX_DRAFT_TOKENS, Drafting
 from jetdraft.runtime.sampling import Sampling
+from jetdraft.runtime.stopping import NAMES
 
 NONE = "none"
+
+_OPTIONAL = ("num_draft_tokens", "prune_threshold", "stop_threshold")
 
 
 @dataclass
@@ -23,7 +26,9 @@ class Options:
     verifiers than the walk keep at most its distribution. For `tree`, `siblings`,
     `branching`, `tree_parents` and `verifier` see `Drafting`. `prune_threshold` drops
     drafted rows that an early exit thinks less likely, with method "stream"; "auto"
-    follows measured times, None runs the target whole.
+    follows measured times, None runs the target whole. `stopping` ("confidence",
+    "product" or "learned") ends a drafter's draft where it doubts, by its own or the
+    given `stop_threshold`.
     """
 
     max_new_tokens: int = 128
@@ -42,6 +47,8 @@ class Options:
     tree_parents: Sequence[int] | None = None
     verifier: str = "walk"
     prune_threshold: float | str | None = None
+    stopping: str | None = None
+    stop_threshold: float | None = None
     sampling: Sampling = field(init=False)
     drafting: Drafting = field(init=False)
 
@@ -86,9 +93,10 @@ class Options:
             ("top_p", Real, "a number"),
             ("min_p", Real, "a number"),
             ("prune_threshold", Real, "a number"),
+            ("stop_threshold", Real, "a number"),
         ):
             given = getattr(self, name)
-            optional = given is None and name in ("num_draft_tokens", "prune_threshold")
+            optional = given is None and name in _OPTIONAL
             optional = optional or (name == "prune_threshold" and given == AUTO)
             if not optional and (
                 isinstance(given, bool) or not isinstance(given, kind)
@@ -135,8 +143,30 @@ class Options:
                 f"prune threshold {threshold} is out of range; give 0 (keep all) to 1, "
                 "or 2 (drop all)"
             )
+        self._check_stopping()
         sized = self.branching is not None or self.tree_parents is not None
         if sized and self.num_draft_tokens is not None:
             raise OptionError(
                 f"the {self.tree} tree has its own size; leave num draft tokens out"
+            )
+
+    def _check_stopping(self) -> None:
+        """Refuse a rule that is unknown or that nothing would follow."""
+        if self.stopping is None:
+            if self.stop_threshold is not None:
+                raise OptionError("a stop threshold needs a stopping rule; give both")
+            return
+        if self.stopping not in NAMES:
+            raise OptionError(
+                f"unknown stopping {self.stopping!r}; choose {', '.join(NAMES)}"
+            )
+        if not {"draft", AUTO} & set(self.methods) or not self.drafting.is_chain:
+            raise OptionError(
+                f"stopping {self.stopping!r} ends the chains of method draft; leave it "
+                "out"
+            )
+        threshold = self.stop_threshold
+        if threshold is not None and not 0.0 <= threshold <= 1.0:
+            raise OptionError(
+                f"stop threshold {threshold} is out of range; give 0 to 1"
             )

@@ -8,10 +8,13 @@ from jetdraft.runtime.follower import Follower
 from jetdraft.runtime.graph import Answer
 from jetdraft.runtime.rows import Kind, Rows
 from jetdraft.runtime.sampling import Chooser, Sampling
+from jetdraft.runtime.stopping import Stopping
 
 
 class DraftProposer:
     """An independent drafter that chooses with the target's noise.
+
+    With `stopping` a draft ends early where that doubts it.
 
     Several proposers may share the drafter through one follower.
 
@@ -29,6 +32,7 @@ class DraftProposer:
         self.max_draft_tokens = self.graph.contract.max_width - 1
         self._follower = follower
         self._chooser = Chooser(Sampling())
+        self.stopping: Stopping | None = None
 
     @property
     def session_seconds(self) -> float:
@@ -49,8 +53,12 @@ class DraftProposer:
         """Catch up with the context, then draft token by token."""
         tokens = [context[-1]]
         answer = self._follower.follow(context)
+        if self.stopping is not None:
+            self.stopping.begin()
         for position in range(len(context), len(context) + budget):
             if len(tokens) > 1:
+                if self.stopping is not None and self.stopping.stop(answer):
+                    break
                 answer = self._follower.feed(tokens[-1:])
             tokens.append(self._choose(answer, position))
         return Rows.chain(tokens, self.kind)

@@ -1,0 +1,53 @@
+"""Learning when a drafter should stop."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+
+import jetdraft
+from jetdraft.errors import DataError
+from jetdraft.train.acceptance import LENGTH, fit, watch, write
+
+PROMPTS = [np.random.default_rng(seed).integers(0, 288, 20) for seed in range(3)]
+
+
+def test_what_is_watched_are_the_compared_tokens(model):
+    hidden, accepted = watch(model, PROMPTS, max_new_tokens=40, temperature=0.0)
+    evaluated = right = 0
+    for prompt in PROMPTS:
+        stats = model.generate(
+            token_ids=prompt, method="draft", num_draft_tokens=LENGTH, max_new_tokens=40
+        ).stats
+        # The last token of a draft is compared too, but not watched.
+        evaluated += sum(stats.evaluated_by_position[: LENGTH - 1])
+        right += sum(stats.accepted_counts[: LENGTH - 1])
+    assert abs(len(hidden) - evaluated) <= len(PROMPTS)
+    assert abs(accepted.sum() - right) <= len(PROMPTS) * LENGTH
+    assert hidden.shape[1] == model.drafter.contract.hidden_size
+
+
+def test_a_head_learns_what_there_is_to_learn():
+    random = np.random.default_rng(0)
+    hidden = 5 * random.normal(size=(2000, 16)).astype(np.float32)
+    accepted = (hidden[:, 3] > 0).astype(np.float32)
+    head, loss = fit(hidden, accepted)
+    rates = np.array([head.rate(state) for state in hidden[:300]])
+    assert ((rates > 0.5) == (accepted[:300] > 0)).mean() > 0.9
+    assert loss < 0.7
+
+
+def test_a_learned_head_is_used(bundle, tmp_path):
+    model = jetdraft.load(shutil.copytree(bundle, tmp_path / "own"), threads=1)
+    head, _ = fit(*watch(model, PROMPTS, max_new_tokens=40, temperature=0.0), steps=20)
+    write(head, model.acceptance_file, model.bundle.sha256)
+    how = {"token_ids": PROMPTS[0], "max_new_tokens": 40}
+    found = model.generate(method="draft", stopping="learned", **how)
+    assert found.token_ids == model.generate(method="none", **how).token_ids
+
+
+def test_too_little_to_learn_from(model):
+    with pytest.raises(DataError, match="more prompts"):
+        watch(model, PROMPTS[:1], max_new_tokens=4, temperature=0.0)
