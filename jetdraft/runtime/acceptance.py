@@ -15,8 +15,8 @@ class Streak:
     """
 
     WEIGHT = 2.0
-    MEMORY = 0.97
-    FADING = 0.99
+    MEMORY = 0.95
+    FADING = 0.995
 
     def __init__(self, prior: float) -> None:
         self.prior = prior

@@ -1,3 +1,5 @@
+import random
+
 import pytest
 
 from jetdraft.runtime.acceptance import Acceptance
@@ -52,10 +54,13 @@ def test_good_drafts_get_longer():
 
 def test_bad_drafts_are_switched_off():
     controller = adaptive(slope=0.3, draft_ms=0.2)
-    for _ in range(20):
+    off = 0
+    for _ in range(60):
         plan = controller.plan(15, {})
-        controller.observe(outcome(drafted=plan.budget))
-    assert controller.plan(15, {}) == PLAIN
+        off += plan == PLAIN
+        method = "draft" if plan.budget else "none"
+        controller.observe(outcome(method, drafted=plan.budget))
+    assert off > 30
 
 
 def test_what_was_off_is_tried_again():
@@ -251,3 +256,52 @@ def test_the_price_of_a_probe_is_learned():
         costs.learn(outcome(width=4, ms=6.0)._replace(probes=8))
     assert costs.probe == pytest.approx(0.25, rel=0.05)
     assert costs.target[4] == 4.0
+
+
+# --- over a long generation -----------------------------------------------------------
+
+
+def simulate(rate_at, rounds, seed):
+    """Draft lengths and tokens per ms, were a token of round n right at rate_at(n).
+
+    A row costs what it does on the CPU: a quarter of a narrow pass.
+    """
+    chance = random.Random(seed)
+    costs = Costs({w: 1 + 0.235 * (w - 1) for w in range(1, 17)}, {"draft": 0.04})
+    acceptance = {"draft": Acceptance()}
+    controller = Adaptive([Named("draft")], costs, acceptance, range(1, 17), 15)
+    lengths, tokens, spent = [], 0, 0.0
+    for number in range(rounds):
+        drafted = controller.plan(15, {}).budget
+        accepted = 0
+        while accepted < drafted and chance.random() < rate_at(number):
+            accepted += 1
+        ms = costs.pass_ms(drafted + 1)
+        method = "draft" if drafted else "none"
+        controller.observe(
+            outcome(method, drafted, accepted, ms, drafted + 1, draft_ms=0.04)
+        )
+        lengths.append(drafted)
+        tokens += accepted + 1
+        spent += ms + 0.04 * drafted
+    return lengths, tokens / spent
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_acceptance_that_falls_leads_to_off_within_32_rounds(seed):
+    lengths, _ = simulate(lambda n: 0.95 if n < 200 else 0.0, 232, seed)
+    assert min(lengths[100:200]) > 0
+    assert 0 in lengths[200:]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_an_early_unlucky_streak_is_not_for_ever(seed):
+    lengths, _ = simulate(lambda n: 0.0 if n < 60 else 0.9, 600, seed)
+    assert 0 in lengths[:60]
+    drafting = [length > 0 for length in lengths[-200:]]
+    assert sum(drafting) > 190
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_drafter_that_is_never_right_costs_two_percent(seed):
+    assert simulate(lambda n: 0.0, 600, seed)[1] > 0.98
