@@ -143,6 +143,10 @@ class Trigrams:
         while len(self._learned) > MOST_LEARNED:
             del self._learned[next(iter(self._learned))]
 
+    def forget(self) -> None:
+        """Go back to what the corpus says."""
+        self._learned.clear()
+
     def successors(self, one: int, two: int) -> dict[int, float]:
         """What may follow a pair, and its weight."""
         known = self._learned.get((one, two))
