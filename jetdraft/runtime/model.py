@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from jetdraft.errors import (
     OptionError,
     PromptError,
 )
-from jetdraft.runtime import calibration, tuning
+from jetdraft.runtime import tuning
 from jetdraft.runtime.acceptance import Acceptance
 from jetdraft.runtime.calibration import Calibration
 from jetdraft.runtime.controller import Adaptive, Controller, Fixed
@@ -32,7 +31,8 @@ from jetdraft.runtime.follower import Follower
 from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.options import NONE, Options
-from jetdraft.runtime.ort import ort
+from jetdraft.runtime.profiles import Profiles
+from jetdraft.runtime.prompt import check_ids
 from jetdraft.runtime.proposers import (
     CascadeProposer,
     DraftProposer,
@@ -125,6 +125,7 @@ class Model:
         self.provider = provider or bundle.provider
         resolve_provider(self.provider)
         self.threads = default_threads() if threads is None else threads
+        self.profiles = Profiles(bundle, self.provider, self.threads)
         self.text = TextCodec(bundle.tokenizer)
         self.store = None
         if store is not None:
@@ -211,43 +212,23 @@ class Model:
 
         Read from the bundle's `profiles` folder, or measured and kept there.
         """
-        name = f"{self.provider}-{self.threads}.json"
-        file = self.bundle.path / "profiles" / name
-        machine = self.machine()
-        found = None if again else calibration.load(file, machine)
-        if found is None:
-            found = calibration.measure(self.target, self.drafter)
-            calibration.store(file, machine, found)
-        return found
+        return self.profiles.calibration(self.target, self.drafter, again)
 
     def tune(self, tick: Callable[[], None] = lambda: None) -> Tuning:
         """Measure with care, plan with that from now on, and keep it in the bundle."""
         found = tuning.tune(self.target, self.proposers, tick)
-        versions = {"onnxruntime": ort.__version__, "numpy": np.__version__}
-        try:
-            tuning.store(self._tuning_file, self.machine(), versions, found)
-        except OSError as error:
-            warnings.warn(
-                f"the measurement could not be kept in {self._tuning_file} "
-                f"({error.strerror})",
-                stacklevel=2,
-            )
+        self.profiles.keep_tuning(found)
         self._plan_with(found)
         return found
-
-    @property
-    def _tuning_file(self) -> Path:
-        name = f"{self.provider}-{self.threads}-tuning.json"
-        return self.bundle.path / "profiles" / name
 
     def _use_tuning(self) -> None:
         """Plan with what `tune` measured; again if it did so on another machine."""
         try:
-            found = tuning.load(self._tuning_file, self.machine())
+            found = self.profiles.tuning()
         except ValueError as error:
             warnings.warn(
-                f"{self._tuning_file} was measured elsewhere ({error}); measuring "
-                "again",
+                f"{self.profiles.tuning_file} was measured elsewhere ({error}); "
+                "measuring again",
                 stacklevel=3,
             )
             found = self.tune()
@@ -263,13 +244,7 @@ class Model:
 
     def machine(self) -> dict[str, Any]:
         """What a measurement depends on."""
-        return {
-            "processor": _processor(),
-            "provider": self.provider,
-            "threads": self.threads,
-            "onnxruntime": ort.__version__,
-            "bundle": self.bundle.sha256,
-        }
+        return self.profiles.machine
 
     def _make_proposers(self, table: Counts | None) -> dict[str, Proposer]:
         known: dict[str, Proposer] = {"lookup": LookupProposer(store=self.store)}
@@ -352,28 +327,7 @@ class Model:
         if prompt is not None and not isinstance(prompt, str):
             raise PromptError("the prompt must be a text; give ids as token_ids=")
         given = self.text.encode(prompt) if prompt is not None else token_ids
-        try:
-            found = np.asarray(given)
-        except ValueError as error:
-            raise PromptError("token_ids must be a list of integers") from error
-        if found.ndim == 1 and not len(found):
-            raise PromptError("the prompt is empty; give at least one token")
-        if found.ndim != 1 or found.dtype.kind not in "iu":
-            raise PromptError("token_ids must be a list of integers")
-        ids = found.astype(np.int64)
-        contract = self.bundle.target.contract
-        if len(ids) > contract.capacity:
-            raise PromptError(
-                f"the prompt has {len(ids)} tokens, the capacity is "
-                f"{contract.capacity}; shorten it or export with a larger --capacity"
-            )
-        if ids.min() < 0 or ids.max() >= contract.vocab_size:
-            wrong = ids[(ids < 0) | (ids >= contract.vocab_size)][0]
-            raise PromptError(
-                f"token id {wrong} is outside the vocabulary; "
-                f"ids are 0 to {contract.vocab_size - 1}"
-            )
-        return ids
+        return check_ids(given, self.bundle.target.contract)
 
     def controller(
         self, options: Options, proposers: dict[str, Proposer]
@@ -416,13 +370,9 @@ class Model:
             return None
         if options.stopping != Learned.name:
             return STOPPING[options.stopping](options.stop_threshold)
-        head = AcceptanceHead.load(self.acceptance_file, self.bundle.sha256)
+        file = self.profiles.acceptance_file
+        head = AcceptanceHead.load(file, self.bundle.sha256)
         return Learned(head, options.stop_threshold)
-
-    @property
-    def acceptance_file(self) -> Path:
-        """Where `jetdraft train acceptance` puts what it learned."""
-        return self.bundle.path / "profiles" / "acceptance.npz"
 
     def _no_method(self, name: str) -> MethodError:
         known = ", ".join((AUTO, *self.methods))
@@ -550,14 +500,3 @@ class Stream:
             model.remember(prompt.tolist(), said)
         finally:
             model._busy = False
-
-
-def _processor() -> str:
-    """The processor's name, as far as the system tells."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith(("model name", "Model")):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -42,7 +42,7 @@ def test_a_head_learns_what_there_is_to_learn():
 def test_a_learned_head_is_used(bundle, tmp_path):
     model = jetdraft.load(shutil.copytree(bundle, tmp_path / "own"), threads=1)
     head, _ = fit(*watch(model, PROMPTS, max_new_tokens=40, temperature=0.0), steps=20)
-    write(head, model.acceptance_file, model.bundle.sha256)
+    write(head, model.profiles.acceptance_file, model.bundle.sha256)
     how = {"token_ids": PROMPTS[0], "max_new_tokens": 40}
     found = model.generate(method="draft", stopping="learned", **how)
     assert found.token_ids == model.generate(method="none", **how).token_ids
