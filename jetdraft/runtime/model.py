@@ -128,6 +128,8 @@ class Model:
         self.profiles = Profiles(bundle, self.provider, self.threads)
         self.text = TextCodec(bundle.tokenizer)
         self.store = None
+        if user and store is None:
+            raise OptionError(f"user {user!r} needs a store; give --store FILE too")
         if store is not None:
             self.store = ResponseStore(Path(store), bundle.tokenizer_sha256, user)
         self.similarity = Similarity(bundle.similarity) if bundle.similarity else None

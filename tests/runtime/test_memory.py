@@ -73,6 +73,11 @@ def test_a_store_of_another_tokenizer(bundle, remembering, monkeypatch):
         jetdraft.load(bundle, threads=1, store=remembering.store.file)
 
 
+def test_a_user_without_a_store(bundle):
+    with pytest.raises(OptionError, match="needs a store"):
+        jetdraft.load(bundle, threads=1, user="ann")
+
+
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_several_methods_take_turns(model, way):
     plain = text(model, method="none", **way)
