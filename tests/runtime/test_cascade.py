@@ -29,9 +29,13 @@ class Told(LookupProposer):
         self.truth, self.right = truth, right
 
     def propose(self, context, budget, parents=None):
-        rest = self.truth[len(context) :][:budget]
+        self.length = len(context)
+        return Rows.chain([context[-1], *self.after([], budget)])
+
+    def after(self, drafted, count):
+        rest = self.truth[self.length + len(drafted) :][:count]
         wrong = [(t + 1) % 288 for t in rest[self.right :]]
-        return Rows.chain([context[-1], *rest[: self.right], *wrong])
+        return rest[: self.right] + wrong
 
 
 def graph(model):

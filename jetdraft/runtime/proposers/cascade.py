@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetdraft.runtime.follower import Follower
-from jetdraft.runtime.proposers.base import Proposer
 from jetdraft.runtime.proposers.draft import DraftProposer
+from jetdraft.runtime.proposers.lookup import LookupProposer
 from jetdraft.runtime.rows import Rows
 from jetdraft.runtime.sampling import Chooser
 
@@ -31,7 +31,7 @@ class CascadeProposer(DraftProposer):
     name = "cascade"
 
     def __init__(
-        self, follower: Follower, below: Proposer, ms_per_token: float = 0.0
+        self, follower: Follower, below: LookupProposer, ms_per_token: float = 0.0
     ) -> None:
         super().__init__(follower, ms_per_token)
         self.below = below
@@ -50,13 +50,18 @@ class CascadeProposer(DraftProposer):
         """The drafter's own tokens, then what the proposer below makes of them."""
         drafted, reviewed = list[int](), min(budget, REVIEWED)
         while len(drafted) < reviewed:
-            known = [*context, *drafted]
-            guess = self.below.propose(known, reviewed - len(drafted)).tokens[1:]
-            drafted += self._review(known, guess)
+            guess = self._below(context, drafted, reviewed - len(drafted))
+            drafted += self._review([*context, *drafted], guess)
         if len(drafted) < budget:
-            rest = self.below.propose([*context, *drafted], budget - len(drafted))
-            drafted += rest.tokens[1:]
+            drafted += self._below(context, drafted, budget - len(drafted))
         return Rows.chain([context[-1], *drafted[:budget]], self.kind)
+
+    def _below(
+        self, context: Sequence[int], drafted: list[int], count: int
+    ) -> list[int]:
+        if drafted:
+            return self.below.after(drafted, count)
+        return self.below.propose(context, count).tokens[1:]
 
     def _review(self, context: list[int], guess: list[int]) -> list[int]:
         """The drafter's choices after a context, as far as the guess holds."""

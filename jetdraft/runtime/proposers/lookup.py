@@ -8,12 +8,16 @@ both do, the likelier draft wins, by how often its tokens came next.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from jetdraft.runtime.graph import Answer
 from jetdraft.runtime.rows import Kind, Rows
 from jetdraft.runtime.sampling import Chooser
-from jetdraft.runtime.store import ResponseStore
+from jetdraft.runtime.store import Entry, ResponseStore
 from jetdraft.runtime.suffix import ROOT, SuffixAutomaton
+
+MOST_INDEXED = 32768
+"""Tokens of earlier responses that are searched; each takes half a kilobyte."""
 
 
 class LookupProposer:
@@ -57,6 +61,14 @@ class LookupProposer:
             draft = other if other_score > score else draft
         return Rows.chain([context[-1], *draft])
 
+    def after(self, drafted: Sequence[int], count: int) -> list[int]:
+        """What follows the last context and some tokens more, which are forgotten."""
+        draft, score = self._own.after(drafted, count)
+        if self._earlier is not None:
+            other, other_score = self._earlier.after(drafted, count)
+            draft = other if other_score > score else draft
+        return draft
+
     def observe(self, length: int, answer: Answer, row: int) -> None:
         """Nothing to learn: the context is all it knows."""
 
@@ -74,8 +86,12 @@ class _Own:
         fresh = context[len(self._read) :]
         self._automaton.extend(fresh)
         self._read += fresh
+        return self.after([], count)
+
+    def after(self, drafted: Sequence[int], count: int) -> tuple[list[int], float]:
         match = self._automaton.match
-        return self._automaton.follow(match, min(count, self._automaton.length(match)))
+        place = match, self._automaton.length(match)
+        return _following(self._automaton, place, drafted, count)
 
 
 class _Earlier:
@@ -90,7 +106,7 @@ class _Earlier:
 
     def begin(self) -> None:
         self._place, self._read = (ROOT, 0), []
-        entries = self._store.entries
+        entries = self._latest()
         if len(self._known) > 2 * len(entries):
             self._automaton, self._known = SuffixAutomaton(), set()
         for entry in reversed(entries):
@@ -99,6 +115,12 @@ class _Earlier:
                 self._automaton.begin()
                 self._automaton.extend(entry.response)
 
+    def _latest(self) -> list[Entry]:
+        """As many entries as an automaton should hold."""
+        sizes = accumulate(len(entry.response) for entry in self._store.entries)
+        within = sum(size <= MOST_INDEXED for size in sizes)
+        return self._store.entries[:within]
+
     def draft(self, context: Sequence[int], count: int) -> tuple[list[int], float]:
         if not _goes_on(self._read, context):
             self._place, self._read = (ROOT, 0), []
@@ -106,8 +128,23 @@ class _Earlier:
         for token in fresh:
             self._place = self._automaton.step(*self._place, token)
         self._read += fresh
-        state, length = self._place
-        return self._automaton.follow(state, min(count, length))
+        return self.after([], count)
+
+    def after(self, drafted: Sequence[int], count: int) -> tuple[list[int], float]:
+        return _following(self._automaton, self._place, drafted, count)
+
+
+def _following(
+    automaton: SuffixAutomaton,
+    place: tuple[int, int],
+    drafted: Sequence[int],
+    count: int,
+) -> tuple[list[int], float]:
+    """What an automaton says after a place and some tokens; no more than the match."""
+    for token in drafted:
+        place = automaton.step(*place, token)
+    state, length = place
+    return automaton.follow(state, min(count, length))
 
 
 def _goes_on(read: Sequence[int], context: Sequence[int]) -> bool:
