@@ -69,7 +69,7 @@ class Way:
 
         What the way before has taught the trigram table would give the text away.
         """
-        model.proposers["trigram"].trigrams.forget()
+        model.forget()
         result = model.generate(token_ids=prompt, **self.options, **more)
         self.seconds.append(result.stats.decode_seconds)
         self.tokens.append(result.stats.new_tokens - result.stats.first_tokens)

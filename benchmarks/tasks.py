@@ -142,10 +142,9 @@ def main(
     rows = ways(named, lengths)
     for row in rows:
         model.generate(examples[0]["prompt"], **row.options, **options)
-    trigrams = model.proposers["trigram"].trigrams
     for example in examples:
         for row in rows:
-            trigrams.forget()  # what the row before has taught it
+            model.forget()  # what the row before has taught it
             row.add(model.generate(example["prompt"], **row.options, **options))
     plain = rows[1]
     wanted = [example.get("completion", "") for example in examples]

@@ -101,6 +101,7 @@ def run(
 def _generate(
     model: Model, contender: Contender, prompt: Int64s, options: dict[str, Any]
 ) -> tuple[list[int], Stats]:
+    model.forget()  # the contender before has decoded the same text
     result = model.generate(
         token_ids=prompt,
         method=contender.method,

@@ -258,11 +258,16 @@ class Model:
         found = {name: known[name] for name in self.bundle.methods if name in known}
         if self.store is not None and self.similarity is not None:
             found["recall"] = RecallProposer(self.store, self.similarity)
-        found["trigram"] = TrigramProposer(Trigrams(table))
+        self.trigrams = Trigrams(table)
+        found["trigram"] = TrigramProposer(self.trigrams)
         if self.follower is not None:
             below, cost = LookupProposer(store=self.store), known["draft"].ms_per_token
             found["cascade"] = CascadeProposer(self.follower, below, cost)
         return found
+
+    def forget(self) -> None:
+        """Unlearn what earlier generations taught the trigram table."""
+        self.trigrams.forget()
 
     def remember(self, prompt: Sequence[int], response: Sequence[int]) -> None:
         """Keep a request and its response to draft from, where there is a store."""

@@ -26,6 +26,12 @@ CONTENDERS = [
     ("draft", 1, True),
     ("draft", 3, True),
     ("draft", None, True),
+    ("trigram", 1, True),
+    ("trigram", 3, True),
+    ("trigram", None, True),
+    ("cascade", 1, True),
+    ("cascade", 3, True),
+    ("cascade", None, True),
     ("auto", None, True),
 ]
 
