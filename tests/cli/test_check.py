@@ -15,7 +15,7 @@ def report(bundle) -> list[str]:
 
 
 def test_says_that_files_and_contracts_are_right(report):
-    assert report[0] == "files      9 present, hashes right"
+    assert report[0] == "files      10 present, hashes right"
     assert report[1] == "contract   2 graphs as declared"
 
 
@@ -33,8 +33,8 @@ def test_says_same_for_every_method_greedy_and_sampling(report, method, setting)
 
 def test_no_method_differs(report):
     texts = [line for line in report if line.startswith("text")]
-    # Two methods at four lengths, three trees and auto, in three settings.
-    assert len(texts) == 36
+    # Four methods at four lengths, three trees and auto, in three settings.
+    assert len(texts) == 60
     assert all(line.endswith(" same 96 tokens") for line in texts)
 
 
