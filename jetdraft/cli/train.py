@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import click
 
 from jetdraft.bundle import Bundle
+from jetdraft.cli.bench import read_prompts
 from jetdraft.errors import JetdraftError
+from jetdraft.runtime.model import load
 
 
 @click.group("train")
@@ -76,7 +79,7 @@ def streams(
     **options: Any,
 ) -> int:
     """Add speculative streams to TARGET, a checkpoint folder or hub id."""
-    training = _training()
+    training = _recipe("streams")
     from jetdraft.export.streams import StreamSettings
 
     run = training.StreamTraining(
@@ -107,6 +110,48 @@ def streams(
     return 0
 
 
+@command.command("acceptance")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    help="JSON lines with prompt or token_ids; default: a few of our own.",
+)
+@click.option("--max-new-tokens", default=128, show_default=True)
+@click.option("--temperature", default=0.0, show_default=True)
+@click.option("--threads", type=int, help="Of the target; default: all cores.")
+@click.option("--seed", default=0, show_default=True)
+def acceptance(
+    bundle: Path,
+    prompts: Path | None,
+    max_new_tokens: int,
+    temperature: float,
+    threads: int | None,
+    seed: int,
+) -> None:
+    """Watch BUNDLE's drafter and learn when it should stop (--stopping learned)."""
+    recipe = _recipe("acceptance")
+    model = load(bundle, threads=threads)
+    chosen = read_prompts(prompts, model)
+    with click.progressbar(
+        length=len(chosen),
+        label="watch",
+        file=sys.stderr,
+        hidden=not sys.stderr.isatty(),
+    ) as bar:
+        hidden, accepted = recipe.watch(
+            model, chosen, max_new_tokens, temperature, lambda: bar.update(1)
+        )
+    head, loss = recipe.fit(hidden, accepted, seed=seed)
+    file = model.profiles.acceptance_file
+    recipe.write(head, file, model.bundle.sha256)
+    click.echo(
+        f"{file}: {len(accepted)} drafted tokens, {accepted.mean():.2f} of them "
+        f"accepted, held-out loss {loss:.2f}",
+        err=True,
+    )
+
+
 @command.command("trigram")
 @click.argument("corpus", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
@@ -124,9 +169,7 @@ def streams(
 )
 def trigram(corpus: tuple[Path, ...], bundle: Path, output: Path) -> None:
     """Count which tokens follow which two in CORPUS, text files."""
-    from jetdraft.train.trigram import count
-
-    table = count(corpus, Bundle.open(bundle), output)
+    table = _recipe("trigram").count(corpus, Bundle.open(bundle), output)
     click.echo(
         f"{output}: {len(table.pairs)} pairs, {len(table.tokens)} successors", err=True
     )
@@ -169,12 +212,11 @@ def _line(progress: Any) -> str:
     )
 
 
-def _training() -> Any:
-    """The train package, which only its extra brings."""
+def _recipe(name: str) -> Any:
+    """A module of the train package, which only its extra brings."""
     try:
-        from jetdraft.train import streams
+        return importlib.import_module(f"jetdraft.train.{name}")
     except ImportError as error:
         raise JetdraftError(
             f"training needs {error.name}; pip install 'jetdraft[cpu,train]'"
         ) from error
-    return streams

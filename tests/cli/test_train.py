@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -156,3 +157,17 @@ def test_a_bad_corpus_leaves_no_table(bundle, tmp_path, name, content, words):
     done = jetdraft("train", "trigram", corpus, "--bundle", bundle, "-o", table)
     assert_refused(done, words)
     assert not list(tmp_path.glob("table*"))
+
+
+def test_an_acceptance_head_is_learned_and_used(bundle, tmp_path):
+    own = shutil.copytree(bundle, tmp_path / "own")
+    how = ("--max-new-tokens", "40", "--threads", "1")
+    done = jetdraft("train", "acceptance", own, *how)
+    assert done.exit_code == 0, done.output
+    assert "drafted tokens" in done.stderr
+    drafted = jetdraft(
+        "generate", own, " the self", "--method", "draft", "--stopping", "learned", *how
+    )
+    assert drafted.exit_code == 0
+    missing = jetdraft("generate", bundle, " x", "--stopping", "learned", *how)
+    assert_refused(missing, "train acceptance")
