@@ -239,7 +239,7 @@ class StreamTraining:
         )
         return (
             f"the loss of step {self.step + 1} is not a number; {kept}; train again "
-            "with a lower --learning-rate"
+            "into another folder with a lower --learning-rate"
         )
 
     def _validate(self, accelerator: Any, streamed: Any) -> dict[str, Any]:

@@ -175,7 +175,16 @@ def test_help_lists_the_verbs_in_the_order_of_use():
     assert result.exit_code == 0
     _, _, commands = result.stdout.partition("Commands:")
     verbs = [line.split()[0] for line in commands.splitlines() if line.strip()]
-    assert verbs == ["train", "export", "generate", "bench", "check", "inspect"]
+    assert verbs == [
+        "train",
+        "export",
+        "generate",
+        "bench",
+        "tune",
+        "check",
+        "inspect",
+        "store",
+    ]
 
 
 def test_version_is_printed():

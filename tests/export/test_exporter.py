@@ -100,7 +100,8 @@ def test_target_without_drafter_still_drafts_by_lookup(source, tmp_path):
     assert made.drafter is None
     assert not list(made.path.glob("drafter*"))
     assert made.target.quantization == {"scheme": "int4", "block_size": 128}
-    assert jetdraft.load(made.path, threads=1).methods == ("none", "lookup")
+    model = jetdraft.load(made.path, threads=1)
+    assert model.methods == ("none", "lookup", "trigram")
 
 
 def test_checkpoint_without_tokenizer_takes_and_gives_ids(tmp_path):

@@ -107,7 +107,7 @@ def test_a_chain_can_be_asked_for(model, monkeypatch):
 
 
 def test_auto_has_streams_too(model):
-    assert model.methods == ("none", "lookup", "stream")
+    assert model.methods == ("none", "lookup", "stream", "trigram")
     for way in WAYS:
         plain = text(model, "none", **way)
         assert text(model, "auto", **way).token_ids == plain.token_ids
