@@ -36,6 +36,9 @@ from jetdraft.errors import (
 )
 
 SETTINGS = "streams.json"
+UNFINISHED = ".unfinished"
+"""Marks a folder that a training still writes."""
+
 WEIGHTS = "streams.safetensors"
 SHARED, LOSSLESS = "shared", "lossless"
 MODES = (SHARED, LOSSLESS)
@@ -328,6 +331,10 @@ def read_settings(folder: Path) -> StreamSettings | None:
     """The settings of a checkpoint with streams; None for one without."""
     file = folder / SETTINGS
     if not file.is_file():
+        if (folder / UNFINISHED).is_file():
+            raise CheckpointError(
+                f"{folder} is a training that has saved no streams yet; let it go on"
+            )
         return None
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from jetdraft.errors import (
 from jetdraft.export.checkpoint import Checkpoint, checkpoint_folder, weights_sha256
 from jetdraft.export.streams import (
     SETTINGS,
+    UNFINISHED,
     WEIGHTS,
     Streamed,
     Streams,
@@ -41,9 +43,6 @@ from jetdraft.train.data import Corpus
 from jetdraft.train.losses import Losses, losses
 
 STATE = "training.pt"
-UNFINISHED = ".unfinished"
-"""Marks an output folder that a training still writes."""
-
 WARM_UP = 0.03
 Report = Callable[["Progress"], None]
 
@@ -269,8 +268,18 @@ class StreamTraining:
         """Take up what an earlier run left in the output folder."""
         file = self.output / STATE
         if not file.is_file():
+            if (self.output / SETTINGS).is_file():
+                raise OutputError(
+                    f"{self.output} has streams but not what it takes to go on; choose "
+                    "another folder"
+                )
             return
-        state = torch.load(file, weights_only=True, map_location="cpu")
+        try:
+            state = torch.load(file, weights_only=True, map_location="cpu")
+        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+            raise OutputError(
+                f"{file} is damaged; train again into another folder"
+            ) from error
         if state["run"] != self._identity():
             raise OutputError(
                 f"{self.output} holds a training with other settings; choose another "
@@ -327,6 +336,11 @@ class StreamTraining:
     def _copy_base(self) -> None:
         """Put the target's own files into the output, which appears whole."""
         if self.output.exists():
+            if weights_sha256(self.output) != self.settings.base:
+                raise OutputError(
+                    f"{self.output} holds another target, or a damaged copy of this "
+                    "one; choose another folder"
+                )
             return
         with self._writing():
             partial = self.output.with_name(f".{self.output.name}.partial")

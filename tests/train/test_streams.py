@@ -163,6 +163,39 @@ def test_other_settings_do_not_go_on(target, text, tmp_path):
         train(target, tmp_path / "out", text, StreamSettings(gamma=2, layers=2))
 
 
+@pytest.fixture
+def stopped(target, text, tmp_path) -> Path:
+    """A training that was interrupted after its first step."""
+    output = tmp_path / "stopped"
+    with pytest.raises(KeyboardInterrupt):
+        train(target, output, text, report=interrupt)
+    assert (output / training.STATE).is_file()
+    return output
+
+
+@pytest.mark.parametrize("content", [b"", b"not a state", None])
+def test_a_damaged_state_is_refused(target, text, stopped, content):
+    file = stopped / training.STATE
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    before = (stopped / "streams.safetensors").read_bytes()
+    with pytest.raises(OutputError, match="another folder"):
+        train(target, stopped, text)
+    assert (stopped / "streams.safetensors").read_bytes() == before
+
+
+def test_a_folder_with_another_target_is_refused(target, text, stopped, tmp_path):
+    for name in (training.STATE, "streams.json", "streams.safetensors"):
+        (stopped / name).unlink()
+    with pytest.raises(CheckpointError, match="let it go on"):
+        export(str(stopped), tmp_path / "bundle")
+    other = save_checkpoint(tmp_path / "other", llama_config(), seed=9)
+    with pytest.raises(OutputError, match="holds another target"):
+        train(str(other), stopped, text)
+
+
 def test_a_finished_training_is_not_overwritten(target, text, tmp_path):
     train(target, tmp_path / "out", text)
     before = weights(tmp_path / "out")
