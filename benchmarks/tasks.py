@@ -160,8 +160,8 @@ def main(
         "prompts": len(examples),
         "exact_match": sum(a.strip() == b.strip() for a, b in pairs) / len(pairs),
         "rouge_l": sum(rouge_l(a, b) for a, b in pairs) / len(pairs),
-        "probe_ms": model.calibration.probe_ms,
-        "pass_ms": model.calibration.target_ms,
+        "probe_ms": model.planner.calibration.probe_ms,
+        "pass_ms": model.planner.calibration.target_ms,
         "rows": [figures(row, plain) for row in rows],
     }
     show(report)

@@ -28,7 +28,6 @@ import hashlib
 import json
 import os
 import shutil
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -36,11 +35,11 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from jetdraft.contract import SplitContract, StepContract
 from jetdraft.errors import BundleError, OutputError, PairError
+from jetdraft.files import read_arrays
 
 SCHEMA_VERSION = 3
 MANIFEST = "bundle.json"
@@ -267,8 +266,8 @@ def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
     streams = bundle.target.streams
     if streams is None or base != streams["base"]:
         raise BundleError(
-            f"the streams in {file} were trained for another base; give those of this "
-            "bundle's"
+            f"the streams in {file} were trained for another base, in another mode or "
+            "exported at another adapter scale; give those of this bundle's"
         )
     own = _read_arrays(bundle.path / STREAMS)
     del own["base"]
@@ -286,14 +285,11 @@ def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
 
 
 def _read_arrays(file: Path) -> dict[str, npt.NDArray[Any]]:
-    try:
-        with np.load(file, allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise BundleError(
-            f"cannot read streams from {file}; give a streams.npz that jetdraft export "
-            "wrote"
-        ) from error
+    refusal = BundleError(
+        f"cannot read streams from {file}; give a streams.npz that jetdraft export "
+        "wrote"
+    )
+    return read_arrays(file, refusal)
 
 
 def check_output(output: Path) -> None:

@@ -22,7 +22,7 @@ def command(
     model = load(bundle, provider, threads, streams)
     click.echo(f"files      {len(model.bundle.files)} present, hashes right")
     click.echo(f"contract   {len(model.bundle.graphs)} graphs as declared")
-    model.calibration = model.calibrate(again=True)
+    model.planner.calibration = model.calibrate(again=True)
     _show_classes(model)
     wrong = 0
     for result in compare_methods(model):
@@ -43,7 +43,7 @@ def command(
 
 def _show_classes(model: Model) -> None:
     """The classes, and how far the widths outside the exact one are off."""
-    found = model.calibration
+    found = model.planner.calibration
     for widths in found.classes:
         span = f"{widths[0]}" if len(widths) == 1 else f"{widths[0]}..{widths[-1]}"
         if widths != list(range(widths[0], widths[-1] + 1)):

@@ -32,7 +32,10 @@ from jetdraft.runtime.stats import Stats
     help="auto, none, draft, lookup, stream, recall, trigram, cascade; or several: a,b",
 )
 @click.option(
-    "--num-draft-tokens", type=int, help="Fixed draft length; default: adaptive."
+    "--num-draft-tokens",
+    type=int,
+    help="Draft this many, if the method can (with several: at most); default: "
+    "adaptive.",
 )
 @drafting_options
 @sampling_options
@@ -74,7 +77,10 @@ def command(
     table: Path | None,
     **options: Any,
 ) -> int:
-    """Continue PROMPT, or standard input where it is "-"."""
+    """Continue PROMPT, or standard input where it is "-".
+
+    A PROMPT that begins with a dash goes after "--".
+    """
     if branching is not None:
         options["branching"] = integers(branching, "--branching")
     if tree_parents is not None:

@@ -99,7 +99,10 @@ def _number_or_auto(context: Any, param: Any, value: str | None) -> float | str 
     """The number as a float."""
     if value is None or value == AUTO:
         return value
-    return float(click.FLOAT(value, param, context))
+    try:
+        return float(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} is no number, nor {AUTO}") from error
 
 
 def integers(text: str, option: str) -> list[int]:

@@ -32,7 +32,7 @@ def command(
     """Measure pass times by width and every proposer, and keep them in BUNDLE."""
     model = load(bundle, provider, threads, streams)
     with click.progressbar(
-        length=tuning.steps(model.target, model.proposers),
+        length=tuning.steps(model.target, model.planner.proposers),
         label="tune",
         file=sys.stderr,
         hidden=not sys.stderr.isatty(),
@@ -48,7 +48,7 @@ def command(
 
 
 def _show(model: Model, found: Tuning) -> None:
-    exact = model.calibration.exact_widths
+    exact = model.planner.calibration.exact_widths
     click.echo("rows   chain ms   tree ms   ms per row")
     for width, ms in found.chain_ms.items():
         tree = found.tree_ms.get(width)

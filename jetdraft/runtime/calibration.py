@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jetdraft.files import replacing
 from jetdraft.runtime.costs import WIDEST
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.probes import Probing
@@ -180,8 +181,7 @@ def store(file: Path, machine: dict[str, Any], calibration: Calibration) -> None
     fields = {"machine": machine, "calibration": calibration.to_json()}
     try:
         file.parent.mkdir(exist_ok=True)
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        partial.replace(file)
+        with replacing(file) as partial:
+            partial.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     except OSError:
         return  # a read-only bundle is measured at every load

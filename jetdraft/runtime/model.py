@@ -15,22 +15,20 @@ import numpy.typing as npt
 from jetdraft.bundle import Bundle, GraphEntry, read_streams
 from jetdraft.contract import EARLY_EXIT
 from jetdraft.errors import (
-    DraftError,
     JetdraftError,
     MethodError,
     OptionError,
     PromptError,
 )
 from jetdraft.runtime import tuning
-from jetdraft.runtime.acceptance import Acceptance
 from jetdraft.runtime.calibration import Calibration
-from jetdraft.runtime.controller import Adaptive, Controller, Fixed
-from jetdraft.runtime.costs import Costs
-from jetdraft.runtime.drafting import AUTO, MAX_DRAFT_TOKENS
+from jetdraft.runtime.controller import Controller
+from jetdraft.runtime.drafting import AUTO
 from jetdraft.runtime.follower import Follower
 from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.graph import Graph
-from jetdraft.runtime.options import NONE, Options
+from jetdraft.runtime.options import Options
+from jetdraft.runtime.planner import Planner
 from jetdraft.runtime.profiles import Profiles
 from jetdraft.runtime.prompt import check_ids
 from jetdraft.runtime.proposers import (
@@ -40,7 +38,6 @@ from jetdraft.runtime.proposers import (
     Proposer,
     RecallProposer,
     StreamProposer,
-    TreeProposer,
     TrigramProposer,
 )
 from jetdraft.runtime.pruning import PrunedGraph
@@ -49,12 +46,11 @@ from jetdraft.runtime.sampling import Chooser
 from jetdraft.runtime.session import default_threads, open_session, resolve_provider
 from jetdraft.runtime.similarity import Similarity
 from jetdraft.runtime.stats import Stats
-from jetdraft.runtime.stopping import STOPPING, AcceptanceHead, Learned, Stopping
+from jetdraft.runtime.stopping import AcceptanceHead
 from jetdraft.runtime.store import Entry, ResponseStore
 from jetdraft.runtime.text import TextCodec
 from jetdraft.runtime.trigram import Counts, Trigrams
 from jetdraft.runtime.tuning import Tuning
-from jetdraft.runtime.verifiers import check_kind
 
 
 @dataclass(frozen=True)
@@ -143,21 +139,11 @@ class Model:
         if bundle.drafter is not None:
             self.drafter = self._open(bundle.drafter, 1, False, {})
         self.follower = None if self.drafter is None else Follower(self.drafter)
-        self.calibration = self.calibrate()
         counts = None
         if table is not None:
             counts = Counts.load(Path(table), bundle.tokenizer_sha256)
-        self.proposers = self._make_proposers(counts)
-        # Without a corpus trigrams know little, and a cascade is one more drafter.
-        on_request = {"cascade"} if counts else {"cascade", "trigram"}
-        self._automatic = [name for name in self.proposers if name not in on_request]
-        # What the controller learns lives on from one generation to the next.
-        self.acceptance = {name: Acceptance() for name in self.proposers}
-        self.costs = Costs(
-            target=dict(self.calibration.target_ms),
-            draft={name: p.ms_per_token for name, p in self.proposers.items()},
-            probe=self.calibration.probe_ms,
-        )
+        self.trigrams = Trigrams(counts)
+        self.planner = self._make_planner(self.calibrate())
         self._halves: PrunedGraph | None = None
         self._busy = False
         self._use_tuning()
@@ -206,7 +192,7 @@ class Model:
             )
         given = options.prune_threshold
         fixed = None if given == AUTO else float(given)
-        self._halves.prepare(fixed, self.widths(options))
+        self._halves.prepare(fixed, self.planner.widths(options))
         return self._halves
 
     def calibrate(self, again: bool = False) -> Calibration:
@@ -218,9 +204,9 @@ class Model:
 
     def tune(self, tick: Callable[[], None] = lambda: None) -> Tuning:
         """Measure with care, plan with that from now on, and keep it in the bundle."""
-        found = tuning.tune(self.target, self.proposers, tick)
+        found = tuning.tune(self.target, self.planner.proposers, tick)
         self.profiles.keep_tuning(found)
-        self._plan_with(found)
+        self.planner.plan_with(found)
         return found
 
     def _use_tuning(self) -> None:
@@ -235,33 +221,37 @@ class Model:
             )
             found = self.tune()
         if found is not None:
-            self._plan_with(found)
-
-    def _plan_with(self, found: Tuning) -> None:
-        # The load-time curve has only the widths that a controller plans.
-        known = self.costs.target.keys() & found.chain_ms.keys()
-        self.costs.target.update({width: found.chain_ms[width] for width in known})
-        for name in self.costs.draft.keys() & found.draft_ms.keys():
-            self.costs.draft[name] = found.draft_ms[name]
+            self.planner.plan_with(found)
 
     def machine(self) -> dict[str, Any]:
         """What a measurement depends on."""
         return self.profiles.machine
 
-    def _make_proposers(self, table: Counts | None) -> dict[str, Proposer]:
+    def _make_planner(self, calibration: Calibration) -> Planner:
+        proposers = self._make_proposers(calibration)
+        # Without a corpus trigrams know little, and a cascade is one more drafter.
+        asked = {"cascade"} if self.trigrams.has_corpus else {"cascade", "trigram"}
+        unasked = [name for name in proposers if name not in asked]
+        return Planner(
+            self.target, self.follower, calibration, proposers, unasked, self._head
+        )
+
+    def _head(self) -> AcceptanceHead:
+        return AcceptanceHead.load(self.profiles.acceptance_file, self.bundle.sha256)
+
+    def _make_proposers(self, calibration: Calibration) -> dict[str, Proposer]:
         known: dict[str, Proposer] = {"lookup": LookupProposer(store=self.store)}
         if self.follower is not None:
-            cost = self.calibration.drafter_ms[1]
+            cost = calibration.drafter_ms[1]
             known["draft"] = DraftProposer(self.follower, cost)
         if self.target.contract.streams:
             known["stream"] = StreamProposer(self.target)
         found = {name: known[name] for name in self.bundle.methods if name in known}
         if self.store is not None and self.similarity is not None:
             found["recall"] = RecallProposer(self.store, self.similarity)
-        self.trigrams = Trigrams(table)
         found["trigram"] = TrigramProposer(self.trigrams)
         if self.follower is not None:
-            below, cost = LookupProposer(store=self.store), known["draft"].ms_per_token
+            below = LookupProposer(store=self.store)
             found["cascade"] = CascadeProposer(self.follower, below, cost)
         return found
 
@@ -280,7 +270,7 @@ class Model:
     @property
     def methods(self) -> tuple[str, ...]:
         """What `method` may be, "auto" aside."""
-        return (NONE, *self.proposers)
+        return self.planner.methods
 
     def generate(
         self,
@@ -336,112 +326,6 @@ class Model:
         given = self.text.encode(prompt) if prompt is not None else token_ids
         return check_ids(given, self.bundle.target.contract)
 
-    def controller(
-        self, options: Options, proposers: dict[str, Proposer]
-    ) -> Controller:
-        """Who decides: a fixed plan, or measured times and running acceptance."""
-        names, count = options.methods, options.num_draft_tokens
-        name = names[0]
-        if name == NONE:
-            if count is not None:
-                raise OptionError(
-                    f"num draft tokens {count} means nothing with method none; leave "
-                    "one of them out"
-                )
-            return Fixed(None, 0)
-        for unknown in set(names) - {AUTO, *self.proposers}:
-            raise self._no_method(unknown)
-        for proposer in proposers.values():
-            check_kind(options.drafting.checker, proposer.kind)
-        if not options.drafting.is_chain:
-            self._check_fits(options)
-            return Fixed(proposers[name], count or options.drafting.rows)
-        if name != AUTO and len(names) == 1 and count is not None:
-            return Fixed(proposers[name], count)
-        if options.prune_threshold is not None:
-            # Its pass times are not those that are known of the whole target.
-            return Fixed(proposers[name], proposers[name].streams)
-        return Adaptive(
-            list(proposers.values()),
-            self.costs,
-            self.acceptance,
-            self.widths(options),
-            count or MAX_DRAFT_TOKENS,
-            options.exact,
-            options.drafting.may_branch,
-        )
-
-    def _stopping(self, options: Options) -> Stopping | None:
-        """What ends a drafter's drafts early."""
-        if options.stopping is None:
-            return None
-        if options.stopping != Learned.name:
-            return STOPPING[options.stopping](options.stop_threshold)
-        file = self.profiles.acceptance_file
-        head = AcceptanceHead.load(file, self.bundle.sha256)
-        return Learned(head, options.stop_threshold)
-
-    def _no_method(self, name: str) -> MethodError:
-        known = ", ".join((AUTO, *self.methods))
-        if name == "recall":
-            return MethodError(
-                "recall needs a store of earlier responses and a bundle of this "
-                "version; give --store FILE (store=)"
-            )
-        return MethodError(f"the bundle has no method {name!r}; choose {known}")
-
-    def _check_fits(self, options: Options) -> None:
-        """A tree of a given size must fit into a pass whole."""
-        drafting, widest = options.drafting, max(self.widths(options))
-        sized = drafting.branching is not None or drafting.tree_parents is not None
-        if sized and drafting.rows > widest - 1:
-            raise DraftError(
-                f"the tree has {drafting.rows} rows, a pass of this bundle holds "
-                f"{widest - 1} beside the root; make it smaller or export with a "
-                "larger --max-width"
-            )
-
-    @property
-    def drafts_trees(self) -> bool:
-        """Whether target and drafter can run branching drafts."""
-        graphs = (self.target, self.drafter)
-        return all(graph is not None and graph.contract.tree for graph in graphs)
-
-    def proposers_for(self, options: Options) -> dict[str, Proposer]:
-        """Who may propose in a generation."""
-        drafting, names = options.drafting, options.methods
-        if isinstance(drafter := self.proposers.get("draft"), DraftProposer):
-            drafter.stopping = self._stopping(options)
-        probes = self.calibration.probes_agree or not options.exact
-        if "stream" in names and not probes:
-            raise MethodError(
-                "on this machine probes change the last bits of the rows beside them; "
-                "choose another method or add --no-exact"
-            )
-        if names == (AUTO,):
-            chosen = {name: self.proposers[name] for name in self._automatic}
-            return {n: p for n, p in chosen.items() if probes or not p.streams}
-        if drafting.is_chain:
-            return {n: self.proposers[n] for n in names if n in self.proposers}
-        [name] = names
-        if name not in self.proposers:
-            return {}
-        if name == "stream":
-            return {name: StreamProposer(self.target, drafting.shape, drafting.kind)}
-        if self.follower is None or not self.drafts_trees:
-            raise MethodError(
-                "the bundle verifies chains only, since a model of it attends in "
-                "sliding windows; leave the tree out"
-            )
-        shape, cost = drafting.shape, self.calibration.drafter_ms[1]
-        return {name: TreeProposer(self.follower, shape, drafting.kind, cost)}
-
-    def widths(self, options: Options) -> Sequence[int]:
-        """The pass widths a generation may use."""
-        if options.exact:
-            return self.calibration.exact_widths
-        return sorted(self.calibration.target_ms)
-
 
 class Stream:
     """A generation under way: an iterator of `Piece`, with `stats` that fill up.
@@ -451,14 +335,15 @@ class Stream:
     """
 
     def __init__(self, model: Model, prompt: Int64s, options: Options) -> None:
+        planner = model.planner
         self.stats = Stats(
             method=options.method,
             exact=options.exact,
             prompt_tokens=len(prompt),
-            plain_ms=model.costs.pass_ms(min(model.widths(options))),
+            plain_ms=planner.costs.pass_ms(min(planner.widths(options))),
         )
-        proposers = model.proposers_for(options)
-        controller = model.controller(options, proposers)
+        proposers = planner.choose(options)
+        controller = planner.controller(options, proposers)
         self._pieces = self._run(model, prompt, options, proposers, controller)
 
     def __iter__(self) -> Iterator[Piece]:
@@ -482,7 +367,7 @@ class Stream:
         try:
             generator = Generator(
                 model.target_for(options),
-                model.widths(options),
+                model.planner.widths(options),
                 list(proposers.values()),
                 options.drafting.checker,
                 options.exact,

@@ -58,7 +58,7 @@ class Options:
         return tuple(name.strip() for name in self.method.split(","))
 
     def __post_init__(self) -> None:
-        self._check_numbers()
+        self._check_types()
         if len(self.methods) > 1 and {NONE, AUTO} & set(self.methods):
             raise OptionError(
                 f"method {self.method!r} mixes {NONE} or {AUTO} with others; list "
@@ -82,7 +82,7 @@ class Options:
         )
         self._check_drafting()
 
-    def _check_numbers(self) -> None:
+    def _check_types(self) -> None:
         """Programs may pass anything; the command line has checked its own."""
         for name, kind, what in (
             ("max_new_tokens", Integral, "an integer"),
@@ -102,10 +102,19 @@ class Options:
                 isinstance(given, bool) or not isinstance(given, kind)
             ):
                 raise OptionError(f"{name} {given!r} is not {what}; give {what}")
+        if not isinstance(self.method, str):
+            raise OptionError(
+                f'method {self.method!r} is not a text; give one, as in "draft,lookup"'
+            )
 
     def _check_drafting(self) -> None:
         """Refuse options that contradict each other."""
-        drafting = self.drafting
+        drafting, count = self.drafting, self.num_draft_tokens
+        if self.method == NONE and count is not None:
+            raise OptionError(
+                f"num draft tokens {count} means nothing with method none; leave one "
+                "of them out"
+            )
         if self.method == NONE and self.verifier != "walk":
             raise OptionError(
                 f"verifier {self.verifier!r} means nothing with method none; leave one "
@@ -138,7 +147,8 @@ class Options:
                 f"verifier {self.verifier!r} is not exact for what is left of a pruned "
                 "draft; leave the prune threshold out"
             )
-        if isinstance(threshold, Real) and not 0.0 <= threshold <= 2.0:
+        kept = threshold in (None, AUTO, 2.0) or 0.0 <= float(threshold) <= 1.0
+        if not kept:
             raise OptionError(
                 f"prune threshold {threshold} is out of range; give 0 (keep all) to 1, "
                 "or 2 (drop all)"

@@ -5,19 +5,17 @@ A token that it doubts is still verified, but nothing is drafted behind it.
 
 from __future__ import annotations
 
-import zipfile
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from jetdraft.errors import StoreError
+from jetdraft.files import read_arrays
+from jetdraft.runtime.binding import Floats
 from jetdraft.runtime.graph import Answer
-
-Floats = npt.NDArray[np.float32]
 
 REPEATED = 3
 """Applications of an acceptance head's one block (D in SpecDec++)."""
@@ -133,19 +131,18 @@ class AcceptanceHead:
     @classmethod
     def load(cls, file: Path, bundle: str) -> AcceptanceHead:
         """Read `save`'s file; raise `StoreError` if it is for another bundle."""
-        try:
-            with np.load(file, allow_pickle=False) as stored:
-                owner = str(stored["bundle"])
-                arrays = {name: stored[name] for name in cls.__dataclass_fields__}
-        except FileNotFoundError as error:
+        if not file.exists():
             raise StoreError(
                 "the bundle has no acceptance head; make one with jetdraft train "
                 "acceptance"
-            ) from error
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise StoreError(
-                f"{file} is no acceptance head; make one with jetdraft train acceptance"
-            ) from error
+            )
+        refusal = StoreError(
+            f"{file} is no acceptance head; make one with jetdraft train acceptance"
+        )
+        arrays = read_arrays(file, refusal)
+        owner = str(arrays.pop("bundle", ""))
+        if arrays.keys() != cls.__dataclass_fields__.keys():
+            raise refusal
         if owner != bundle:
             raise StoreError(
                 f"{file} belongs to another bundle; run jetdraft train acceptance again"

@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from jetdraft.errors import StoreError
-
-Vector = npt.NDArray[np.float32]
+from jetdraft.runtime.similarity import Vector
 
 MOST_ENTRIES = 256
 MOST_DAYS = 30.0

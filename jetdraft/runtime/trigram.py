@@ -7,7 +7,6 @@ dictionaries of a corpus would take ten times the memory.
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jetdraft.errors import StoreError
+from jetdraft.files import read_arrays
 
 MOST_SUCCESSORS = 12
 """Kept per pair, the most frequent ones."""
@@ -85,15 +85,14 @@ class Counts:
     @classmethod
     def load(cls, file: Path, tokenizer: str) -> Counts:
         """Read `save`'s file; raise `StoreError` if it is for another tokenizer."""
-        try:
-            with np.load(file, allow_pickle=False) as stored:
-                owner = str(stored["tokenizer"])
-                arrays = {name: stored[name] for name in cls.__dataclass_fields__}
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise StoreError(
-                f"cannot read a table from {file}; give one that jetdraft train "
-                "trigram wrote"
-            ) from error
+        refusal = StoreError(
+            f"cannot read a table from {file}; give one that jetdraft train trigram "
+            "wrote"
+        )
+        arrays = read_arrays(file, refusal)
+        owner = str(arrays.pop("tokenizer", ""))
+        if arrays.keys() != cls.__dataclass_fields__.keys():
+            raise refusal
         if owner != tokenizer:
             raise StoreError(
                 f"the table {file} belongs to another tokenizer; train one for this "
@@ -129,6 +128,7 @@ class Trigrams:
     """
 
     def __init__(self, counts: Counts | None = None) -> None:
+        self.has_corpus = counts is not None
         self.counts = counts or Counts.of([])
         self._learned: dict[tuple[int, int], dict[int, float]] = {}
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from jetdraft.files import replacing
+from jetdraft.runtime.cache import Cache
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.proposers import Proposer
 from jetdraft.runtime.sampling import Chooser, Sampling
@@ -33,7 +35,7 @@ class Tuning:
     `compaction_ms` is that of moving an accepted branch together; 0 and empty where
     the target does not branch.
 
-        tune(model.target, model.proposers).chain_ms[4]
+        tune(model.target, model.planner.proposers).chain_ms[4]
     """
 
     chain_ms: dict[int, float]
@@ -73,12 +75,12 @@ def tune(
     chain_ms, tree_ms = dict[int, float](), dict[int, float]()
     for width in widths:
         tokens = context[:width]
-        chain_ms[width] = _shortest(partial(target.run, tokens))
+        chain_ms[width] = _shortest(partial(target.run, tokens), target)
         if tree and width > 1:
             # The root's children: rows that do not see each other.
             depths, seen = [0] + [1] * (width - 1), [[], *[[0]] * (width - 1)]
             run = partial(target.run_branches, tokens, depths, seen)
-            tree_ms[width] = _shortest(run)
+            tree_ms[width] = _shortest(run, target)
         tick()
     compaction = _compaction(target) if tree else 0.0
     draft_ms = {}
@@ -107,12 +109,13 @@ def _context(target: Graph) -> list[int]:
     return once * 2
 
 
-def _shortest(run: Callable[[], Any]) -> float:
+def _shortest(run: Callable[[], Any], timed: Graph | Cache) -> float:
+    """By what was added to the time in sessions, as the controller learns it too."""
     times = []
     for _ in range(TURNS):
-        start = time.perf_counter()
+        before = timed.seconds
         run()
-        times.append(time.perf_counter() - start)
+        times.append(timed.seconds - before)
     return 1e3 * min(times)
 
 
@@ -123,7 +126,7 @@ def _compaction(target: Graph) -> float:
         target.cache.compact([0, 2])
         target.cache.rewind(length)
 
-    return _shortest(move)
+    return _shortest(move, target.cache)
 
 
 def _draft_ms(proposer: Proposer, context: Sequence[int]) -> float:
@@ -170,9 +173,8 @@ def store(
     """Keep it beside the bundle; the file appears whole. Raises `OSError`."""
     fields = {"machine": machine, "versions": versions, "tuning": asdict(tuning)}
     file.parent.mkdir(exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    partial.replace(file)
+    with replacing(file) as partial:
+        partial.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def draw(tuning: Tuning, file: Path) -> bool:

@@ -53,7 +53,7 @@ def _ways(model: Model) -> Iterator[tuple[str, int | None, dict[str, Any]]]:
     for method in model.methods[1:]:
         for length in _DRAFT_LENGTHS:
             yield method, length, {"method": method, "num_draft_tokens": length}
-    if model.drafts_trees:
+    if model.planner.drafts_trees:
         for tree in _TREES:
             yield tree, None, {"method": "draft", "tree": tree}
     if model.target.contract.streams:

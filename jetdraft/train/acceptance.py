@@ -11,18 +11,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from jetdraft.errors import DataError, MethodError, OutputError
+from jetdraft.files import replacing
+from jetdraft.runtime.binding import Floats
 from jetdraft.runtime.graph import Answer
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.proposers import DraftProposer
 from jetdraft.runtime.rows import Int64s
 from jetdraft.runtime.stopping import REPEATED, AcceptanceHead, Stopping
-
-Floats = npt.NDArray[np.float32]
 
 REJECTED_WEIGHT = 6.0
 """Of rejected tokens in the loss, since they are few."""
@@ -63,12 +62,13 @@ def watch(
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[Floats, Floats]:
     """Hidden states float32 [n, h] of compared tokens, and 1 for those accepted."""
-    drafter = model.proposers.get("draft")
+    drafter = model.planner.proposers.get("draft")
     if not isinstance(drafter, DraftProposer):
         raise MethodError("the bundle has no drafter; export one with --drafter")
     if not drafter.graph.contract.hidden_size:
         raise MethodError("the bundle is of an older version; export it again")
     hidden, verdicts = list[Floats](), list[bool]()
+    drafter.stopping = watching = Watching()
     for prompt in prompts:
         stream = model.stream(
             token_ids=prompt,
@@ -77,7 +77,6 @@ def watch(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
         )
-        drafter.stopping = watching = Watching()
         for piece in stream:
             # The last token of a draft is not asked about: nothing follows it.
             for place, state in enumerate(watching.seen[: piece.from_draft + 1]):
@@ -85,6 +84,7 @@ def watch(
                 verdicts.append(place < piece.from_draft)
             watching.seen = []
         tick()
+    drafter.stopping = None
     if len(verdicts) < LEAST or len(set(verdicts)) < 2:
         raise DataError(
             f"only {len(verdicts)} drafted tokens were compared, or all with the same "
@@ -132,9 +132,8 @@ def write(head: AcceptanceHead, file: Path, bundle: str) -> None:
     """Keep a head; the file appears whole. Raises `OutputError`."""
     try:
         file.parent.mkdir(exist_ok=True)
-        partial = file.with_name(f"{file.name}.partial")
-        head.save(partial, bundle)
-        partial.replace(file)
+        with replacing(file) as partial:
+            head.save(partial, bundle)
     except OSError as error:
         raise OutputError(
             f"cannot write {file} ({error.strerror}); copy the bundle to a folder that "

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from jetdraft.errors import DataError
+from jetdraft.train.texts import read_bytes, read_text
 
 IGNORED = -100
 """The label of tokens that are not learned."""
@@ -79,13 +80,13 @@ class Corpus:
             if file.suffix == ".jsonl":
                 sequences += _examples(file, tokenizer, list(end[:1]), length, least)
             else:
-                texts += [*tokenizer.encode(_text(file)).ids, *end[:1]]
+                texts += [*tokenizer.encode(read_text(file)).ids, *end[:1]]
         sequences += _windows(texts, length, least)
         if not sequences:
             raise DataError(
                 f"the data has {len(texts)} tokens, a sequence needs {least}; give more"
             )
-        digest = hashlib.sha256(b"".join(_bytes(file) for file in files))
+        digest = hashlib.sha256(b"".join(read_bytes(file) for file in files))
         return cls(sequences, share, seed, digest.hexdigest())
 
     def batch(self, step: int, size: int, part: int = 0, parts: int = 1) -> Batch:
@@ -124,22 +125,6 @@ def collate(rows: Sequence[Example]) -> Batch:
     return Batch(ids, labels)
 
 
-def _bytes(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except FileNotFoundError as error:
-        raise DataError(f"no data file {file}; give an existing one") from error
-    except OSError as error:
-        raise DataError(f"cannot read {file} ({error.strerror})") from error
-
-
-def _text(file: Path) -> str:
-    try:
-        return _bytes(file).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not text ({error}); give UTF-8") from error
-
-
 def _windows(ids: list[int], length: int, least: int) -> Iterator[Example]:
     for start in range(0, len(ids), length):
         window = ids[start : start + length]
@@ -150,7 +135,7 @@ def _windows(ids: list[int], length: int, least: int) -> Iterator[Example]:
 def _examples(
     file: Path, tokenizer: Tokenizer, end: list[int], length: int, least: int
 ) -> Iterator[Example]:
-    for number, line in enumerate(_text(file).split("\n"), start=1):
+    for number, line in enumerate(read_text(file).split("\n"), start=1):
         if not line.strip():
             continue
         where = f"line {number} of {file}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +15,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save as serialized
 from tokenizers import Tokenizer
+from transformers import PreTrainedModel
 
 from jetdraft.errors import (
     CheckpointError,
@@ -38,6 +38,7 @@ from jetdraft.export.streams import (
     decoder_layers,
     stream_weights,
 )
+from jetdraft.files import replacing
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.data import Corpus
 from jetdraft.train.losses import Losses, losses
@@ -121,6 +122,7 @@ class StreamTraining:
         self.settings = replace(settings, base=weights_sha256(self.source))
         model = checkpoint.model
         self.settings.check(len(decoder_layers(model)))
+        self._check_length(model)
         self.corpus = self._read(checkpoint, data)
         torch.manual_seed(self.options.seed)
         add_adapters(model, self.settings)
@@ -154,6 +156,17 @@ class StreamTraining:
             self.options.seed,
         )
 
+    def _check_length(self, model: PreTrainedModel) -> None:
+        """Sequences must lie within the positions that the target was made for."""
+        length = self.options.sequence_length
+        config = model.config.get_text_config(decoder=True)
+        most: int = config.max_position_embeddings
+        if length > most:
+            raise OptionError(
+                f"sequence length {length} is more than the target's {most} positions; "
+                f"give at most {most}"
+            )
+
     def _check_output(self) -> None:
         if not self.output.exists() or (self.output / UNFINISHED).is_file():
             return
@@ -174,9 +187,10 @@ class StreamTraining:
         accelerator.wait_for_everyone()
         self._resume(optimizer)
         streamed, optimizer = accelerator.prepare(self.streamed, optimizer)
-        figures = self._validate(accelerator, streamed)
-        self._report(accelerator, report, math.nan, figures)
+        figures: dict[str, Any] = {}
         try:
+            figures = self._validate(accelerator, streamed)
+            self._report(accelerator, report, math.nan, figures)
             while self.step < self.options.steps:
                 loss = self._advance(accelerator, streamed, optimizer)
                 last = self.step == self.options.steps
@@ -236,10 +250,12 @@ class StreamTraining:
             if (self.output / SETTINGS).is_file()
             else "nothing had been learned yet"
         )
-        return (
-            f"the loss of step {self.step + 1} is not a number; {kept}; train again "
-            "into another folder with a lower --learning-rate"
+        what_to_do = (
+            "train again into another folder with a lower --learning-rate"
+            if self.step
+            else "the target itself gives no numbers for this data"
         )
+        return f"the loss of step {self.step + 1} is not a number; {kept}; {what_to_do}"
 
     def _validate(self, accelerator: Any, streamed: Any) -> dict[str, Any]:
         """Means over the validation sequences."""
@@ -250,6 +266,9 @@ class StreamTraining:
                 here = batch.to(accelerator.device)
                 found.append(losses(streamed, here, self.settings.gamma))
         streamed.train()
+
+        if not all(torch.isfinite(each.main) for each in found):
+            raise TrainingError(self._what_is_kept())
 
         def mean(name: str) -> Any:
             values = torch.stack([getattr(each, name) for each in found]).float()
@@ -280,10 +299,10 @@ class StreamTraining:
             raise OutputError(
                 f"{file} is damaged; train again into another folder"
             ) from error
-        if state["run"] != self._identity():
+        if changed := _differences(state["run"], self._identity()):
             raise OutputError(
-                f"{self.output} holds a training with other settings; choose another "
-                "folder, or give the same"
+                f"{self.output} holds a training with other settings "
+                f"({', '.join(changed)}); choose another folder, or give the same"
             )
         with torch.no_grad():
             for name, weight in self.weights.items():
@@ -327,7 +346,7 @@ class StreamTraining:
         }
         text = json.dumps(described, indent=2) + "\n"
         self._replace(STATE, lambda file: torch.save(state, file))
-        self._replace(WEIGHTS, lambda file: save_file(weights, file))
+        self._replace(WEIGHTS, lambda file: file.write_bytes(serialized(weights)))
         self._replace(SETTINGS, lambda file: file.write_text(text, encoding="utf-8"))
         if self.step == self.options.steps:
             (self.output / STATE).unlink()
@@ -350,10 +369,8 @@ class StreamTraining:
             partial.rename(self.output)
 
     def _replace(self, name: str, write: Callable[[Path], Any]) -> None:
-        with self._writing():
-            partial = self.output / f"{name}.partial"
+        with self._writing(), replacing(self.output / name) as partial:
             write(partial)
-            os.replace(partial, self.output / name)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -364,3 +381,12 @@ class StreamTraining:
                 f"cannot write {self.output} ({error}); free some space or choose "
                 "another folder"
             ) from error
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The names of what two runs were given differently."""
+    found = [] if one["data"] == other["data"] else ["data"]
+    for part in ("settings", "options"):
+        names = one[part].keys() | other[part].keys()
+        found += sorted(n for n in names if one[part].get(n) != other[part].get(n))
+    return [name.replace("_", " ") for name in found]

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from jetdraft.bundle import Bundle
 from jetdraft.errors import DataError, OutputError
+from jetdraft.files import replacing
 from jetdraft.runtime.text import TextCodec
 from jetdraft.runtime.trigram import Counts
+from jetdraft.train.texts import read_text
 
 
 def count(corpus: Sequence[Path], bundle: Bundle, output: Path) -> Counts:
@@ -19,26 +21,14 @@ def count(corpus: Sequence[Path], bundle: Bundle, output: Path) -> Counts:
         count([Path("notes.txt")], Bundle.open("bundle"), Path("notes.npz"))
     """
     codec = TextCodec(bundle.tokenizer)
-    table = Counts.of([codec.encode(_text(file)) for file in corpus])
+    table = Counts.of([codec.encode(read_text(file)) for file in corpus])
     if not len(table.pairs):
         raise DataError("the corpus has fewer than three tokens; give more")
-    partial = output.with_name(f"{output.name}.partial")
     try:
-        table.save(partial, bundle.tokenizer_sha256)
-        partial.replace(output)
+        with replacing(output) as partial:
+            table.save(partial, bundle.tokenizer_sha256)
     except OSError as error:
         raise OutputError(
             f"cannot write {output} ({error.strerror}); choose another file"
         ) from error
     return table
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise DataError(f"no corpus file {file}; give an existing one") from error
-    except OSError as error:
-        raise DataError(f"cannot read {file} ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not text ({error}); give UTF-8") from error

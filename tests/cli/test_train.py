@@ -145,7 +145,7 @@ def test_a_trigram_table_is_counted_and_used(bundle, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("missing.txt", None, "no corpus file"),
+        ("missing.txt", None, "no data file"),
         ("short.txt", b"", "fewer than three tokens"),
         ("binary.txt", b"\xff\xfe\x00", "not text"),
     ],

@@ -52,14 +52,14 @@ def test_a_drafter_that_is_the_target_is_always_right(model):
     twin = DraftProposer(Follower(Graph(session, entry.contract)))
     for options in ({}, {"temperature": 0.8, "seed": 4}):
         # In its own exact class the twin runs one row at a time, so compare there.
-        model.proposers["twin"] = twin
+        model.planner.proposers["twin"] = twin
         try:
             stats = model.generate(
                 token_ids=CONTEXT, method="twin", num_draft_tokens=3, exact=False,
                 max_new_tokens=120, ignore_eos=True, **options,
             ).stats  # fmt: skip
         finally:
-            del model.proposers["twin"]
+            del model.planner.proposers["twin"]
         assert stats.acceptance_rate > 0.97
         assert stats.tokens_per_pass > 3.7
 

@@ -74,7 +74,7 @@ def generate(model, sampling, proposer=None, length=4, tokens=200, eos=(), width
     stats = Stats("test", exact=True, prompt_tokens=len(PROMPT))
     proposers = [proposer] if proposer else []
     generator = Generator(
-        model.target, widths or model.calibration.exact_widths, proposers
+        model.target, widths or model.planner.calibration.exact_widths, proposers
     )
     ids = []
     for commit in generator.run(
@@ -173,7 +173,7 @@ def test_only_the_widths_of_a_class_are_used(model, plain, widths, monkeypatch):
 
 def test_adaptive_control_does_not_change_the_text(model, plain):
     proposer = Scripted(plain[SAMPLINGS[3]], sometimes_right)
-    widths = model.calibration.exact_widths
+    widths = model.planner.calibration.exact_widths
     costs = Costs({w: 1 + 0.05 * w for w in range(1, 17)}, {})
     acceptance = {proposer.name: Acceptance()}
     adaptive = Adaptive([proposer], costs, acceptance, widths, 15)

@@ -77,7 +77,7 @@ def test_width_one_is_used_only_when_not_exact(model):
         model.generate(token_ids=IDS, method="none", max_new_tokens=5, exact=False)
     finally:
         del model.target.run
-    assert exact == {min(model.calibration.exact_widths)}
+    assert exact == {min(model.planner.calibration.exact_widths)}
     assert set(widths[1:]) == {1}
 
 
@@ -136,5 +136,5 @@ def test_measurements_are_kept_beside_the_bundle(model):
     [profile] = (model.bundle.path / "profiles").glob("cpu-1.json")
     before = profile.stat().st_mtime_ns
     again = jetdraft.load(model.bundle.path, threads=1)
-    assert again.calibration == model.calibration
+    assert again.planner.calibration == model.planner.calibration
     assert profile.stat().st_mtime_ns == before

@@ -88,9 +88,9 @@ def test_a_cartesian_tree(model):
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_controller_branches_where_rows_are_free(model, monkeypatch, way, exact):
     """And where the streams, untrained as they are, have not been given up yet."""
-    monkeypatch.setattr(model.costs, "target", dict.fromkeys(range(1, 17), 1.0))
-    monkeypatch.setattr(model.costs, "learn", lambda round_: None)
-    monkeypatch.setattr(model, "acceptance", {"stream": Acceptance()})
+    monkeypatch.setattr(model.planner.costs, "target", dict.fromkeys(range(1, 17), 1.0))
+    monkeypatch.setattr(model.planner.costs, "learn", lambda round_: None)
+    monkeypatch.setattr(model.planner, "acceptance", {"stream": Acceptance()})
     drafted = text(model, "stream", exact=exact, **way)
     deepest = SETTINGS.gamma
     lengths = [int(c.partition(":")[2] or 0) for c in drafted.stats.rounds_by_choice]
@@ -100,8 +100,8 @@ def test_the_controller_branches_where_rows_are_free(model, monkeypatch, way, ex
 
 
 def test_a_chain_can_be_asked_for(model, monkeypatch):
-    monkeypatch.setattr(model.costs, "target", dict.fromkeys(range(1, 17), 1.0))
-    monkeypatch.setattr(model.costs, "learn", lambda round_: None)
+    monkeypatch.setattr(model.planner.costs, "target", dict.fromkeys(range(1, 17), 1.0))
+    monkeypatch.setattr(model.planner.costs, "learn", lambda round_: None)
     stats = text(model, "stream", tree="chain").stats
     assert set(stats.rounds_by_choice) <= {"none", "stream:1", "stream:2", "stream:3"}
 
@@ -177,7 +177,7 @@ def test_another_task_can_be_swapped_in(model, tmp_path):
 def test_probes_do_not_change_a_bit_of_the_rows(model):
     """What an exact generation rests on, at every exact width."""
     graph = model.target
-    for width in [w for w in model.calibration.exact_widths if w <= 8]:
+    for width in [w for w in model.planner.calibration.exact_widths if w <= 8]:
         graph.cache.rewind(0)
         graph.run(PROMPT[:10])
         graph.cache.advance(10)
@@ -294,8 +294,8 @@ def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
 
 
 def test_where_probes_change_bits_an_exact_generation_has_none(model, monkeypatch):
-    known = replace(model.calibration, probes_agree=False)
-    monkeypatch.setattr(model, "calibration", known)
+    known = replace(model.planner.calibration, probes_agree=False)
+    monkeypatch.setattr(model.planner, "calibration", known)
     with pytest.raises(MethodError, match="add --no-exact"):
         text(model, "stream")
     assert text(model, "stream", exact=False).token_ids
@@ -339,7 +339,9 @@ def test_both_halves_hold_what_a_fresh_prefill_holds(float_model, exact):
     [
         ({"method": "lookup", "prune_threshold": 0.1}, "method stream only"),
         ({"method": "stream", "prune_threshold": -0.1}, "out of range"),
+        ({"method": "stream", "prune_threshold": 1.5}, "out of range"),
         ({"method": "stream", "prune_threshold": "x"}, "not a number"),
+        ({"method": ["stream"]}, "is not a text"),
         (
             {
                 "method": "stream",

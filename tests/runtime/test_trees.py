@@ -151,7 +151,7 @@ def generate(
 ):
     stats = Stats("test", exact=exact, prompt_tokens=len(PROMPT))
     proposers = [proposer] if proposer else []
-    widths = model.calibration.exact_widths
+    widths = model.planner.calibration.exact_widths
     generator = Generator(model.target, widths, proposers, verifier, exact)
     run = generator.run(
         PROMPT, Chooser(sampling), Fixed(proposer, 7), tokens, eos, stats
@@ -238,7 +238,9 @@ def test_what_was_drafted_comes_first_in_a_round(model, plain):
     """Also where the draft begins with what a branch left to be proven."""
     stats = Stats("test", exact=True, prompt_tokens=len(PROMPT))
     proposer = Branching(plain[SAMPLINGS[0]])
-    generator = Generator(model.target, model.calibration.exact_widths, [proposer])
+    generator = Generator(
+        model.target, model.planner.calibration.exact_widths, [proposer]
+    )
     run = generator.run(
         PROMPT, Chooser(SAMPLINGS[0]), Fixed(proposer, 7), 100, (), stats
     )

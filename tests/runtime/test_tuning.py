@@ -25,15 +25,15 @@ def test_everything_is_measured_and_kept(own):
     assert list(found.tree_ms) == list(range(2, 33))
     assert min(found.chain_ms.values()) > 0
     assert min(found.tree_ms.values()) > 0
-    assert set(found.draft_ms) == set(model.proposers)
+    assert set(found.draft_ms) == set(model.planner.proposers)
     assert min(found.draft_ms.values()) > 0
     assert found.compaction_ms > 0
-    assert len(ticks) == tuning.steps(model.target, model.proposers)
+    assert len(ticks) == tuning.steps(model.target, model.planner.proposers)
     assert model.target.cache.length == 0
     again = jetdraft.load(own, threads=1)
-    assert again.costs.draft == pytest.approx(found.draft_ms)
-    assert again.costs.target[4] == found.chain_ms[4]
-    assert max(again.costs.target) == max(again.calibration.target_ms)
+    assert again.planner.costs.draft == pytest.approx(found.draft_ms)
+    assert again.planner.costs.target[4] == found.chain_ms[4]
+    assert max(again.planner.costs.target) == max(again.planner.calibration.target_ms)
 
 
 def test_a_tuned_model_writes_the_same(own, model):
@@ -53,7 +53,7 @@ def test_a_profile_of_another_machine_is_measured_again(own):
     file.write_text(json.dumps(stored))
     with pytest.warns(UserWarning, match="processor 'Orin' instead of"):
         model = jetdraft.load(own, threads=1)
-    assert model.costs.draft["lookup"] < 100
+    assert model.planner.costs.draft["lookup"] < 100
     assert json.loads(file.read_text())["machine"] == model.machine()
 
 
@@ -62,7 +62,7 @@ def test_a_damaged_profile_is_left_out(own, content):
     file = own / "profiles" / "cpu-1-tuning.json"
     file.parent.mkdir(exist_ok=True)
     file.write_text(content)
-    assert jetdraft.load(own, threads=1).costs.draft["lookup"] == 0.0
+    assert jetdraft.load(own, threads=1).planner.costs.draft["lookup"] == 0.0
 
 
 def test_the_curves_are_drawn(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import jetdraft
 from jetdraft.errors import (
@@ -159,7 +160,7 @@ def test_an_interrupted_training_goes_on_where_it_stopped(target, text, tmp_path
 def test_other_settings_do_not_go_on(target, text, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(target, tmp_path / "out", text, report=interrupt)
-    with pytest.raises(OutputError, match="other settings"):
+    with pytest.raises(OutputError, match=r"other settings \(gamma, lora rank"):
         train(target, tmp_path / "out", text, StreamSettings(gamma=2, layers=2))
 
 
@@ -226,6 +227,28 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last(
     assert all(bool(w.isfinite().all()) for w in weights(tmp_path / "out").values())
 
 
+def test_a_target_that_gives_no_numbers_is_not_trained(text, tmp_path):
+    folder = save_checkpoint(tmp_path / "target", llama_config())
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][:] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TrainingError, match="the target itself gives no numbers"):
+        train(str(folder), tmp_path / "out", text)
+
+
+def test_an_interrupt_of_the_first_validation_can_be_gone_on_from(
+    target, text, tmp_path
+):
+    def at_once(progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(target, tmp_path / "out", text, report=at_once)
+    assert json.loads((tmp_path / "out" / "streams.json").read_text())["step"] == 0
+    run, _ = train(target, tmp_path / "out", text)
+    assert run.step == 4
+
+
 def test_a_gradient_that_is_no_number_reaches_no_weight(
     target, text, tmp_path, monkeypatch
 ):
@@ -251,7 +274,7 @@ def test_other_data_does_not_go_on(target, text, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(target, tmp_path / "out", text, report=interrupt)
     text.write_text(PERIOD * 101)
-    with pytest.raises(OutputError, match="other settings"):
+    with pytest.raises(OutputError, match=r"other settings \(data\)"):
         train(target, tmp_path / "out", text)
 
 
@@ -273,6 +296,11 @@ def test_an_output_that_cannot_be_written(target, text, tmp_path):
     [
         (StreamSettings(gamma=0), QUICK, "gamma 0"),
         (StreamSettings(layers=4), QUICK, "layers 4"),
+        (
+            SETTINGS,
+            replace(QUICK, sequence_length=999999),
+            "the target's 512 positions",
+        ),
         (StreamSettings(mode="both"), QUICK, "mode 'both'"),
         (SETTINGS, TrainingOptions(sequence_length=4), "too short for 3 streams"),
     ],

@@ -26,13 +26,18 @@ class DraftProposer:
     streams = 0
     branches = False
 
-    def __init__(self, follower: Follower, ms_per_token: float = 0.0) -> None:
+    def __init__(
+        self,
+        follower: Follower,
+        ms_per_token: float = 0.0,
+        stopping: Stopping | None = None,
+    ) -> None:
         self.graph = follower.graph
         self.ms_per_token = ms_per_token
         self.max_draft_tokens = self.graph.contract.max_width - 1
         self._follower = follower
         self._chooser = Chooser(Sampling())
-        self.stopping: Stopping | None = None
+        self.stopping = stopping
 
     @property
     def session_seconds(self) -> float:

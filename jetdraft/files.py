@@ -1,0 +1,38 @@
+"""Files that appear whole, and arrays that are read from them."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jetdraft.errors import JetdraftError
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Give a path to write to, which becomes `file` when the block succeeds.
+
+    with replacing(Path("table.npz")) as partial:
+        partial.write_bytes(b"...")
+    """
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        yield partial
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_arrays(file: Path, refusal: JetdraftError) -> dict[str, npt.NDArray[Any]]:
+    """All arrays of an npz by name; raises `refusal` where it is none."""
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise refusal from error

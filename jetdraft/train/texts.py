@@ -1,0 +1,25 @@
+"""Reading what is learned from; no torch needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jetdraft.errors import DataError
+
+
+def read_bytes(file: Path) -> bytes:
+    """What a file holds; raises `DataError`."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError as error:
+        raise DataError(f"no data file {file}; give an existing one") from error
+    except OSError as error:
+        raise DataError(f"cannot read {file} ({error.strerror})") from error
+
+
+def read_text(file: Path) -> str:
+    """What a text file says; raises `DataError`."""
+    try:
+        return read_bytes(file).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not text ({error}); give UTF-8") from error
