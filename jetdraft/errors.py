@@ -12,6 +12,7 @@
     ├── MethodError        the bundle cannot draft with the asked method
     ├── DraftError         a tree of drafted tokens is malformed, or too wide
     ├── VerifierError      a verifier is unknown, or not exact for the kind of draft
+    ├── DeviceError        a device or its profile is unknown or malformed
     ├── ProviderError      this onnxruntime cannot run on the asked provider
     ├── StoreError         earlier responses or a table cannot be used
     ├── DataError          texts to train on are missing, malformed or too short
@@ -80,6 +81,10 @@ class VerifierError(JetdraftError):
 
 class ProviderError(JetdraftError):
     """This onnxruntime cannot run on the asked provider."""
+
+
+class DeviceError(JetdraftError):
+    """A device, its power mode or its profile is unknown or malformed."""
 
 
 class StoreError(JetdraftError):

@@ -13,7 +13,7 @@ from jetdraft import __version__
 from jetdraft.errors import JetdraftError
 
 VERBS = (
-    "train", "export", "generate", "bench", "tune", "check", "inspect", "store",
+    "plan", "train", "export", "generate", "bench", "tune", "check", "inspect", "store",
 )  # fmt: skip
 
 

@@ -1,0 +1,123 @@
+"""A decoder's sizes, from its config.json alone: no weights are needed to plan."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jetdraft.errors import CheckpointError, UnsupportedModelError
+
+CONFIG = "config.json"
+STATE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """How many weights a decoder has and what a token leaves behind.
+
+    `matrices` are the weights of the layers' products, `head` those of the LM head, as
+    many as the embedding has; where `tied`, the two are one. `kv_values` are kept per
+    token, and `state_values` once, by layers of linear attention, which read and write
+    them in every pass.
+
+        Dimensions.read(Path("target/config.json")).matrices
+    """
+
+    layers: int
+    matrices: int
+    head: int
+    tied: bool
+    kv_values: int
+    state_values: int
+
+    @classmethod
+    def read(cls, path: Path) -> Dimensions:
+        """From a config file or its folder; raises `CheckpointError`."""
+        file = path / CONFIG if path.is_dir() else path
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {file} ({error.strerror}); give a config.json"
+            ) from error
+        except ValueError as error:
+            raise CheckpointError(f"{file} is no JSON ({error})") from error
+        try:
+            return cls.of(config)
+        except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+            raise CheckpointError(
+                f"{file} does not describe a decoder ({type(error).__name__} "
+                f"{error}); give that of a causal language model"
+            ) from error
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Dimensions:
+        """From a config's fields; those of a vision model's text part count."""
+        tied = config.get("tie_word_embeddings")
+        config = config.get("text_config", config)
+        if config.get("num_experts") or config.get("num_local_experts"):
+            raise UnsupportedModelError(
+                "a mixture of experts reads only some weights per pass and cannot be "
+                "planned; give a dense model"
+            )
+        tied = config.get("tie_word_embeddings", False) if tied is None else tied
+        linear = _linear_layers(config)
+        full = config["num_hidden_layers"] - linear
+        per_full, per_linear = _attention(config), _linear_attention(config, linear)
+        mlp = 3 * config["hidden_size"] * config["intermediate_size"]
+        return cls(
+            layers=config["num_hidden_layers"],
+            matrices=full * (per_full + mlp) + linear * (per_linear + mlp),
+            head=config["hidden_size"] * config["vocab_size"],
+            tied=bool(tied),
+            kv_values=full * 2 * _kv_heads(config) * _head_size(config),
+            state_values=linear * _state(config, linear),
+        )
+
+    @property
+    def weights(self) -> int:
+        """All of them but the norms."""
+        return self.matrices + self.head * (1 if self.tied else 2)
+
+
+def _head_size(config: dict[str, Any]) -> int:
+    given = config.get("head_dim")
+    return int(given or config["hidden_size"] // config["num_attention_heads"])
+
+
+def _kv_heads(config: dict[str, Any]) -> int:
+    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
+
+
+def _attention(config: dict[str, Any]) -> int:
+    """Weights of a layer's q, k, v and o; a gated output doubles q."""
+    gated = 1 + bool(config.get("attn_output_gate"))
+    heads = (1 + gated) * config["num_attention_heads"] + 2 * _kv_heads(config)
+    return int(config["hidden_size"] * heads * _head_size(config))
+
+
+def _linear_layers(config: dict[str, Any]) -> int:
+    kinds = config.get("layer_types")
+    if kinds:
+        return sum(kind == "linear_attention" for kind in kinds)
+    every = config.get("full_attention_interval")
+    layers = config["num_hidden_layers"]
+    return layers - layers // every if every else 0
+
+
+def _linear_attention(config: dict[str, Any], layers: int) -> int:
+    """Weights of a gated delta net: q, k, v, the gate and the output."""
+    if not layers:
+        return 0
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    return int(config["hidden_size"] * (2 * keys + 3 * values))
+
+
+def _state(config: dict[str, Any], layers: int) -> int:
+    if not layers:
+        return 0
+    per_head = config["linear_key_head_dim"] * config["linear_value_head_dim"]
+    return int(config["linear_num_value_heads"] * per_head)
