@@ -1,0 +1,126 @@
+"""A machine looked at end to end: what is wrong, and what to do first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from jetdraft.devices.detection import Machine, detect
+from jetdraft.devices.providers import Presence, presence
+from jetdraft.runtime.ort import ort
+from jetdraft.runtime.session import PROVIDERS
+
+LEAST_FREE_MB = 1000.0
+OLDEST_ORT = (1, 29)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at. `fix` is what to do, empty where all is well.
+
+    `wrong` findings keep jetdraft from running; others cost speed.
+    """
+
+    what: str
+    found: str
+    fix: str = ""
+    wrong: bool = False
+
+
+def examine(
+    root: Path = Path("/"), look: Callable[[str], Presence] = presence
+) -> list[Finding]:
+    """Everything, in the order in which to mend it: what is wrong comes first.
+
+    examine()[0].fix
+    """
+    machine = detect(root)
+    found = [*_onnxruntime(), *_system(machine), *_state(machine)]
+    found += [_provider(look(name), machine) for name in PROVIDERS]
+    return sorted(found, key=lambda f: (not f.wrong, not f.fix))
+
+
+def _onnxruntime() -> Iterator[Finding]:
+    version = ort.__version__
+    parts = tuple(int(part) for part in version.split(".")[:2])
+    fix = "" if parts >= OLDEST_ORT else "pip install 'onnxruntime>=1.29'"
+    yield Finding("onnxruntime", version, fix, wrong=bool(fix))
+
+
+def _system(machine: Machine) -> Iterator[Finding]:
+    if machine.board is None:
+        yield Finding("board", "not a Jetson")
+        return
+    fix = "" if machine.device else "name the device with --device; report this board"
+    known = f" ({machine.device.name})" if machine.device else ", without a profile"
+    yield Finding("board", machine.board + known, fix)
+    if machine.l4t is None:
+        yield Finding(
+            "driver", "no L4T release file", "flash JetPack 6.2 or 7.2", wrong=True
+        )
+        return
+    release = f"L4T {machine.l4t}"
+    if machine.jetpack is None:
+        known_packs = machine.device.jetpacks if machine.device else ()
+        packs = " or ".join(pack.version for pack in known_packs) or "a known JetPack"
+        yield Finding("driver", release, f"jetdraft knows JetPack {packs} here")
+    else:
+        yield Finding("driver", f"{release}, JetPack {machine.jetpack.version}")
+    cuda = "" if machine.cuda else "install it: apt install nvidia-jetpack"
+    yield Finding("cuda", machine.cuda or "not installed", cuda)
+    tensorrt = "" if machine.tensorrt else "only --provider tensorrt needs it"
+    yield Finding("tensorrt", machine.tensorrt or "not installed", tensorrt)
+
+
+def _state(machine: Machine) -> Iterator[Finding]:
+    if machine.available_mb is not None:
+        fix = ""
+        if machine.available_mb < LEAST_FREE_MB:
+            fix = "close other programs, or boot without a desktop"
+        of = f" of {machine.memory_mb:.0f}" if machine.memory_mb else ""
+        yield Finding("free memory", f"{machine.available_mb:.0f}{of} MB", fix)
+    if machine.board is None:
+        return
+    if machine.swap_mb is not None:
+        fix = "" if machine.swap_mb else "exports need some; add a swap file"
+        yield Finding("swap", f"{machine.swap_mb:.0f} MB", fix)
+    yield _power(machine)
+    if machine.gpu_mhz is not None and machine.gpu_max_mhz is not None:
+        fix = ""
+        if machine.gpu_mhz < machine.gpu_max_mhz:
+            fix = "for steady figures: sudo jetson_clocks"
+        clocks = f"{machine.gpu_mhz:.0f} of {machine.gpu_max_mhz:.0f} MHz"
+        yield Finding("gpu clock", clocks, fix)
+
+
+def _power(machine: Machine) -> Finding:
+    """The fastest mode is the last of a profile."""
+    mode = machine.power_mode
+    if mode is None or machine.device is None:
+        return Finding("power mode", mode or "unknown")
+    fastest = machine.device.power_modes[-1].name
+    fix = "" if mode == fastest else f"{fastest} is faster: sudo nvpmodel"
+    return Finding("power mode", mode, fix)
+
+
+def _provider(found: Presence, machine: Machine) -> Finding:
+    what = f"provider {found.name}"
+    if found.runs:
+        return Finding(what, "runs")
+    if found.name == "cpu":
+        return Finding(what, found.reason, "reinstall onnxruntime", wrong=True)
+    fix = ""
+    if machine.board is not None or found.compiled:
+        fix = {
+            "no code": "build onnxruntime for it: deploy/jetson",
+            "needs": "install that library, or put its folder into LD_LIBRARY_PATH",
+            "driver": "install a newer driver, or an older build",
+            "without": "install a build that has it: deploy/jetson",
+        }.get(_kind(found.reason), "")
+    return Finding(what, found.reason, fix)
+
+
+def _kind(reason: str) -> str:
+    kinds = ("no code", "needs", "driver", "without")
+    return next((kind for kind in kinds if kind in reason), "")

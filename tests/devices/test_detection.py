@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+
+from jetdraft.devices.detection import Machine, detect, here
+from jetdraft.devices.device import Device
+from jetdraft.errors import DeviceError
+from tests.devices.trees import ORIN_NANO, THOR, write
+
+
+def test_an_orin_nano(tmp_path):
+    machine = detect(write(tmp_path, ORIN_NANO))
+    assert machine.board == (
+        "NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super"
+    )
+    assert machine.device == Device.named("orin-nano-8gb")
+    assert machine.l4t == "36.4.3"
+    assert machine.jetpack.version == "6.2"
+    assert machine.cuda == "12.6.68"
+    assert machine.tensorrt == "10.3.0"
+    assert machine.power_mode == "25W"
+    assert machine.memory_mb == pytest.approx(7990.17, abs=0.01)
+    assert machine.available_mb < machine.memory_mb
+    assert machine.swap_mb > 3900
+    assert (machine.gpu_mhz, machine.gpu_max_mhz) == (306, 1020)
+
+
+def test_a_thor_with_fewer_files(tmp_path):
+    machine = detect(write(tmp_path, THOR))
+    assert machine.device == Device.named("agx-thor")
+    assert machine.jetpack.version == "7.2"
+    assert machine.cuda is None
+    assert machine.power_mode is None
+    assert machine.gpu_mhz is None
+
+
+def test_no_files_at_all(tmp_path):
+    assert detect(tmp_path) == Machine(*[None] * 12)
+    with pytest.raises(DeviceError, match="no known Jetson"):
+        here(tmp_path)
+
+
+def test_this_machine_can_be_looked_at():
+    assert detect().memory_mb > 100
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "field"),
+    [
+        ("usr/local/cuda/version.json", "{", "cuda"),
+        ("usr/local/cuda/version.json", '{"cuda": 5}', "cuda"),
+        ("etc/nv_tegra_release", "garbage", "l4t"),
+        ("var/lib/nvpmodel/status", "pmode:9", "power_mode"),
+        ("proc/device-tree/compatible", "nvidia,p9999-0000", "device"),
+        ("proc/device-tree/model", "\0", "board"),
+        ("sys/class/devfreq/17000000.gpu/cur_freq", "?", "gpu_mhz"),
+    ],
+)
+def test_files_that_say_something_else(tmp_path, name, text, field):
+    root = write(tmp_path, {**ORIN_NANO, name: text})
+    assert getattr(detect(root), field) is None
+
+
+def test_another_release_than_any_known(tmp_path):
+    release = "# R36 (release), REVISION: 40.1, GCID: 1"
+    machine = detect(write(tmp_path, {**ORIN_NANO, "etc/nv_tegra_release": release}))
+    assert machine.l4t == "36.40.1"
+    assert machine.jetpack is None

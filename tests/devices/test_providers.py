@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from jetdraft.devices import providers
+from jetdraft.devices.doctor import examine
+from jetdraft.devices.probe import GRAPH
+from jetdraft.devices.providers import Presence, presence, reason_of
+from tests.cli.running import assert_refused, jetdraft
+from tests.devices.trees import ORIN_NANO, THOR, write
+
+CUDA = (
+    "[E:onnxruntime] Failed to load library /x/libonnxruntime_providers_cuda.so with "
+    "error: libcublasLt.so.13: cannot open shared object file: No such file\n"
+    "[W:onnxruntime] Failed to create CUDAExecutionProvider.\n"
+)
+
+
+def test_the_probe_multiplies():
+    graph = onnx.load(GRAPH).graph
+    assert [node.op_type for node in graph.node] == ["MatMul"]
+    assert numpy_helper.to_array(graph.initializer[0]).tolist() == [[1, 2], [3, 4]]
+
+
+def test_the_cpu_really_runs():
+    presence.cache_clear()
+    assert presence("cpu") == Presence("cpu", compiled=True, runs=True)
+
+
+def test_a_provider_that_is_not_compiled_in():
+    presence.cache_clear()
+    found = presence("tensorrt")
+    assert (found.compiled, found.runs) == (False, False)
+    assert "built without TensorrtExecutionProvider" in found.reason
+
+
+def test_a_provider_that_is_compiled_in_but_cannot_run(monkeypatch):
+    """The list says so, the process that tries it does not come back with "ran"."""
+    presence.cache_clear()
+    monkeypatch.setattr(
+        providers.ort, "get_available_providers", lambda: ["CUDAExecutionProvider"]
+    )
+    found = presence("cuda")
+    presence.cache_clear()
+    assert (found.compiled, found.runs) == (True, False)
+    assert found.reason
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "reason"),
+    [
+        (1, CUDA, "it needs libcublasLt.so.13"),
+        (1, "CUDA error cudaErrorNoKernelImageForDevice:no kernel image", "no code"),
+        (1, "CUDA failure 100: no CUDA-capable device is detected", "no CUDA device"),
+        (1, "CUDA failure 35: CUDA driver version is insufficient", "driver is older"),
+        (-11, "", "signal 11"),
+        (1, "Traceback\n  ...\nValueError: odd\n", "failed: ValueError: odd"),
+        (1, "", "no message"),
+    ],
+)
+def test_reasons(code, said, reason):
+    assert reason in reason_of(code, said)
+
+
+def look(**reasons: str):
+    """A machine whose providers run unless there is a reason not to."""
+    return lambda name: Presence(
+        name, compiled=True, runs=name not in reasons, reason=reasons.get(name, "")
+    )
+
+
+def fixes(root, **reasons):
+    return {f.what: f.fix for f in examine(root, look(**reasons)) if f.fix}
+
+
+def test_a_healthy_board(tmp_path):
+    tree = {**ORIN_NANO, "var/lib/nvpmodel/status": "pmode:0002"}
+    tree["sys/class/devfreq/17000000.gpu/cur_freq"] = "1020000000"
+    assert fixes(write(tmp_path, tree)) == {}
+
+
+def test_what_costs_speed_is_said(tmp_path):
+    assert fixes(write(tmp_path, ORIN_NANO)) == {
+        "power mode": "MAXN_SUPER is faster: sudo nvpmodel",
+        "gpu clock": "for steady figures: sudo jetson_clocks",
+    }
+
+
+def test_what_is_missing_is_said(tmp_path):
+    tree = {**THOR, "proc/meminfo": "MemAvailable: 500000 kB\nSwapTotal: 0 kB\n"}
+    found = fixes(write(tmp_path, tree), cuda="this build holds no code for this GPU")
+    assert set(found) == {"cuda", "tensorrt", "free memory", "swap", "provider cuda"}
+    assert "deploy/jetson" in found["provider cuda"]
+
+
+def test_what_is_wrong_comes_first(tmp_path):
+    tree = {**ORIN_NANO, "etc/nv_tegra_release": "?"}
+    first, *_ = examine(write(tmp_path, tree), look(cpu="broken"))
+    assert first.wrong
+    assert first.fix
+    result = jetdraft("doctor", "--root", tmp_path)
+    assert result.exit_code == 2
+    assert "error: driver: no L4T release file; flash JetPack" in result.stderr
+
+
+def test_commands(tmp_path):
+    root = write(tmp_path, ORIN_NANO)
+    listed = jetdraft("devices", "--root", root)
+    assert listed.exit_code == 0
+    assert "this machine: NVIDIA Jetson Orin Nano" in listed.stdout
+    assert "orin-nano-8gb" in listed.stdout.splitlines()[-1]
+    assert '"device": "orin-nano-8gb"' in jetdraft(
+        "devices", "--root", root, "--json"
+    ).stdout.replace("'", '"')
+    shown = jetdraft("devices", "agx-thor")
+    assert "fp4" in shown.stdout
+    assert_refused(jetdraft("devices", "agx"), "unknown device 'agx'")
+    here = jetdraft("doctor", "--json")
+    assert here.exit_code == 0, here.stderr
+    assert "provider cpu" in here.stdout
