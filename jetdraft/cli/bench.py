@@ -16,6 +16,8 @@ from jetdraft.cli.options import (
     runtime_options,
     sampling_options,
 )
+from jetdraft.devices.detection import detect
+from jetdraft.devices.energy import Meter
 from jetdraft.runtime import benchmark
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.options import Options
@@ -81,8 +83,11 @@ def command(
         label="measuring",
         file=sys.stderr,
     ) as bar:
-        benchmark.run(model, rows, prompts, repeats, lambda: bar.update(1), **options)
+        benchmark.run(
+            model, rows, prompts, repeats, lambda: bar.update(1), Meter, **options
+        )
     report = benchmark.report(model, rows)
+    report["machine"]["power_mode"] = detect().power_mode
     show(report)
     if json_file is not None:
         report["options"] = {**options, "repeats": repeats, "prompts": len(prompts)}
@@ -149,6 +154,14 @@ def show(report: dict[str, Any]) -> None:
         times = "  ".join(f"{width}:{ms:.2f}" for width, ms in curve.items())
         if times:
             click.echo(f"{name:8} pass ms by width  {times}")
+    for row in report["rows"]:
+        if row["tokens_per_joule"] is not None:
+            name = f"{row['method']:8} {row['num_draft_tokens'] or '-':>4}"
+            click.echo(f"{name} {row['tokens_per_joule']:9.2f} tokens/J")
+    if all(row["tokens_per_joule"] is None for row in report["rows"]):
+        click.echo("energy not available: no INA3221 power monitors here")
+    else:
+        click.echo(f"power mode {report['machine']['power_mode'] or 'unknown'}")
     click.echo(f"peak memory {report['peak_memory_bytes'] / 1e6:.0f} MB")
 
 

@@ -6,7 +6,8 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+
+from jetdraft.runtime.benchmark import Metering
 
 MONITORS = "sys/bus/i2c/drivers/ina3221"
 TOTALS = ("VDD_IN", "VIN_SYS_5V0", "VIN")
@@ -46,7 +47,7 @@ def totals(root: Path = Path("/")) -> list[Rail]:
     return [rail for rail in every if rail.name in TOTALS][:1] or every
 
 
-class Meter:
+class Meter(Metering):
     """Adds up energy while its block runs; `joules` is None where nothing measures.
 
     with Meter() as meter:
@@ -55,7 +56,7 @@ class Meter:
     """
 
     def __init__(self, root: Path = Path("/"), interval: float = INTERVAL) -> None:
-        self.joules: float | None = None
+        super().__init__()
         self._rails = totals(root)
         self._interval = interval
         self._stop = threading.Event()
@@ -67,12 +68,8 @@ class Meter:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
+        """Read once more and stop."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

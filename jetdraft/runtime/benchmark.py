@@ -22,6 +22,19 @@ CURVE_WIDTHS = range(1, 9)
 
 
 @dataclass
+class Metering:
+    """Measures no energy; `jetdraft.devices.energy.Meter` does on a Jetson."""
+
+    joules: float | None = None
+
+    def __enter__(self) -> Metering:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing was measured."""
+
+
+@dataclass
 class Contender:
     """One way to decode, and the stats of its runs: `runs[repeat][prompt]`."""
 
@@ -30,6 +43,7 @@ class Contender:
     exact: bool
     runs: list[list[Stats]] = field(default_factory=list)
     same_text: int = 0
+    joules: float | None = None
 
     def speeds(self) -> list[float]:
         """Tokens per second of each repeat, over all prompts."""
@@ -75,12 +89,14 @@ def run(
     prompts: Sequence[Int64s],
     repeats: int,
     tick: Callable[[], None],
+    meter: Callable[[], Metering] = Metering,
     **options: Any,
 ) -> None:
     """Fill `rows` with the stats of `repeats` interleaved runs over `prompts`.
 
-    `options` are those of `Model.generate`; `tick` is called after each generation.
-    End-of-text is ignored, so that every contender decodes the same number of tokens.
+    `options` are those of `Model.generate`; `tick` is called after each generation,
+    each of which runs inside a `meter` of its energy. End-of-text is ignored, so that
+    every contender decodes the same number of tokens.
     """
     if not prompts:
         raise PromptError("there are no prompts; give at least one")
@@ -91,7 +107,10 @@ def run(
         for prompt in prompts:
             reference: list[int] = []
             for contender in sorted(rows, key=lambda row: not row.exact):
-                ids, stats = _generate(model, contender, prompt, options)
+                with meter() as measured:
+                    ids, stats = _generate(model, contender, prompt, options)
+                if measured.joules is not None:
+                    contender.joules = (contender.joules or 0.0) + measured.joules
                 reference = reference or ids
                 contender.runs[repeat].append(stats)
                 contender.same_text += ids == reference
@@ -164,6 +183,7 @@ def _row(row: Contender, plain: Contender) -> dict[str, Any]:
         "time_to_first_token": float(np.median(first)),
         "outside_ms_per_round": total.outside_ms_per_round,
         "rounds_by_choice": total.rounds_by_choice,
+        "tokens_per_joule": total.new_tokens / row.joules if row.joules else None,
         "same_text": row.same_text,
         "texts": sum(len(run) for run in row.runs),
     }

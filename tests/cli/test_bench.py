@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from jetdraft.bundle import Bundle
+from jetdraft.devices.energy import Meter
 from tests.cli.running import assert_refused, jetdraft
+from tests.devices.trees import POWER, write
 
 METRICS = {
     "acceptance_rate",
@@ -227,3 +230,23 @@ def test_report_that_cannot_be_written_is_refused_before_measuring(bundle, tmp_p
 def test_damaged_bundle_is_refused(copied_bundle):
     (copied_bundle / "target.onnx").unlink()
     assert_refused(jetdraft("bench", copied_bundle), "target.onnx is missing")
+
+
+def test_energy_is_measured_where_there_are_monitors(bundle, tmp_path, monkeypatch):
+    root = write(tmp_path, POWER)
+    metered = partial(Meter, root, interval=0.001)
+    monkeypatch.setattr("jetdraft.cli.bench.Meter", metered)
+    report = tmp_path / "out.json"
+    flags = ("--methods=lookup", "--num-draft-tokens=2", "--json", report)
+    result = jetdraft("bench", bundle, *flags, *QUICK)
+    assert result.exit_code == 0, result.output
+    assert "tokens/J" in result.stdout
+    # 10 watts all the time.
+    for row in json.loads(report.read_text())["rows"]:
+        assert 0 < row["tokens_per_joule"] <= row["tokens_per_second"] / 10 * 1.5
+
+
+def test_energy_is_not_available_elsewhere(bench):
+    assert "energy not available" in bench.result.stdout
+    assert {row["tokens_per_joule"] for row in bench.report["rows"]} == {None}
+    assert bench.report["machine"]["power_mode"] is None
