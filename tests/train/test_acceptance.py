@@ -39,6 +39,16 @@ def test_a_head_learns_what_there_is_to_learn():
     assert loss < 0.7
 
 
+def test_a_head_is_not_learned_by_heart():
+    """Verdicts that nothing tells: guessing the rate is the best there is."""
+    random = np.random.default_rng(0)
+    hidden = random.normal(size=(300, 64)).astype(np.float32)
+    accepted = (random.random(300) < 0.8).astype(np.float32)
+    _, loss = fit(hidden, accepted)
+    at_first = fit(hidden, accepted, steps=1)[1]
+    assert loss <= at_first
+
+
 def test_a_learned_head_is_used(bundle, tmp_path):
     model = jetdraft.load(shutil.copytree(bundle, tmp_path / "own"), threads=1)
     head, _ = fit(*watch(model, PROMPTS, max_new_tokens=40, temperature=0.0), steps=20)
