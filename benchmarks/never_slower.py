@@ -4,7 +4,8 @@
 
 Three workloads, everything in turns in one process and as ratios inside the run:
 
-- random: prompts of random tokens, where there is nothing to be right about;
+- random: prompts of random tokens, where there is nothing to be right about, also with
+  a drafter that is never right;
 - code: the given prompts at T = 0 and 0.8, every fixed (method, K) against the
   adaptive ones;
 - repeated: 20 requests that differ in a slot, with a store; the same 20 again; and
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +29,9 @@ import click
 import numpy as np
 
 import jetdraft
+from jetdraft.runtime.acceptance import Acceptance
+from jetdraft.runtime.proposers import DraftProposer
+from jetdraft.runtime.rows import Rows
 
 PLAIN = {"method": "none"}
 WIDTH_1 = {"method": "none", "exact": False}
@@ -63,6 +68,7 @@ class Way:
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
+    requests: list[float] = field(default_factory=list)
 
     def run(self, model: jetdraft.Model, prompt: Any, **more: Any) -> None:
         """Decode one prompt; the first round is not counted.
@@ -70,7 +76,9 @@ class Way:
         What the way before has taught the trigram table would give the text away.
         """
         model.forget()
+        started = time.perf_counter()
         result = model.generate(token_ids=prompt, **self.options, **more)
+        self.requests.append(time.perf_counter() - started)
         self.seconds.append(result.stats.decode_seconds)
         self.tokens.append(result.stats.new_tokens - result.stats.first_tokens)
         self.outputs.append(result.token_ids)
@@ -79,6 +87,42 @@ class Way:
     def speed(self) -> float:
         """Tokens per second over all prompts."""
         return sum(self.tokens) / sum(self.seconds)
+
+    @property
+    def request_seconds(self) -> float:
+        """A request from its prompt to what is kept of it."""
+        return sum(self.requests) / len(self.requests)
+
+
+class Wrong(DraftProposer):
+    """A drafter that takes its time and is never right, and of which "auto" knows."""
+
+    name = "wrong"
+
+    def propose(
+        self,
+        context: Sequence[int],
+        budget: int,
+        parents: Sequence[int] | None = None,
+    ) -> Rows:
+        """The drafter's tokens, each the one after."""
+        rows = super().propose(context, budget, parents)
+        size = self.graph.contract.vocab_size
+        return Rows.chain([context[-1], *((t + 1) % size for t in rows.tokens[1:])])
+
+
+def with_wrong(model: jetdraft.Model) -> list[Way]:
+    """A way to decode with the useless drafter, where there is one to spoil."""
+    if model.follower is None:
+        return []
+    planner, name = model.planner, Wrong.name
+    planner.proposers[name] = Wrong(model.follower, planner.costs.draft["draft"])
+    planner.acceptance[name] = Acceptance()
+    planner.costs.draft[name] = planner.costs.draft["draft"]
+    return [
+        Way("never right", {"method": name}),
+        Way("never right, not exact", {"method": name, "exact": False}),
+    ]
 
 
 def alternate(
@@ -110,6 +154,8 @@ def ratios(ways: Sequence[Way]) -> list[dict[str, Any]]:
                 a == b for a, b in zip(way.outputs, plain.outputs, strict=True)
             ),
             "texts": len(way.outputs),
+            "request_seconds": way.request_seconds,
+            "request_over_plain": plain.request_seconds / way.request_seconds,
         }
         for way in ways
     ]
@@ -137,7 +183,7 @@ def measure_random(model: jetdraft.Model, repeats: int) -> dict[str, Any]:
     not fall into repetitions that a drafter could follow."""
     found = {}
     for temperature in (0.0, 1.0):
-        ways = baselines()
+        ways = [*baselines(), *with_wrong(model)]
         prompts = random_prompts(model, 4)
         how = {"temperature": temperature, "max_new_tokens": 96}
         alternate(model, ways, prompts, repeats, **how)
@@ -190,12 +236,13 @@ def measure_repeated(bundle: Path) -> dict[str, Any]:
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     """A table."""
     click.echo(f"\n{title}\n")
-    click.echo("| way | tokens/s | over plain | over width 1 | same text |")
-    click.echo("| --- | --- | --- | --- | --- |")
+    click.echo("| way | tokens/s | over plain | over width 1 | whole request | same |")
+    click.echo("| --- | --- | --- | --- | --- | --- |")
     for row in rows:
         click.echo(
             f"| {row['way']} | {row['tokens_per_second']:.1f} "
             f"| {row['over_plain']:.3f} | {row['over_width_1']:.3f} "
+            f"| {row['request_over_plain']:.3f} "
             f"| {row['same_text']} of {row['texts']} |"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ def replacing(file: Path) -> Iterator[Path]:
     with replacing(Path("table.npz")) as partial:
         partial.write_bytes(b"...")
     """
-    partial = file.with_name(f"{file.name}.partial")
+    # Another process may be writing it too.
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
         yield partial
         partial.replace(file)

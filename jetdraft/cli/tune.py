@@ -32,7 +32,7 @@ def command(
     """Measure pass times by width and every proposer, and keep them in BUNDLE."""
     model = load(bundle, provider, threads, streams)
     with click.progressbar(
-        length=tuning.steps(model.target, model.planner.proposers),
+        length=tuning.steps(model.planner.proposers),
         label="tune",
         file=sys.stderr,
         hidden=not sys.stderr.isatty(),

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jetdraft.devices.device import Device, JetPack
-from jetdraft.errors import DeviceError
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,13 @@ def detect(root: Path = Path("/")) -> Machine:
     """
     device, l4t = _device(root), _l4t(root)
     memory = _memory(root)
-    packs = () if device is None or l4t is None else device.jetpacks
+    packs = () if device is None else device.jetpacks
+    same = (pack for pack in packs if l4t and _same_release(pack.l4t, l4t))
     return Machine(
         board=_text(root / "proc/device-tree/model"),
         device=device,
         l4t=l4t,
-        jetpack=next((pack for pack in packs if _same_release(pack.l4t, l4t)), None),
+        jetpack=next(same, None),
         cuda=_cuda(root),
         tensorrt=_tensorrt(root),
         power_mode=_power_mode(root),
@@ -84,8 +84,14 @@ def _l4t(root: Path) -> str | None:
     return f"{found[1]}.{found[2]}" if found else None
 
 
-def _same_release(known: str, found: str | None) -> bool:
-    return found is not None and (found == known or found.startswith(f"{known}."))
+def _same_release(known: str, found: str) -> bool:
+    """Patches of a release come after it: 36.4.3 is JetPack 6.2, 36.4.0 was 6.1."""
+    one, other = _numbers(known), _numbers(found)
+    return one[:2] == other[:2] and other >= one
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".") if part]
 
 
 def _cuda(root: Path) -> str | None:
@@ -104,7 +110,8 @@ def _tensorrt(root: Path) -> str | None:
         for folder in ("usr/lib/aarch64-linux-gnu", "usr/lib/x86_64-linux-gnu")
         for file in (root / folder).glob("libnvinfer.so.*.*")
     ]
-    return max(found, default=None, key=lambda v: [int(x) for x in v.split(".")])
+    versions = [name for name in found if re.fullmatch(r"\d+(\.\d+)+", name)]
+    return max(versions, default=None, key=_numbers)
 
 
 def _power_mode(root: Path) -> str | None:
@@ -130,14 +137,3 @@ def _gpu_mhz(root: Path, what: str) -> float | None:
         if text is not None and text.isdigit():
             return int(text) / 1e6
     return None
-
-
-def here(root: Path = Path("/")) -> Device:
-    """The profile of the board this is; raises `DeviceError`."""
-    machine = detect(root)
-    if machine.device is None:
-        raise DeviceError(
-            f"this machine is no known Jetson ({machine.board or 'no device tree'}); "
-            "name a device that jetdraft devices lists"
-        )
-    return machine.device

@@ -82,6 +82,7 @@ class Meter(Metering):
             done = self._stop.wait(self._interval)
             now, next_watts = time.perf_counter(), self._watts()
             if next_watts is None:
+                self.joules = None  # a part of it would be too little
                 return
             joules += (now - before) * (watts + next_watts) / 2
             before, watts = now, next_watts

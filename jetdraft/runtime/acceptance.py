@@ -12,16 +12,20 @@ class Streak:
 
     Exponentially weighted counts beside a weak prior: a place takes after the one
     before it until it has been seen, and what is not seen again fades to the prior.
+    A run of failures that the counts cannot explain wipes out the successes before it:
+    a rate of a third has one of `RUN` in a hundred rounds.
     """
 
-    WEIGHT = 2.0
+    WEIGHT = 1.0
     MEMORY = 0.95
-    FADING = 0.995
+    FADING = 0.99
+    RUN = 12
 
     def __init__(self, prior: float) -> None:
         self.prior = prior
         self.well: list[float] = []
         self.seen: list[float] = []
+        self._failed: list[int] = []
 
     def fade(self) -> None:
         """A round passed that tells nothing."""
@@ -33,7 +37,13 @@ class Streak:
         grow = len(went_well) - len(self.seen)
         self.well += [0.0] * grow
         self.seen += [0.0] * grow
+        self._failed += [0] * grow
         for place, well in enumerate(went_well):
+            self._failed[place] = 0 if well else self._failed[place] + 1
+            if self._failed[place] >= self.RUN:
+                self.well[place] = 0.0
+                self.seen[place] = float(self._failed[place])
+                continue
             self.well[place] = self.well[place] * self.MEMORY + well
             self.seen[place] = self.seen[place] * self.MEMORY + 1
 

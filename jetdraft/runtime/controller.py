@@ -192,7 +192,8 @@ class Adaptive:
             each = self.costs.draft.get(proposer.name, 0.0)
             for promise in self._promises(proposer, limit):
                 length = promise.length
-                spent = self._pass_ms(length + 1, probing) + length * each
+                branches = promise.parents is not None
+                spent = self._pass_ms(length + 1, probing, branches) + length * each
                 yield Plan(proposer, length, probing, promise.parents), promise, spent
 
     def _steady(self, proposer: Proposer) -> Iterator[_Steady]:
@@ -208,7 +209,8 @@ class Adaptive:
             self._promises(proposer, limit) if proposer.streams else ()
         ):
             every, last = Probing(depth), Probing(depth, last_only=True)
-            yield _Steady(every, tokens / self._pass_ms(length + 1, every), 0.0)
+            spent = self._pass_ms(length + 1, every, parents is not None)
+            yield _Steady(every, tokens / spent, 0.0)
             if parents is not None:
                 continue
             whole, bare = self._pass_ms(length + 1, last), self._pass_ms(1, last)
@@ -256,10 +258,13 @@ class Adaptive:
                     length, max(depths), tokens, 0.0, tuple(parents[:length])
                 )
 
-    def _pass_ms(self, rows: int, probing: Probing) -> float:
+    def _pass_ms(self, rows: int, probing: Probing, branches: bool = False) -> float:
         """The time of a pass that holds `rows` rows and their probes."""
         probes = probing.of(rows).total if probing.streams else 0
-        return self.costs.pass_ms(self.widths[rows]) + probes * self.costs.probe
+        width, extra = self.widths[rows], probes * self.costs.probe
+        if branches:
+            return extra + self.costs.tree_ms(width, self.exact)
+        return extra + self.costs.pass_ms(width)
 
     def observe(self, round_: Round) -> None:
         """Update rates and times."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jetdraft.runtime.stats import Round
 
@@ -18,12 +18,20 @@ class Costs:
     """Milliseconds: `target[w]` of a pass of w rows, `draft[name]` per drafted token.
 
     `probe` is what a probe adds to a pass. Widths between measured ones are
-    interpolated, beyond them extrapolated.
+    interpolated, beyond them extrapolated. `tree[w]` is that of a pass whose rows
+    branch, where that was measured, and `compaction` of moving a branch together.
     """
 
     target: dict[int, float]
     draft: dict[str, float]
     probe: float = 0.0
+    tree: dict[int, float] = field(default_factory=dict)
+    compaction: float = 0.0
+
+    def tree_ms(self, width: int, exact: bool) -> float:
+        """A branching pass; exact generations leave gaps, others close them."""
+        ms = max(self.tree.get(width, 0.0), self.pass_ms(width))
+        return ms if exact else ms + self.compaction
 
     def pass_ms(self, width: int) -> float:
         """The target's pass time at `width`."""
@@ -50,10 +58,11 @@ class Costs:
             self.target[round_.width] = _follow(
                 self.target[round_.width], round_.target_seconds * 1e3
             )
-        if round_.drafted and round_.method in self.draft:
-            self.draft[round_.method] = _follow(
-                self.draft[round_.method], round_.draft_seconds * 1e3 / round_.drafted
-            )
+        for name in round_.asked.keys() & self.draft.keys():
+            drafted, seconds = round_.asked[name]
+            each = seconds * 1e3 / max(drafted, 1)
+            # What nobody has timed yet is believed at once.
+            self.draft[name] = _follow(self.draft[name] or each, each)
 
 
 def _follow(known: float, seen: float) -> float:

@@ -144,7 +144,8 @@ class Generator:
         """One round after `context`; the committed tokens may exceed `limit`."""
         started = time.perf_counter()
         offers: dict[Proposer, Rows] = {}
-        method, rows = self._propose(context, limit, controller, offers)
+        spent: dict[Proposer, float] = {}
+        method, rows = self._propose(context, limit, controller, offers, spent)
         draft_seconds, before = time.perf_counter() - started, self.target.seconds
         carried = len(self._carried)
         whole = self._with_carried(context, rows)
@@ -168,6 +169,7 @@ class Generator:
             draft_seconds=draft_seconds,
             probes=answer.probes,
             off="" if rows.drafted else self._why_off(limit - len(context), offers),
+            asked={p.name: (offers[p].drafted, spent[p]) for p in offers},
         )
         controller.observe(round_)
         return round_, Commit(committed, len(path) - 1)
@@ -178,6 +180,8 @@ class Generator:
             return "no method was asked for"
         if room <= 1:
             return "no room was left"
+        if self.widths[-1] == 1:
+            return "no wider pass is exact here; --no-exact can draft"
         if offers and not any(rows.drafted for rows in offers.values()):
             return "nothing was proposed"
         return "a draft would not pay"
@@ -193,10 +197,12 @@ class Generator:
         limit: int,
         controller: Controller,
         offers: dict[Proposer, Rows],
+        spent: dict[Proposer, float],
     ) -> tuple[str, Rows]:
         """Ask until the plan is one that was offered, or to draft nothing.
 
-        Gives the method's name and its rows; `offers` holds all that were asked.
+        Gives the method's name and its rows; `offers` holds what all came up with that
+        were asked, `spent` their seconds.
         """
         # The new token takes the last place, so drafts may fill all but that.
         self.target.probing = Probing()
@@ -213,7 +219,9 @@ class Generator:
                 break
             if proposer not in offers:
                 how = plan.parents
+                before = time.perf_counter()
                 offers[proposer] = proposer.propose(context, plan.budget, how)
+                spent[proposer] = time.perf_counter() - before
             # Whoever offers all that was planned need not be compared again.
             if offers[proposer].drafted >= plan.budget:
                 return proposer.name, offers[proposer].first(plan.budget)

@@ -118,6 +118,7 @@ class Model:
         table: str | Path | None = None,
     ) -> None:
         self.bundle = bundle
+        self._busy = False
         self.provider = provider or bundle.provider
         resolve_provider(self.provider)
         self.threads = default_threads() if threads is None else threads
@@ -127,7 +128,12 @@ class Model:
         if user and store is None:
             raise OptionError(f"user {user!r} needs a store; give --store FILE too")
         if store is not None:
-            self.store = ResponseStore(Path(store), bundle.tokenizer_sha256, user)
+            self.store = ResponseStore(
+                Path(store),
+                bundle.tokenizer_sha256,
+                user,
+                bundle.target.contract.vocab_size,
+            )
         self.similarity = Similarity(bundle.similarity) if bundle.similarity else None
         given = {} if streams is None else read_streams(Path(streams), bundle)
         # The early exit's weights are in the lower half, all others in the upper one.
@@ -141,11 +147,14 @@ class Model:
         self.follower = None if self.drafter is None else Follower(self.drafter)
         counts = None
         if table is not None:
-            counts = Counts.load(Path(table), bundle.tokenizer_sha256)
+            counts = Counts.load(
+                Path(table),
+                bundle.tokenizer_sha256,
+                bundle.target.contract.vocab_size,
+            )
         self.trigrams = Trigrams(counts)
         self.planner = self._make_planner(self.calibrate())
         self._halves: PrunedGraph | None = None
-        self._busy = False
         self._use_tuning()
 
     def _open(
@@ -195,31 +204,42 @@ class Model:
         self._halves.prepare(fixed, self.planner.widths(options))
         return self._halves
 
+    def check_idle(self) -> None:
+        """Raise `JetdraftError` while a generation uses the buffers."""
+        if self._busy:
+            raise JetdraftError(
+                "this model is already generating; finish or close the other stream, "
+                "or load a second model"
+            )
+
     def calibrate(self, again: bool = False) -> Calibration:
         """The measured width classes and pass times of this machine.
 
         Read from the bundle's `profiles` folder, or measured and kept there.
         """
+        self.check_idle()
         return self.profiles.calibration(self.target, self.drafter, again)
 
     def tune(self, tick: Callable[[], None] = lambda: None) -> Tuning:
         """Measure with care, plan with that from now on, and keep it in the bundle."""
+        self.check_idle()
         found = tuning.tune(self.target, self.planner.proposers, tick)
+        self.forget()  # what was drafted from is no text
         self.profiles.keep_tuning(found)
         self.planner.plan_with(found)
         return found
 
     def _use_tuning(self) -> None:
-        """Plan with what `tune` measured; again if it did so on another machine."""
+        """Plan with what `tune` measured, unless that was on another machine."""
         try:
             found = self.profiles.tuning()
         except ValueError as error:
             warnings.warn(
-                f"{self.profiles.tuning_file} was measured elsewhere ({error}); "
-                "measuring again",
+                f"{self.profiles.tuning_file} was measured elsewhere ({error}) and is "
+                "left out for what was measured at this load; run jetdraft tune here",
                 stacklevel=3,
             )
-            found = self.tune()
+            return
         if found is not None:
             self.planner.plan_with(found)
 
@@ -357,11 +377,7 @@ class Stream:
         proposers: dict[str, Proposer],
         controller: Controller,
     ) -> Iterator[Piece]:
-        if model._busy:
-            raise JetdraftError(
-                "this model is already generating; finish or close the other stream, "
-                "or load a second model"
-            )
+        model.check_idle()
         model._busy = True
         text, said = model.text.stream(prompt.tolist()), list[int]()
         try:

@@ -75,6 +75,8 @@ class Planner:
         self.costs.target.update({width: found.chain_ms[width] for width in known})
         for name in self.costs.draft.keys() & found.draft_ms.keys():
             self.costs.draft[name] = found.draft_ms[name]
+        self.costs.tree = dict(found.tree_ms)
+        self.costs.compaction = found.compaction_ms
 
     def widths(self, options: Options) -> Sequence[int]:
         """The pass widths a generation may use."""
@@ -98,9 +100,15 @@ class Planner:
             names = tuple(n for n in self._unasked if probes or n != "stream")
         chosen = {name: self.proposers[name] for name in names if name != NONE}
         stopping = self._stopping(options)
-        if stopping is not None and self._follower is not None and "draft" in chosen:
-            cost = self.costs.draft["draft"]
-            chosen["draft"] = DraftProposer(self._follower, cost, stopping)
+        if stopping is None:
+            return chosen
+        if self._follower is None or "draft" not in chosen:
+            raise MethodError(
+                f"stopping {options.stopping!r} ends a drafter's drafts and there is "
+                "none here; leave it out"
+            )
+        cost = self.costs.draft["draft"]
+        chosen["draft"] = DraftProposer(self._follower, cost, stopping)
         return chosen
 
     def controller(

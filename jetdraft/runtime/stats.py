@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
@@ -13,7 +15,8 @@ class Round(NamedTuple):
     `evaluated` drafted tokens were compared with a chosen one: the `accepted` and, if
     there is one, the first wrong. `ranks` has for each of them which of how many
     siblings was right, their number where none was. `probes` drafted for the next
-    round, and `off` says why nothing was drafted for this one.
+    round, and `off` says why nothing was drafted for this one. `asked` has, for every
+    proposer that was, the rows it came up with and the seconds that took.
     """
 
     method: str
@@ -24,6 +27,7 @@ class Round(NamedTuple):
     draft_seconds: float
     probes: int = 0
     off: str = ""
+    asked: Mapping[str, tuple[int, float]] = MappingProxyType({})
 
     @property
     def evaluated(self) -> int:

@@ -7,11 +7,13 @@ poisoned one costs time, never text.
 
 from __future__ import annotations
 
+import itertools
+import os
 import sqlite3
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,8 @@ MOST_TOKENS = 8192
 _DAY = 86400.0
 _APPLICATION = 0x4A444654
 """Written into the file's header, so that no other program's database is touched."""
+_ID_AT = 68
+"""Where SQLite's file header has it."""
 
 _TABLES = """
 create table if not exists about (tokenizer text not null);
@@ -56,8 +60,8 @@ class Entry:
 class ResponseStore:
     """What one user asked and was answered; token ids of one tokenizer.
 
-    Raises `StoreError` if the file belongs to another tokenizer or cannot be made. A
-    damaged file is moved aside with a warning, and a new one is begun.
+    Raises `StoreError` if the file belongs to another tokenizer or program, or cannot
+    be made. A damaged store is moved aside with a warning, and a new one is begun.
 
         store = ResponseStore(Path("said.sqlite"), tokenizer="<sha256>", user="ann")
         store.add(Entry([5, 8], [9, 2], vector))
@@ -69,62 +73,73 @@ class ResponseStore:
         file: Path,
         tokenizer: str,
         user: str = "",
+        vocab_size: int = 1 << 32,
         most_entries: int = MOST_ENTRIES,
         most_days: float = MOST_DAYS,
     ) -> None:
+        if not user.isprintable():
+            raise StoreError(f"user {user!r} is no printable name; choose another")
         self.file = file
         self.user = user
         self.most_entries = most_entries
         self.most_days = most_days
-        self._begin(tokenizer)
-        self.entries = self._read()
+        self._most_token = vocab_size - 1
+        self.entries = self._begin(tokenizer)
 
-    def _begin(self, tokenizer: str) -> None:
+    def _begin(self, tokenizer: str) -> list[Entry]:
         try:
-            _prepare(self.file)
-            found = self._owner(tokenizer)
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):
+            return self._take(tokenizer)
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            if _is_out_of_reach(error) or not _is_ours(self.file):
                 raise StoreError(
                     f"cannot use the store {self.file} ({error}); choose another file"
                 ) from error
-            aside = self.file.with_name(f"{self.file.name}.damaged")
-            self.file.replace(aside)
+            aside = _moved_aside(self.file)
             warnings.warn(
                 f"the store {self.file} is damaged; it was moved to {aside} and a new "
                 "one is begun",
                 stacklevel=3,
             )
-            _prepare(self.file)
-            found = self._owner(tokenizer)
-        if found != tokenizer:
+        return self._take(tokenizer)
+
+    def _take(self, tokenizer: str) -> list[Entry]:
+        """Make the file, or find that it is ours and this tokenizer's; its entries."""
+        _prepare(self.file)
+        if self._owner(tokenizer) != tokenizer:
             raise StoreError(
                 f"the store {self.file} belongs to another tokenizer; choose another "
                 "file"
             )
+        self.file.chmod(0o600)
+        self._forget_old()
+        return self._read()
 
     def _owner(self, tokenizer: str) -> str:
         """The tokenizer of the file; `tokenizer` if it is new."""
         with self._open() as database:
-            [(kind,)] = database.execute("pragma application_id").fetchall()
-            [(tables,)] = database.execute("select count(*) from sqlite_master")
-            if tables and kind != _APPLICATION:
-                raise StoreError(
-                    f"{self.file} is a database of something else; choose another file"
-                )
             [(check,)] = database.execute("pragma quick_check(1)").fetchall()
             if check != "ok":
                 raise sqlite3.DatabaseError(check)
             database.execute(f"pragma application_id = {_APPLICATION}")
             database.executescript(_TABLES)
-            known = database.execute("select tokenizer from about").fetchone()
-            if known is None:
-                database.execute("insert into about values (?)", (tokenizer,))
-            return tokenizer if known is None else str(known[0])
+            # In one statement: another process may be making it too.
+            database.execute(
+                "insert into about select ? where not exists (select 1 from about)",
+                (tokenizer,),
+            )
+            [(known,)] = database.execute("select tokenizer from about limit 1")
+            return str(known)
+
+    def _forget_old(self) -> None:
+        """Entries of all users that are too old."""
+        with self._open() as database:
+            oldest = time.time() - self.most_days * _DAY
+            database.execute("delete from entries where used < ?", (oldest,))
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(self.file, timeout=2.0)) as database, database:
+            database.execute("pragma secure_delete = on")
             yield database
 
     def _read(self) -> list[Entry]:
@@ -135,23 +150,20 @@ class ResponseStore:
                 " where user = ? and used >= ? order by used desc limit ?",
                 (self.user, oldest, self.most_entries),
             ).fetchall()
-        return [
-            Entry(
-                prompt=np.frombuffer(prompt, np.uint32).tolist(),
-                response=np.frombuffer(response, np.uint32).tolist(),
-                vector=np.frombuffer(vector, np.float32),
-                used=used,
-                id=key,
-            )
-            for key, used, prompt, response, vector in rows
-        ]
+        found = (_entry(*row) for row in rows)
+        return [each for each in found if each and self._is_in_vocabulary(each)]
+
+    def _is_in_vocabulary(self, entry: Entry) -> bool:
+        """Whether a drafter could read it: a poisoned one must not stop anything."""
+        return max([*entry.prompt, *entry.response], default=0) <= self._most_token
 
     def add(self, entry: Entry) -> None:
         """Keep an entry instead of those with the same request, and drop old ones.
 
         Where that fails, as on a full disk, decoding goes on with a warning.
         """
-        if len(entry.prompt) + len(entry.response) > MOST_TOKENS:
+        length = len(entry.prompt) + len(entry.response)
+        if not entry.response or length > MOST_TOKENS:
             return
         try:
             self._insert(entry)
@@ -165,10 +177,18 @@ class ResponseStore:
         prompt = _blob(entry.prompt)
         now = time.time()
         with self._open() as database:
+            known = database.execute(
+                "select response from entries where user = ? and prompt = ?",
+                (self.user, prompt),
+            ).fetchone()
+            response = _blob(entry.response)
+            if known and known[0].startswith(response):
+                response = known[0]  # a shorter run of the same says nothing new
             database.execute(
-                "delete from entries where user = ? and (prompt = ? or used < ?)",
-                (self.user, prompt, now - self.most_days * _DAY),
+                "delete from entries where user = ? and prompt = ?", (self.user, prompt)
             )
+            oldest = now - self.most_days * _DAY
+            database.execute("delete from entries where used < ?", (oldest,))
             database.execute(
                 "insert into entries (user, used, prompt, response, vector)"
                 " values (?, ?, ?, ?, ?)",
@@ -176,7 +196,7 @@ class ResponseStore:
                     self.user,
                     now,
                     prompt,
-                    _blob(entry.response),
+                    response,
                     entry.vector.astype(np.float32).tobytes(),
                 ),
             )
@@ -188,23 +208,82 @@ class ResponseStore:
 
     def clear(self) -> int:
         """Forget all that the user asked; how many entries that were."""
-        with self._open() as database:
-            database.execute("pragma secure_delete = on")
-            done = database.execute("delete from entries where user = ?", (self.user,))
-            count = done.rowcount
+        try:
+            with self._open() as database:
+                deletion = "delete from entries where user = ?"
+                count = database.execute(deletion, (self.user,)).rowcount
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"cannot clear the store {self.file} ({error}); try again"
+            ) from error
         self.entries = []
         return count
 
 
 def _prepare(file: Path) -> None:
-    """Make the file, for its owner's eyes only."""
+    """Make the file, for its owner's eyes only; refuse what is none of ours."""
     try:
-        file.touch(mode=0o600)
-        file.chmod(0o600)
+        if not file.exists():
+            os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
+        if not file.is_file() or not _is_ours(file):
+            raise StoreError(
+                f"{file} is something else than a store; choose another file"
+            )
     except OSError as error:
         raise StoreError(
             f"cannot write the store {file} ({error.strerror}); choose another file"
         ) from error
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether nothing of another program would be lost with it."""
+    with file.open("rb") as opened:
+        head = opened.read(_ID_AT + 4)
+    marked = head[_ID_AT:] == _APPLICATION.to_bytes(4, "big")
+    return marked or not head.strip(b"\0")
+
+
+def _is_out_of_reach(error: Exception) -> bool:
+    """Locked, read-only, or on a broken disk: not for us to mend."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in (
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_CANTOPEN,
+    )
+
+
+def _moved_aside(file: Path) -> Path:
+    """Rename a file to a name that is free."""
+    names = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+    aside = next(
+        free
+        for end in names
+        if not (free := file.with_name(f"{file.name}.damaged{end}")).exists()
+    )
+    with suppress(FileNotFoundError):  # another process may have been faster
+        file.rename(aside)
+    return aside
+
+
+def _entry(
+    key: int, used: float, prompt: bytes, response: bytes, vector: bytes
+) -> Entry | None:
+    """An entry, or None where a row is malformed."""
+    try:
+        return Entry(
+            prompt=np.frombuffer(prompt, np.uint32).tolist(),
+            response=np.frombuffer(response, np.uint32).tolist(),
+            vector=np.frombuffer(vector, np.float32),
+            used=used,
+            id=key,
+        )
+    except (ValueError, TypeError):
+        return None
 
 
 def _blob(tokens: Sequence[int]) -> bytes:

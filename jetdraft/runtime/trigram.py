@@ -83,7 +83,7 @@ class Counts:
             np.savez(handle, tokenizer=np.array(tokenizer), **vars(self))
 
     @classmethod
-    def load(cls, file: Path, tokenizer: str) -> Counts:
+    def load(cls, file: Path, tokenizer: str, vocab_size: int) -> Counts:
         """Read `save`'s file; raise `StoreError` if it is for another tokenizer."""
         refusal = StoreError(
             f"cannot read a table from {file}; give one that jetdraft train trigram "
@@ -98,7 +98,12 @@ class Counts:
                 f"the table {file} belongs to another tokenizer; train one for this "
                 "bundle"
             )
-        return cls(**arrays)
+        found = cls(**arrays)
+        tokens = found.tokens
+        # A token that the drafter or the target does not know would stop them.
+        if tokens.ndim != 1 or tokens.dtype != np.uint32 or tokens.max() >= vocab_size:
+            raise refusal
+        return found
 
 
 def _counted(
@@ -139,6 +144,9 @@ class Trigrams:
             known = self._learned.pop((one, two), None)
             known = self.counts.successors(one, two) if known is None else known
             known[three] = min(known.get(three, 0.0) + STEP, MOST_WEIGHT)
+            if len(known) > MOST_SUCCESSORS:
+                others = (token for token in known if token != three)
+                del known[min(others, key=known.__getitem__)]
             self._learned[one, two] = known
         while len(self._learned) > MOST_LEARNED:
             del self._learned[next(iter(self._learned))]

@@ -61,7 +61,7 @@ def tune(
 ) -> Tuning:
     """Measure; the widths take turns and the shortest time counts, as noise only adds.
 
-    `tick` is called `steps(target, proposers)` times.
+    `tick` is called `steps(proposers)` times.
     """
     context = _context(target)
     widths = _widths(target)
@@ -73,14 +73,16 @@ def tune(
         target.cache.advance(len(part))
     tree = target.contract.tree
     chain_ms, tree_ms = dict[int, float](), dict[int, float]()
-    for width in widths:
-        tokens = context[:width]
-        chain_ms[width] = _shortest(partial(target.run, tokens), target)
-        if tree and width > 1:
-            # The root's children: rows that do not see each other.
-            depths, seen = [0] + [1] * (width - 1), [[], *[[0]] * (width - 1)]
-            run = partial(target.run_branches, tokens, depths, seen)
-            tree_ms[width] = _shortest(run, target)
+    for _ in range(TURNS):
+        for width in widths:
+            tokens = context[:width]
+            ms = _ms(partial(target.run, tokens), target)
+            chain_ms[width] = min(ms, chain_ms.get(width, ms))
+            if tree and width > 1:
+                # The root's children: rows that do not see each other.
+                depths, seen = [0] + [1] * (width - 1), [[], *[[0]] * (width - 1)]
+                ms = _ms(partial(target.run_branches, tokens, depths, seen), target)
+                tree_ms[width] = min(ms, tree_ms.get(width, ms))
         tick()
     compaction = _compaction(target) if tree else 0.0
     draft_ms = {}
@@ -91,9 +93,9 @@ def tune(
     return Tuning(chain_ms, tree_ms, draft_ms, compaction)
 
 
-def steps(target: Graph, proposers: dict[str, Proposer]) -> int:
+def steps(proposers: dict[str, Proposer]) -> int:
     """How often `tune` ticks."""
-    return len(_widths(target)) + len(proposers)
+    return TURNS + len(proposers)
 
 
 def _widths(target: Graph) -> range:
@@ -109,14 +111,11 @@ def _context(target: Graph) -> list[int]:
     return once * 2
 
 
-def _shortest(run: Callable[[], Any], timed: Graph | Cache) -> float:
-    """By what was added to the time in sessions, as the controller learns it too."""
-    times = []
-    for _ in range(TURNS):
-        before = timed.seconds
-        run()
-        times.append(timed.seconds - before)
-    return 1e3 * min(times)
+def _ms(run: Callable[[], Any], timed: Graph | Cache) -> float:
+    """What was added to the time in sessions, as the controller learns it too."""
+    before = timed.seconds
+    run()
+    return 1e3 * (timed.seconds - before)
 
 
 def _compaction(target: Graph) -> float:
@@ -126,7 +125,7 @@ def _compaction(target: Graph) -> float:
         target.cache.compact([0, 2])
         target.cache.rewind(length)
 
-    return _shortest(move, target.cache)
+    return min(_ms(move, target.cache) for _ in range(TURNS))
 
 
 def _draft_ms(proposer: Proposer, context: Sequence[int]) -> float:

@@ -73,22 +73,24 @@ def watch(
         raise MethodError("the bundle is of an older version; export it again")
     hidden, verdicts = list[Floats](), list[bool]()
     drafter.stopping = watching = Watching()
-    for prompt in prompts:
-        stream = model.stream(
-            token_ids=prompt,
-            method="draft",
-            num_draft_tokens=LENGTH,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-        )
-        for piece in stream:
-            # The last token of a draft is not asked about: nothing follows it.
-            for place, state in enumerate(watching.seen[: piece.from_draft + 1]):
-                hidden.append(state)
-                verdicts.append(place < piece.from_draft)
-            watching.seen = []
-        tick()
-    drafter.stopping = None
+    try:
+        for prompt in prompts:
+            stream = model.stream(
+                token_ids=prompt,
+                method="draft",
+                num_draft_tokens=LENGTH,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+            )
+            for piece in stream:
+                # The last token of a draft is not asked about: nothing follows it.
+                for place, state in enumerate(watching.seen[: piece.from_draft + 1]):
+                    hidden.append(state)
+                    verdicts.append(place < piece.from_draft)
+                watching.seen = []
+            tick()
+    finally:
+        drafter.stopping = None
     if len(verdicts) < LEAST or len(set(verdicts)) < 2:
         raise DataError(
             f"only {len(verdicts)} drafted tokens were compared, or all with the same "

@@ -40,13 +40,27 @@ def test_clear_forgets(bundle, store):
 
 @pytest.mark.filterwarnings("default")
 def test_a_damaged_store_is_one_warning(bundle, store):
-    store.write_bytes(b"not a database, whatever the name says" * 99)
+    content = bytearray(store.read_bytes())
+    content[4096:] = b"x" * (len(content) - 4096)
+    store.write_bytes(content)
     done = jetdraft("generate", bundle, " the self", "--store", store, *SHORT)
     assert done.exit_code == 0
     warning, stats = done.stderr.splitlines()
     assert warning.startswith("warning: the store")
     assert stats.startswith("[8 tokens")
     assert store.with_name("store.sqlite.damaged").is_file()
+
+
+def test_something_else_is_no_store(bundle, tmp_path):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("what I have to do\n" * 20)
+    done = jetdraft("generate", bundle, " the self", "--store", notes, *SHORT)
+    assert_refused(done, "something else than a store")
+    assert_refused(jetdraft("store", "list", bundle, notes), "something else")
+    assert notes.read_text().startswith("what I have")
+    assert_refused(
+        jetdraft("generate", bundle, " the", "--store", tmp_path, *SHORT), "something"
+    )
 
 
 def test_no_store_to_list(bundle, tmp_path):

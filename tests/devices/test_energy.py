@@ -40,3 +40,13 @@ def test_a_rail_that_cannot_be_read_ends_the_measurement(tmp_path):
     with Meter(root, interval=0.01) as meter:
         pass
     assert meter.joules is None
+
+
+def test_a_rail_that_vanishes_midway_leaves_no_figure(tmp_path):
+    root = write(tmp_path, POWER)
+    with Meter(root, interval=0.01) as meter:
+        time.sleep(0.05)
+        assert meter.joules > 0
+        (root / RAILS / "curr1_input").unlink()
+        time.sleep(0.05)
+    assert meter.joules is None

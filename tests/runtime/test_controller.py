@@ -26,6 +26,7 @@ def outcome(method="draft", drafted=3, accepted=0, ms=1.0, width=4, draft_ms=0.1
         ranks=[(0, 1)] * accepted + [(1, 1)] * (accepted < drafted),
         target_seconds=ms / 1e3,
         draft_seconds=draft_ms * drafted / 1e3,
+        asked={method: (drafted, draft_ms * drafted / 1e3)} if drafted else {},
     )
 
 
@@ -261,47 +262,86 @@ def test_the_price_of_a_probe_is_learned():
 # --- over a long generation -----------------------------------------------------------
 
 
-def simulate(rate_at, rounds, seed):
+CPU, FLAT = 0.235, 0.05
+"""What a row adds to a pass: on the CPU a quarter of a narrow one."""
+
+
+def simulate(rate_at, rounds, seed, slope=CPU, widths=range(1, 17), draft_ms=0.04):
     """Draft lengths and tokens per ms, were a token of round n right at rate_at(n).
 
-    A row costs what it does on the CPU: a quarter of a narrow pass.
+    The speed is relative to rounds without a draft.
     """
     chance = random.Random(seed)
-    costs = Costs({w: 1 + 0.235 * (w - 1) for w in range(1, 17)}, {"draft": 0.04})
+    curve = {w: 1 + slope * (w - 1) for w in range(1, 17)}
+    costs = Costs(dict(curve), {"draft": draft_ms})
     acceptance = {"draft": Acceptance()}
-    controller = Adaptive([Named("draft")], costs, acceptance, range(1, 17), 15)
+    controller = Adaptive([Named("draft")], costs, acceptance, widths, 15)
     lengths, tokens, spent = [], 0, 0.0
     for number in range(rounds):
         drafted = controller.plan(15, {}).budget
         accepted = 0
         while accepted < drafted and chance.random() < rate_at(number):
             accepted += 1
-        ms = costs.pass_ms(drafted + 1)
+        width = max(drafted + 1, min(widths))
         method = "draft" if drafted else "none"
         controller.observe(
-            outcome(method, drafted, accepted, ms, drafted + 1, draft_ms=0.04)
+            outcome(method, drafted, accepted, curve[width], width, draft_ms)
         )
         lengths.append(drafted)
         tokens += accepted + 1
-        spent += ms + 0.04 * drafted
-    return lengths, tokens / spent
+        spent += curve[width] + draft_ms * drafted
+    return lengths, tokens / spent * curve[min(widths)]
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_acceptance_that_falls_leads_to_off_within_32_rounds(seed):
-    lengths, _ = simulate(lambda n: 0.95 if n < 200 else 0.0, 232, seed)
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("slope", [CPU, FLAT])
+@pytest.mark.parametrize("widths", [range(1, 17), WIDTHS], ids=["any", "exact"])
+def test_acceptance_that_falls_leads_to_off_within_32_rounds(seed, slope, widths):
+    lengths, _ = simulate(lambda n: 0.95 if n < 200 else 0.0, 300, seed, slope, widths)
     assert min(lengths[100:200]) > 0
-    assert 0 in lengths[200:]
+    # And stays off, but for a try now and then.
+    assert sum(length == 0 for length in lengths[232:]) > 0.8 * len(lengths[232:])
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_an_early_unlucky_streak_is_not_for_ever(seed):
-    lengths, _ = simulate(lambda n: 0.0 if n < 60 else 0.9, 600, seed)
+@pytest.mark.parametrize("widths", [range(1, 17), WIDTHS], ids=["any", "exact"])
+def test_an_early_unlucky_streak_is_not_for_ever(seed, widths):
+    lengths, _ = simulate(lambda n: 0.0 if n < 60 else 0.9, 600, seed, widths=widths)
     assert 0 in lengths[:60]
     drafting = [length > 0 for length in lengths[-200:]]
     assert sum(drafting) > 190
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_drafter_that_is_never_right_costs_two_percent(seed):
-    assert simulate(lambda n: 0.0, 600, seed)[1] > 0.98
+@pytest.mark.parametrize("slope", [CPU, FLAT])
+@pytest.mark.parametrize("draft_ms", [0.01, 0.04])
+@pytest.mark.parametrize("widths", [range(1, 17), WIDTHS], ids=["any", "exact"])
+def test_a_drafter_that_is_never_right_costs_two_percent(seed, slope, draft_ms, widths):
+    assert simulate(lambda n: 0.0, 600, seed, slope, widths, draft_ms)[1] > 0.98
+
+
+def test_a_bad_run_that_chance_explains_changes_little():
+    """A drafter that is right half of the time is not given up."""
+    lengths, speed = simulate(lambda n: 0.5, 3000, 1)
+    assert speed > 1.15
+    assert sum(length == 0 for length in lengths) < 0.15 * len(lengths)
+
+
+def test_what_a_proposer_takes_is_learned_whoever_won():
+    costs = Costs({2: 2.0}, {"draft": 0.5, "lookup": 0.0})
+    asked = {"lookup": (0, 0.003), "draft": (2, 0.001)}
+    costs.learn(outcome()._replace(asked=asked))
+    assert costs.draft == {"draft": 0.5, "lookup": pytest.approx(3.0)}
+    for _ in range(200):
+        costs.learn(outcome()._replace(asked={"lookup": (4, 0.0004)}))
+    assert costs.draft["lookup"] == pytest.approx(0.1, rel=0.05)
+
+
+def test_trees_cost_what_was_measured_of_trees():
+    controller = branching(slope=0.0)
+    assert controller.plan(15, {}).parents is not None
+    controller.costs.tree = dict.fromkeys(range(2, 33), 9.0)
+    assert controller.plan(15, {}).parents is None
+    assert controller.costs.tree_ms(4, exact=True) == 9.0
+    controller.costs.compaction = 1.0
+    assert controller.costs.tree_ms(4, exact=False) == 10.0

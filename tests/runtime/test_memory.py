@@ -40,7 +40,10 @@ def test_a_poisoned_entry_changes_no_text(remembering, model, method, way):
     wrong = np.random.default_rng(4).integers(0, 288, 80).tolist()
     remembering.store.add(Entry(PROMPT, wrong, vector))
     plain = text(model, method="none", **way)
-    assert text(remembering, method=method, **way).token_ids == plain.token_ids
+    poisoned = text(remembering, method=method, **way)
+    assert poisoned.token_ids == plain.token_ids
+    if method == "recall":
+        assert poisoned.stats.drafted_tokens > poisoned.stats.accepted_tokens
 
 
 def test_what_is_said_is_kept_for_the_next_process(bundle, remembering):

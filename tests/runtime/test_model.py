@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -84,6 +86,9 @@ def test_width_one_is_used_only_when_not_exact(model):
 def test_one_generation_at_a_time(model):
     first = iter(model.stream(token_ids=IDS))
     next(first)
+    for measure in (model.tune, partial(model.calibrate, again=True)):
+        with pytest.raises(jetdraft.JetdraftError, match="already generating"):
+            measure()
     with pytest.raises(jetdraft.JetdraftError, match="already generating"):
         model.generate(token_ids=IDS)
     first.close()

@@ -125,3 +125,26 @@ def test_the_likelier_draft_wins(store):
     proposer.begin([5], CHOOSER)
     context = [6, 7, 1, 6, 7, 9, 6, 7]
     assert proposer.propose(context, 2).tokens[1:] == [8, 8]
+
+
+def test_a_script_that_began_wrong_offers_nothing_until_it_is_found():
+    script = Script([1, 2, 3, 4])
+    assert script.following(2) == [1, 2]
+    script.follow([9])
+    assert script.following(2) == []
+    script.follow([9, 2])
+    assert script.following(2) == [3, 4]
+
+
+def test_a_response_that_was_replaced_is_learned(store):
+    """SQLite gives the id of the deleted row again."""
+    lookup = LookupProposer(store=store)
+    for response in ([5, 6, 7, 8], [5, 6, 9, 9]):
+        store.add(Entry([1], response, np.zeros(0, np.float32)))
+        lookup.begin([1], CHOOSER)
+    assert 9 in lookup.propose([1, 5, 6], 2).tokens[1:]
+
+
+def test_vectors_of_another_size_are_passed_over(store, similarity):
+    store.add(Entry([1, 2], [3], np.ones(3, np.float32)))
+    assert decode(RecallProposer(store, similarity), [1, 2], [3, 4]) == 2

@@ -54,7 +54,7 @@ def test_large_ids_keep_apart():
 def test_a_table_comes_back_from_its_file(tmp_path):
     counts = Counts.of(documents())
     counts.save(tmp_path / "table.npz", "tokens")
-    again = Counts.load(tmp_path / "table.npz", "tokens")
+    again = Counts.load(tmp_path / "table.npz", "tokens", 300)
     for name, array in vars(counts).items():
         assert np.array_equal(getattr(again, name), array)
         assert getattr(again, name).dtype == array.dtype
@@ -64,12 +64,12 @@ def test_bad_tables_are_refused(tmp_path):
     file = tmp_path / "table.npz"
     Counts.of(documents()).save(file, "other")
     with pytest.raises(StoreError, match="another tokenizer"):
-        Counts.load(file, "tokens")
+        Counts.load(file, "tokens", 300)
     file.write_bytes(b"no table")
     with pytest.raises(StoreError, match="cannot read a table"):
-        Counts.load(file, "tokens")
+        Counts.load(file, "tokens", 300)
     with pytest.raises(StoreError, match="cannot read a table"):
-        Counts.load(tmp_path / "missing.npz", "tokens")
+        Counts.load(tmp_path / "missing.npz", "tokens", 300)
 
 
 def test_decoding_adds_to_the_table(monkeypatch):

@@ -28,7 +28,7 @@ def test_everything_is_measured_and_kept(own):
     assert set(found.draft_ms) == set(model.planner.proposers)
     assert min(found.draft_ms.values()) > 0
     assert found.compaction_ms > 0
-    assert len(ticks) == tuning.steps(model.target, model.planner.proposers)
+    assert len(ticks) == tuning.steps(model.planner.proposers)
     assert model.target.cache.length == 0
     again = jetdraft.load(own, threads=1)
     assert again.planner.costs.draft == pytest.approx(found.draft_ms)
@@ -44,7 +44,7 @@ def test_a_tuned_model_writes_the_same(own, model):
     assert tuned.generate(" the self", **how).token_ids == plain.token_ids
 
 
-def test_a_profile_of_another_machine_is_measured_again(own):
+def test_a_profile_of_another_machine_is_left_out(own):
     file = own / "profiles" / "cpu-1-tuning.json"
     jetdraft.load(own, threads=1).tune()
     stored = json.loads(file.read_text())
@@ -54,6 +54,7 @@ def test_a_profile_of_another_machine_is_measured_again(own):
     with pytest.warns(UserWarning, match="processor 'Orin' instead of"):
         model = jetdraft.load(own, threads=1)
     assert model.planner.costs.draft["lookup"] < 100
+    model.tune()
     assert json.loads(file.read_text())["machine"] == model.machine()
 
 

@@ -100,7 +100,7 @@ class _Earlier:
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
         self._automaton = SuffixAutomaton()
-        self._known: set[int] = set()
+        self._known: set[tuple[int, float]] = set()
         self._place = ROOT, 0
         self._read: list[int] = []
 
@@ -110,8 +110,10 @@ class _Earlier:
         if len(self._known) > 2 * len(entries):
             self._automaton, self._known = SuffixAutomaton(), set()
         for entry in reversed(entries):
-            if entry.id not in self._known:
-                self._known.add(entry.id)
+            # SQLite gives ids that were deleted again.
+            key = entry.id, entry.used
+            if key not in self._known:
+                self._known.add(key)
                 self._automaton.begin()
                 self._automaton.extend(entry.response)
 

@@ -28,6 +28,9 @@ MOST_ALIKE = 4
 LONGEST_SLOT = 32
 """Tokens that may be replaced at once."""
 
+LONGEST_ENDING = 3
+"""Tokens that a place is looked for by."""
+
 AHEAD = 64
 """Tokens of a response in which a lost place is looked for."""
 
@@ -58,7 +61,8 @@ class RecallProposer:
         self._prompt_tokens, self._read = len(prompt), []
         entries = self.store.entries
         here = self.similarity.vector(prompt)
-        found = [(float(e.vector @ here), e) for e in entries if len(e.vector)]
+        alike = [e for e in entries if e.vector.shape == here.shape]
+        found = [(float(e.vector @ here), e) for e in alike]
         # The latest of equals comes first, as in the store.
         found.sort(key=lambda pair: -pair[0])
         self._scripts = [
@@ -80,7 +84,7 @@ class RecallProposer:
             self._scripts = [Script(script.tokens) for script in self._scripts]
         for end in range(len(self._read) + 1, len(output) + 1):
             for script in self._scripts:
-                script.follow(output[:end])
+                script.follow(output[max(0, end - LONGEST_ENDING) : end])
         self._read = output
         best = max(self._scripts, key=lambda script: script.agreed, default=None)
         draft = [] if best is None else best.following(budget)
@@ -97,23 +101,24 @@ class Script:
         self.tokens = tokens
         self.place = 0
         self.agreed = 0
+        self.lost = False
 
     def following(self, count: int) -> list[int]:
         """The tokens from the place on; none while it is lost."""
-        lost = self.place > 0 and not self.agreed
-        return [] if lost else self.tokens[self.place : self.place + count]
+        return [] if self.lost else self.tokens[self.place : self.place + count]
 
     def follow(self, output: Sequence[int]) -> None:
         """Take in the last token of an output."""
         if self.tokens[self.place : self.place + 1] == list(output[-1:]):
             self.place += 1
             self.agreed += 1
+            self.lost = False
             return
-        self.agreed = 0
-        for size in (3, 2, 1):
+        self.agreed, self.lost = 0, True
+        for size in range(LONGEST_ENDING, 0, -1):
             place = self._next(list(output[-size:])) if len(output) >= size else None
             if place is not None:
-                self.place, self.agreed = place, size
+                self.place, self.agreed, self.lost = place, size, False
                 return
 
     def _next(self, ending: list[int]) -> int | None:
