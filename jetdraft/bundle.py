@@ -42,6 +42,8 @@ from jetdraft.errors import BundleError, OutputError, PairError
 from jetdraft.files import read_arrays
 
 SCHEMA_VERSION = 3
+FLAVOURS = CONTRIB, STANDARD = "contrib", "standard"
+"""Graphs with onnxruntime's own operators, and those of ai.onnx alone."""
 MANIFEST = "bundle.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -128,7 +130,7 @@ class Bundle:
     """An opened bundle: `path` and what its manifest says.
 
     `files` maps each file name to its bytes and sha256, `tools` the exporting tools
-    to their versions.
+    to their versions; `flavour` is one of `FLAVOURS`.
     """
 
     path: Path
@@ -138,6 +140,7 @@ class Bundle:
     provider: str
     tools: dict[str, str]
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    flavour: str = CONTRIB
 
     @property
     def target(self) -> GraphEntry:
@@ -194,6 +197,7 @@ class Bundle:
                 provider=manifest["provider"],
                 tools=manifest["tools"],
                 files=manifest["files"],
+                flavour=manifest.get("flavour", CONTRIB),
             )
             bundle._check_types()
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -205,6 +209,8 @@ class Bundle:
     def _check_types(self) -> None:
         """Raise `ValueError` or what a wrong type leads to."""
         names = [self.provider, *self.methods]
+        if self.flavour not in FLAVOURS:
+            raise ValueError(f"unknown flavour {self.flavour!r}")
         listed = {file for entry in self.graphs.values() for file in entry.files}
         for name, file in self.files.items():
             if Path(name).name != name:
@@ -230,6 +236,7 @@ class Bundle:
             "methods": list(self.methods),
             "eos_token_ids": list(self.eos_token_ids),
             "provider": self.provider,
+            "flavour": self.flavour,
             "tools": self.tools,
             "files": self.files,
         }

@@ -61,3 +61,16 @@ def test_sampled_drafts_are_coupled_to_the_target(pycode):
         for seed in range(3)
     ]  # fmt: skip
     assert sum(rates) / len(rates) >= SAMPLED_FLOOR
+
+
+def test_the_standard_flavour_writes_the_same(pycode, tmp_path):
+    """Of ai.onnx operators alone, int4 integers the same, attention another kernel."""
+    how = ExportOptions(Recipe("int4", 32), flavour="standard")
+    export(str(FOLDER / "target"), tmp_path / "bundle", options=how)
+    standard = jetdraft.load(tmp_path / "bundle")
+    for way in ({}, {"temperature": 0.8, "seed": 1}):
+        options = {"max_new_tokens": 200, "ignore_eos": True, **way}
+        plain = pycode.generate(PROMPT, method="none", **options)
+        assert standard.generate(PROMPT, method="none", **options).text == plain.text
+        drafted = standard.generate(PROMPT, method="lookup", **options)
+        assert drafted.text == plain.text

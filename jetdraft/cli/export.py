@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from jetdraft.bundle import FLAVOURS
 from jetdraft.errors import JetdraftError
 from jetdraft.quant.recipe import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, SCHEMES, Recipe
 
@@ -81,6 +82,14 @@ class Stages:
 )
 @click.option("--provider", default="cpu", show_default=True)
 @click.option(
+    "--flavour",
+    type=click.Choice(FLAVOURS),
+    default=FLAVOURS[0],
+    show_default=True,
+    help="contrib: onnxruntime's own operators; standard: ai.onnx only, as TensorRT "
+    "needs.",
+)
+@click.option(
     "--adapter-scale",
     default=1.0,
     show_default=True,
@@ -97,6 +106,7 @@ def command(
     capacity: int,
     max_width: int,
     provider: str,
+    flavour: str,
     adapter_scale: float,
 ) -> None:
     """Export TARGET, a checkpoint folder or hub id, to a bundle."""
@@ -108,6 +118,7 @@ def command(
         capacity=capacity,
         max_width=min(max_width, capacity),
         provider=provider,
+        flavour=flavour,
         adapter_scale=adapter_scale,
     )
     stages = Stages()

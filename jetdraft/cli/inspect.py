@@ -25,6 +25,7 @@ def command(bundle: Path, as_json: bool) -> None:
     click.echo(f"bundle      {bundle} (sha256 {opened.sha256[:12]})")
     click.echo(f"methods     {', '.join(opened.methods)}")
     click.echo(f"provider    {opened.provider}")
+    click.echo(f"flavour     {opened.flavour}")
     click.echo(f"vocabulary  {contract.vocab_size}, end of text {_ids(opened)}")
     click.echo(f"capacity    {contract.capacity} tokens, {contract.max_width} rows")
     for name, entry in opened.graphs.items():

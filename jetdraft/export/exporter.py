@@ -18,7 +18,10 @@ import torch
 
 from jetdraft.bundle import (
     CHAT_TEMPLATE,
+    CONTRIB,
     DRAFTER,
+    FLAVOURS,
+    STANDARD,
     STREAMS,
     TARGET,
     TOKENIZER,
@@ -36,6 +39,7 @@ from jetdraft.export.fusion import fuse
 from jetdraft.export.seams import check_seams
 from jetdraft.export.similarity import write_similarity
 from jetdraft.export.split import drop_early_exit, write_halves
+from jetdraft.export.standard import standardize
 from jetdraft.export.step import keep_weights, kv_shapes, trace
 from jetdraft.export.streams import LOSSLESS, SHARED, Streamed, stream_weights
 from jetdraft.export.tree import write_compaction, write_tree
@@ -54,8 +58,9 @@ class ExportOptions:
 
     `drafter_recipe` None is the default beside the target's. `capacity` is the rows of
     the KV buffers (prompt and output together), `max_width` the most rows of one pass,
-    `dtype` "fp32" or "fp16" of activations and buffers. `adapter_scale`, for streams of
-    the shared mode, is how far the tuned weights move from the base.
+    `dtype` "fp32" or "fp16" of activations and buffers. The `flavour` "contrib" has
+    onnxruntime's own operators, "standard" those of ai.onnx alone. `adapter_scale`, for
+    streams of the shared mode, is how far the tuned weights move from the base.
 
         ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)
     """
@@ -66,6 +71,7 @@ class ExportOptions:
     capacity: int = 2048
     max_width: int = 256
     provider: str = "cpu"
+    flavour: str = CONTRIB
     adapter_scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -75,6 +81,10 @@ class ExportOptions:
             raise OptionError(
                 f"cannot export for provider {self.provider!r}; choose "
                 f"{', '.join(PROVIDERS)}"
+            )
+        if self.flavour not in FLAVOURS:
+            raise OptionError(
+                f"unknown flavour {self.flavour!r}; choose {', '.join(FLAVOURS)}"
             )
         if not 16 <= self.capacity <= 1 << 20:
             raise OptionError(
@@ -147,6 +157,7 @@ def export(
             ),
             eos_token_ids=loaded[TARGET].eos_token_ids,
             provider=options.provider,
+            flavour=options.flavour,
             tools=_versions(),
         ).save()
     return Bundle.open(output)
@@ -221,10 +232,14 @@ def _write_graph(
     if checkpoint.streams is not None:
         streamed = checkpoint.with_streams(options.adapter_scale)
     model = trace(streamed or checkpoint.model, contract)
-    fuse(model, contract)
+    standard = options.flavour == STANDARD
+    if standard:
+        standardize(model, contract)
+    else:
+        fuse(model, contract)
     report(f"trace {name}", 1, 1)
     stage = f"quantize {name}"
-    quantize(model, recipe, lambda done, of: report(stage, done, of))
+    quantize(model, recipe, lambda done, of: report(stage, done, of), standard)
     if streamed is not None:
         keep_weights(model, streamed)
         described = {**streamed.streams.settings.to_json(), "base": _base(streamed)}

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from jetdraft.contract import StepContract, TensorSpec
 from jetdraft.editing import initializer
+from jetdraft.export.standard import branch
 
 _COMPACTION_OPSET = 24
 """The first that has TensorScatter."""
@@ -28,6 +29,7 @@ def write_tree(chain: Path, tree: Path, contract: StepContract) -> bool:
     if any(node.attributes.get_int("local_window_size", -1) > 0 for node in nodes):
         return False
     bias = _bias(model.graph, contract)
+    branch(model.graph, bias)
     for node in nodes:
         # Where streams are, there is a bias already, for rows and probes.
         if len(node.inputs) <= BIAS_INPUT or node.inputs[BIAS_INPUT] is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
@@ -25,9 +26,13 @@ _CONTRIB = "com.microsoft"
 Progress = Callable[[int, int], None]
 
 
-def quantize(model: ir.Model, recipe: Recipe, progress: Progress) -> None:
+def quantize(
+    model: ir.Model, recipe: Recipe, progress: Progress, standard: bool = False
+) -> None:
     """Quantize every constant matrix of `model` in place.
 
+    As MatMulNBits, or with ai.onnx operators alone: where `standard`, a MatMul reads a
+    DequantizeLinear of the same integers, and embeddings are stored as floats.
     `progress(done, total)` is called after each matrix.
     """
     if recipe.bits is None:
@@ -40,9 +45,11 @@ def quantize(model: ir.Model, recipe: Recipe, progress: Progress) -> None:
         assert weight is not None
         source, transposed = weight
         matrix = source.const_value.numpy() if source.const_value else np.empty((0, 0))
-        shared[source] = _quantize_product(
-            graph, node, source, matrix.T if transposed else matrix, recipe
-        )
+        oriented = matrix.T if transposed else matrix
+        if standard:
+            _dequantize(graph, node, source, oriented, recipe)
+        else:
+            shared[source] = _quantize_product(graph, node, source, oriented, recipe)
         progress(done, len(products))
     for node in list(graph):
         if node.op_type == "Gather" and node.inputs[0] in shared:
@@ -77,12 +84,7 @@ def _quantize_product(
     The matrix is uint8 [columns, blocks, bytes], the scales are [columns, blocks].
     """
     rows, columns = matrix.shape
-    quantizer = DefaultWeightOnlyQuantizer(
-        DefaultWeightOnlyQuantConfig(
-            block_size=recipe.block_size, is_symmetric=True, bits=recipe.bits
-        )
-    )
-    packed, scales, _ = quantizer.qbits_block_quant(np.ascontiguousarray(matrix))
+    packed, scales = _packed(matrix, recipe)
     weight = initializer(graph, f"{source.name}.int{recipe.bits}", packed)
     scale = initializer(graph, f"{source.name}.scales", scales)
     product = ir.node(
@@ -99,6 +101,51 @@ def _quantize_product(
     )
     _replace(graph, node, product)
     return weight, scale
+
+
+def _packed(
+    matrix: npt.NDArray[np.generic], recipe: Recipe
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.generic]]:
+    """uint8 [columns, blocks, bytes], half their range being 0, and their scales."""
+    quantizer = DefaultWeightOnlyQuantizer(
+        DefaultWeightOnlyQuantConfig(
+            block_size=recipe.block_size, is_symmetric=True, bits=recipe.bits
+        )
+    )
+    packed, scales, _ = quantizer.qbits_block_quant(np.ascontiguousarray(matrix))
+    return packed, scales
+
+
+def _dequantize(
+    graph: ir.Graph,
+    node: ir.Node,
+    source: ir.Value,
+    matrix: npt.NDArray[np.generic],
+    recipe: Recipe,
+) -> None:
+    """Let the MatMul read DequantizeLinear of integers [rows, columns] in blocks."""
+    packed, scales = _packed(matrix, recipe)
+    columns, blocks = packed.shape[:2]
+    if recipe.bits == 4:
+        packed = np.stack([packed & 15, packed >> 4], axis=-1)
+    zero, kind = (8, ml_dtypes.int4) if recipe.bits == 4 else (128, np.int8)
+    integers = packed.reshape(columns, -1).astype(np.int16) - zero
+    integers, scales = integers[:, : matrix.shape[0]], scales.reshape(columns, blocks)
+    parts = {f"int{recipe.bits}": integers.T.astype(kind), "scales": scales.T}
+    values = [
+        initializer(graph, f"{source.name}.{name}", np.ascontiguousarray(array))
+        for name, array in parts.items()
+    ]
+    attributes = {"axis": 0, "block_size": recipe.block_size}
+    made = ir.node("DequantizeLinear", values, attributes)
+    graph.insert_before(node, made)
+    node.replace_input_with(1, made.outputs[0])
+    for other in source.consumers():
+        if other.op_type == "Gather":
+            # A tied embedding: floats, but the same numbers as in the other flavour.
+            spread = np.repeat(scales, recipe.block_size, 1)[:, : matrix.shape[0]]
+            rows = (integers * spread).astype(scales.dtype)
+            other.replace_input_with(0, initializer(graph, f"{source.name}.rows", rows))
 
 
 def _quantize_gather(

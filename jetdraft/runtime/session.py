@@ -64,6 +64,8 @@ def open_session(
     options.add_session_config_entry(
         "session.intra_op.allow_spinning", "1" if spinning else "0"
     )
+    # Of integers that a DequantizeLinear gives to a MatMul, as `Recipe` has it too.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
     weights = weights or {}
     try:
         options.add_external_initializers(

@@ -1,0 +1,121 @@
+"""The `standard` flavour: a step graph of ai.onnx operators alone.
+
+TensorRT imports no contrib operator, and of the norms none but their primitives. So
+each attention becomes TensorScatter, which writes the new rows into the buffers in
+place, and Attention-24; RMSNormalization becomes what it computes. The contract stays
+the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from jetdraft.contract import StepContract
+from jetdraft.editing import initializer, substitute
+from jetdraft.errors import UnsupportedModelError
+
+OPSET = 24
+"""The first that has TensorScatter and Attention over a part of a buffer."""
+
+MASK_INPUT = 3
+"""Of Attention."""
+
+
+def standardize(model: ir.Model, contract: StepContract) -> None:
+    """Rewrite a traced graph in place; raises `UnsupportedModelError`."""
+    graph = model.graph
+    for node in list(graph):
+        if node.op_type == "GroupQueryAttention":
+            _attention(graph, node, contract)
+        elif node.op_type == "RMSNormalization":
+            _norm(graph, node)
+    graph.opset_imports[""] = OPSET
+    graph.opset_imports.pop("com.microsoft", None)
+    common.CommonSubexpressionEliminationPass()(model)
+    common.RemoveUnusedNodesPass()(model)
+    graph.sort()
+
+
+class _Maker:
+    """Makes nodes before another one and gives their first output."""
+
+    def __init__(self, graph: ir.Graph, before: ir.Node) -> None:
+        self.graph = graph
+        self.before = before
+
+    def __call__(
+        self, op_type: str, inputs: list[ir.Value | None], **attributes: object
+    ) -> ir.Value:
+        node = ir.node(op_type, inputs, attributes)  # type: ignore[arg-type]
+        self.graph.insert_before(self.before, node)
+        return node.outputs[0]
+
+    def constant(self, name: str, array: np.ndarray) -> ir.Value:
+        """An initializer, shared by all that ask for that name."""
+        return initializer(self.graph, name, array)
+
+
+def _attention(graph: ir.Graph, node: ir.Node, contract: StepContract) -> None:
+    if node.attributes.get_int("local_window_size", -1) > 0:
+        raise UnsupportedModelError(
+            "a layer attends in a sliding window, which the standard flavour does not "
+            "have; export the contrib one"
+        )
+    make = _Maker(graph, node)
+    query, key, value, past_key, past_value, last_row = node.inputs[:6]
+    heads = node.attributes.get_int("num_heads", 0)
+    kv_heads = node.attributes.get_int("kv_num_heads", 0)
+    cursor = next(each for each in graph.inputs if each.name == "cursor")
+    start = make("Cast", [cursor], to=ir.DataType.INT64)
+    presents = [
+        make("TensorScatter", [past, _by_head(make, new, kv_heads), start], axis=2)
+        for past, new in ((past_key, key), (past_value, value))
+    ]
+    bias = node.inputs[10] if len(node.inputs) > 10 else None
+    attributes: dict[str, object] = {
+        "scale": node.attributes.get_float("scale", 0.0),
+        "softcap": node.attributes.get_float("softcap", 0.0),
+        "is_causal": 1,
+    }
+    one = make.constant("one", np.array([1], np.int64))
+    filled = make("Add", [make("Cast", [last_row], to=ir.DataType.INT64), one])
+    rows = _by_head(make, query, heads)
+    found = make("Attention", [rows, *presents, bias, None, None, filled], **attributes)
+    rows_first = make("Transpose", [found], perm=[0, 2, 1, 3])
+    flat = make.constant("flat", np.array([0, 0, -1], np.int64))
+    result = make("Reshape", [rows_first, flat])
+    substitute(node.outputs, [result, *presents])
+    graph.remove(node, safe=True)
+
+
+def _by_head(make: _Maker, rows: ir.Value | None, heads: int) -> ir.Value:
+    """[1, n, heads * d] as [1, heads, n, d]."""
+    sizes = make.constant(f"by_{heads}_heads", np.array([0, 0, heads, -1], np.int64))
+    return make("Transpose", [make("Reshape", [rows, sizes])], perm=[0, 2, 1, 3])
+
+
+def _norm(graph: ir.Graph, node: ir.Node) -> None:
+    """x / sqrt(mean(x^2) + eps) * weight, in single precision."""
+    make = _Maker(graph, node)
+    source, weight = node.inputs[:2]
+    dtype = source.dtype if source is not None else None
+    half = dtype is not None and dtype != ir.DataType.FLOAT
+    x = make("Cast", [source], to=ir.DataType.FLOAT) if half else source
+    axis = make.constant("last_axis", np.array([-1], np.int64))
+    epsilon = node.attributes.get_float("epsilon", 1e-5)
+    small = make.constant(f"epsilon_{epsilon}", np.array([epsilon], np.float32))
+    mean = make("ReduceMean", [make("Mul", [x, x]), axis], keepdims=1)
+    found = make("Div", [x, make("Sqrt", [make("Add", [mean, small])])])
+    if half and dtype is not None:
+        found = make("Cast", [found], to=dtype)
+    substitute(node.outputs[:1], [make("Mul", [found, weight])])
+    graph.remove(node, safe=True)
+
+
+def branch(graph: ir.Graph, bias: ir.Value) -> None:
+    """Let chain attentions look where a bias says too, in place."""
+    for node in graph:
+        if node.op_type == "Attention" and node.inputs[MASK_INPUT] is None:
+            node.replace_input_with(MASK_INPUT, bias)

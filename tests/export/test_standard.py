@@ -1,0 +1,146 @@
+"""The standard flavour: ai.onnx operators alone, on the CPU provider."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from transformers import MistralConfig
+
+import jetdraft
+from jetdraft.errors import OptionError, UnsupportedModelError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.quant.recipe import Recipe
+from tests.cli.running import assert_refused
+from tests.cli.running import jetdraft as run
+from tests.tiny import SIZES, llama_config, save_checkpoint
+
+PROMPT = np.random.default_rng(4).integers(0, 288, 20).tolist()
+WAYS = [{}, {"temperature": 0.9, "seed": 3}]
+
+
+def options(flavour, scheme="none", **more):
+    return ExportOptions(
+        Recipe(scheme, 32), capacity=128, max_width=32, flavour=flavour, **more
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("standard")
+    save_checkpoint(folder / "target", llama_config())
+    save_checkpoint(folder / "drafter", llama_config(num_hidden_layers=1))
+    return folder
+
+
+@pytest.fixture(scope="module", params=["none", "int8", "int4"])
+def pair(folder, request):
+    """The same checkpoints in both flavours."""
+    made = {}
+    for flavour in ("contrib", "standard"):
+        bundle = folder / f"{flavour}-{request.param}"
+        how = options(flavour, request.param)
+        export(str(folder / "target"), bundle, str(folder / "drafter"), how)
+        made[flavour] = jetdraft.load(bundle, threads=1)
+    return made
+
+
+def test_there_are_no_other_operators(pair):
+    for file in pair["standard"].bundle.path.glob("*.onnx"):
+        model = onnx.load(file, load_external_data=False)
+        assert {node.domain for node in model.graph.node} <= {"", "ai.onnx"}
+        names = {node.op_type for node in model.graph.node}
+        assert "RMSNormalization" not in names
+        assert [entry.domain for entry in model.opset_import] == [""]
+
+
+def test_what_is_quantized_is_dequantized(pair):
+    bundle = pair["standard"].bundle
+    graph = onnx.load(bundle.path / "target.onnx", load_external_data=False).graph
+    found = [node for node in graph.node if node.op_type == "DequantizeLinear"]
+    scheme = bundle.target.quantization["scheme"]
+    # Four of attention, three of the network in each of three layers, and the head.
+    assert len(found) == (0 if scheme == "none" else 3 * 7 + 1)
+    kinds = {value.name: value.data_type for value in graph.initializer}
+    kind = {"int4": onnx.TensorProto.INT4, "int8": onnx.TensorProto.INT8}
+    for node in found:
+        assert kinds[node.input[0]] == kind[scheme]
+        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        assert attributes == {"axis": 0, "block_size": 32}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_the_text_is_that_of_the_contrib_flavour(pair, way):
+    """Quantized activations make a step of a last bit, and random models have narrow
+    gaps; tests/test_pycode.py compares the int4 texts of a trained one."""
+    if pair["contrib"].bundle.target.quantization["scheme"] != "none":
+        pytest.skip("compared on a trained model")
+    how = {"token_ids": PROMPT, "max_new_tokens": 60, "ignore_eos": True, **way}
+    contrib, standard = (
+        model.generate(method="none", **how).token_ids for model in pair.values()
+    )
+    assert contrib == standard
+
+
+def test_the_integers_are_those_of_the_contrib_flavour(pair):
+    """Unpacked from MatMulNBits, and as DequantizeLinear has them."""
+    if pair["contrib"].bundle.target.quantization["scheme"] != "int4":
+        pytest.skip("int4 is the one that is packed")
+    contrib, standard = (
+        {
+            value.name: numpy_helper.to_array(value, str(model.bundle.path))
+            for value in onnx.load(model.bundle.path / "drafter.onnx").graph.initializer
+        }
+        for model in pair.values()
+    )
+    # Projections that fusion merges have other names in the contrib flavour.
+    both = [n for n in contrib.keys() & standard.keys() if n.endswith("int8")]
+    assert both
+    for name in both:
+        packed, integers = contrib[name], standard[name].astype(np.int16)
+        unpacked = packed.reshape(len(packed), -1).T.astype(np.int16) - 128
+        assert np.array_equal(unpacked[: len(integers)], integers)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "method",
+    [{"method": "draft"}, {"method": "lookup"}, {"method": "draft", "tree": "best"}],
+    ids=str,
+)
+def test_drafting_writes_the_same(pair, method, way):
+    model = pair["standard"]
+    how = {"token_ids": PROMPT, "max_new_tokens": 60, "ignore_eos": True, **way}
+    plain = model.generate(method="none", **how).token_ids
+    assert model.generate(**method, **how).token_ids == plain
+
+
+def test_the_buffers_are_written_in_place(pair):
+    """TensorScatter says on stderr where it copies; the cache would then be stale."""
+    target = pair["standard"].target
+    target.cache.rewind(0)
+    target.run(PROMPT[:4])
+    key = next(iter(target.cache.buffers.values())).numpy()
+    assert np.abs(key[:, :, :4]).sum() > 0
+    target.cache.rewind(0)
+
+
+def test_sliding_windows_are_refused(tmp_path):
+    config = MistralConfig(**{**SIZES, "sliding_window": 8})
+    save_checkpoint(tmp_path / "target", config)
+    with pytest.raises(UnsupportedModelError, match="sliding window"):
+        export(str(tmp_path / "target"), tmp_path / "out", options=options("standard"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_inspect_names_the_flavour(pair):
+    shown = run("inspect", pair["standard"].bundle.path).stdout
+    assert "flavour     standard" in shown
+
+
+def test_unknown_flavours(folder):
+    with pytest.raises(OptionError, match="unknown flavour 'tensorrt'"):
+        options("tensorrt")
+    done = run("export", folder / "target", "-o", folder / "x", "--flavour", "trt")
+    assert_refused(done, "trt")
