@@ -113,3 +113,10 @@ def integers(text: str, option: str) -> list[int]:
         raise click.BadParameter(
             f"{text!r} is not a comma list of integers", param_hint=option
         ) from error
+
+
+def picture(context: Any, param: Any, value: Path | None) -> Path | None:
+    """Where a PNG can be written, looked at before anything is measured for it."""
+    if value is not None and (value.is_dir() or not value.absolute().parent.is_dir()):
+        raise click.BadParameter(f"{value} is a folder, or in none; name a file")
+    return value

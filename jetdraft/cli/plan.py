@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from jetdraft.cli.options import picture
 from jetdraft.devices.device import Device
 from jetdraft.devices.plan import Choice, Plan, Question, plan, refusal
 from jetdraft.errors import OptionError, OutputError
@@ -31,6 +32,7 @@ PLOTTED = (0.4, 0.6, 0.8)
 @click.option(
     "--plot",
     type=click.Path(path_type=Path),
+    callback=picture,
     help="Write a picture: tokens per second over width for three acceptances.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
@@ -84,6 +86,8 @@ def _show(found: Plan) -> None:
         click.echo(_line(max(same, key=lambda row: row.tokens_per_second)))
     click.echo("best:")
     click.echo(_line(found.best))
+    if found.best.method == "stream":
+        click.echo("  (for a target that jetdraft train streams has taught it)")
 
 
 def _line(choice: Choice) -> str:
@@ -113,7 +117,7 @@ def _draw(question: Question, file: Path) -> None:
     axes.set_title(f"{question.target} on {question.device.title}")
     axes.legend()
     try:
-        figure.savefig(file)
+        figure.savefig(file, format="png")
     except (OSError, ValueError) as error:
         raise OutputError(
             f"cannot write {file} ({error}); choose another file"

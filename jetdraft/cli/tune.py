@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from jetdraft.cli.options import bundle_argument, runtime_options
+from jetdraft.cli.options import bundle_argument, picture, runtime_options
 from jetdraft.errors import OutputError
 from jetdraft.runtime import tuning
 from jetdraft.runtime.model import Model, load
@@ -18,7 +18,12 @@ from jetdraft.runtime.tuning import Tuning
 
 @click.command("tune")
 @bundle_argument
-@click.option("--png", type=click.Path(path_type=Path), help="Draw the curves there.")
+@click.option(
+    "--png",
+    type=click.Path(path_type=Path),
+    callback=picture,
+    help="Draw the curves there.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @runtime_options
 def command(

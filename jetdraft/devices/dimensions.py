@@ -11,6 +11,20 @@ from jetdraft.errors import CheckpointError, UnsupportedModelError
 
 CONFIG = "config.json"
 STATE_BYTES = 4
+MOST = 10_000_000
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
+LINEAR_SIZES = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
 
 
 @dataclass(frozen=True)
@@ -48,8 +62,8 @@ class Dimensions:
             return cls.of(config)
         except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise CheckpointError(
-                f"{file} does not describe a decoder ({type(error).__name__} "
-                f"{error}); give that of a causal language model"
+                f"{file} does not describe a decoder; give the config.json of a causal "
+                "language model"
             ) from error
 
     @classmethod
@@ -63,6 +77,7 @@ class Dimensions:
                 "planned; give a dense model"
             )
         tied = config.get("tie_word_embeddings", False) if tied is None else tied
+        _check_sizes(config)
         linear = _linear_layers(config)
         full = config["num_hidden_layers"] - linear
         per_full, per_linear = _attention(config), _linear_attention(config, linear)
@@ -80,6 +95,20 @@ class Dimensions:
     def weights(self) -> int:
         """All of them but the norms."""
         return self.matrices + self.head * (1 if self.tied else 2)
+
+
+def _check_sizes(config: dict[str, Any]) -> None:
+    """Every size that is counted with is a number that a model can have."""
+    needed = SIZES + (LINEAR_SIZES if _linear_layers(config) else ())
+    optional = ("num_key_value_heads", "head_dim", "full_attention_interval")
+    given = [name for name in optional if config.get(name) is not None]
+    for name in (*needed, *given):
+        value = config.get(name)
+        if type(value) is not int or not 1 <= value <= MOST:
+            shown = repr(value)[:20]
+            raise CheckpointError(
+                f"the config's {name} is {shown}; give that of a causal language model"
+            )
 
 
 def _head_size(config: dict[str, Any]) -> int:
@@ -102,9 +131,10 @@ def _linear_layers(config: dict[str, Any]) -> int:
     kinds = config.get("layer_types")
     if kinds:
         return sum(kind == "linear_attention" for kind in kinds)
-    every = config.get("full_attention_interval")
-    layers = config["num_hidden_layers"]
-    return layers - layers // every if every else 0
+    every, layers = config.get("full_attention_interval"), config["num_hidden_layers"]
+    if type(every) is not int or type(layers) is not int or every < 1:
+        return 0
+    return layers - layers // every
 
 
 def _linear_attention(config: dict[str, Any], layers: int) -> int:

@@ -179,7 +179,7 @@ class Generator:
         if not self.proposers:
             return "no method was asked for"
         if room <= 1:
-            return "no room was left"
+            return "the answer was at its end, or the buffers full"
         if self.widths[-1] == 1:
             return "no wider pass is exact here; --no-exact can draft"
         if offers and not any(rows.drafted for rows in offers.values()):

@@ -98,6 +98,15 @@ def load(
     return Model(Bundle.open(path), provider, threads, streams, store, user, table)
 
 
+def _check_types(**given: object) -> None:
+    """Programs may pass anything; the command line has checked its own."""
+    for name, value in given.items():
+        kinds = (str,) if name == "user" else (str, Path, type(None))
+        if not isinstance(value, kinds):
+            what = "a text" if name == "user" else "a path"
+            raise OptionError(f"{name} {value!r} is not {what}; give one")
+
+
 class Model:
     """A loaded bundle; one generation at a time.
 
@@ -117,6 +126,7 @@ class Model:
         user: str = "",
         table: str | Path | None = None,
     ) -> None:
+        _check_types(store=store, table=table, streams=streams, user=user)
         self.bundle = bundle
         self._busy = False
         self.provider = provider or bundle.provider
@@ -235,8 +245,8 @@ class Model:
             found = self.profiles.tuning()
         except ValueError as error:
             warnings.warn(
-                f"{self.profiles.tuning_file} was measured elsewhere ({error}) and is "
-                "left out for what was measured at this load; run jetdraft tune here",
+                f"{self.profiles.tuning_file} is left out for what was measured at "
+                f"this load ({error}); run jetdraft tune again",
                 stacklevel=3,
             )
             return
@@ -257,7 +267,9 @@ class Model:
         )
 
     def _head(self) -> AcceptanceHead:
-        return AcceptanceHead.load(self.profiles.acceptance_file, self.bundle.sha256)
+        size = 0 if self.drafter is None else self.drafter.contract.hidden_size
+        file = self.profiles.acceptance_file
+        return AcceptanceHead.load(file, self.bundle.sha256, size)
 
     def _make_proposers(self, calibration: Calibration) -> dict[str, Proposer]:
         known: dict[str, Proposer] = {"lookup": LookupProposer(store=self.store)}

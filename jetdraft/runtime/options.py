@@ -64,6 +64,8 @@ class Options:
                 f"method {self.method!r} mixes {NONE} or {AUTO} with others; list "
                 "proposers only"
             )
+        if len(set(self.methods)) < len(self.methods):
+            raise OptionError(f"method {self.method!r} names one twice; name each once")
         if self.max_new_tokens < 1:
             raise OptionError(
                 f"max new tokens {self.max_new_tokens} is out of range; give 1 or more"

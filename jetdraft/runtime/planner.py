@@ -166,8 +166,8 @@ class Planner:
     def _no_method(self, name: str) -> MethodError:
         if name == "recall":
             return MethodError(
-                "recall needs a store of earlier responses and a bundle of this "
-                "version; give --store FILE (store=)"
+                "recall needs a store of earlier responses; give --store FILE "
+                "(store=), and if you do, export the bundle again with this version"
             )
         known = ", ".join((AUTO, *self.methods))
         hint = {

@@ -39,6 +39,10 @@ def resolve_provider(name: str) -> str:
     return PROVIDERS[name]
 
 
+MOST_THREADS_PER_CORE = 8
+"""More only wait for each other, for minutes where they are many."""
+
+
 def default_threads() -> int:
     """The cores this process may use."""
     return len(os.sched_getaffinity(0))
@@ -55,8 +59,11 @@ def open_session(
 
     `weights` take the place of the graph's own of those names.
     """
-    if threads < 1:
-        raise OptionError(f"{threads} threads cannot run anything; give 1 or more")
+    most = MOST_THREADS_PER_CORE * (os.cpu_count() or 1)
+    if not isinstance(threads, int) or not 1 <= threads <= most:
+        raise OptionError(
+            f"threads {threads!r} is out of range; give 1 to {most} on this machine"
+        )
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1

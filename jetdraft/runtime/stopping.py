@@ -107,7 +107,7 @@ class AcceptanceHead:
     `block` float32 [h, h], `out` [h], `bias` []. `scale` [] brings hidden states to
     unit size.
 
-        AcceptanceHead.load(file, bundle.sha256).rate(hidden)    # hidden [h]
+        AcceptanceHead.load(file, bundle.sha256, 192).rate(hidden)    # hidden [h]
     """
 
     block: Floats
@@ -129,8 +129,11 @@ class AcceptanceHead:
             np.savez(handle, bundle=np.array(bundle), **vars(self))
 
     @classmethod
-    def load(cls, file: Path, bundle: str) -> AcceptanceHead:
-        """Read `save`'s file; raise `StoreError` if it is for another bundle."""
+    def load(cls, file: Path, bundle: str, size: int) -> AcceptanceHead:
+        """Read `save`'s file for hidden states of that size.
+
+        Raises `StoreError` if it is damaged or for another bundle.
+        """
         if not file.exists():
             raise StoreError(
                 "the bundle has no acceptance head; make one with jetdraft train "
@@ -147,4 +150,10 @@ class AcceptanceHead:
             raise StoreError(
                 f"{file} belongs to another bundle; run jetdraft train acceptance again"
             )
+        shapes = {"block": (size, size), "out": (size,), "bias": (), "scale": ()}
+        for name, array in arrays.items():
+            if array.dtype != np.float32 or array.shape != shapes[name]:
+                raise refusal
+            if not np.isfinite(array).all():
+                raise refusal
         return cls(**arrays)

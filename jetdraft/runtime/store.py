@@ -84,6 +84,7 @@ class ResponseStore:
         self.most_entries = most_entries
         self.most_days = most_days
         self._most_token = vocab_size - 1
+        self._tokenizer = tokenizer
         self.entries = self._begin(tokenizer)
 
     def _begin(self, tokenizer: str) -> list[Entry]:
@@ -168,12 +169,14 @@ class ResponseStore:
         try:
             self._insert(entry)
             self.entries = self._read()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, StoreError) as error:
             warnings.warn(
                 f"the response could not be kept in {self.file} ({error})", stacklevel=2
             )
 
     def _insert(self, entry: Entry) -> None:
+        if not self.file.exists() or not self.file.stat().st_size:
+            self._take(self._tokenizer)  # somebody has removed it
         prompt = _blob(entry.prompt)
         now = time.time()
         with self._open() as database:
@@ -182,7 +185,8 @@ class ResponseStore:
                 (self.user, prompt),
             ).fetchone()
             response = _blob(entry.response)
-            if known and known[0].startswith(response):
+            longer = known and isinstance(known[0], bytes)
+            if longer and known[0].startswith(response):
                 response = known[0]  # a shorter run of the same says nothing new
             database.execute(
                 "delete from entries where user = ? and prompt = ?", (self.user, prompt)
@@ -266,6 +270,7 @@ def _moved_aside(file: Path) -> Path:
         if not (free := file.with_name(f"{file.name}.damaged{end}")).exists()
     )
     with suppress(FileNotFoundError):  # another process may have been faster
+        file.chmod(0o600)
         file.rename(aside)
     return aside
 

@@ -99,11 +99,29 @@ class Counts:
                 "bundle"
             )
         found = cls(**arrays)
-        tokens = found.tokens
-        # A token that the drafter or the target does not know would stop them.
-        if tokens.ndim != 1 or tokens.dtype != np.uint32 or tokens.max() >= vocab_size:
+        if not found.is_whole(vocab_size):
             raise refusal
         return found
+
+    def is_whole(self, vocab_size: int) -> bool:
+        """Whether the arrays fit each other, and every token the vocabulary."""
+        kinds = {"pairs": "u8", "offsets": "u4", "tokens": "u4", "weights": "f4"}
+        if any(
+            getattr(self, name).dtype != np.dtype(kind) or getattr(self, name).ndim != 1
+            for name, kind in kinds.items()
+        ):
+            return False
+        ends = self.offsets.astype(np.int64)
+        return bool(
+            len(ends) == len(self.pairs) + 1
+            and (ends[0], ends[-1]) == (0, len(self.tokens))
+            and len(self.weights) == len(self.tokens)
+            and (np.diff(ends) > 0).all()
+            and (self.pairs[1:] > self.pairs[:-1]).all()
+            and (self.tokens < vocab_size).all()
+            and np.isfinite(self.weights).all()
+            and (self.weights > 0).all()
+        )
 
 
 def _counted(

@@ -24,6 +24,7 @@ from jetdraft.runtime.sampling import Chooser, Sampling
 
 WIDEST_MEASURED = 32
 TURNS = 7
+LONGEST_MS = 1e6
 DRAFTED = 4
 """Tokens per draft when proposers are timed."""
 
@@ -145,16 +146,29 @@ def _draft_ms(proposer: Proposer, context: Sequence[int]) -> float:
 def load(file: Path, machine: dict[str, Any]) -> Tuning | None:
     """What was measured on this machine; None if nothing was kept.
 
-    Raises `ValueError` with the other machine if it was measured elsewhere.
+    Raises `ValueError` with the other machine if it was measured elsewhere, or if the
+    file is malformed.
     """
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
         found, where = Tuning.from_json(stored["tuning"]), stored["machine"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError("it is malformed") from error
+    if not _is_plausible(found):
+        raise ValueError("its times cannot be")
     if where != machine:
-        raise ValueError(_difference(where, machine))
+        raise ValueError(f"it was measured elsewhere: {_difference(where, machine)}")
     return found
+
+
+def _is_plausible(found: Tuning) -> bool:
+    """Whether all passes take time, and nothing takes a quarter of an hour."""
+    passes = [*found.chain_ms.values(), *found.tree_ms.values()]
+    others = [*found.draft_ms.values(), found.compaction_ms]
+    within = all(0 < ms < LONGEST_MS for ms in passes)
+    return bool(passes) and within and all(0 <= ms < LONGEST_MS for ms in others)
 
 
 def _difference(where: Any, machine: dict[str, Any]) -> str:

@@ -20,6 +20,8 @@ def count(corpus: Sequence[Path], bundle: Bundle, output: Path) -> Counts:
 
         count([Path("notes.txt")], Bundle.open("bundle"), Path("notes.npz"))
     """
+    if output.exists():
+        raise OutputError(f"{output} exists; choose another file")
     codec = TextCodec(bundle.tokenizer)
     table = Counts.of([codec.encode(read_text(file)) for file in corpus])
     if not len(table.pairs):

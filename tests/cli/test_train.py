@@ -159,6 +159,14 @@ def test_a_bad_corpus_leaves_no_table(bundle, tmp_path, name, content, words):
     assert not list(tmp_path.glob("table*"))
 
 
+def test_a_table_replaces_no_file(bundle, tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(" the self" * 9)
+    done = jetdraft("train", "trigram", corpus, "--bundle", bundle, "-o", corpus)
+    assert_refused(done, "exists; choose another file")
+    assert corpus.read_text().startswith(" the")
+
+
 def test_an_acceptance_head_is_learned_and_used(bundle, tmp_path):
     own = shutil.copytree(bundle, tmp_path / "own")
     how = ("--max-new-tokens", "40", "--threads", "1")

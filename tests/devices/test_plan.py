@@ -164,3 +164,21 @@ def test_questions_are_checked_in_python_too(config):
         ask(config(CONFIG), acceptance=-0.1)
     with pytest.raises(DeviceError):
         ask(config(CONFIG), quantization="int3")
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size"])
+@pytest.mark.parametrize("value", [0, -5, "x" * 999, 1e300, None, [], True])
+def test_sizes_that_no_model_has(config, name, value):
+    target = config({**CONFIG, name: value})
+    result = jetdraft("plan", target, "--device", "agx-thor")
+    assert_refused(result, f"the config's {name} is")
+    assert len(result.stderr) < 150
+
+
+def test_a_picture_needs_a_file(config, tmp_path):
+    for place in (tmp_path, tmp_path / "none" / "plan.png"):
+        result = jetdraft(
+            "plan", config(CONFIG), "--device", "agx-thor", "--plot", place
+        )
+        assert_refused(result, "is a folder, or in none")
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]

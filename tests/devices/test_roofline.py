@@ -74,8 +74,9 @@ def test_memory_counts_a_tied_head_once():
     [
         ("{", "is no JSON"),
         ("[]", "does not describe a decoder"),
-        ("{}", "does not describe a decoder"),
-        (json.dumps({**LLAMA, "hidden_size": "x"}), "does not describe a decoder"),
+        ("{}", "hidden_size is None"),
+        ('{"text_config": 5}', "does not describe a decoder"),
+        (json.dumps({**LLAMA, "hidden_size": "x"}), "hidden_size is 'x'"),
     ],
 )
 def test_configs_that_are_none(tmp_path, content, match):

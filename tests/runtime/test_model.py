@@ -143,3 +143,19 @@ def test_measurements_are_kept_beside_the_bundle(model):
     again = jetdraft.load(model.bundle.path, threads=1)
     assert again.planner.calibration == model.planner.calibration
     assert profile.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"store": 3}, {"table": 3}, {"streams": 3}, {"user": 3}, {"threads": 2.5},
+     {"threads": "2"}, {"threads": 100000}, {"threads": 0}],
+    ids=str,
+)  # fmt: skip
+def test_load_says_what_is_wrong_with_its_arguments(bundle, given):
+    with pytest.raises(OptionError, match=next(iter(given))):
+        jetdraft.load(bundle, **given)
+
+
+def test_a_method_is_named_once(model):
+    with pytest.raises(OptionError, match="names one twice"):
+        model.generate(token_ids=IDS, method="draft,draft")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -85,7 +87,7 @@ def test_thresholds_shorten_drafts_and_change_no_text(model, rule, way):
 def test_a_head_that_always_says_the_same(model, monkeypatch, bias, length):
     size = model.drafter.contract.hidden_size
     head = constant_head(bias, size)
-    monkeypatch.setattr(AcceptanceHead, "load", lambda file, bundle: head)
+    monkeypatch.setattr(AcceptanceHead, "load", lambda *given: head)
     found = model.generate(
         method="draft", num_draft_tokens=6, stopping="learned", **HOW
     )
@@ -105,14 +107,20 @@ def test_rules_do_not_outlive_their_generation(model):
 def test_a_head_of_another_bundle_is_refused(tmp_path):
     file = tmp_path / "head.npz"
     constant_head(0.0).save(file, "one")
-    assert AcceptanceHead.load(file, "one").rate(np.zeros(3, np.float32)) == 0.5
+    assert AcceptanceHead.load(file, "one", 3).rate(np.zeros(3, np.float32)) == 0.5
     with pytest.raises(StoreError, match="another bundle"):
-        AcceptanceHead.load(file, "two")
+        AcceptanceHead.load(file, "two", 3)
+    with pytest.raises(StoreError, match="no acceptance head"):
+        AcceptanceHead.load(file, "one", 4)
+    broken = replace(constant_head(0.0), bias=np.array(np.nan, np.float32))
+    broken.save(tmp_path / "broken.npz", "one")
+    with pytest.raises(StoreError, match="no acceptance head"):
+        AcceptanceHead.load(tmp_path / "broken.npz", "one", 3)
     file.write_bytes(b"nothing")
     with pytest.raises(StoreError, match="no acceptance head"):
-        AcceptanceHead.load(file, "one")
+        AcceptanceHead.load(file, "one", 3)
     with pytest.raises(StoreError, match="train acceptance"):
-        AcceptanceHead.load(tmp_path / "missing.npz", "one")
+        AcceptanceHead.load(tmp_path / "missing.npz", "one", 3)
 
 
 @pytest.mark.parametrize(

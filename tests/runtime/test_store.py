@@ -259,3 +259,21 @@ def test_a_failure_while_keeping_stops_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "_insert", full)
     with pytest.warns(UserWarning, match="could not be kept"):
         store.add(entry(5))
+
+
+def test_a_response_that_is_a_text_is_replaced(tmp_path):
+    store = open_store(tmp_path)
+    store.add(entry(5))
+    with sqlite3.connect(store.file) as database:
+        database.execute("update entries set response = 'hello'")
+    again = open_store(tmp_path)
+    assert again.entries == []
+    again.add(entry(5, response=[7]))
+    assert [found.response for found in again.entries] == [[7]]
+
+
+def test_a_file_that_was_removed_is_made_again(tmp_path):
+    store = open_store(tmp_path)
+    store.file.unlink()
+    store.add(entry(5))
+    assert prompts(open_store(tmp_path)) == [[5]]

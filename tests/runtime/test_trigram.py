@@ -72,6 +72,29 @@ def test_bad_tables_are_refused(tmp_path):
         Counts.load(tmp_path / "missing.npz", "tokens", 300)
 
 
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *(
+            (name, lambda a: a[:3])
+            for name in ("pairs", "offsets", "tokens", "weights")
+        ),
+        *((name, lambda a: a[::-1]) for name in ("pairs", "offsets")),
+        *((name, lambda a: a * 0) for name in ("pairs", "offsets", "weights")),
+        ("pairs", lambda a: a.astype(np.float64)),
+        ("tokens", lambda a: a + np.uint32(300)),
+        ("weights", lambda a: a * np.nan),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(tmp_path, name, damage):
+    file = tmp_path / "table.npz"
+    Counts.of(documents()).save(file, "tokens")
+    arrays = dict(np.load(file))
+    np.savez(file, **{**arrays, name: damage(arrays[name])})
+    with pytest.raises(StoreError, match="cannot read a table"):
+        Counts.load(file, "tokens", 300)
+
+
 def test_decoding_adds_to_the_table(monkeypatch):
     trigrams = Trigrams(Counts.of([[1, 2, 3], [1, 2, 4]]))
     trigrams.learn([1, 2, 4])

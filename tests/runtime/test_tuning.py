@@ -63,7 +63,31 @@ def test_a_damaged_profile_is_left_out(own, content):
     file = own / "profiles" / "cpu-1-tuning.json"
     file.parent.mkdir(exist_ok=True)
     file.write_text(content)
-    assert jetdraft.load(own, threads=1).planner.costs.draft["lookup"] == 0.0
+    with pytest.warns(UserWarning, match="it is malformed"):
+        model = jetdraft.load(own, threads=1)
+    assert model.planner.costs.draft["lookup"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("chain_ms", {"1": 0.0, "2": 0.0}),
+        ("chain_ms", {"1": 1e12}),
+        ("chain_ms", {"1": float("nan")}),
+        ("chain_ms", {}),
+        ("draft_ms", {"lookup": -100.0}),
+        ("compaction_ms", -1.0),
+    ],
+)
+def test_times_that_cannot_be_are_left_out(own, field, value):
+    file = own / "profiles" / "cpu-1-tuning.json"
+    jetdraft.load(own, threads=1).tune()
+    stored = json.loads(file.read_text())
+    stored["tuning"]["tree_ms"] = {}
+    stored["tuning"][field] = value
+    file.write_text(json.dumps(stored))
+    with pytest.warns(UserWarning, match="its times cannot be"):
+        jetdraft.load(own, threads=1)
 
 
 def test_the_curves_are_drawn(tmp_path):
