@@ -74,7 +74,7 @@ def test_memory_counts_a_tied_head_once():
     [
         ("{", "is no JSON"),
         ("[]", "does not describe a decoder"),
-        ("{}", "hidden_size is None"),
+        ("{}", "does not describe a decoder"),
         ('{"text_config": 5}', "does not describe a decoder"),
         (json.dumps({**LLAMA, "hidden_size": "x"}), "hidden_size is 'x'"),
     ],
