@@ -9,7 +9,9 @@ from typing import Any
 import click
 
 from jetdraft.bundle import FLAVOURS
-from jetdraft.errors import JetdraftError
+from jetdraft.devices.device import Device
+from jetdraft.devices.plan import Question, plan, refusal
+from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.quant.recipe import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, SCHEMES, Recipe
 
 
@@ -81,6 +83,7 @@ class Stages:
     help="The most rows of one pass.",
 )
 @click.option("--provider", default="cpu", show_default=True)
+@click.option("--device", help="Refuse what would not fit there; see jetdraft devices.")
 @click.option(
     "--flavour",
     type=click.Choice(FLAVOURS),
@@ -107,9 +110,12 @@ def command(
     max_width: int,
     provider: str,
     flavour: str,
+    device: str | None,
     adapter_scale: float,
 ) -> None:
     """Export TARGET, a checkpoint folder or hub id, to a bundle."""
+    if device is not None:
+        _check_fits(device, target, drafter, quantize, capacity)
     exporter = _exporter()
     options = exporter.ExportOptions(
         recipe=Recipe(quantize, int(block_size)),
@@ -129,6 +135,28 @@ def command(
     size = sum(file["bytes"] for file in bundle.files.values())
     methods = ", ".join(bundle.methods)
     click.echo(f"{output}: {size / 1e6:.1f} MB, methods {methods}", err=True)
+
+
+def _check_fits(
+    device: str, target: str, drafter: str | None, quantize: str, capacity: int
+) -> None:
+    """Raise `DeviceError` for what does not fit; hub ids have no config here yet."""
+    folders = [Path(each) for each in (target, drafter) if each]
+    if not all(folder.is_dir() for folder in folders):
+        raise OptionError(
+            f"--device looks at the config in a folder, and {target} is none; download "
+            "it first"
+        )
+    question = Question(
+        folders[0],
+        Device.named(device),
+        folders[1] if drafter else None,
+        quantize,
+        capacity,
+    )
+    found = plan(question)
+    if not found.fits:
+        raise refusal(question, found)
 
 
 def _exporter() -> Any:

@@ -182,3 +182,15 @@ def test_a_picture_needs_a_file(config, tmp_path):
         )
         assert_refused(result, "is a folder, or in none")
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_export_refuses_what_does_not_fit(config, tmp_path):
+    folder = config(LARGE).parent
+    how = ("export", folder, "-o", tmp_path / "out", "--device")
+    assert_refused(jetdraft(*how, "orin-nano-8gb"), "GB too much", "it fits")
+    assert_refused(jetdraft(*how, "nano"), "unknown device")
+    hub = jetdraft(
+        "export", "some/model", "-o", tmp_path / "out", *how[-1:], "agx-thor"
+    )
+    assert_refused(hub, "download it first")
+    assert not (tmp_path / "out").exists()
