@@ -176,6 +176,9 @@ def test_help_lists_the_verbs_in_the_order_of_use():
     _, _, commands = result.stdout.partition("Commands:")
     verbs = [line.split()[0] for line in commands.splitlines() if line.strip()]
     assert verbs == [
+        "plan",
+        "devices",
+        "doctor",
         "train",
         "export",
         "generate",
