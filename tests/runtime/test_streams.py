@@ -87,10 +87,13 @@ def test_a_cartesian_tree(model):
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_controller_branches_where_rows_are_free(model, monkeypatch, way, exact):
-    """And where the streams, untrained as they are, have not been given up yet."""
+    """Streams of which the controller thinks better than they deserve."""
     monkeypatch.setattr(model.planner.costs, "target", dict.fromkeys(range(1, 17), 1.0))
     monkeypatch.setattr(model.planner.costs, "learn", lambda round_: None)
-    monkeypatch.setattr(model.planner, "acceptance", {"stream": Acceptance()})
+    known = Acceptance()
+    known.places.well, known.places.seen = [500.0] * 4, [1000.0] * 4
+    monkeypatch.setattr(known, "observe", lambda round_: None)
+    monkeypatch.setattr(model.planner, "acceptance", {"stream": known})
     drafted = text(model, "stream", exact=exact, **way)
     deepest = SETTINGS.gamma
     lengths = [int(c.partition(":")[2] or 0) for c in drafted.stats.rounds_by_choice]
