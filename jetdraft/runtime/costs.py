@@ -60,9 +60,10 @@ class Costs:
             )
         for name in round_.asked.keys() & self.draft.keys():
             drafted, seconds = round_.asked[name]
-            each = seconds * 1e3 / max(drafted, 1)
-            # What nobody has timed yet is believed at once.
-            self.draft[name] = _follow(self.draft[name] or each, each)
+            if drafted:
+                each = seconds * 1e3 / drafted
+                # What nobody has timed yet is believed at once.
+                self.draft[name] = _follow(self.draft[name] or each, each)
 
 
 def _follow(known: float, seen: float) -> float:

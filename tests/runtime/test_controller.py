@@ -329,7 +329,9 @@ def test_a_bad_run_that_chance_explains_changes_little():
 
 def test_what_a_proposer_takes_is_learned_whoever_won():
     costs = Costs({2: 2.0}, {"draft": 0.5, "lookup": 0.0})
-    asked = {"lookup": (0, 0.003), "draft": (2, 0.001)}
+    costs.learn(outcome()._replace(asked={"lookup": (0, 0.003)}))
+    assert costs.draft["lookup"] == 0.0  # of nothing there is no price per token
+    asked = {"lookup": (1, 0.003), "draft": (2, 0.001)}
     costs.learn(outcome()._replace(asked=asked))
     assert costs.draft == {"draft": 0.5, "lookup": pytest.approx(3.0)}
     for _ in range(200):

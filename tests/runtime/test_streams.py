@@ -89,6 +89,7 @@ def test_a_cartesian_tree(model):
 def test_the_controller_branches_where_rows_are_free(model, monkeypatch, way, exact):
     """Streams of which the controller thinks better than they deserve."""
     monkeypatch.setattr(model.planner.costs, "probe", 0.0)
+    monkeypatch.setattr(model.planner.costs, "draft", {"stream": 0.0})
     monkeypatch.setattr(model.planner.costs, "target", dict.fromkeys(range(1, 17), 1.0))
     monkeypatch.setattr(model.planner.costs, "learn", lambda round_: None)
     known = Acceptance()
