@@ -21,9 +21,8 @@ import onnxruntime
 from onnx import numpy_helper
 
 from jetdraft.bundle import Bundle
-from jetdraft.devices.providers import presence
+from jetdraft.devices.providers import PROVIDERS, presence
 from jetdraft.errors import ProviderError
-from jetdraft.runtime.session import PROVIDERS
 
 CASES = ("none", "one", "two over a file", "two over shared weights")
 
@@ -54,7 +53,7 @@ def session(
     for name, value in shared.items():
         options.add_initializer(name, value)
     made = onnxruntime.InferenceSession(
-        str(file), options, providers=[PROVIDERS[provider]]
+        str(file), options, providers=[PROVIDERS[provider].full]
     )
     kinds = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
     feeds = {}

@@ -130,7 +130,8 @@ class Bundle:
     """An opened bundle: `path` and what its manifest says.
 
     `files` maps each file name to its bytes and sha256, `tools` the exporting tools
-    to their versions; `flavour` is one of `FLAVOURS`.
+    to their versions; `flavour` is one of `FLAVOURS`, and `drafter_provider` is None
+    where the drafter runs beside the target.
     """
 
     path: Path
@@ -141,6 +142,7 @@ class Bundle:
     tools: dict[str, str]
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     flavour: str = CONTRIB
+    drafter_provider: str | None = None
 
     @property
     def target(self) -> GraphEntry:
@@ -198,6 +200,7 @@ class Bundle:
                 tools=manifest["tools"],
                 files=manifest["files"],
                 flavour=manifest.get("flavour", CONTRIB),
+                drafter_provider=manifest.get("drafter_provider"),
             )
             bundle._check_types()
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -208,7 +211,7 @@ class Bundle:
 
     def _check_types(self) -> None:
         """Raise `ValueError` or what a wrong type leads to."""
-        names = [self.provider, *self.methods]
+        names = [self.provider, self.drafter_provider or "", *self.methods]
         if self.flavour not in FLAVOURS:
             raise ValueError(f"unknown flavour {self.flavour!r}")
         listed = {file for entry in self.graphs.values() for file in entry.files}
@@ -237,6 +240,7 @@ class Bundle:
             "eos_token_ids": list(self.eos_token_ids),
             "provider": self.provider,
             "flavour": self.flavour,
+            "drafter_provider": self.drafter_provider,
             "tools": self.tools,
             "files": self.files,
         }

@@ -62,13 +62,14 @@ def command(
     repeats: int,
     json_file: Path | None,
     provider: str | None,
+    drafter_provider: str | None,
     threads: int | None,
     streams: Path | None,
     **options: Any,
 ) -> None:
     """Compare the methods of BUNDLE, prompt by prompt in one process."""
     lengths = integers(num_draft_tokens, "--num-draft-tokens")
-    model = load(bundle, provider, threads, streams)
+    model = load(bundle, provider, threads, streams, drafter_provider=drafter_provider)
     prompts = read_prompts(prompts_file, model)
     asked = methods.split(",") if methods else [*model.methods, "auto"]
     rows = benchmark.contenders(model, asked, lengths)

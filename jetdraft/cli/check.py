@@ -16,10 +16,14 @@ from jetdraft.runtime.verification import compare_methods
 @bundle_argument
 @runtime_options
 def command(
-    bundle: Path, provider: str | None, threads: int | None, streams: Path | None
+    bundle: Path,
+    provider: str | None,
+    drafter_provider: str | None,
+    threads: int | None,
+    streams: Path | None,
 ) -> None:
     """Check integrity, contract, width classes and the text of every method."""
-    model = load(bundle, provider, threads, streams)
+    model = load(bundle, provider, threads, streams, drafter_provider=drafter_provider)
     click.echo(f"files      {len(model.bundle.files)} present, hashes right")
     click.echo(f"contract   {len(model.bundle.graphs)} graphs as declared")
     model.planner.calibration = model.calibrate(again=True)

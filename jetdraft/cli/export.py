@@ -11,6 +11,7 @@ import click
 from jetdraft.bundle import FLAVOURS
 from jetdraft.devices.device import Device
 from jetdraft.devices.plan import Question, plan, refusal
+from jetdraft.devices.providers import PROVIDERS
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.quant.recipe import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, SCHEMES, Recipe
 
@@ -67,7 +68,11 @@ class Stages:
     type=click.Choice(SCHEMES),
     help="Default: int8 in blocks of 32, or none with --quantize none.",
 )
-@click.option("--dtype", type=click.Choice(["fp32", "fp16"]), default="fp32")
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "fp16"]),
+    help="Default: fp32 on the CPU, fp16 on other providers.",
+)
 @click.option(
     "--capacity",
     type=int,
@@ -82,15 +87,24 @@ class Stages:
     show_default=True,
     help="The most rows of one pass.",
 )
-@click.option("--provider", default="cpu", show_default=True)
+@click.option(
+    "--provider",
+    type=click.Choice(list(PROVIDERS)),
+    default="cpu",
+    show_default=True,
+    help="Who will run it.",
+)
+@click.option(
+    "--drafter-provider",
+    type=click.Choice(list(PROVIDERS)),
+    help="Who will run the drafter; default: the same.",
+)
 @click.option("--device", help="Refuse what would not fit there; see jetdraft devices.")
 @click.option(
     "--flavour",
     type=click.Choice(FLAVOURS),
-    default=FLAVOURS[0],
-    show_default=True,
-    help="contrib: onnxruntime's own operators; standard: ai.onnx only, as TensorRT "
-    "needs.",
+    help="contrib: onnxruntime's own operators; standard: ai.onnx only, the default "
+    "for TensorRT.",
 )
 @click.option(
     "--adapter-scale",
@@ -105,11 +119,12 @@ def command(
     quantize: str,
     block_size: str,
     quantize_drafter: str | None,
-    dtype: str,
+    dtype: str | None,
     capacity: int,
     max_width: int,
     provider: str,
-    flavour: str,
+    drafter_provider: str | None,
+    flavour: str | None,
     device: str | None,
     adapter_scale: float,
 ) -> None:
@@ -126,6 +141,7 @@ def command(
         provider=provider,
         flavour=flavour,
         adapter_scale=adapter_scale,
+        drafter_provider=drafter_provider,
     )
     stages = Stages()
     try:

@@ -70,6 +70,7 @@ def command(
     branching: str | None,
     tree_parents: str | None,
     provider: str | None,
+    drafter_provider: str | None,
     threads: int | None,
     streams: Path | None,
     store: Path | None,
@@ -86,7 +87,9 @@ def command(
     if tree_parents is not None:
         options["tree_parents"] = integers(tree_parents, "--tree-parents")
     text = _read_prompt(prompt, prompt_file)
-    model = load(bundle, provider, threads, streams, store, user, table)
+    model = load(
+        bundle, provider, threads, streams, store, user, table, drafter_provider
+    )
     stream = model.stream(text, **options)
     pieces: list[Piece] = []
     interrupted = False

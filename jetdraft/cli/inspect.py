@@ -24,7 +24,9 @@ def command(bundle: Path, as_json: bool) -> None:
     contract = opened.target.contract
     click.echo(f"bundle      {bundle} (sha256 {opened.sha256[:12]})")
     click.echo(f"methods     {', '.join(opened.methods)}")
-    click.echo(f"provider    {opened.provider}")
+    click.echo(f"provider    {opened.provider}, {opened.flavour} operators")
+    if opened.drafter_provider:
+        click.echo(f"drafter on  {opened.drafter_provider}")
     click.echo(f"flavour     {opened.flavour}")
     click.echo(f"vocabulary  {contract.vocab_size}, end of text {_ids(opened)}")
     click.echo(f"capacity    {contract.capacity} tokens, {contract.max_width} rows")

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from jetdraft.devices.providers import PROVIDERS
 from jetdraft.runtime.drafting import AUTO, SIBLINGS, TREES
 from jetdraft.runtime.stopping import NAMES
 from jetdraft.runtime.verifiers import VERIFIERS
@@ -24,7 +25,12 @@ def runtime_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "--threads", type=int, help="Threads of the target; default: all cores."
         ),
         click.option(
-            "--provider", help="Execution provider; default: the one exported for."
+            "--provider",
+            help=f"{', '.join(PROVIDERS)} or auto; default: the one exported for.",
+        ),
+        click.option(
+            "--drafter-provider",
+            help="Who runs the drafter, or off; default: the target's.",
         ),
         click.option(
             "--streams",

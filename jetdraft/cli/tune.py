@@ -31,11 +31,12 @@ def command(
     png: Path | None,
     as_json: bool,
     provider: str | None,
+    drafter_provider: str | None,
     threads: int | None,
     streams: Path | None,
 ) -> None:
     """Measure pass times by width and every proposer, and keep them in BUNDLE."""
-    model = load(bundle, provider, threads, streams)
+    model = load(bundle, provider, threads, streams, drafter_provider=drafter_provider)
     with click.progressbar(
         length=tuning.steps(model.planner.proposers),
         label="tune",

@@ -25,6 +25,7 @@ class Machine:
     cuda: str | None
     tensorrt: str | None
     power_mode: str | None
+    gpu: str | None
     memory_mb: float | None
     available_mb: float | None
     swap_mb: float | None
@@ -38,17 +39,19 @@ def detect(root: Path = Path("/")) -> Machine:
     detect().device
     """
     device, l4t = _device(root), _l4t(root)
+    board = _text(root / "proc/device-tree/model")
     memory = _memory(root)
     packs = () if device is None else device.jetpacks
     same = (pack for pack in packs if l4t and _same_release(pack.l4t, l4t))
     return Machine(
-        board=_text(root / "proc/device-tree/model"),
+        board=board,
         device=device,
         l4t=l4t,
         jetpack=next(same, None),
         cuda=_cuda(root),
         tensorrt=_tensorrt(root),
         power_mode=_power_mode(root),
+        gpu=_gpu(root, board),
         memory_mb=memory.get("MemTotal"),
         available_mb=memory.get("MemAvailable"),
         swap_mb=memory.get("SwapTotal"),
@@ -122,6 +125,18 @@ def _power_mode(root: Path) -> str | None:
     config = _text(root / "etc/nvpmodel.conf") or ""
     modes = re.findall(r"<\s*POWER_MODEL\s+ID=(\d+)\s+NAME=(\S+?)\s*>", config)
     return {int(number): name for number, name in modes}.get(int(status[1]))
+
+
+def _gpu(root: Path, board: str | None) -> str | None:
+    """Its name and its driver's version; on a Jetson the board decides both."""
+    files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
+    said = "".join(_text(file) or "" for file in files[:1])
+    name = re.search(r"Model:\s*(.+)", said)
+    if name is None:
+        return board
+    driver = _text(root / "proc/driver/nvidia/version") or ""
+    version = re.search(r"\s(\d+\.\d+[.\d]*)\s", driver)
+    return f"{name[1]}, driver {version[1]}" if version else name[1]
 
 
 def _memory(root: Path) -> dict[str, float]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jetdraft.devices.detection import Machine, detect
-from jetdraft.devices.providers import Presence, presence
+from jetdraft.devices.providers import PROVIDERS, Presence, presence
 from jetdraft.runtime.ort import ort
-from jetdraft.runtime.session import PROVIDERS
 
 LEAST_FREE_MB = 1000.0
 OLDEST_ORT = (1, 29)

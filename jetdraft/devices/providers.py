@@ -1,4 +1,4 @@
-"""Which execution providers really run here.
+"""The execution providers: what each is good for, and which really run here.
 
 onnxruntime's own list is of what was compiled in. A provider counts as present once a
 graph has run on it; if it does not, the reason is worth more than the fact: a missing
@@ -11,14 +11,133 @@ import functools
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 
+from jetdraft.bundle import CONTRIB, STANDARD
 from jetdraft.devices.probe import RAN
+from jetdraft.errors import ProviderError
 from jetdraft.runtime.ort import ort
-from jetdraft.runtime.session import PROVIDERS
+
+AUTO = "auto"
+"""The first of `PROVIDERS`, from the fastest down, that runs a bundle here."""
 
 PATIENCE = 120.0
 """Seconds: TensorRT builds an engine for the graph."""
+
+
+@dataclass(frozen=True)
+class Provider:
+    """An execution provider of onnxruntime.
+
+    `full` is onnxruntime's name and `memory` where its tensors lie. `flavour` and
+    `dtype` are what a bundle is exported in for it unless the user says otherwise.
+    """
+
+    name: str
+    full: str
+    memory: str
+    flavour: str
+    dtype: str
+
+    def refusal(self, flavour: str, dtype: str) -> str:
+        """Why it cannot run graphs of a flavour and a numpy dtype; empty if it can."""
+        if self.name == "tensorrt" and flavour != STANDARD:
+            return (
+                "TensorRT imports no contrib operators; export with --flavour standard"
+            )
+        if self.name == "cuda" and (flavour, dtype) == (CONTRIB, "float32"):
+            return (
+                "GroupQueryAttention has no fp32 kernel on CUDA; export with --dtype "
+                "fp16 or --flavour standard"
+            )
+        return ""
+
+
+PROVIDERS = {
+    each.name: each
+    for each in (
+        Provider("tensorrt", "TensorrtExecutionProvider", "cuda", STANDARD, "fp16"),
+        Provider("cuda", "CUDAExecutionProvider", "cuda", CONTRIB, "fp16"),
+        Provider("cpu", "CPUExecutionProvider", "cpu", CONTRIB, "fp32"),
+    )
+}
+"""By name, the fastest first."""
+
+
+@dataclass(frozen=True)
+class CudaOptions:
+    """What the CUDA provider is told; see onnxruntime's names.
+
+    An arena that grows by what is asked keeps a Jetson's shared memory for others, and
+    without TF32 an fp32 graph computes in fp32.
+    """
+
+    device_id: int = 0
+    enable_cuda_graph: bool = True
+    arena_extend_strategy: str = "kSameAsRequested"
+    use_tf32: bool = False
+
+
+@dataclass(frozen=True)
+class TensorrtOptions:
+    """What the TensorRT provider is told; see onnxruntime's names.
+
+    Shapes are "name:1x4,other:4"; a session has one profile, since onnxruntime 1.31
+    never leaves the first one (its pull request 31624).
+    """
+
+    trt_engine_cache_path: str
+    trt_timing_cache_path: str
+    trt_profile_min_shapes: str
+    trt_profile_opt_shapes: str
+    trt_profile_max_shapes: str
+    trt_fp16_enable: bool
+    device_id: int = 0
+    trt_engine_cache_enable: bool = True
+    trt_timing_cache_enable: bool = True
+
+
+def as_options(options: CudaOptions | TensorrtOptions) -> dict[str, str]:
+    """The texts that onnxruntime takes."""
+    return {
+        name: str(int(value) if isinstance(value, bool) else value)
+        for name, value in asdict(options).items()
+    }
+
+
+def known(name: str) -> Provider:
+    """The provider of that name, or a `ProviderError`."""
+    if name not in PROVIDERS:
+        raise ProviderError(
+            f"unknown provider {name!r}; choose {', '.join((*PROVIDERS, AUTO))}"
+        )
+    return PROVIDERS[name]
+
+
+def choose(name: str, graphs: Iterable[tuple[str, str]]) -> Provider:
+    """The provider to run graphs of these flavours and numpy dtypes on.
+
+    Raises `ProviderError` with the reason if it cannot; "auto" takes the fastest that
+    can instead.
+
+        choose("auto", [("contrib", "float32")]).name    # "cpu"
+    """
+    graphs = list(graphs)
+    tried = list(PROVIDERS) if name == AUTO else [known(name).name]
+    for each in tried:
+        reason = _unfit(PROVIDERS[each], graphs)
+        if not reason:
+            return PROVIDERS[each]
+    raise ProviderError(f"provider {name!r} cannot run this bundle here: {reason}")
+
+
+def _unfit(provider: Provider, graphs: list[tuple[str, str]]) -> str:
+    refusals = (provider.refusal(*graph) for graph in graphs)
+    if reason := next(filter(None, refusals), ""):
+        return reason
+    # What is always there need not be tried out at every load.
+    return "" if provider.name == "cpu" else presence(provider.name).reason
 
 
 @dataclass(frozen=True)
@@ -37,7 +156,7 @@ def presence(name: str) -> Presence:
 
     presence("cuda").reason
     """
-    full = PROVIDERS[name]
+    full = PROVIDERS[name].full
     if full not in ort.get_available_providers():
         return Presence(
             name, False, False, f"this onnxruntime was built without {full}"

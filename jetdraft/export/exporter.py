@@ -18,7 +18,6 @@ import torch
 
 from jetdraft.bundle import (
     CHAT_TEMPLATE,
-    CONTRIB,
     DRAFTER,
     FLAVOURS,
     STANDARD,
@@ -33,6 +32,7 @@ from jetdraft.bundle import (
     writing,
 )
 from jetdraft.contract import StepContract
+from jetdraft.devices.providers import Provider, known
 from jetdraft.errors import OptionError, PairError, UnsupportedModelError
 from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.fusion import fuse
@@ -47,7 +47,7 @@ from jetdraft.quant.recipe import Recipe
 from jetdraft.quant.weights import quantize
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
-PROVIDERS = ("cpu",)
+NUMPY = {"fp32": "float32", "fp16": "float16"}
 Progress = Callable[[str, int, int], None]
 """Called with the name of the stage, the steps done and their number."""
 
@@ -57,35 +57,38 @@ class ExportOptions:
     """How a bundle is made.
 
     `drafter_recipe` None is the default beside the target's. `capacity` is the rows of
-    the KV buffers (prompt and output together), `max_width` the most rows of one pass,
-    `dtype` "fp32" or "fp16" of activations and buffers. The `flavour` "contrib" has
-    onnxruntime's own operators, "standard" those of ai.onnx alone. `adapter_scale`, for
-    streams of the shared mode, is how far the tuned weights move from the base.
+    the KV buffers (prompt and output together), `max_width` the most rows of one pass.
+    The `provider` that will run it decides, where they are None, the `dtype` "fp32" or
+    "fp16" of activations and buffers, the drafter's by the `drafter_provider`, and the
+    `flavour`: "contrib" has onnxruntime's own operators, "standard" those of ai.onnx
+    alone. `adapter_scale`, for streams of the shared mode, is how far the tuned weights
+    move from the base.
 
         ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)
     """
 
     recipe: Recipe = Recipe()
     drafter_recipe: Recipe | None = None
-    dtype: str = "fp32"
+    dtype: str | None = None
     capacity: int = 2048
     max_width: int = 256
     provider: str = "cpu"
-    flavour: str = CONTRIB
+    flavour: str | None = None
     adapter_scale: float = 1.0
+    drafter_provider: str | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
+        if self.dtype not in (None, *DTYPES):
             raise OptionError(f"unknown dtype {self.dtype!r}; choose fp32 or fp16")
-        if self.provider not in PROVIDERS:
-            raise OptionError(
-                f"cannot export for provider {self.provider!r}; choose "
-                f"{', '.join(PROVIDERS)}"
-            )
-        if self.flavour not in FLAVOURS:
+        if self.flavour not in (None, *FLAVOURS):
             raise OptionError(
                 f"unknown flavour {self.flavour!r}; choose {', '.join(FLAVOURS)}"
             )
+        for name in (TARGET, DRAFTER):
+            provider = self.provider_of(name)
+            refusal = provider.refusal(self.flavour_made, NUMPY[self.dtype_of(name)])
+            if refusal:
+                raise OptionError(f"{provider.name} cannot run it: {refusal}")
         if not 16 <= self.capacity <= 1 << 20:
             raise OptionError(
                 f"capacity {self.capacity} is out of range; choose 16 to 1048576"
@@ -99,6 +102,20 @@ class ExportOptions:
             raise OptionError(
                 f"adapter scale {self.adapter_scale} is out of range; give 0 to 1"
             )
+
+    def provider_of(self, name: str) -> Provider:
+        """Who will run the graph of that name."""
+        beside = self.drafter_provider if name == DRAFTER else None
+        return known(beside or self.provider)
+
+    @property
+    def flavour_made(self) -> str:
+        """The flavour of all graphs."""
+        return self.flavour or known(self.provider).flavour
+
+    def dtype_of(self, name: str) -> str:
+        """The dtype of the graph of that name."""
+        return self.dtype or self.provider_of(name).dtype
 
     def recipe_of(self, name: str) -> Recipe:
         """The recipe of the graph of that name."""
@@ -128,7 +145,7 @@ def export(
     loaded: dict[str, Checkpoint] = {}
     for number, (name, source) in enumerate(sources.items()):
         report("load", number, len(sources))
-        loaded[name] = Checkpoint.load(source, DTYPES[options.dtype])
+        loaded[name] = Checkpoint.load(source, DTYPES[options.dtype_of(name)])
     report("load", len(sources), len(sources))
     if drafter and loaded[DRAFTER].streams:
         raise PairError(f"{drafter} has streams; only a target can have them")
@@ -157,7 +174,8 @@ def export(
             ),
             eos_token_ids=loaded[TARGET].eos_token_ids,
             provider=options.provider,
-            flavour=options.flavour,
+            flavour=options.flavour_made,
+            drafter_provider=options.drafter_provider,
             tools=_versions(),
         ).save()
     return Bundle.open(output)
@@ -192,7 +210,7 @@ def _contract(
         vocab_size=checkpoint.vocab_size,
         capacity=options.capacity,
         max_width=options.max_width,
-        dtype={"fp32": "float32", "fp16": "float16"}[options.dtype],
+        dtype=NUMPY[options.dtype_of(name)],
         kv_shapes=kv_shapes(checkpoint.model),
         streams=checkpoint.streams.gamma if checkpoint.streams else 0,
         # Under a drafter's head lies how sure it is (SpecDec++).
@@ -232,7 +250,7 @@ def _write_graph(
     if checkpoint.streams is not None:
         streamed = checkpoint.with_streams(options.adapter_scale)
     model = trace(streamed or checkpoint.model, contract)
-    standard = options.flavour == STANDARD
+    standard = options.flavour_made == STANDARD
     if standard:
         standardize(model, contract)
     else:

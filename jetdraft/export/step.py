@@ -46,7 +46,7 @@ class Step(torch.nn.Module):
         past: list[torch.Tensor],
     ) -> list[torch.Tensor]:
         """Outputs in the order of `StepContract.outputs`."""
-        state = _state(input_ids, cursor, total_length, past)
+        state = _state(position_ids, cursor, total_length, past)
         with attending(state), _under_head(self.model) as hidden:
             logits = self.model(
                 input_ids=input_ids,
@@ -85,8 +85,17 @@ def _under_head(model: Any) -> Iterator[list[torch.Tensor]]:
         handle.remove()
 
 
+def _count(numbers: torch.Tensor) -> torch.Tensor:
+    """How many numbers, none below 0, there are, as int32 [1].
+
+    A shape is known on the host only, and a graph that copies it to the device cannot
+    be captured as a CUDA graph.
+    """
+    return (numbers.reshape(-1) >= 0).to(torch.int32).sum(0, keepdim=True).int()
+
+
 def _state(
-    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
     cursor: torch.Tensor,
     total_length: torch.Tensor,
     past: list[torch.Tensor],
@@ -95,7 +104,7 @@ def _state(
     return StepState(
         cursor=cursor,
         # total_length may be a fixed bucket, so the last row is counted here.
-        last_row=(cursor + (input_ids.shape[1] - 1)).to(torch.int32),
+        last_row=cursor + _count(position_ids) - 1,
         total_length=total_length,
         past=list(zip(past[::2], past[1::2], strict=True)),
     )
@@ -138,10 +147,10 @@ class StreamStep(torch.nn.Module):
 
         `parents` int64 [n] are those of the rows in a draft, the root's being itself.
         """
-        state = _state(input_ids, cursor, total_length, past)
+        state = _state(position_ids, cursor, total_length, past)
 
         def entered() -> None:
-            state.last_row = (state.last_row + probe_rows.shape[0]).to(torch.int32)
+            state.last_row = state.last_row + _count(probe_rows)
             state.bias = attention_bias
 
         self.streamed.entered = entered

@@ -153,7 +153,9 @@ class Streamed(nn.Module):
         rows, probes = input_ids.shape[1], probe_rows.shape[0]
         positions = position_ids[:, probe_rows] + probe_ids + 1
         together = torch.cat([position_ids, positions], 1)
-        self._pass = _Pass(rows, probe_rows, probe_ids, together)
+        # Made of what is on the device: a number of rows would come from the host.
+        among = [torch.zeros_like(position_ids[0]), torch.ones_like(probe_rows)]
+        self._pass = _Pass(rows, probe_rows, probe_ids, together, torch.cat(among))
         probed = torch.arange(rows, rows + probes, device=keep.device)
         try:
             logits = self.model(
@@ -221,22 +223,23 @@ class Streamed(nn.Module):
         self._running.rotations.append((output, rotary.forward(*args, **kwargs)))
 
     def _only_probes(self, factor: nn.Module, args: Any, output: Tensor) -> Tensor:
-        at = torch.arange(output.shape[1], device=output.device)
-        return output * (at >= self._running.rows)[:, None].to(output.dtype)
+        return output * self._running.is_probe[:, None].to(output.dtype)
 
 
 @dataclass
 class _Pass:
     """One pass: its rows, which of them carry which streams, and what came by.
 
-    `positions` are those of rows and probes, `rotations` pairs of the model's own
-    rotations and those for all, `below` the hidden states under the top layers.
+    `positions` are those of rows and probes, `is_probe` is 1 for probes, `rotations`
+    pairs of the model's own rotations and those for all, `below` the hidden states
+    under the top layers.
     """
 
     rows: int
     probe_rows: Tensor
     probe_ids: Tensor
     positions: Tensor
+    is_probe: Tensor
     rotations: list[tuple[Any, Any]] = field(default_factory=list)
     below: list[Tensor] = field(default_factory=list)
 

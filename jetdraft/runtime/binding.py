@@ -12,21 +12,32 @@ import numpy.typing as npt
 
 from jetdraft.contract import HIDDEN, TensorSpec
 from jetdraft.runtime.ort import ort
+from jetdraft.runtime.tensor import HOST, Memory, Tensor
 
 Floats = npt.NDArray[np.float32]
 Seen = Sequence[Sequence[int]]
 """Per row, the slots of a draft that it sees beside itself."""
 
+ON_HOST = ("total_length",)
+"""Inputs that kernels read on the host, on any device."""
+
+STEADY = ("answer_rows", "probe_rows", "probe_ids", "attention_bias")
+"""Inputs that most passes leave as they are."""
+
+ON_REQUEST = ("logits", "probe_logits")
+"""Outputs that stay on the device until somebody looks at them."""
+
 
 class Bound:
     """Arrays that a pass reads and fills; all sizes are fixed.
 
-    `arrays` holds the inputs and outputs by name, `seconds` the time of all passes.
+    `arrays` holds the inputs and outputs by name as the host sees them, `tensors` the
+    same with what is on the device.
 
         bound = Bound(session, inputs, outputs, buffers, rows=4, answers=4, probes=0)
         bound.arrays["input_ids"][0] = [5, 8, 9, 2]
         bound.run()
-        bound.arrays["logits"]
+        bound.arrays["candidates"]
     """
 
     def __init__(
@@ -38,13 +49,13 @@ class Bound:
         rows: int,
         answers: int,
         probes: int,
+        memory: Memory = HOST,
     ) -> None:
         self.session = session
         self.io = session.io_binding()
         presents = {name.replace("past_", "present_") for name in buffers}
-        self.arrays: dict[str, npt.NDArray[Any]] = {}
-        # The OrtValues alias the arrays; both must stay alive.
-        self._kept: dict[str, ort.OrtValue] = {}
+        # The values alias the arrays or go with them; both must stay alive.
+        self.tensors: dict[str, Tensor] = {}
         for specs, bind in (
             (inputs, self.io.bind_ortvalue_input),
             (outputs, self.io.bind_ortvalue_output),
@@ -52,13 +63,24 @@ class Bound:
             for spec in specs:
                 if spec.name in buffers or spec.name in presents:
                     continue
-                array = np.zeros(spec.sized(rows, answers, probes), spec.dtype)
-                self.arrays[spec.name] = array
-                self._kept[spec.name] = ort.OrtValue.ortvalue_from_numpy(array)
-                bind(spec.name, self._kept[spec.name])
+                where = HOST if spec.name in ON_HOST else memory
+                tensor = where.tensor(spec.sized(rows, answers, probes), spec.dtype)
+                self.tensors[spec.name] = tensor
+                bind(spec.name, tensor.value)
         for name, buffer in buffers.items():
             self.io.bind_ortvalue_input(name, buffer)
             self.io.bind_ortvalue_output(name.replace("past_", "present_"), buffer)
+        self.arrays = {name: tensor.array for name, tensor in self.tensors.items()}
+        self._copied = memory.copies
+        self._changed = {spec.name for spec in inputs} & set(STEADY)
+        self._moving = [
+            self.tensors[spec.name]
+            for spec in inputs
+            if spec.name in self.tensors and spec.name not in (*ON_HOST, *STEADY)
+        ]
+        given = [spec.name for spec in outputs if spec.name in self.tensors]
+        self._on_request = [self.tensors[n] for n in given if n in ON_REQUEST]
+        self._at_once = [self.tensors[n] for n in given if n not in ON_REQUEST]
         bias = self.arrays.get("attention_bias")
         self._bias = None if bias is None else bias[0, 0]
         self._hidden = slice(0)
@@ -71,17 +93,35 @@ class Bound:
         array: Any = self.arrays[name]
         return memoryview(array.reshape(-1))
 
-    def run(self) -> float:
-        """One pass; the seconds that it took."""
+    def run(self, options: ort.RunOptions | None = None) -> float:
+        """One pass; the seconds that it took, copies included."""
         start = time.perf_counter()
-        self.session.run_with_iobinding(self.io)
+        if self._copied:
+            self._upload()
+        self.session.run_with_iobinding(self.io, options)
+        if self._copied:
+            self._download()
         return time.perf_counter() - start
+
+    def _upload(self) -> None:
+        for tensor in self._moving:
+            tensor.upload()
+        for name in self._changed:
+            self.tensors[name].upload()
+        self._changed.clear()
+
+    def _download(self) -> None:
+        for tensor in self._at_once:
+            tensor.download()
+        for tensor in self._on_request:
+            tensor.stale = True
 
     def show_all(self) -> None:
         """Let every row see all slots before it."""
         if self._bias is not None and self._hidden.stop:
             self._bias[:, self._hidden] = 0
             self._hidden = slice(0)
+            self._changed.add("attention_bias")
 
     def show_only(self, seen: Seen, cursor: int, filled: int = 0) -> None:
         """Hide the draft's slots, from the cursor on, but for those that rows may see.
@@ -92,6 +132,7 @@ class Bound:
         self.show_all()
         self._hidden = slice(cursor, cursor + filled + len(seen))
         self._bias[:, self._hidden] = _visible(tuple(map(tuple, seen)), filled)
+        self._changed.add("attention_bias")
 
 
 @lru_cache(maxsize=256)

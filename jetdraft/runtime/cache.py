@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
 from jetdraft.contract import StepContract
 from jetdraft.runtime.ort import ort
 from jetdraft.runtime.rows import without_gaps
+from jetdraft.runtime.tensor import HOST, Memory
 
 
 class Cache:
@@ -25,17 +24,20 @@ class Cache:
     """
 
     def __init__(
-        self, contract: StepContract, compaction: ort.InferenceSession | None = None
+        self,
+        contract: StepContract,
+        compaction: ort.InferenceSession | None = None,
+        memory: Memory = HOST,
     ) -> None:
         self.capacity = contract.capacity
         self.length = 0
         self.seconds = 0.0
-        self.buffers = {
-            spec.name: ort.OrtValue.ortvalue_from_numpy(
-                np.zeros(spec.sized(), dtype=spec.dtype)
-            )
+        self.memory = memory
+        tensors = {
+            spec.name: memory.tensor(spec.sized(), spec.dtype)
             for spec in contract.buffers("past")
         }
+        self.buffers = {name: tensor.value for name, tensor in tensors.items()}
         self._compaction = compaction
         self._moves: dict[int, _Move] = {}
 
@@ -78,9 +80,8 @@ class Cache:
         if move is None:
             move = _Move(self._compaction, self, len(source))
             self._moves[len(source)] = move
-        move.source[:] = source
-        move.target[0] = target
         start = time.perf_counter()
+        move.set(source, target)
         self._compaction.run_with_iobinding(move.io)
         self.seconds += time.perf_counter() - start
 
@@ -89,15 +90,18 @@ class _Move:
     """The binding of a move of so many rows."""
 
     def __init__(self, session: ort.InferenceSession, cache: Cache, rows: int) -> None:
-        self.source = np.zeros(rows, np.int64)
-        self.target = np.zeros(1, np.int64)
+        self.source = cache.memory.tensor((rows,), "int64")
+        self.target = cache.memory.tensor((1,), "int64")
         self.io = session.io_binding()
-        self.kept = [
-            ort.OrtValue.ortvalue_from_numpy(array)
-            for array in (self.source, self.target)
-        ]
-        for name, value in zip(("source", "target"), self.kept, strict=True):
-            self.io.bind_ortvalue_input(name, value)
+        self.io.bind_ortvalue_input("source", self.source.value)
+        self.io.bind_ortvalue_input("target", self.target.value)
         for name, buffer in cache.buffers.items():
             self.io.bind_ortvalue_input(name, buffer)
             self.io.bind_ortvalue_output(name.replace("past_", "present_"), buffer)
+
+    def set(self, source: list[int], target: int) -> None:
+        """The rows to move, and where the first of them goes."""
+        self.source.array[:] = source
+        self.target.array[0] = target
+        self.source.upload()
+        self.target.upload()

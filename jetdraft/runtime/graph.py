@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from jetdraft.contract import StepContract, check_tensors
+from jetdraft.contract import StepContract
 from jetdraft.runtime.binding import Bound, Floats
 from jetdraft.runtime.cache import Cache
+from jetdraft.runtime.captures import Captures
+from jetdraft.runtime.engines import Engine, Engines
 from jetdraft.runtime.ort import ort
 from jetdraft.runtime.probes import NO_PROBES, Probes, Probing
 from jetdraft.runtime.rows import Int64s, Rows, without_gaps
+from jetdraft.runtime.tensor import HOST, Memory, Tensor
+
+SHORTEST = 256
+"""The least `total_length` of captured graphs."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +29,29 @@ class Answer:
     `logsumexp` float32 [m], `logits` float32 [m, vocab], `hidden` float32 [m, h] of
     graphs that give it. `streams` has, for each row
     that carried some, what its streams say of the tokens after the row's own.
+    The logits come from the device when they are first looked at.
     """
 
     candidates: Int64s
     candidate_logits: Floats
     logsumexp: Floats
-    logits: Floats
+    _logits: Floats
     hidden: Floats | None = None
     streams: Mapping[int, Answer] = field(default_factory=dict, repr=False)
     _parts: dict[int, Answer] = field(default_factory=dict, repr=False)
+    _source: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def logits(self) -> Floats:
+        """All logits of the rows."""
+        if self._source is not None:
+            self._source.fetch()
+        return self._logits
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are to choose from."""
+        return int(self._logits.shape[1])
 
     @property
     def probes(self) -> int:
@@ -53,37 +71,53 @@ class Answer:
             self.candidates[which],
             self.candidate_logits[which],
             self.logsumexp[which],
-            self.logits[which],
+            self._logits[which],
             None if self.hidden is None else self.hidden[which],
+            _source=self._source,
         )
 
 
 class Graph:
-    """A session over one `Cache`, with one binding per width made when first used.
+    """Sessions over one `Cache`, with one binding per width made when first used.
 
     `seconds` adds up the time inside `session.run`, `passes` counts runs, and `probing`
-    says which rows of coming passes carry streams, in a graph that has them.
+    says which rows of coming passes carry streams, in a graph that has them. With
+    `lengths`, ascending up to the capacity, `total_length` is the least that holds a
+    pass; without, it is counted. Without `captures` no CUDA graph is captured.
 
-        graph = Graph(session, contract)
+        graph = Graph(Engines(session, contract))
         answer = graph.run([5, 8])      # rows 0 and 1 of an empty cache
         graph.cache.advance(2)
     """
 
     def __init__(
         self,
-        session: ort.InferenceSession,
-        contract: StepContract,
+        engines: Engines,
         compaction: ort.InferenceSession | None = None,
+        memory: Memory = HOST,
+        captures: Captures | None = None,
     ) -> None:
-        check_tensors(contract.inputs, session.get_inputs(), "the graph's inputs")
-        check_tensors(contract.outputs, session.get_outputs(), "the graph's outputs")
-        self.session = session
-        self.contract = contract
-        self.cache = Cache(contract, compaction)
+        self.engines = engines
+        self.contract = engines.any.contract
+        self.memory = memory
+        self.captures = captures
+        self.lengths: Sequence[int] = ()
+        self.prepare(exact=True)
+        self.cache = Cache(self.contract, compaction, memory)
         self.seconds = 0.0
         self.passes = 0
         self.probing = Probing()
-        self._bindings: dict[tuple[int, int, Probes], _Binding] = {}
+        self._bindings: dict[_Size, _Binding] = {}
+
+    def prepare(self, exact: bool) -> None:
+        """Get ready for generations that are exact, or need not be.
+
+        A captured graph keeps its `total_length`, so there are few. Kernels split their
+        work by it and round accordingly: exact ones know a single one.
+        """
+        if self.captures is not None:
+            most = self.contract.capacity
+            self.lengths = [most] if exact else _lengths(most)
 
     def run(
         self, tokens: Sequence[int], last_only: bool = False, width: int = 0
@@ -96,15 +130,18 @@ class Graph:
         """
         rows, cursor, room = len(tokens), self.cache.length, self.cache.room
         width = max(width, rows)
+        if not last_only:
+            width = self.engines.width(width, room)
         probes = NO_PROBES if last_only else self._probes(rows, room - width)
-        binding = self._binding(width, 1 if last_only else width, probes, room)
+        size = _Size(width, 1 if last_only else width, probes, branching=False)
+        binding = self._binding(size, room)
         binding.fill(tokens, range(cursor, cursor + width))
         if probes.total:
             chain = [list(range(row)) for row in range(width)]
             binding.show_only([*chain, *probes.seen(chain)], cursor)
         else:
             binding.show_all()
-        answer = self._run(binding, cursor, width)
+        answer = self._run(binding, cursor)
         return answer if last_only or width == rows else answer.first(rows)
 
     def verify(self, rows: Rows, width: int) -> tuple[Rows, Answer]:
@@ -150,14 +187,14 @@ class Graph:
         if not self.contract.tree:
             raise ValueError("a chain graph cannot run branches; use a tree graph")
         rows, cursor, room = len(tokens), self.cache.length, self.cache.room - filled
-        width = max(width, rows)
+        width = self.engines.width(max(width, rows), room)
         probes = self._probes(rows, room - width)
-        binding = self._binding(width, width, probes, room)
+        binding = self._binding(_Size(width, width, probes, branching=True), room)
         padding = width - rows
         binding.fill(tokens, [cursor + depth for depth in (*depths, *[0] * padding)])
         seen = [*ancestors, *[[]] * padding]
         binding.show_only([*seen, *probes.seen(seen)], cursor, filled)
-        answer = self._run(binding, cursor + filled, width)
+        answer = self._run(binding, cursor + filled)
         return answer if width == rows else answer.first(rows)
 
     def _probes(self, rows: int, room: int) -> Probes:
@@ -165,48 +202,79 @@ class Graph:
         probes = self.probing.of(rows)
         return probes if probes.total <= room else NO_PROBES
 
-    def _binding(self, width: int, answers: int, probes: Probes, room: int) -> _Binding:
-        if not 1 <= width <= min(self.contract.max_width, room):
+    def _binding(self, size: _Size, room: int) -> _Binding:
+        if not 1 <= size.width <= min(self.contract.max_width, room):
             raise ValueError(
-                f"a pass of {width} rows does not fit: {room} rows of room, "
+                f"a pass of {size.width} rows does not fit: {room} rows of room, "
                 f"{self.contract.max_width} at most"
             )
-        key = (width, answers, probes)
-        if key not in self._bindings:
-            self._bindings[key] = _Binding(self, *key)
-        return self._bindings[key]
+        if size not in self._bindings:
+            engine = self.engines.of(size.width, size.branching)
+            self._bindings[size] = _Binding(self, engine, size)
+        return self._bindings[size]
 
-    def _run(self, binding: _Binding, cursor: int, width: int) -> Answer:
-        capacity = self.contract.capacity
+    def _run(self, binding: _Binding, cursor: int) -> Answer:
+        size = binding.size
+        length = self._length(cursor + size.width, binding.biased)
         binding.cursor[0] = cursor
-        binding.total_length[0] = capacity if self.contract.biased else cursor + width
-        self.seconds += binding.run()
+        binding.total_length[0] = length
+        options = None
+        if self.captures is not None:
+            # Prefills are few and of any width: they are not worth a graph each.
+            once = size.answers != size.width
+            options = self.captures.run_options(None if once else (size, length))
+        self.seconds += binding.run(options)
         self.passes += 1
         return binding.answer
+
+    def _length(self, filled: int, biased: bool) -> int:
+        """What `total_length` says of a pass that fills the buffers that far."""
+        if biased:
+            return self.contract.capacity
+        return next((each for each in self.lengths if each >= filled), filled)
+
+
+def _lengths(capacity: int) -> list[int]:
+    """Powers of two, and the capacity."""
+    powers = (SHORTEST << doubling for doubling in range(capacity.bit_length()))
+    return [*(length for length in powers if length < capacity), capacity]
+
+
+@dataclass(frozen=True)
+class _Size:
+    """What passes of one binding have in common; they answer for the last rows."""
+
+    width: int
+    answers: int
+    probes: Probes
+    branching: bool
 
 
 class _Binding(Bound):
     """What a pass of one width binds, and its answer."""
 
-    def __init__(self, graph: Graph, width: int, answers: int, probes: Probes) -> None:
-        contract = graph.contract
+    def __init__(self, graph: Graph, engine: Engine, size: _Size) -> None:
+        contract, probes = engine.contract, size.probes
         super().__init__(
-            graph.session,
+            engine.session,
             contract.inputs,
             contract.outputs,
             graph.cache.buffers,
-            width,
-            answers,
+            size.width,
+            size.answers,
             probes.total,
+            graph.memory,
         )
-        self.probes = probes
+        self.size = size
+        self.biased = contract.biased
         self.input_ids = self.view("input_ids")
         self.position_ids = self.view("position_ids")
-        self.arrays["answer_rows"][:] = np.arange(width - answers, width)
+        first = size.width - size.answers
+        self.arrays["answer_rows"][:] = np.arange(first, size.width)
         if contract.streams:
             self.arrays["probe_rows"][:] = probes.rows
             self.arrays["probe_ids"][:] = probes.ids
-        self.answer = answer_of(self.arrays, contract, probes)
+        self.answer = answer_of(self.tensors, contract, probes)
 
     def fill(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
         """Set the rows' tokens and positions; the last token fills up the rest."""
@@ -216,14 +284,26 @@ class _Binding(Bound):
 
 
 def answer_of(
-    arrays: Mapping[str, npt.NDArray[Any]], contract: StepContract, probes: Probes
+    tensors: Mapping[str, Tensor], contract: StepContract, probes: Probes
 ) -> Answer:
-    """The answer that a binding's output arrays hold."""
-    found = [arrays[spec.name][0] for spec in contract.answers]
-    hidden = arrays["hidden"][0] if contract.hidden_size else None
-    main, drafts = found[:4], found[-4:]
+    """The answer that a binding's outputs hold."""
+    hidden = tensors["hidden"].array[0] if contract.hidden_size else None
     streams = {}
     for index, row in enumerate(probes.carriers):
         own = slice(index * probes.streams, (index + 1) * probes.streams)
-        streams[row] = Answer(*(array[own] for array in drafts))
-    return Answer(main[0], main[1], main[2], main[3], hidden, streams)
+        streams[row] = _answer(tensors, "probe_").rows(own)
+    return replace(_answer(tensors, ""), hidden=hidden, streams=streams)
+
+
+def _answer(tensors: Mapping[str, Tensor], prefix: str) -> Answer:
+    candidates, values, logsumexp, logits = (
+        tensors[prefix + name]
+        for name in ("candidates", "candidate_logits", "logsumexp", "logits")
+    )
+    return Answer(
+        candidates.array[0],
+        values.array[0],
+        logsumexp.array[0],
+        logits.array[0],
+        _source=logits,
+    )

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from jetdraft.bundle import Bundle, GraphEntry, read_streams
 from jetdraft.contract import EARLY_EXIT
+from jetdraft.devices.providers import choose
 from jetdraft.errors import (
     JetdraftError,
     MethodError,
@@ -27,6 +27,7 @@ from jetdraft.runtime.drafting import AUTO
 from jetdraft.runtime.follower import Follower
 from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.graph import Graph
+from jetdraft.runtime.opening import Opening
 from jetdraft.runtime.options import Options
 from jetdraft.runtime.planner import Planner
 from jetdraft.runtime.profiles import Profiles
@@ -43,7 +44,7 @@ from jetdraft.runtime.proposers import (
 from jetdraft.runtime.pruning import PrunedGraph
 from jetdraft.runtime.rows import Int64s
 from jetdraft.runtime.sampling import Chooser
-from jetdraft.runtime.session import default_threads, open_session, resolve_provider
+from jetdraft.runtime.session import default_threads
 from jetdraft.runtime.similarity import Similarity
 from jetdraft.runtime.stats import Stats
 from jetdraft.runtime.stopping import AcceptanceHead
@@ -51,6 +52,9 @@ from jetdraft.runtime.store import Entry, ResponseStore
 from jetdraft.runtime.text import TextCodec
 from jetdraft.runtime.trigram import Counts, Trigrams
 from jetdraft.runtime.tuning import Tuning
+
+OFF = "off"
+"""In place of the drafter's provider: no drafter."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,13 @@ def load(
     store: str | Path | None = None,
     user: str = "",
     table: str | Path | None = None,
+    drafter_provider: str | None = None,
 ) -> Model:
     """Open a bundle, check it and get it ready to generate.
 
-    `provider` defaults to the one it was exported for, `threads` to the cores of this
+    `provider` ("cpu", "cuda", "tensorrt" or "auto", the fastest of them that can)
+    defaults to the one it was exported for, `drafter_provider` to the target's; "off"
+    leaves the drafter out. `threads` to the cores of this
     process, `streams` (a `streams.npz` of the same base) to those in the bundle. In
     `store`, a file, the requests and responses of `user` are kept to draft from; none
     are without it. `table` is a trigram table of the same tokenizer. Raises
@@ -95,7 +102,10 @@ def load(
 
         model = jetdraft.load("bundle")
     """
-    return Model(Bundle.open(path), provider, threads, streams, store, user, table)
+    bundle = Bundle.open(path)
+    return Model(
+        bundle, provider, threads, streams, store, user, table, drafter_provider
+    )
 
 
 def _check_types(**given: object) -> None:
@@ -125,14 +135,17 @@ class Model:
         store: str | Path | None = None,
         user: str = "",
         table: str | Path | None = None,
+        drafter_provider: str | None = None,
     ) -> None:
         _check_types(store=store, table=table, streams=streams, user=user)
         self.bundle = bundle
         self._busy = False
-        self.provider = provider or bundle.provider
-        resolve_provider(self.provider)
         self.threads = default_threads() if threads is None else threads
-        self.profiles = Profiles(bundle, self.provider, self.threads)
+        own = bundle.provider if provider is None else provider
+        self._opening = self._placed(bundle.target, own, self.threads, True)
+        self.provider = self._opening.provider.name
+        self._drafting = self._beside(drafter_provider)
+        self.profiles = Profiles(bundle, self.placement, self.threads)
         self.text = TextCodec(bundle.tokenizer)
         self.store = None
         if user and store is None:
@@ -149,11 +162,11 @@ class Model:
         # The early exit's weights are in the lower half, all others in the upper one.
         self._early = {name: given[name] for name in EARLY_EXIT if name in given}
         self._late = {n: w for n, w in given.items() if n not in EARLY_EXIT}
-        self.target = self._open(bundle.target, self.threads, True, self._late)
-        # One quiet thread: a second spinning pool would take the target's cores.
+        self.target = self._opening.graph(bundle.target, self._late)
         self.drafter = None
-        if bundle.drafter is not None:
-            self.drafter = self._open(bundle.drafter, 1, False, {})
+        if bundle.drafter is not None and self._drafting is not None:
+            self.drafter = self._drafting.graph(bundle.drafter)
+            self.drafter.prepare(exact=False)
         self.follower = None if self.drafter is None else Follower(self.drafter)
         counts = None
         if table is not None:
@@ -167,24 +180,28 @@ class Model:
         self._halves: PrunedGraph | None = None
         self._use_tuning()
 
-    def _open(
-        self,
-        entry: GraphEntry,
-        threads: int,
-        spinning: bool,
-        weights: dict[str, npt.NDArray[np.generic]],
-    ) -> Graph:
-        folder = self.bundle.path
-        how = (self.provider, threads, spinning, weights)
-        if entry.tree_file is None or entry.compaction_file is None:
-            return Graph(open_session(folder / entry.file, *how), entry.contract)
-        # On the CPU a chain costs the same in the tree graph and gives the same bits,
-        # and two sessions would hold the packed weights twice (docs/log.md).
-        return Graph(
-            open_session(folder / entry.tree_file, *how),
-            entry.tree_contract,
-            open_session(folder / entry.compaction_file, self.provider),
-        )
+    def _placed(
+        self, entry: GraphEntry, provider: str, threads: int, spinning: bool
+    ) -> Opening:
+        graph = (self.bundle.flavour, entry.contract.dtype)
+        return Opening(self.bundle, choose(provider, [graph]), threads, spinning)
+
+    def _beside(self, asked: str | None) -> Opening | None:
+        """Where the drafter runs: by default where the target does."""
+        entry = self.bundle.drafter
+        if asked is None:
+            asked = self.bundle.drafter_provider or self.provider
+        if asked == OFF or entry is None:
+            return None
+        # One quiet thread: a second spinning pool would take the target's cores.
+        return self._placed(entry, asked, 1, False)
+
+    @property
+    def placement(self) -> str:
+        """The provider, and the drafter's where that is another."""
+        if self._drafting is None or self._drafting.provider is self._opening.provider:
+            return self.provider
+        return f"{self.provider}+{self._drafting.provider.name}"
 
     def target_for(self, options: Options) -> Graph | PrunedGraph:
         """The target, or its halves where a generation prunes.
@@ -193,21 +210,26 @@ class Model:
         second time.
         """
         if options.prune_threshold is None:
+            self.target.prepare(options.exact)
             return self.target
-        entry, folder = self.bundle.target, self.bundle.path
+        entry, opening = self.bundle.target, self._opening
+        if self.provider != "cpu":
+            raise MethodError(
+                f"pruning runs between two graphs on the CPU, not on {self.provider}; "
+                "leave the prune threshold out"
+            )
         if entry.halves is None:
             raise MethodError(
                 "the bundle's target has no layers below its streams to exit from; "
                 "leave the prune threshold out"
             )
         if self._halves is None:
-            how = (self.provider, self.threads, True)
             self._halves = PrunedGraph(
-                open_session(folder / entry.halves.lower, *how, self._early),
-                open_session(folder / entry.halves.upper, *how, self._late),
+                opening.session(entry.halves.lower, self._early),
+                opening.session(entry.halves.upper, self._late),
                 entry.split_contract,
-                open_session(folder / entry.halves.lower_compaction, self.provider),
-                open_session(folder / entry.halves.upper_compaction, self.provider),
+                opening.compaction(entry.halves.lower_compaction),
+                opening.compaction(entry.halves.upper_compaction),
             )
         given = options.prune_threshold
         fixed = None if given == AUTO else float(given)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jetdraft.bundle import Bundle
+from jetdraft.devices.detection import detect
 from jetdraft.runtime import calibration, tuning
 from jetdraft.runtime.calibration import Calibration
 from jetdraft.runtime.graph import Graph
@@ -20,6 +21,8 @@ from jetdraft.runtime.tuning import Tuning
 
 class Profiles:
     """Reads and writes what belongs to a bundle, a provider and a number of threads.
+
+    Where the drafter has another provider both are named: "cuda+cpu".
 
     Profiles(bundle, "cpu", 2).calibration(target, drafter)
     """
@@ -37,6 +40,8 @@ class Profiles:
             "onnxruntime": ort.__version__,
             "bundle": bundle.sha256,
         }
+        if provider != "cpu":
+            self.machine["gpu"] = detect().gpu
 
     def calibration(
         self, target: Graph, drafter: Graph | None, again: bool = False

@@ -248,7 +248,7 @@ class PrunedGraph:
         bound.arrays["hidden"][0] = hidden[kept + kept[-1:] * padding]
         self._place(bound, rows, padding, probes)
         self.passes += 1
-        return answer_of(bound.arrays, self.halves.upper, probes)
+        return answer_of(bound.tensors, self.halves.upper, probes)
 
     def _place(self, bound: Bound, rows: Rows, padding: int, probes: Probes) -> None:
         """Set positions and what rows see, and run."""

@@ -116,7 +116,7 @@ class Chooser:
         narrows `least` and `most`, between which the number of kept tokens lies.
         """
         rows, candidates = scaled.shape
-        vocabulary, sampling = answer.logits.shape[1], self.sampling
+        vocabulary, sampling = answer.vocab_size, self.sampling
         total = min(sampling.top_k or vocabulary, vocabulary)
         most = np.full(rows, total)
         least = np.minimum(most, candidates)
@@ -158,7 +158,7 @@ class Chooser:
         last = logits[:, -1] - logits[:, 0]
         if temperature <= 1.0:
             return np.asarray(rest * np.exp(last * (1 / temperature - 1)))
-        others = answer.logits.shape[1] - logits.shape[1]
+        others = answer.vocab_size - logits.shape[1]
         return np.asarray(others * np.exp(last / temperature))
 
     def distribution(self, answer: Answer) -> Distribution:
@@ -208,7 +208,7 @@ class Chooser:
         """
         seed, temperature = self.sampling.seed, self.sampling.temperature
         threshold = np.exp(-np.exp(last - scores))[:, None]
-        every = np.arange(answer.logits.shape[1])[None]
+        every = np.arange(answer.vocab_size)[None]
         rows, ids = np.nonzero(uniforms(seed, positions[:, None], every) >= threshold)
         rivals = answer.logits[rows, ids].astype(np.float64) / temperature
         rivals += gumbel(seed, positions[rows], ids)

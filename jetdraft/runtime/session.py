@@ -9,38 +9,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from jetdraft.devices.providers import PROVIDERS, presence
 from jetdraft.errors import ContractError, OptionError, ProviderError
 from jetdraft.runtime.ort import ort
 
-PROVIDERS = {
-    "cpu": "CPUExecutionProvider",
-    "cuda": "CUDAExecutionProvider",
-    "tensorrt": "TensorrtExecutionProvider",
-}
-"""onnxruntime's names of the providers, by the name the user gives."""
-
-SUPPORTED = ("cpu",)
-"""Those that this version runs on."""
-
-
-def resolve_provider(name: str) -> str:
-    """onnxruntime's name of a provider; raise `ProviderError` if it cannot run."""
-    if name not in PROVIDERS:
-        raise ProviderError(f"unknown provider {name!r}; choose {', '.join(SUPPORTED)}")
-    if PROVIDERS[name] not in ort.get_available_providers():
-        raise ProviderError(
-            f"this onnxruntime was built without {PROVIDERS[name]}; choose "
-            f"{', '.join(SUPPORTED)}, or install a build that has it"
-        )
-    if name not in SUPPORTED:
-        raise ProviderError(
-            f"this jetdraft does not run on {name!r} yet; choose {', '.join(SUPPORTED)}"
-        )
-    return PROVIDERS[name]
-
-
 MOST_THREADS_PER_CORE = 8
 """More only wait for each other, for minutes where they are many."""
+
+SHAPE_OPERATORS = {"Shape", "Size", "Gather", "Slice", "Squeeze", "Unsqueeze", "Cast"}
+SHAPE_OPERATORS |= {"Concat", "Add", "Sub", "Mul"}
+"""What a provider may leave to the CPU, where it computes sizes."""
 
 
 def default_threads() -> int:
@@ -54,16 +32,16 @@ def open_session(
     threads: int = 1,
     spinning: bool = False,
     weights: Mapping[str, npt.NDArray[np.generic]] | None = None,
+    shared: Mapping[str, ort.OrtValue] | None = None,
+    provider_options: Mapping[str, str] | None = None,
 ) -> ort.InferenceSession:
     """A session on `file`; one without `spinning` threads leaves idle cores alone.
 
-    `weights` take the place of the graph's own of those names.
+    `weights` take the place of the graph's own of those names, and so do `shared` ones,
+    which lie where the provider computes and must outlive the session. Raises
+    `ProviderError` if anything but the provider would compute.
     """
-    most = MOST_THREADS_PER_CORE * (os.cpu_count() or 1)
-    if not isinstance(threads, int) or not 1 <= threads <= most:
-        raise OptionError(
-            f"threads {threads!r} is out of range; give 1 to {most} on this machine"
-        )
+    _check_threads(threads)
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -73,20 +51,56 @@ def open_session(
     )
     # Of integers that a DequantizeLinear gives to a MatMul, as `Recipe` has it too.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     weights = weights or {}
+    full = PROVIDERS[provider].full
     try:
         options.add_external_initializers(
             list(weights),
             [ort.OrtValue.ortvalue_from_numpy(w) for w in weights.values()],
         )
-        return ort.InferenceSession(
-            str(file), options, providers=[resolve_provider(provider)]
+        for name, value in (shared or {}).items():
+            options.add_initializer(name, value)
+        session = ort.InferenceSession(
+            str(file), options, providers=[(full, dict(provider_options or {}))]
         )
-    except ProviderError:
-        raise
     except Exception as error:  # onnxruntime raises its own, underived exceptions
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ContractError(
             f"onnxruntime cannot load {file} ({reason}); export the bundle again with "
             "this version"
         ) from error
+    _check_provider(session, provider, file)
+    return session
+
+
+def _check_threads(threads: int) -> None:
+    most = MOST_THREADS_PER_CORE * (os.cpu_count() or 1)
+    if not isinstance(threads, int) or not 1 <= threads <= most:
+        raise OptionError(
+            f"threads {threads!r} is out of range; give 1 to {most} on this machine"
+        )
+
+
+def _check_provider(session: ort.InferenceSession, provider: str, file: Path) -> None:
+    """Raise `ProviderError` if onnxruntime silently fell back to the CPU."""
+    full = PROVIDERS[provider].full
+    if session.get_providers()[0] != full:
+        reason = presence(provider).reason or "onnxruntime left it out"
+        raise ProviderError(f"{full} cannot be used here: {reason}")
+    elsewhere = elsewhere_of(session, full) - SHAPE_OPERATORS
+    if elsewhere:
+        raise ProviderError(
+            f"{full} has no kernels for {', '.join(sorted(elsewhere))} of {file}; "
+            "export the bundle for this provider"
+        )
+
+
+def elsewhere_of(session: ort.InferenceSession, full: str) -> set[str]:
+    """The operators that a provider of that full name does not run."""
+    return {
+        node.op_type
+        for part in session.get_provider_graph_assignment_info()
+        for node in part.get_nodes()
+        if part.ep_name != full
+    }

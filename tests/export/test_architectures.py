@@ -18,6 +18,7 @@ from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.fusion import fuse
 from jetdraft.export.seams import check_seams
 from jetdraft.export.step import Step, kv_shapes, trace
+from jetdraft.runtime.engines import Engines
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.session import open_session
 from tests.tiny import SIZES, VOCAB_SIZE, llama_config, save_checkpoint
@@ -109,7 +110,7 @@ def case(request, tmp_path_factory):
         checkpoint=checkpoint,
         contract=contract,
         onnx=model,
-        graph=Graph(session, contract),
+        graph=Graph(Engines(session, contract)),
         expected=expected,
     )
 

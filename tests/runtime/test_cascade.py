@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jetdraft.runtime.engines import Engines
 from jetdraft.runtime.follower import Follower
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.proposers import (
@@ -40,7 +41,8 @@ class Told(LookupProposer):
 
 def graph(model):
     entry = model.bundle.drafter
-    return Graph(open_session(model.bundle.path / entry.file, "cpu", 1), entry.contract)
+    session = open_session(model.bundle.path / entry.file, "cpu", 1)
+    return Graph(Engines(session, entry.contract))
 
 
 @pytest.mark.parametrize("sampling", WAYS, ids=str)

@@ -126,10 +126,31 @@ def test_bad_input_is_refused_before_anything_runs(model, options, error, words)
         model.stream(**options)
 
 
-@pytest.mark.parametrize("provider", ["cuda", "tensorrt", "abacus"])
-def test_a_provider_that_cannot_run_is_refused(bundle, provider):
-    with pytest.raises(ProviderError, match="choose cpu"):
-        jetdraft.load(bundle, provider=provider)
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"provider": "cuda"}, "no fp32 kernel on CUDA; export with --dtype fp16"),
+        ({"provider": "tensorrt"}, "no contrib operators; export with --flavour"),
+        ({"provider": "abacus"}, "unknown provider 'abacus'; choose tensorrt, cuda"),
+        ({"drafter_provider": "abacus"}, "unknown provider 'abacus'"),
+        ({"drafter_provider": "cuda"}, "no fp32 kernel on CUDA"),
+    ],
+)
+def test_a_provider_that_cannot_run_is_refused(bundle, options, reason):
+    with pytest.raises(ProviderError, match=reason):
+        jetdraft.load(bundle, **options)
+
+
+def test_auto_takes_what_runs(bundle):
+    assert jetdraft.load(bundle, provider="auto", threads=1).provider == "cpu"
+
+
+def test_the_drafter_can_be_left_out(bundle):
+    model = jetdraft.load(bundle, threads=1, drafter_provider="off")
+    assert model.drafter is None
+    assert "draft" not in model.methods
+    with pytest.raises(MethodError, match="no method 'draft'"):
+        model.generate("a", method="draft")
 
 
 def test_no_threads_is_refused(bundle):

@@ -1,0 +1,96 @@
+"""What TensorRT needs beside a graph: ranges of shapes, and a place for its engines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from jetdraft.contract import StepContract, TensorSpec
+from jetdraft.devices.providers import TensorrtOptions
+
+WIDTHS = (2, 4, 8)
+"""Passes that get an engine of their own; each engine holds the weights once more."""
+
+_MADE_BY = "made-by.json"
+
+
+def profile(contract: StepContract, width: int | None) -> tuple[str, str, str]:
+    """The least, usual and largest shapes of passes, as TensorRT's options take them.
+
+    Of one `width`, where all rows are answered for; or None for passes of any width.
+    """
+    streams = contract.streams
+    if width is not None:
+        sizes = [(width, width, each * width) for each in (0, streams, streams)]
+    else:
+        most = contract.max_width
+        sizes = [(1, 1, 0), (most, 1, 0), (most, most, most * streams)]
+    dynamic = [
+        spec
+        for spec in contract.inputs
+        if any(isinstance(axis, str) for axis in spec.shape)
+    ]
+    least, usual, largest = (_shapes(dynamic, *each) for each in sizes)
+    return least, usual, largest
+
+
+def _shapes(specs: Sequence[TensorSpec], rows: int, answers: int, probes: int) -> str:
+    """ "input_ids:1x4,answer_rows:4"."""
+    sized = ((spec.name, spec.sized(rows, answers, probes)) for spec in specs)
+    return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in sized)
+
+
+def engine_options(
+    contract: StepContract, width: int | None, folder: Path | None
+) -> TensorrtOptions:
+    """The options of one engine; without a `folder` it is built at every load."""
+    least, usual, largest = profile(contract, width)
+    where = "" if folder is None else str(folder / f"width-{width or 'any'}")
+    return TensorrtOptions(
+        trt_engine_cache_path=where,
+        trt_timing_cache_path=where,
+        trt_profile_min_shapes=least,
+        trt_profile_opt_shapes=usual,
+        trt_profile_max_shapes=largest,
+        trt_fp16_enable=contract.dtype == "float16",
+        trt_engine_cache_enable=folder is not None,
+        trt_timing_cache_enable=folder is not None,
+    )
+
+
+def engine_folder(folder: Path, machine: dict[str, str]) -> Path | None:
+    """Where engines made by this machine are kept, empty if they were made by another.
+
+    `machine` says what they depend on: the bundle, the GPU, the versions. None, with a
+    warning, where nothing can be written.
+    """
+    stamp = folder / _MADE_BY
+    try:
+        if _read(stamp) != machine:
+            if folder.exists():
+                warnings.warn(
+                    f"the TensorRT engines in {folder} were built for another bundle, "
+                    "GPU or version; they are built again, which takes minutes",
+                    stacklevel=4,
+                )
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True)
+            stamp.write_text(json.dumps(machine, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        warnings.warn(
+            f"TensorRT engines cannot be kept in {folder} ({error.strerror}); they are "
+            "built at every load",
+            stacklevel=4,
+        )
+        return None
+    return folder
+
+
+def _read(stamp: Path) -> object:
+    try:
+        return json.loads(stamp.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,129 @@
+"""Opening a bundle's graphs on a provider, each in the way that suits it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from jetdraft.bundle import Bundle, GraphEntry
+from jetdraft.devices.detection import detect
+from jetdraft.devices.providers import (
+    CudaOptions,
+    Provider,
+    TensorrtOptions,
+    as_options,
+)
+from jetdraft.devices.tensorrt import WIDTHS, engine_folder, engine_options
+from jetdraft.runtime.captures import Captures
+from jetdraft.runtime.engines import Engines
+from jetdraft.runtime.graph import Graph
+from jetdraft.runtime.ort import ort
+from jetdraft.runtime.session import open_session
+from jetdraft.runtime.tensor import HOST, Memory
+from jetdraft.runtime.weights import shared_weights
+
+Weights = Mapping[str, npt.NDArray[np.generic]]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How the graphs of a bundle are opened.
+
+    Opening(bundle, PROVIDERS["cpu"], threads=2, spinning=True).graph(bundle.target)
+    """
+
+    bundle: Bundle
+    provider: Provider
+    threads: int
+    spinning: bool
+
+    def graph(self, entry: GraphEntry, weights: Weights | None = None) -> Graph:
+        """A model of the bundle; `weights` take the place of its own of those names."""
+        how = {"cpu": self._on_cpu, "cuda": self._on_cuda}
+        return how.get(self.provider.name, self._on_tensorrt)(entry, weights or {})
+
+    def session(
+        self,
+        file: str,
+        weights: Weights | None = None,
+        options: CudaOptions | TensorrtOptions | None = None,
+        shared: Mapping[str, ort.OrtValue] | None = None,
+    ) -> ort.InferenceSession:
+        """One session of the bundle."""
+        return open_session(
+            self.bundle.path / file,
+            self.provider.name,
+            self.threads,
+            self.spinning,
+            weights,
+            shared,
+            as_options(options) if options else {},
+        )
+
+    def compaction(self, file: str | None) -> ort.InferenceSession | None:
+        """What moves rows together: weightless, and never worth many threads."""
+        if file is None:
+            return None
+        # TensorRT's own tensors lie where CUDA's do, and an engine would gain nothing.
+        name = "cpu" if self.provider.memory == "cpu" else "cuda"
+        options = CudaOptions(enable_cuda_graph=False)
+        given = {} if name == "cpu" else as_options(options)
+        path: Path = self.bundle.path / file
+        return open_session(path, name, provider_options=given)
+
+    def _on_cpu(self, entry: GraphEntry, weights: Weights) -> Graph:
+        """One session: a chain costs the same in a tree graph and gives the same bits.
+
+        Two would hold the packed weights twice (docs/log.md).
+        """
+        session = self.session(entry.tree_file or entry.file, weights)
+        contract = entry.tree_contract if entry.tree_file else entry.contract
+        return Graph(
+            Engines(session, contract), self.compaction(entry.compaction_file), HOST
+        )
+
+    def _on_cuda(self, entry: GraphEntry, weights: Weights) -> Graph:
+        """Chains and trees over the same weights; an attention bias costs a kernel."""
+        memory = self.provider.memory
+        shared = shared_weights(self.bundle.path / entry.file, memory)
+        shared = {name: w for name, w in shared.items() if name not in weights}
+        options = CudaOptions()
+        chain = self.session(entry.file, weights, options, shared)
+        if entry.tree_file is None:
+            engines = Engines(chain, entry.contract, weights=shared)
+        else:
+            tree = self.session(entry.tree_file, weights, options, shared)
+            engines = Engines(tree, entry.tree_contract, chain, weights=shared)
+        moves = self.compaction(entry.compaction_file)
+        return Graph(engines, moves, Memory(memory, copies=True), Captures())
+
+    def _on_tensorrt(self, entry: GraphEntry, weights: Weights) -> Graph:
+        """An engine for passes of any width, and some for the widths of decoding."""
+        contract = entry.tree_contract if entry.tree_file else entry.contract
+        file = entry.tree_file or entry.file
+        name = file.removesuffix(".onnx")
+        folder = self.bundle.path / "profiles" / f"tensorrt-{name}"
+        kept = engine_folder(folder, self._machine())
+        sessions = {
+            width: self.session(file, weights, engine_options(contract, width, kept))
+            for width in (None, *WIDTHS)
+        }
+        engines = Engines(
+            sessions[None], contract, fixed={w: sessions[w] for w in WIDTHS}
+        )
+        moves = self.compaction(entry.compaction_file)
+        return Graph(engines, moves, Memory(self.provider.memory, copies=True))
+
+    def _machine(self) -> dict[str, str]:
+        """What engines depend on."""
+        machine = detect()
+        return {
+            "bundle": self.bundle.sha256,
+            "gpu": machine.gpu or "unknown",
+            "tensorrt": machine.tensorrt or "unknown",
+            "onnxruntime": ort.__version__,
+        }

@@ -1,0 +1,88 @@
+"""Graphs that a CUDA graph can be captured of: no size of a pass is copied to the GPU.
+
+onnxruntime computes shapes on the host. A host value that a kernel wants on the device
+becomes a Memcpy node, and with one in it a session refuses to capture.
+"""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+
+from jetdraft.bundle import Bundle
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.export.streams import StreamSettings
+from jetdraft.quant.recipe import Recipe
+from tests.tiny import llama_config, save_checkpoint, save_streams
+
+READ_ON_HOST = {
+    "Reshape": [1],
+    "Expand": [1],
+    "Slice": [1, 2, 3, 4],
+    "Range": [0, 1, 2],
+    "ConstantOfShape": [0],
+    "Unsqueeze": [1],
+    "Squeeze": [1],
+    "Split": [1],
+    "Tile": [1],
+}
+"""The inputs that CUDA kernels read on the host."""
+
+COMPUTED_ON_HOST = {"Cast", "Add", "Sub", "Mul", "Concat", "Gather", "Squeeze"}
+COMPUTED_ON_HOST |= {"Unsqueeze", "Slice", "Reshape"}
+
+
+def copied_to_device(file):
+    """Nodes that take a size of the pass where they compute."""
+    graph = onnx.load(file, load_external_data=False).graph
+    constants, sizes, found = {each.name for each in graph.initializer}, set(), []
+    for node in graph.node:
+        if node.op_type in ("Shape", "Size"):
+            sizes |= set(node.output)
+            continue
+        taken = [place for place, name in enumerate(node.input) if name in sizes]
+        if not set(taken) - set(READ_ON_HOST.get(node.op_type, [])):
+            continue
+        on_host = all(name in sizes | constants for name in node.input)
+        if node.op_type in COMPUTED_ON_HOST and on_host:
+            sizes |= set(node.output)
+        else:
+            found.append((node.op_type, list(node.input)))
+    return found
+
+
+def graphs(folder):
+    """The step graphs of a bundle: halves run on the CPU."""
+    for entry in Bundle.open(folder).graphs.values():
+        yield from (folder / f for f in (entry.file, entry.tree_file) if f)
+
+
+def test_chains_and_trees(bundle):
+    for file in graphs(bundle):
+        assert copied_to_device(file) == [], file.name
+
+
+@pytest.mark.parametrize("flavour", ["contrib", "standard"])
+def test_streams(tmp_path, flavour):
+    save_checkpoint(tmp_path / "checkpoint", llama_config())
+    settings = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)
+    checkpoint = save_streams(tmp_path / "checkpoint", settings)
+    options = ExportOptions(
+        Recipe("int8", 32), capacity=64, max_width=32, flavour=flavour
+    )
+    export(str(checkpoint), tmp_path / "bundle", options=options)
+    for file in graphs(tmp_path / "bundle"):
+        assert copied_to_device(file) == [], file.name
+
+
+def test_a_copy_is_found(tmp_path):
+    """What the graphs had before: the last row, counted by a shape."""
+    make = onnx.helper.make_node
+    nodes = [make("Shape", ["ids"], ["n"]), make("Add", ["cursor", "n"], ["last"])]
+    values = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, shape)
+        for name, shape in (("ids", ["n"]), ("cursor", [1]), ("last", [1]))
+    ]
+    graph = onnx.helper.make_graph(nodes, "g", values[:2], values[2:])
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "g.onnx")
+    assert copied_to_device(tmp_path / "g.onnx") == [("Add", ["cursor", "n"])]
