@@ -30,7 +30,8 @@ class Calibration:
 
     `gaps[w]` is the largest logit difference between width w and the exact class,
     `probe_ms` what a probe adds to a pass, and `probes_agree` says whether the rows of
-    the exact class are the same bit by bit with probes beside them.
+    the exact class are the same bit by bit with probes beside them, `trees_agree` the
+    same of passes that branch, which may run in a session of their own.
 
         measure(target, drafter).exact_widths    # [2, 3, ..., 16]
     """
@@ -41,6 +42,7 @@ class Calibration:
     drafter_ms: dict[int, float]
     probe_ms: float = 0.0
     probes_agree: bool = True
+    trees_agree: bool = True
 
     @property
     def exact_widths(self) -> list[int]:
@@ -66,6 +68,7 @@ class Calibration:
             classes=classes,
             probe_ms=float(fields["probe_ms"]),
             probes_agree=bool(fields["probes_agree"]),
+            trees_agree=bool(fields["trees_agree"]),
             **tables,
         )
 
@@ -86,7 +89,11 @@ def measure(target: Graph, drafter: Graph | None) -> Calibration:
     reference = logits[found.exact_widths[0]]
     for width, values in logits.items():
         found.gaps[width] = float(np.abs(values - reference).max())
-    return replace(found, probes_agree=_probes_agree(target, found.exact_widths))
+    return replace(
+        found,
+        probes_agree=_probes_agree(target, found.exact_widths),
+        trees_agree=_trees_agree(target, found.exact_widths),
+    )
 
 
 def _survey(graph: Graph) -> tuple[dict[int, np.ndarray], dict[int, float]]:
@@ -144,6 +151,21 @@ def _probes_agree(graph: Graph, widths: list[int]) -> bool:
             graph.probing = Probing()
             if not np.array_equal(alone, beside):
                 return False
+    return True
+
+
+def _trees_agree(graph: Graph, widths: list[int]) -> bool:
+    """Whether a chain's rows are the same bit by bit, run as a branching draft."""
+    if not graph.contract.tree or graph.engines.chain is graph.engines.any:
+        return True
+    for width in widths:
+        tokens = list(range(1, 1 + width))
+        alone = graph.run(tokens).logits.copy()
+        seen = [list(range(row)) for row in range(width)]
+        if not np.array_equal(
+            alone, graph.run_branches(tokens, range(width), seen).logits
+        ):
+            return False
     return True
 
 

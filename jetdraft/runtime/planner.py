@@ -95,6 +95,11 @@ class Planner:
                 "choose another method or add --no-exact"
             )
         if not options.drafting.is_chain:
+            if not self._trees(options):
+                raise MethodError(
+                    "on this machine passes that branch change the last bits of their "
+                    "rows; choose tree chain or add --no-exact"
+                )
             return {names[0]: self._tree_proposer(names[0], options)}
         if names == (AUTO,):
             names = tuple(n for n in self._unasked if probes or n != "stream")
@@ -136,12 +141,16 @@ class Planner:
             self.widths(options),
             count or MAX_DRAFT_TOKENS,
             options.exact,
-            options.drafting.may_branch,
+            options.drafting.may_branch and self._trees(options),
         )
 
     def _probes(self, options: Options) -> bool:
         """Whether rows may carry streams."""
         return self.calibration.probes_agree or not options.exact
+
+    def _trees(self, options: Options) -> bool:
+        """Whether passes may branch."""
+        return self.calibration.trees_agree or not options.exact
 
     def _tree_proposer(self, name: str, options: Options) -> Proposer:
         shape, kind = options.drafting.shape, options.drafting.kind

@@ -6,6 +6,8 @@ CPU provider does not look at, and chains and trees have sessions of their own.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -16,9 +18,12 @@ from jetdraft.errors import MethodError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.quant.recipe import Recipe
 from jetdraft.runtime import opening
+from jetdraft.runtime.calibration import measure
 from jetdraft.runtime.captures import Captures
 from jetdraft.runtime.options import Options
+from jetdraft.runtime.session import open_session
 from jetdraft.runtime.tensor import Memory
+from jetdraft.runtime.weights import shared_weights
 
 PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
 CPU = PROVIDERS["cpu"].full
@@ -139,3 +144,27 @@ def test_a_new_size_runs_eagerly_first():
     assert [number(key) for key in ("a", "b", "a", "b", "a", None)] == [
         *("-1", "-1", "1", "2", "1", "-1")
     ]
+
+
+def test_trees_that_round_otherwise_are_not_exact(bundle, pretended):
+    assert pretended.planner.calibration.trees_agree
+    if bundle.provider != "cuda":
+        return
+    graph, other = pretended.target, jetdraft.load(bundle.path, "cpu", 1).target
+    file = bundle.path / bundle.target.tree_file
+    own = shared_weights(file, "cpu")
+    arrays = {name: value.numpy() for name, value in own.items()}
+    scales = next(name for name, w in arrays.items() if w.dtype == np.float16)
+    swapped = open_session(file, "cpu", weights={scales: 2 * arrays[scales]})
+    graph.engines.any = replace(graph.engines.any, session=swapped)
+    graph._bindings.clear()
+    found = measure(graph, None)
+    assert not found.trees_agree
+    assert measure(other, None).trees_agree
+    pretended.planner.calibration = found
+    tree = {"method": "draft", "tree": "best"}
+    with pytest.raises(MethodError, match="passes that branch"):
+        text(pretended, **tree)
+    assert text(pretended, exact=False, **tree)
+    drafted = pretended.generate(token_ids=PROMPT, method="auto", max_new_tokens=40)
+    assert drafted.token_ids == text(pretended, method="none", max_new_tokens=40)
