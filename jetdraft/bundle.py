@@ -42,8 +42,9 @@ from jetdraft.errors import BundleError, OutputError, PairError
 from jetdraft.files import read_arrays
 
 SCHEMA_VERSION = 3
-FLAVOURS = CONTRIB, STANDARD = "contrib", "standard"
-"""Graphs with onnxruntime's own operators, and those of ai.onnx alone."""
+CONTRIB, STANDARD, SCATTERED = FLAVOURS = "contrib", "standard", "standard-scatternd"
+"""Graphs with onnxruntime's own operators; those of ai.onnx alone; and these without
+TensorScatter, in case TensorRT does not import that."""
 MANIFEST = "bundle.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"

@@ -11,7 +11,7 @@ import click
 from jetdraft.bundle import FLAVOURS
 from jetdraft.devices.device import Device
 from jetdraft.devices.plan import Question, plan, refusal
-from jetdraft.devices.providers import PROVIDERS
+from jetdraft.devices.providers import AUTO, PROVIDERS, fastest
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.quant.recipe import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, SCHEMES, Recipe
 
@@ -89,10 +89,10 @@ class Stages:
 )
 @click.option(
     "--provider",
-    type=click.Choice(list(PROVIDERS)),
+    type=click.Choice([*PROVIDERS, AUTO]),
     default="cpu",
     show_default=True,
-    help="Who will run it.",
+    help="Who will run it; auto: the fastest that runs on this machine.",
 )
 @click.option(
     "--drafter-provider",
@@ -138,7 +138,7 @@ def command(
         dtype=dtype,
         capacity=capacity,
         max_width=min(max_width, capacity),
-        provider=provider,
+        provider=fastest() if provider == AUTO else provider,
         flavour=flavour,
         adapter_scale=adapter_scale,
         drafter_provider=drafter_provider,

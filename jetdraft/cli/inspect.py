@@ -24,7 +24,7 @@ def command(bundle: Path, as_json: bool) -> None:
     contract = opened.target.contract
     click.echo(f"bundle      {bundle} (sha256 {opened.sha256[:12]})")
     click.echo(f"methods     {', '.join(opened.methods)}")
-    click.echo(f"provider    {opened.provider}, {opened.flavour} operators")
+    click.echo(f"provider    {opened.provider}")
     if opened.drafter_provider:
         click.echo(f"drafter on  {opened.drafter_provider}")
     click.echo(f"flavour     {opened.flavour}")

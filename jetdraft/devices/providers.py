@@ -42,7 +42,7 @@ class Provider:
 
     def refusal(self, flavour: str, dtype: str) -> str:
         """Why it cannot run graphs of a flavour and a numpy dtype; empty if it can."""
-        if self.name == "tensorrt" and flavour != STANDARD:
+        if self.name == "tensorrt" and flavour == CONTRIB:
             return (
                 "TensorRT imports no contrib operators; export with --flavour standard"
             )
@@ -130,6 +130,11 @@ def choose(name: str, graphs: Iterable[tuple[str, str]]) -> Provider:
         if not reason:
             return PROVIDERS[each]
     raise ProviderError(f"provider {name!r} cannot run this bundle here: {reason}")
+
+
+def fastest() -> str:
+    """The name of the fastest provider that runs on this machine."""
+    return next(name for name in PROVIDERS if name == "cpu" or presence(name).runs)
 
 
 def _unfit(provider: Provider, graphs: list[tuple[str, str]]) -> str:

@@ -18,9 +18,10 @@ import torch
 
 from jetdraft.bundle import (
     CHAT_TEMPLATE,
+    CONTRIB,
     DRAFTER,
     FLAVOURS,
-    STANDARD,
+    SCATTERED,
     STREAMS,
     TARGET,
     TOKENIZER,
@@ -250,9 +251,9 @@ def _write_graph(
     if checkpoint.streams is not None:
         streamed = checkpoint.with_streams(options.adapter_scale)
     model = trace(streamed or checkpoint.model, contract)
-    standard = options.flavour_made == STANDARD
+    standard = options.flavour_made != CONTRIB
     if standard:
-        standardize(model, contract)
+        standardize(model, contract, options.flavour_made == SCATTERED)
     else:
         fuse(model, contract)
     report(f"trace {name}", 1, 1)

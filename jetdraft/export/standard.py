@@ -3,7 +3,7 @@
 TensorRT imports no contrib operator, and of the norms none but their primitives. So
 each attention becomes TensorScatter, which writes the new rows into the buffers in
 place, and Attention-24; RMSNormalization becomes what it computes. The contract stays
-the same.
+the same. Where an importer does not know TensorScatter, ScatterND does, with a copy.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ MASK_INPUT = 3
 """Of Attention."""
 
 
-def standardize(model: ir.Model, contract: StepContract) -> None:
-    """Rewrite a traced graph in place; raises `UnsupportedModelError`."""
+def standardize(model: ir.Model, contract: StepContract, scattered: bool) -> None:
+    """Rewrite a traced graph in place; raises `UnsupportedModelError`.
+
+    A `scattered` one writes new rows with ScatterND in place of TensorScatter.
+    """
     graph = model.graph
     for node in list(graph):
         if node.op_type == "GroupQueryAttention":
-            _attention(graph, node, contract)
+            _attention(graph, node, scattered)
         elif node.op_type == "RMSNormalization":
             _norm(graph, node)
     graph.opset_imports[""] = OPSET
@@ -57,7 +60,7 @@ class _Maker:
         return initializer(self.graph, name, array)
 
 
-def _attention(graph: ir.Graph, node: ir.Node, contract: StepContract) -> None:
+def _attention(graph: ir.Graph, node: ir.Node, scattered: bool) -> None:
     if node.attributes.get_int("local_window_size", -1) > 0:
         raise UnsupportedModelError(
             "a layer attends in a sliding window, which the standard flavour does not "
@@ -69,8 +72,9 @@ def _attention(graph: ir.Graph, node: ir.Node, contract: StepContract) -> None:
     kv_heads = node.attributes.get_int("kv_num_heads", 0)
     cursor = next(each for each in graph.inputs if each.name == "cursor")
     start = make("Cast", [cursor], to=ir.DataType.INT64)
+    write = _scatter_nd if scattered else _scatter
     presents = [
-        make("TensorScatter", [past, _by_head(make, new, kv_heads), start], axis=2)
+        write(make, past, _by_head(make, new, kv_heads), start)
         for past, new in ((past_key, key), (past_value, value))
     ]
     bias = node.inputs[10] if len(node.inputs) > 10 else None
@@ -88,6 +92,39 @@ def _attention(graph: ir.Graph, node: ir.Node, contract: StepContract) -> None:
     result = make("Reshape", [rows_first, flat])
     substitute(node.outputs, [result, *presents])
     graph.remove(node, safe=True)
+
+
+def _scatter(
+    make: _Maker, past: ir.Value | None, rows: ir.Value, start: ir.Value
+) -> ir.Value:
+    """Write rows [1, heads, n, d] into a buffer from the slot `start` [1] on."""
+    return make("TensorScatter", [past, rows, start], axis=2)
+
+
+def _scatter_nd(
+    make: _Maker, past: ir.Value | None, rows: ir.Value, start: ir.Value
+) -> ir.Value:
+    """The same with a place (0, head, slot) for every row: [1, heads, n, 3]."""
+    shape = make("Shape", [rows], start=0, end=3)
+    heads = make("Expand", [_numbers(make, rows, 1, None), shape])
+    slots = make("Expand", [_numbers(make, rows, 2, start), shape])
+    batch = make("Sub", [heads, heads])
+    last = make.constant("axis_3", np.array([3], np.int64))
+    columns = [make("Unsqueeze", [each, last]) for each in (batch, heads, slots)]
+    return make("ScatterND", [past, make("Concat", [*columns], axis=3), rows])
+
+
+def _numbers(
+    make: _Maker, rows: ir.Value, axis: int, start: ir.Value | None
+) -> ir.Value:
+    """Counts along an axis of [1, heads, n], from `start` or 0 on."""
+    zero, one = (make.constant(f"number_{n}", np.array(n, np.int64)) for n in (0, 1))
+    count = make("Squeeze", [make("Shape", [rows], start=axis, end=axis + 1)])
+    numbers = make("Range", [zero, count, one])
+    if start is not None:
+        numbers = make("Add", [numbers, start])
+    others = np.array([each for each in range(3) if each != axis], np.int64)
+    return make("Unsqueeze", [numbers, make.constant(f"beside_{axis}", others)])
 
 
 def _by_head(make: _Maker, rows: ir.Value | None, heads: int) -> ir.Value:

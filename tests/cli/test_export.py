@@ -120,12 +120,14 @@ class TestRefused:
             "--quantize=int3",
             "--dtype=bf16",
             "--provider=abacus",
-            "--provider=cuda",
+            "--provider=tensorrt --flavour=contrib",
+            "--provider=cuda --dtype=fp32",
+            "--drafter-provider=cuda --dtype=fp32",
             "--colour=red",
         ],
     )
     def test_option_out_of_range(self, pair, output, flag):
-        result = jetdraft("export", pair.target, "-o", output, flag)
+        result = jetdraft("export", pair.target, "-o", output, *flag.split())
         assert_refused(result)
         assert result.stderr.count("\n") == 1
 

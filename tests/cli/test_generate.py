@@ -169,10 +169,24 @@ def test_option_out_of_range_is_refused(bundle, option, value):
     assert_refused(result, option.replace("-", " "), option, of=any)
 
 
-@pytest.mark.parametrize("provider", ["abacus", "cuda", "tensorrt"])
-def test_provider_that_cannot_run_is_refused(bundle, provider):
-    result = jetdraft("generate", bundle, PROMPT, "--provider", provider)
-    assert_refused(result, "choose cpu")
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("--provider=abacus", "unknown provider 'abacus'"),
+        ("--provider=cuda", "no fp32 kernel on CUDA"),
+        ("--provider=tensorrt", "export with --flavour standard"),
+        ("--drafter-provider=abacus", "unknown provider 'abacus'"),
+    ],
+)
+def test_provider_that_cannot_run_is_refused(bundle, flag, reason):
+    assert_refused(jetdraft("generate", bundle, PROMPT, flag), reason)
+
+
+def test_the_drafter_can_be_left_out(bundle):
+    off = ("--drafter-provider", "off", "--method", "draft")
+    assert_refused(jetdraft("generate", bundle, PROMPT, *off), "no method 'draft'")
+    auto = jetdraft("generate", bundle, PROMPT, "--provider=auto", *off[:2], *SHORT)
+    assert auto.exit_code == 0, auto.stderr
 
 
 @pytest.mark.parametrize("method", ["draft", "magic"])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from jetdraft.devices.detection import Machine, detect
+from jetdraft.devices.detection import detect
 from jetdraft.devices.device import Device
 from tests.devices.trees import ORIN_NANO, THOR, write
 
@@ -34,7 +34,7 @@ def test_a_thor_with_fewer_files(tmp_path):
 
 
 def test_no_files_at_all(tmp_path):
-    assert detect(tmp_path) == Machine(*[None] * 12)
+    assert set(vars(detect(tmp_path)).values()) == {None}
 
 
 def test_this_machine_can_be_looked_at():
@@ -72,3 +72,17 @@ def test_patches_belong_to_their_release(tmp_path, revision, jetpack):
 def test_other_files_of_tensorrt_say_nothing(tmp_path):
     odd = {"usr/lib/aarch64-linux-gnu/libnvinfer.so.10.3.0.bak": ""}
     assert detect(write(tmp_path, {**ORIN_NANO, **odd})).tensorrt == "10.3.0"
+
+
+def test_a_gpu_is_named_with_its_driver(tmp_path):
+    tree = {
+        "proc/driver/nvidia/gpus/0000:19:00.0/information": "Model: \t\t NVIDIA H200\n"
+        "IRQ:   40\n",
+        "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  "
+        "580.65.06  Sun Jul 27\nGCC version: 13\n",
+    }
+    assert (
+        detect(write(tmp_path / "server", tree)).gpu == "NVIDIA H200, driver 580.65.06"
+    )
+    assert detect(write(tmp_path / "orin", ORIN_NANO)).gpu.startswith("NVIDIA Jetson")
+    assert detect(tmp_path).gpu is None

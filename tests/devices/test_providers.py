@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import onnx
 import pytest
 from onnx import numpy_helper
@@ -7,7 +10,18 @@ from onnx import numpy_helper
 from jetdraft.devices import providers
 from jetdraft.devices.doctor import examine
 from jetdraft.devices.probe import GRAPH
-from jetdraft.devices.providers import Presence, presence, reason_of
+from jetdraft.devices.providers import (
+    PROVIDERS,
+    CudaOptions,
+    Presence,
+    as_options,
+    choose,
+    presence,
+    reason_of,
+)
+from jetdraft.errors import ProviderError
+from jetdraft.runtime import session
+from jetdraft.runtime.session import _check_provider
 from tests.cli.running import assert_refused, jetdraft
 from tests.devices.trees import ORIN_NANO, THOR, write
 
@@ -120,3 +134,71 @@ def test_commands(tmp_path):
     here = jetdraft("doctor", "--json")
     assert here.exit_code == 0, here.stderr
     assert "provider cpu" in here.stdout
+
+
+class Session:
+    """What is asked of an onnxruntime session: who runs what."""
+
+    def __init__(self, providers, nodes):
+        self.providers = providers
+        self.nodes = nodes
+
+    def get_providers(self):
+        return self.providers
+
+    def get_provider_graph_assignment_info(self):
+        for owner, op_type in self.nodes:
+            node = SimpleNamespace(op_type=op_type)
+            yield SimpleNamespace(ep_name=owner, get_nodes=lambda node=node: [node])
+
+
+CUDA_EP, CPU_EP = PROVIDERS["cuda"].full, PROVIDERS["cpu"].full
+
+
+def test_sizes_may_be_computed_on_the_cpu():
+    nodes = [(CUDA_EP, "MatMul"), (CPU_EP, "Shape"), (CPU_EP, "Concat")]
+    _check_provider(Session([CUDA_EP, CPU_EP], nodes), "cuda", Path("a.onnx"))
+
+
+def test_a_silent_fall_back_of_a_kernel_is_an_error():
+    nodes = [(CUDA_EP, "MatMul"), (CPU_EP, "Attention"), (CPU_EP, "TopK")]
+    with pytest.raises(ProviderError, match="no kernels for Attention, TopK of"):
+        _check_provider(Session([CUDA_EP, CPU_EP], nodes), "cuda", Path("a.onnx"))
+
+
+def test_a_silent_fall_back_of_all_is_an_error(monkeypatch):
+    why = Presence("cuda", compiled=True, runs=False, reason="it needs libcublas.so.13")
+    monkeypatch.setattr(session, "presence", lambda name: why)
+    with pytest.raises(ProviderError, match="cannot be used here: it needs libcublas"):
+        _check_provider(Session([CPU_EP], []), "cuda", Path("a.onnx"))
+
+
+def test_what_cannot_run_is_refused_with_the_reason(monkeypatch):
+    why = Presence("cuda", compiled=True, runs=False, reason="it needs libcublas.so.13")
+    monkeypatch.setattr(providers, "presence", lambda name: why)
+    with pytest.raises(ProviderError, match="it needs libcublas"):
+        choose("cuda", [("contrib", "float16")])
+    assert choose("auto", [("standard", "float16")]).name == "cpu"
+
+
+def test_auto_takes_the_fastest_that_can(monkeypatch):
+    runs = Presence("", compiled=True, runs=True)
+    monkeypatch.setattr(providers, "presence", lambda name: runs)
+    found = {
+        graph: choose("auto", [graph]).name
+        for graph in (
+            ("standard", "float32"),
+            ("contrib", "float16"),
+            ("contrib", "float32"),
+        )
+    }
+    assert list(found.values()) == ["tensorrt", "cuda", "cpu"]
+
+
+def test_options_are_texts():
+    assert as_options(CudaOptions()) == {
+        "device_id": "0",
+        "enable_cuda_graph": "1",
+        "arena_extend_strategy": "kSameAsRequested",
+        "use_tf32": "0",
+    }

@@ -11,10 +11,11 @@ from transformers import MistralConfig
 import jetdraft
 from jetdraft.errors import OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.export.streams import StreamSettings
 from jetdraft.quant.recipe import Recipe
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as run
-from tests.tiny import SIZES, llama_config, save_checkpoint
+from tests.tiny import SIZES, llama_config, save_checkpoint, save_streams
 
 PROMPT = np.random.default_rng(4).integers(0, 288, 20).tolist()
 WAYS = [{}, {"temperature": 0.9, "seed": 3}]
@@ -144,3 +145,48 @@ def test_unknown_flavours(folder):
         options("tensorrt")
     done = run("export", folder / "target", "-o", folder / "x", "--flavour", "trt")
     assert_refused(done, "trt")
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory):
+    """A model with streams in both flavours."""
+    folder = tmp_path_factory.mktemp("streams")
+    save_checkpoint(folder / "checkpoint", llama_config())
+    settings = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)
+    save_streams(folder / "checkpoint", settings)
+    made = {}
+    for flavour in ("contrib", "standard"):
+        bundle = folder / flavour
+        export(str(folder / "checkpoint"), bundle, options=options(flavour))
+        made[flavour] = jetdraft.load(bundle, threads=1)
+    return made
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_streams_write_the_same(streamed, way):
+    how = {"token_ids": PROMPT, "max_new_tokens": 60, "ignore_eos": True, **way}
+    plain = streamed["contrib"].generate(method="none", **how).token_ids
+    for tree in ("chain", "best"):
+        drafting = {"method": "stream", "tree": tree, "num_draft_tokens": 3}
+        one, other = (m.generate(**drafting, **how) for m in streamed.values())
+        assert one.token_ids == other.token_ids == plain
+        assert one.stats.target_passes == other.stats.target_passes
+
+
+def test_without_tensor_scatter(folder):
+    """TensorRT may not import it; then ScatterND writes the rows."""
+    made = {}
+    for flavour in ("standard", "standard-scatternd"):
+        bundle = folder / f"only-{flavour}"
+        export(str(folder / "target"), bundle, options=options(flavour))
+        made[flavour] = jetdraft.load(bundle, threads=1)
+    graph = onnx.load(made["standard-scatternd"].bundle.path / "target-tree.onnx").graph
+    names = [node.op_type for node in graph.node]
+    assert "TensorScatter" not in names
+    assert names.count("ScatterND") == 6
+    for way in WAYS:
+        one, other = (
+            model.generate(token_ids=PROMPT, method="lookup", max_new_tokens=60, **way)
+            for model in made.values()
+        )
+        assert one.token_ids == other.token_ids
