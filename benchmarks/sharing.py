@@ -1,4 +1,4 @@
-"""Resident memory of one and of two sessions over a bundle's target.
+"""Memory of one and of two sessions over a bundle's target: resident, or a GPU's.
 
     python benchmarks/sharing.py BUNDLE [--provider cpu]
 
@@ -16,32 +16,28 @@ from pathlib import Path
 
 import click
 import numpy as np
-import onnx
 import onnxruntime
-from onnx import numpy_helper
 
 from jetdraft.bundle import Bundle
 from jetdraft.devices.providers import PROVIDERS, presence
 from jetdraft.errors import ProviderError
+from jetdraft.runtime.weights import shared_weights
 
 CASES = ("none", "one", "two over a file", "two over shared weights")
 
 
-def resident_mb() -> float:
-    """Of this process, now."""
+def used_mb(provider: str) -> float:
+    """Of this process, now; on a GPU of its own, of all processes there."""
+    if PROVIDERS[provider].memory != "cpu":
+        query = [
+            "nvidia-smi",
+            "--query-gpu=memory.used",
+            "--format=csv,noheader,nounits",
+        ]
+        done = subprocess.run(query, capture_output=True, text=True, check=True)
+        return float(done.stdout.split()[0]) * 1.048576
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096 / 1e6
-
-
-def weights(file: Path) -> dict[str, onnxruntime.OrtValue]:
-    """The large constants of a graph, by name."""
-    model = onnx.load(file)
-    found = {}
-    for tensor in model.graph.initializer:
-        array = numpy_helper.to_array(tensor)
-        if array.nbytes > 1 << 16:
-            found[tensor.name] = onnxruntime.OrtValue.ortvalue_from_numpy(array)
-    return found
 
 
 def session(
@@ -70,11 +66,12 @@ def session(
 
 
 def measure(file: Path, provider: str, case: str) -> float:
-    """Resident megabytes with the sessions of a case alive."""
-    shared = weights(file) if case == CASES[3] else {}
+    """Megabytes with the sessions of a case alive."""
+    memory = PROVIDERS[provider].memory
+    shared = shared_weights(file, memory) if case == CASES[3] else {}
     count = {CASES[0]: 0, CASES[1]: 1}.get(case, 2)
     alive = [session(file, provider, shared) for _ in range(count)]
-    found = resident_mb()
+    found = used_mb(provider)
     del alive
     return found
 

@@ -44,15 +44,16 @@ class Transformers:
     tool = "transformers"
     version = transformers.__version__
 
-    def __init__(self, options: Options, dtype: str) -> None:
+    def __init__(self, options: Options, dtype: str, device: str) -> None:
         torch.set_num_threads(options.threads)
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         load = partial(AutoModelForCausalLM.from_pretrained, dtype=dtype)
         self.tool = f"transformers {dtype}"
         self._options = options
-        self._target = load(options.target)
-        self._drafter = load(options.drafter)
+        self._device = device
+        self._target = load(options.target).to(device)
+        self._drafter = load(options.drafter).to(device)
         self._passes = 0
         self._target.register_forward_hook(self._count)
 
@@ -69,8 +70,8 @@ class Transformers:
         self._passes = 0
         clock = Clock()
         self._target.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt)),
+            torch.tensor([prompt], device=self._device),
+            attention_mask=torch.ones(1, len(prompt), device=self._device),
             do_sample=False,
             min_new_tokens=count,
             max_new_tokens=count,
@@ -84,15 +85,16 @@ class Transformers:
     def pass_ms(self, prompt: list[int]) -> dict[int, float]:
         """Time the forward pass, with the cache cropped to the prompt each time."""
         cache = DynamicCache(config=self._target.config)
-        self._target(torch.tensor([prompt]), past_key_values=cache)
+        on = {"device": self._device}
+        self._target(torch.tensor([prompt], **on), past_key_values=cache)
         return {
             width: protocol.median_ms(
                 partial(
                     self._target,
-                    torch.tensor([prompt[:width]]),
+                    torch.tensor([prompt[:width]], **on),
                     past_key_values=cache,
                 ),
-                partial(cache.crop, len(prompt)),
+                partial(cache.crop, -width),
             )
             for width in protocol.WIDTHS
         }
@@ -115,10 +117,11 @@ class Transformers:
 @click.command()
 @protocol.options
 @click.option("--dtype", default="bfloat16", show_default=True)
-def main(dtype: str, **values: Any) -> None:
+@click.option("--device", default="cpu", show_default=True)
+def main(dtype: str, device: str, **values: Any) -> None:
     """Measure transformers on TARGET and DRAFTER."""
     options = protocol.parse(**values)
-    protocol.run(Transformers(options, dtype), options)
+    protocol.run(Transformers(options, dtype, device), options)
 
 
 if __name__ == "__main__":

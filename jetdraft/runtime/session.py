@@ -46,6 +46,8 @@ def open_session(
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    # A pattern is allocated at the first run, which may be inside of a capture.
+    options.enable_mem_pattern = PROVIDERS[provider].memory == "cpu"
     options.add_session_config_entry(
         "session.intra_op.allow_spinning", "1" if spinning else "0"
     )

@@ -1,0 +1,348 @@
+"""Everything about a GPU in one run: the same text, kernels, passes, speed-ups.
+
+    python benchmarks/gpu.py TARGET DRAFTER --prompts examples/pycode/prompts.jsonl \
+        --provider cuda --json gpu.json
+
+TARGET is a checkpoint large enough to time (benchmarks/inflate.py), DRAFTER its trained
+drafter. Each part is written to the JSON file as soon as it is done; one that fails is
+noted with its reason and the others go on. `--provider cpu` runs all of it without a
+GPU, which says that the script works and nothing about GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from kernels import Bench, Shape, table
+
+import jetdraft
+from jetdraft.devices.detection import detect
+from jetdraft.devices.providers import PROVIDERS, presence
+from jetdraft.quant.recipe import Recipe
+from jetdraft.runtime import benchmark
+from jetdraft.runtime.captures import Captures
+from jetdraft.runtime.graph import Graph
+from jetdraft.runtime.ort import ort
+
+WIDTHS = (1, 2, 3, 4, 5, 8, 16, 32, 64)
+TURNS = 15
+GAP_TOKENS = 96
+
+
+class Eager(Captures):
+    """Captures nothing: every run is eager."""
+
+    def run_options(self, key: Any) -> ort.RunOptions:
+        """As for a pass that is never repeated."""
+        return super().run_options(None)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all parts share."""
+
+    target: Path
+    drafter: Path
+    prompts: list[str]
+    prompts_file: Path
+    provider: str
+    max_new_tokens: int
+    context: int
+    work: Path
+
+    @property
+    def dtype(self) -> str:
+        """What the provider's bundles are made in."""
+        return PROVIDERS[self.provider].dtype
+
+    def bundle(self, name: str, **options: Any) -> Path:
+        """A bundle of the pair, exported when first asked for."""
+        from jetdraft.export.exporter import ExportOptions, export
+
+        output = self.work / name
+        if not output.exists():
+            click.echo(f"exporting {name}", err=True)
+            capacity = 2 * (self.context + self.max_new_tokens)
+            made = ExportOptions(capacity=max(capacity, 512), max_width=128, **options)
+            export(str(self.target), output, str(self.drafter), made)
+        return output
+
+    @property
+    def own(self) -> Path:
+        """The int4 bundle for the provider."""
+        return self.bundle("own", recipe=Recipe("int4", 32), provider=self.provider)
+
+
+def machine(run: Run) -> dict[str, Any]:
+    """What the figures belong to."""
+    found = presence(run.provider)
+    return {
+        **asdict(replace(detect(), device=None, jetpack=None)),
+        "onnxruntime": ort.__version__,
+        "providers": ort.get_available_providers(),
+        "provider": asdict(found),
+        "target": str(run.target),
+    }
+
+
+def text(run: Run) -> dict[str, Any]:
+    """Texts and logits of the provider against the CPU provider, on the same bundle."""
+    found = {}
+    for name, options in {
+        "fp32 standard": {"flavour": "standard", "dtype": "fp32"},
+        run.dtype: {"provider": run.provider},
+    }.items():
+        scheme = Recipe("none") if name.startswith("fp32 ") else Recipe("int4", 32)
+        path = run.bundle(name.replace(" ", "-"), recipe=scheme, **options)
+        one = jetdraft.load(path, run.provider)
+        other = jetdraft.load(path, "cpu")
+        found[name] = {
+            "largest logit gap": gap(one, other, run.prompts[0]),
+            "first difference by prompt": [
+                difference(one, other, prompt, run.max_new_tokens)
+                for prompt in run.prompts[:4]
+            ],
+            "methods that differ from plain": differing(one, run),
+            "exact widths": one.planner.calibration.exact_widths,
+            "trees agree": one.planner.calibration.trees_agree,
+        }
+    return found
+
+
+def gap(one: jetdraft.Model, other: jetdraft.Model, prompt: str) -> float:
+    """The largest difference of a logit over the same tokens."""
+    tokens = one.prompt(prompt).tolist()[:GAP_TOKENS]
+    logits = []
+    for model in (one, other):
+        model.target.cache.rewind(0)
+        logits.append(model.target.run(tokens).logits.copy())
+    return float(np.abs(logits[0] - logits[1]).max())
+
+
+def difference(
+    one: jetdraft.Model, other: jetdraft.Model, prompt: str, count: int
+) -> int | None:
+    """The first token where two plain texts part; None if they do not."""
+    texts = [m.generate(prompt, method="none", max_new_tokens=count).token_ids
+             for m in (one, other)]  # fmt: skip
+    pairs = zip(*texts, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+
+
+def differing(model: jetdraft.Model, run: Run) -> list[str]:
+    """Methods whose text is not that of plain decoding on the provider itself."""
+    wrong = []
+    for temperature in (0.0, 0.8):
+        how = {"max_new_tokens": run.max_new_tokens, "temperature": temperature}
+        for prompt in run.prompts[:2]:
+            plain = model.generate(prompt, method="none", **how).token_ids
+            for method in ("draft", "lookup", "auto"):
+                if model.generate(prompt, method=method, **how).token_ids != plain:
+                    wrong.append(f"{method} at {temperature}")
+    return wrong
+
+
+def passes(run: Run) -> dict[str, Any]:
+    """Milliseconds by width: chain and tree graphs, CUDA graphs on and off."""
+    model = jetdraft.load(run.own, run.provider)
+    graph, captures = model.target, model.target.captures
+    found: dict[str, Any] = {}
+    for name, how in {"captured": captures, "eager": captures and Eager()}.items():
+        if captures is None and name == "captured":
+            continue
+        graph.captures = how
+        for branching in (False, True):
+            kind = "tree" if branching else "chain"
+            found[f"{kind}, {name}"] = curve(graph, run.context, branching)
+    found["drafter"] = curve(model.drafter, run.context, False)
+    found["host ms beside a pass"] = host_ms(graph, run.context)
+    return found
+
+
+def curve(graph: Graph | None, context: int, branching: bool) -> dict[int, float]:
+    """The median pass time at each width after so many rows."""
+    if graph is None:
+        return {}
+    fill(graph, context)
+    found = {}
+    for width in WIDTHS:
+        tokens = list(range(1, width + 1))
+        depths, seen = [0] + [1] * (width - 1), [[], *[[0]] * (width - 1)]
+        times = []
+        for _ in range(TURNS + 3):
+            before = graph.seconds
+            if branching:
+                graph.run_branches(tokens, depths, seen)
+            else:
+                graph.run(tokens)
+            times.append(graph.seconds - before)
+        found[width] = round(1e3 * statistics.median(times[3:]), 4)
+    graph.cache.rewind(0)
+    return found
+
+
+def fill(graph: Graph, context: int) -> None:
+    """Commit so many rows."""
+    graph.cache.rewind(0)
+    while graph.cache.length < context:
+        rows = min(graph.contract.max_width, context - graph.cache.length)
+        graph.run([1] * rows, last_only=True)
+        graph.cache.advance(rows)
+
+
+def host_ms(graph: Graph, context: int) -> float:
+    """What `Graph.run` takes beside the session, at width 4."""
+    fill(graph, context)
+    times = []
+    for _ in range(TURNS):
+        start, before = time.perf_counter(), graph.seconds
+        graph.run([1, 2, 3, 4])
+        times.append(time.perf_counter() - start - (graph.seconds - before))
+    graph.cache.rewind(0)
+    return round(1e3 * statistics.median(times), 4)
+
+
+def kernels(run: Run) -> dict[str, Any]:
+    """Single kernels by width, at the sizes of an 8 B model's layer."""
+    dtype = {"fp16": "float16", "fp32": "float32"}[run.dtype]
+    shape = Shape() if run.provider != "cpu" else Shape(hidden=1024, intermediate=2048)
+    bench = Bench(run.provider, dtype)
+    found = table(bench, [w for w in WIDTHS if w in (1, 2, 4, 8, 16, 64)], shape)
+    return {"shape": asdict(shape), "GB/s": bench.bandwidth(), **found}
+
+
+def placement(run: Run) -> dict[str, Any]:
+    """The drafter beside the target, on the CPU, and off: tokens per second."""
+    found: dict[str, Any] = {}
+    for where in (run.provider, "cpu", "off"):
+        model = jetdraft.load(run.own, run.provider, drafter_provider=where)
+        methods = ["draft"] if where != "off" else []
+        found[where] = rates(model, run, methods, (3, 5))
+    return found
+
+
+def speed(run: Run) -> dict[str, Any]:
+    """Methods against the fastest plain decoding, and that against the memory."""
+    model = jetdraft.load(run.own, run.provider)
+    found: dict[str, Any] = rates(model, run, ["draft", "lookup", "auto"], (3, 5, 7))
+    size = sum((run.own / f"{name}.onnx.data").stat().st_size for name in ["target"])
+    gbs = Bench(run.provider, "float16" if run.dtype == "fp16" else "float32")
+    floor = size / gbs.bandwidth() / 1e6
+    width1 = next(iter(curve(model.target, run.context, False).values()))
+    return {**found, "weights MB": size / 1e6, "floor ms": floor, "pass ms": width1,
+            "pass over floor": width1 / floor}  # fmt: skip
+
+
+def rates(
+    model: jetdraft.Model, run: Run, methods: list[str], lengths: tuple[int, ...]
+) -> dict[str, float]:
+    """Median tokens per second of every contender; all write the same text or less."""
+    rows = benchmark.contenders(model, methods, lengths)
+    prompts = [model.prompt(prompt) for prompt in run.prompts]
+    count = run.max_new_tokens
+    benchmark.run(model, rows, prompts, 2, lambda: None, max_new_tokens=count)
+    return {
+        f"{row.method} {row.num_draft_tokens or ''}".strip()
+        + ("" if row.exact else " not exact"): statistics.median(row.speeds())
+        for row in rows
+    }
+
+
+def sharing(run: Run) -> str:
+    """Memory of one and of two sessions; see benchmarks/sharing.py."""
+    return script("sharing.py", str(run.own), "--provider", run.provider)
+
+
+def transformers(run: Run) -> Any:
+    """transformers' assisted generation on the same prompts and device."""
+    output = run.work / "transformers.json"
+    device = "cpu" if run.provider == "cpu" else "cuda"
+    script(
+        "peers/transformers_peer.py", "--target", str(run.target),
+        "--drafter", str(run.drafter), "--prompts", str(run.prompts_file),
+        "--max-new-tokens", str(run.max_new_tokens), "--num-draft-tokens", "3,5",
+        "--repeats", "2", "--threads", "2", "--device", device, "--json", str(output),
+        "--dtype", "bfloat16" if device == "cpu" else "float16",
+    )  # fmt: skip
+    rows = json.loads(output.read_text())["rows"]
+    return [{k: v for k, v in row.items() if k != "token_ids"} for row in rows]
+
+
+def script(name: str, *arguments: str) -> str:
+    """Run a neighbour; what it printed."""
+    command = [sys.executable, str(Path(__file__).parent / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
+    return done.stdout
+
+
+PARTS: dict[str, Callable[[Run], Any]] = {
+    part.__name__: part
+    for part in (
+        machine, kernels, text, passes, speed, placement, sharing, transformers
+    )
+}  # fmt: skip
+
+
+@click.command()
+@click.argument("target", type=click.Path(path_type=Path, exists=True))
+@click.argument("drafter", type=click.Path(path_type=Path, exists=True))
+@click.option("--prompts", type=click.Path(path_type=Path, exists=True), required=True)
+@click.option("--provider", type=click.Choice(list(PROVIDERS)), default="cuda")
+@click.option("--parts", default=",".join(PARTS), show_default=True)
+@click.option("--max-new-tokens", default=96, show_default=True)
+@click.option("--context", default=256, show_default=True)
+@click.option("--work", type=click.Path(path_type=Path), help="Keeps bundles there.")
+@click.option("--json", "output", type=click.Path(path_type=Path), required=True)
+def main(
+    target: Path,
+    drafter: Path,
+    prompts: Path,
+    provider: str,
+    parts: str,
+    max_new_tokens: int,
+    context: int,
+    work: Path | None,
+    output: Path,
+) -> None:
+    """Run all parts, or those of --parts, on TARGET and DRAFTER."""
+    work = work or Path(tempfile.mkdtemp(prefix="jetdraft-gpu-"))
+    lines = prompts.read_text(encoding="utf-8").splitlines()
+    run = Run(
+        target,
+        drafter,
+        [json.loads(line)["prompt"] for line in lines],
+        prompts,
+        provider,
+        max_new_tokens,
+        context,
+        work,
+    )
+    report: dict[str, Any] = {}
+    for name in parts.split(","):
+        start = time.perf_counter()
+        try:
+            report[name] = PARTS[name](run)
+        except Exception as error:  # one part must not cost the others
+            report[name] = {"failed": f"{type(error).__name__}: {error}"[:500]}
+        took = time.perf_counter() - start
+        click.echo(f"{name}: {took:.0f} s\n{json.dumps(report[name], indent=1)}")
+        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if any("failed" in found for found in report.values() if isinstance(found, dict)):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
