@@ -82,8 +82,14 @@ class Bench:
         )
         opsets = [helper.make_opsetid("", 24), helper.make_opsetid(CONTRIB, 1)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
+        options = ort.SessionOptions()
+        if self.provider.name != "cpu":
+            options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         session = ort.InferenceSession(
-            model.SerializeToString(), providers=[self.provider.full]
+            model.SerializeToString(),
+            options,
+            providers=[self.provider.full],
+            enable_fallback=0,
         )
         io = session.io_binding()
         kept = {}
@@ -178,8 +184,8 @@ class Bench:
         """An int4 or int8 MatMul, symmetric."""
         blocks = k // block
         packed = self.random.integers(0, 256, (n, blocks, block * bits // 8), np.uint8)
-        weights = {"b": packed, "scales": self._floats(n * blocks) * np.array(0.01)}
-        weights["scales"] = weights["scales"].astype(self.dtype)
+        scales = (0.01 * self._floats(n * blocks)).astype(self.dtype)
+        weights = {"b": packed, "scales": scales}
         node = helper.make_node(
             "MatMulNBits",
             ["a", "b", "scales"],

@@ -109,6 +109,11 @@ class GraphEntry:
         """The contract of `tree_file`."""
         return replace(self.contract, tree=True)
 
+    @property
+    def widest_contract(self) -> StepContract:
+        """The contract of the graph that runs whatever can be run."""
+        return self.contract if self.tree_file is None else self.tree_contract
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads."""
         halves = asdict(self.halves) if self.halves else None

@@ -57,6 +57,12 @@ def _show_classes(model: Model) -> None:
             "exact" if widths == found.exact_widths else f"logits differ by {gap:.1e}"
         )
         click.echo(f"widths     {span:9} {used}")
+    for agree, what in (
+        (found.trees_agree, "passes that branch round otherwise than chains"),
+        (found.probes_agree, "probes change the last bits of the rows beside them"),
+    ):
+        if not agree:
+            click.echo(f"widths     {what}: exact generation does without; --no-exact")
     if len(found.exact_widths) == 1:
         click.echo(
             "widths     no two widths agree bit by bit: exact generation cannot draft "

@@ -30,7 +30,8 @@ def runtime_options(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--drafter-provider",
-            help="Who runs the drafter, or off; default: the target's.",
+            help="Who runs the drafter, or off; default: the one exported for, or "
+            "--provider.",
         ),
         click.option(
             "--streams",

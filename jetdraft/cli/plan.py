@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -57,18 +58,20 @@ def command(
         acceptance,
         power_mode,
     )
+    if plot is not None:
+        _matplotlib()
     found = plan(question)
     if as_json:
         click.echo(json.dumps(found.to_json()))
     if not found.fits:
         raise refusal(question, found)
     if not as_json:
-        _show(found)
+        _show(found, question.device)
     if plot is not None:
         _draw(question, plot)
 
 
-def _show(found: Plan) -> None:
+def _show(found: Plan, device: Device) -> None:
     parts = " + ".join(f"{name} {mb:.0f}" for name, mb in found.memory_mb.items())
     click.echo(f"device     {found.device}, {found.power_mode}")
     click.echo(
@@ -86,8 +89,15 @@ def _show(found: Plan) -> None:
         click.echo(_line(max(same, key=lambda row: row.tokens_per_second)))
     click.echo("best:")
     click.echo(_line(found.best))
-    if found.best.method == "stream":
-        click.echo("  (for a target that jetdraft train streams has taught it)")
+    notes = {
+        "stream": "for a target that jetdraft train streams has taught it",
+        "lookup": "where the text repeats itself that often: it drafts nothing else",
+    }
+    for method in {row.method for row in found.rows} & notes.keys():
+        click.echo(f"  ({method}: {notes[method]})")
+    others = [mode.name for mode in device.power_modes if mode.name != found.power_mode]
+    if others:
+        click.echo(f"  (--power-mode {', '.join(others)}: other rates)")
 
 
 def _line(choice: Choice) -> str:
@@ -98,12 +108,17 @@ def _line(choice: Choice) -> str:
     )
 
 
-def _draw(question: Question, file: Path) -> None:
+def _matplotlib() -> Any:
+    """Its figure, which does without a screen."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise OptionError("--plot needs matplotlib; pip install matplotlib") from error
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    return Figure
+
+
+def _draw(question: Question, file: Path) -> None:
+    figure = _matplotlib()(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for acceptance in PLOTTED:
         rows = plan(replace(question, acceptance=acceptance)).rows

@@ -11,6 +11,7 @@ from typing import Any
 from jetdraft.errors import DeviceError
 
 FOLDER = Path(__file__).with_name("profiles")
+QUANTIZATIONS = {"none", "int8", "int4", "fp8", "fp4"}
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,19 @@ class Device:
             modes = tuple(_typed(PowerMode, mode) for mode in found.pop("power_modes"))
             packs = tuple(_typed(JetPack, pack) for pack in found.pop("jetpacks"))
             lists = {name: tuple(found[name]) for name in ("boards", "quantizations")}
+            if odd := set(lists["quantizations"]) - QUANTIZATIONS:
+                raise ValueError(f"unknown quantization {odd.pop()!r}")
             given = {**found, **lists, "power_modes": modes, "jetpacks": packs}
             device: Device = _typed(cls, {"name": file.stem, **given})
             return device
         except OSError as error:
             raise DeviceError(f"cannot read {file} ({error.strerror})") from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except KeyError as error:
+            raise DeviceError(
+                f"{file} is no device profile ({error} is missing); compare with those "
+                f"in {FOLDER}"
+            ) from error
+        except (ValueError, TypeError, AttributeError) as error:
             raise DeviceError(
                 f"{file} is no device profile ({error}); compare with those in {FOLDER}"
             ) from error

@@ -36,7 +36,7 @@ def examine(
     """
     machine = detect(root)
     found = [*_onnxruntime(), *_system(machine), *_state(machine)]
-    found += [_provider(look(name), machine) for name in PROVIDERS]
+    found += [_provider(look(name), machine) for name in reversed(PROVIDERS)]
     return sorted(found, key=lambda f: (not f.wrong, not f.fix))
 
 
@@ -50,6 +50,7 @@ def _onnxruntime() -> Iterator[Finding]:
 def _system(machine: Machine) -> Iterator[Finding]:
     if machine.board is None:
         yield Finding("board", "not a Jetson")
+        yield Finding("gpu", machine.gpu or "no NVIDIA driver is loaded")
         return
     fix = "" if machine.device else "name the device with --device; report this board"
     known = f" ({machine.device.name})" if machine.device else ", without a profile"

@@ -18,12 +18,17 @@ from jetdraft.devices.device import Device, PowerMode
 from jetdraft.devices.dimensions import Dimensions
 from jetdraft.devices.roofline import FITTED, RUNTIME_MB, Load
 from jetdraft.errors import DeviceError, OptionError
+from jetdraft.runtime.costs import WIDEST
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 60, 64)
 SYSTEM_MB = 1500.0
 """What the system keeps for itself, without a desktop; an assumption."""
 
 OFF, CHAIN, TREE = "none", "chain", "tree"
+DRAFT, LOOKUP = "draft", "lookup"
+PLANNED = ("none", "int8", "int4")
+"""Quantizations that can be exported; a device may have arithmetic for others."""
+
 STREAM_LAYERS = 2
 """Top layers that streams pass through, as `jetdraft train streams` has them."""
 
@@ -69,8 +74,17 @@ class Plan:
 
     @property
     def best(self) -> Choice:
-        """The fastest way, plain decoding included."""
-        return max(self.rows, key=lambda choice: choice.tokens_per_second)
+        """The fastest way, plain decoding included, of those that this runtime has.
+
+        With a drafter, lookup is no contender: the acceptance is the drafter's.
+        """
+        drafts = any(choice.method == DRAFT for choice in self.rows)
+        known = [
+            choice
+            for choice in self.rows
+            if choice.width <= WIDEST and not (drafts and choice.method == LOOKUP)
+        ]
+        return max(known, key=lambda choice: choice.tokens_per_second)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""
@@ -118,10 +132,11 @@ class Question:
             )
         if self.context < 1:
             raise OptionError(f"context {self.context} is out of range; give 1 or more")
-        if self.quantization not in self.device.quantizations:
+        known = [each for each in self.device.quantizations if each in PLANNED]
+        if self.quantization not in known:
             raise DeviceError(
-                f"{self.device.name} has no arithmetic for {self.quantization!r}; "
-                f"choose {', '.join(self.device.quantizations)}"
+                f"{self.quantization!r} cannot be planned on {self.device.name}; "
+                f"choose {', '.join(known)}"
             )
 
 
@@ -185,10 +200,11 @@ class Board:
 
         The acceptance is the drafter's if there is one.
         """
+        lookup = {LOOKUP: 0.0} if shape == CHAIN else {}
         if self.drafter is not None:
-            return {"draft": sum(self._ms(self.drafter, rows) for rows, _ in levels)}
-        stream = {"stream": self._probes_ms(levels)}
-        return stream | {"lookup": 0.0} if shape == CHAIN else stream
+            spent = sum(self._ms(self.drafter, rows) for rows, _ in levels)
+            return {DRAFT: spent, **lookup}
+        return {"stream": self._probes_ms(levels), **lookup}
 
     def _probes_ms(self, levels: list[tuple[int, float]]) -> float:
         """Every row carries a stream for each level, through the top layers."""

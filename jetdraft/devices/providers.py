@@ -22,6 +22,9 @@ from jetdraft.runtime.ort import ort
 AUTO = "auto"
 """The first of `PROVIDERS`, from the fastest down, that runs a bundle here."""
 
+AT_HAND = "choose --provider cpu, or see jetdraft doctor"
+"""What to do where a provider does not run."""
+
 PATIENCE = 120.0
 """Seconds: TensorRT builds an engine for the graph."""
 
@@ -109,9 +112,7 @@ def as_options(options: CudaOptions | TensorrtOptions) -> dict[str, str]:
 def known(name: str) -> Provider:
     """The provider of that name, or a `ProviderError`."""
     if name not in PROVIDERS:
-        raise ProviderError(
-            f"unknown provider {name!r}; choose {', '.join((*PROVIDERS, AUTO))}"
-        )
+        raise ProviderError(f"unknown provider {name!r}; choose {', '.join(PROVIDERS)}")
     return PROVIDERS[name]
 
 
@@ -124,7 +125,10 @@ def choose(name: str, graphs: Iterable[tuple[str, str]]) -> Provider:
         choose("auto", [("contrib", "float32")]).name    # "cpu"
     """
     graphs = list(graphs)
-    tried = list(PROVIDERS) if name == AUTO else [known(name).name]
+    if name not in (AUTO, *PROVIDERS):
+        names = ", ".join((*PROVIDERS, AUTO))
+        raise ProviderError(f"unknown provider {name!r}; choose {names}")
+    tried = list(PROVIDERS) if name == AUTO else [name]
     for each in tried:
         reason = _unfit(PROVIDERS[each], graphs)
         if not reason:
@@ -142,7 +146,8 @@ def _unfit(provider: Provider, graphs: list[tuple[str, str]]) -> str:
     if reason := next(filter(None, refusals), ""):
         return reason
     # What is always there need not be tried out at every load.
-    return "" if provider.name == "cpu" else presence(provider.name).reason
+    found = "" if provider.name == "cpu" else presence(provider.name).reason
+    return found and f"{found}; {AT_HAND}"
 
 
 @dataclass(frozen=True)

@@ -72,11 +72,14 @@ def engine_folder(folder: Path, machine: dict[str, str]) -> Path | None:
         if _read(stamp) != machine:
             if folder.exists():
                 warnings.warn(
-                    f"the TensorRT engines in {folder} were built for another bundle, "
-                    "GPU or version; they are built again, which takes minutes",
+                    f"the TensorRT engines in {folder} belong to another bundle, GPU "
+                    "or version; they are built again, which takes minutes",
                     stacklevel=4,
                 )
                 shutil.rmtree(folder)
+            # What was measured of other engines says nothing of how these round.
+            for measured in folder.parent.glob("tensorrt*.json"):
+                measured.unlink()
             folder.mkdir(parents=True)
             stamp.write_text(json.dumps(machine, indent=2) + "\n", encoding="utf-8")
     except OSError as error:

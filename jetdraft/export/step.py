@@ -86,12 +86,12 @@ def _under_head(model: Any) -> Iterator[list[torch.Tensor]]:
 
 
 def _count(numbers: torch.Tensor) -> torch.Tensor:
-    """How many numbers, none below 0, there are, as int32 [1].
+    """How many numbers [1, n], none below 0, there are, as int32 [1].
 
     A shape is known on the host only, and a graph that copies it to the device cannot
     be captured as a CUDA graph.
     """
-    return (numbers.reshape(-1) >= 0).to(torch.int32).sum(0, keepdim=True).int()
+    return (numbers >= 0).to(torch.int32).sum(1, dtype=torch.int32)
 
 
 def _state(
@@ -150,7 +150,7 @@ class StreamStep(torch.nn.Module):
         state = _state(position_ids, cursor, total_length, past)
 
         def entered() -> None:
-            state.last_row = state.last_row + _count(probe_rows)
+            state.last_row = state.last_row + _count(probe_rows[None])
             state.bias = attention_bias
 
         self.streamed.entered = entered

@@ -53,15 +53,15 @@ class Bound:
     ) -> None:
         self.session = session
         self.io = session.io_binding()
-        presents = {name.replace("past_", "present_") for name in buffers}
         # The values alias the arrays or go with them; both must stay alive.
         self.tensors: dict[str, Tensor] = {}
+        ends = {name.replace("past_", "present_") for name in buffers} | set(buffers)
         for specs, bind in (
             (inputs, self.io.bind_ortvalue_input),
             (outputs, self.io.bind_ortvalue_output),
         ):
             for spec in specs:
-                if spec.name in buffers or spec.name in presents:
+                if spec.name in ends:
                     continue
                 where = HOST if spec.name in ON_HOST else memory
                 tensor = where.tensor(spec.sized(rows, answers, probes), spec.dtype)
@@ -71,16 +71,9 @@ class Bound:
             self.io.bind_ortvalue_input(name, buffer)
             self.io.bind_ortvalue_output(name.replace("past_", "present_"), buffer)
         self.arrays = {name: tensor.array for name, tensor in self.tensors.items()}
-        self._copied = memory.copies
-        self._changed = {spec.name for spec in inputs} & set(STEADY)
-        self._moving = [
-            self.tensors[spec.name]
-            for spec in inputs
-            if spec.name in self.tensors and spec.name not in (*ON_HOST, *STEADY)
-        ]
-        given = [spec.name for spec in outputs if spec.name in self.tensors]
-        self._on_request = [self.tensors[n] for n in given if n in ON_REQUEST]
-        self._at_once = [self.tensors[n] for n in given if n not in ON_REQUEST]
+        self._copies = None
+        if memory.copies:
+            self._copies = _Copies(self.tensors, {spec.name for spec in inputs})
         bias = self.arrays.get("attention_bias")
         self._bias = None if bias is None else bias[0, 0]
         self._hidden = slice(0)
@@ -96,43 +89,64 @@ class Bound:
     def run(self, options: ort.RunOptions | None = None) -> float:
         """One pass; the seconds that it took, copies included."""
         start = time.perf_counter()
-        if self._copied:
-            self._upload()
+        if self._copies is not None:
+            self._copies.upload()
         self.session.run_with_iobinding(self.io, options)
-        if self._copied:
-            self._download()
+        if self._copies is not None:
+            self._copies.download()
         return time.perf_counter() - start
 
-    def _upload(self) -> None:
-        for tensor in self._moving:
-            tensor.upload()
-        for name in self._changed:
-            self.tensors[name].upload()
-        self._changed.clear()
-
-    def _download(self) -> None:
-        for tensor in self._at_once:
-            tensor.download()
-        for tensor in self._on_request:
-            tensor.stale = True
+    def _show(self, slots: slice, values: Floats | int) -> None:
+        assert self._bias is not None
+        self._bias[:, slots] = values
+        if self._copies is not None:
+            self._copies.changed.add("attention_bias")
 
     def show_all(self) -> None:
         """Let every row see all slots before it."""
         if self._bias is not None and self._hidden.stop:
-            self._bias[:, self._hidden] = 0
+            self._show(self._hidden, 0)
             self._hidden = slice(0)
-            self._changed.add("attention_bias")
 
     def show_only(self, seen: Seen, cursor: int, filled: int = 0) -> None:
         """Hide the draft's slots, from the cursor on, but for those that rows may see.
 
         The first `filled` of them were written by earlier passes.
         """
-        assert self._bias is not None
         self.show_all()
         self._hidden = slice(cursor, cursor + filled + len(seen))
-        self._bias[:, self._hidden] = _visible(tuple(map(tuple, seen)), filled)
-        self._changed.add("attention_bias")
+        self._show(self._hidden, _visible(tuple(map(tuple, seen)), filled))
+
+
+class _Copies:
+    """What of a binding goes to the device before a pass, and comes back after it.
+
+    `changed` are the steady inputs that the next pass must bring.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], inputs: set[str]) -> None:
+        self._tensors = tensors
+        self.changed = {name for name in STEADY if name in tensors}
+        kinds: dict[str, list[Tensor]] = {"moving": [], "late": [], "at once": []}
+        for name, tensor in tensors.items():
+            if name in inputs and name not in (*ON_HOST, *STEADY):
+                kinds["moving"].append(tensor)
+            elif name not in inputs:
+                kinds["late" if name in ON_REQUEST else "at once"].append(tensor)
+        self._moving, self._late, self._at_once = kinds.values()
+
+    def upload(self) -> None:
+        for tensor in self._moving:
+            tensor.upload()
+        for name in self.changed:
+            self._tensors[name].upload()
+        self.changed.clear()
+
+    def download(self) -> None:
+        for tensor in self._at_once:
+            tensor.download()
+        for tensor in self._late:
+            tensor.stale = True
 
 
 @lru_cache(maxsize=256)

@@ -17,7 +17,8 @@ class Captures:
 
     A replay reads no shape and no host value: what differs in either needs another key.
     The first run of a key is eager, so that kernels choose and allocate outside of a
-    capture; the second captures, all later ones replay.
+    capture; the second captures, which runs the pass three times over (harmless, as the
+    rows are written to the same slots), and all later ones replay.
 
         captures = Captures()
         captures.run_options((width, length))
@@ -30,7 +31,9 @@ class Captures:
 
     def run_options(self, key: Hashable | None) -> ort.RunOptions:
         """How to run a pass of that key; None is always eager."""
-        if key is None or key not in self._warm:
+        if key is None:
+            return self._of(EAGER)
+        if key not in self._warm:
             self._warm.add(key)
             return self._of(EAGER)
         number = self.ids.setdefault(key, len(self.ids) + 1)

@@ -11,6 +11,7 @@ from jetdraft.contract import StepContract
 from jetdraft.runtime.binding import Bound, Floats
 from jetdraft.runtime.cache import Cache
 from jetdraft.runtime.captures import Captures
+from jetdraft.runtime.costs import WIDEST
 from jetdraft.runtime.engines import Engine, Engines
 from jetdraft.runtime.ort import ort
 from jetdraft.runtime.probes import NO_PROBES, Probes, Probing
@@ -27,9 +28,9 @@ class Answer:
 
     `candidates` int64 [m, K] best first, `candidate_logits` float32 [m, K],
     `logsumexp` float32 [m], `logits` float32 [m, vocab], `hidden` float32 [m, h] of
-    graphs that give it. `streams` has, for each row
-    that carried some, what its streams say of the tokens after the row's own.
-    The logits come from the device when they are first looked at.
+    graphs that give it. `streams` has, for each row that carried some, what its streams
+    say of the tokens after the row's own. The logits come from the device when they are
+    first looked at.
     """
 
     candidates: Int64s
@@ -130,6 +131,7 @@ class Graph:
         """
         rows, cursor, room = len(tokens), self.cache.length, self.cache.room
         width = max(width, rows)
+        last_only = last_only and rows > 1
         if not last_only:
             width = self.engines.width(width, room)
         probes = NO_PROBES if last_only else self._probes(rows, room - width)
@@ -220,8 +222,8 @@ class Graph:
         binding.total_length[0] = length
         options = None
         if self.captures is not None:
-            # Prefills are few and of any width: they are not worth a graph each.
-            once = size.answers != size.width
+            # Passes of a prefill are few and of any width: not worth a graph each.
+            once = size.width > WIDEST
             options = self.captures.run_options(None if once else (size, length))
         self.seconds += binding.run(options)
         self.passes += 1

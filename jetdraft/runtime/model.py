@@ -13,12 +13,14 @@ import numpy as np
 
 from jetdraft.bundle import Bundle, GraphEntry, read_streams
 from jetdraft.contract import EARLY_EXIT
-from jetdraft.devices.providers import choose
+from jetdraft.devices.providers import AUTO as AUTO_PROVIDER
+from jetdraft.devices.providers import PROVIDERS, choose
 from jetdraft.errors import (
     JetdraftError,
     MethodError,
     OptionError,
     PromptError,
+    ProviderError,
 )
 from jetdraft.runtime import tuning
 from jetdraft.runtime.calibration import Calibration
@@ -93,12 +95,12 @@ def load(
     """Open a bundle, check it and get it ready to generate.
 
     `provider` ("cpu", "cuda", "tensorrt" or "auto", the fastest of them that can)
-    defaults to the one it was exported for, `drafter_provider` to the target's; "off"
-    leaves the drafter out. `threads` to the cores of this
-    process, `streams` (a `streams.npz` of the same base) to those in the bundle. In
-    `store`, a file, the requests and responses of `user` are kept to draft from; none
-    are without it. `table` is a trigram table of the same tokenizer. Raises
-    `BundleError`, `ProviderError` or `StoreError`.
+    defaults to the one it was exported for; so does `drafter_provider`, or to a
+    `provider` that was given, and "off" leaves the drafter out. `threads` defaults to
+    the cores of this process, `streams` (a `streams.npz` of the same base) to those in
+    the bundle. In `store`, a file, the requests and responses of `user` are kept to
+    draft from; none are without it. `table` is a trigram table of the same tokenizer.
+    Raises `BundleError`, `ProviderError` or `StoreError`.
 
         model = jetdraft.load("bundle")
     """
@@ -144,7 +146,10 @@ class Model:
         own = bundle.provider if provider is None else provider
         self._opening = self._placed(bundle.target, own, self.threads, True)
         self.provider = self._opening.provider.name
-        self._drafting = self._beside(drafter_provider)
+        if drafter_provider is None and own == bundle.provider:
+            drafter_provider = bundle.drafter_provider
+        self._drafting = self._beside(drafter_provider or self.provider)
+        self._check_streams(streams)
         self.profiles = Profiles(bundle, self.placement, self.threads)
         self.text = TextCodec(bundle.tokenizer)
         self.store = None
@@ -186,11 +191,22 @@ class Model:
         graph = (self.bundle.flavour, entry.contract.dtype)
         return Opening(self.bundle, choose(provider, [graph]), threads, spinning)
 
-    def _beside(self, asked: str | None) -> Opening | None:
-        """Where the drafter runs: by default where the target does."""
+    def _check_streams(self, given: str | Path | None) -> None:
+        """TensorRT builds weights into its engines."""
+        if given is not None and self.provider == "tensorrt":
+            raise ProviderError(
+                "TensorRT cannot swap streams; export the checkpoint that has them, or "
+                "choose --provider cuda"
+            )
+
+    def _beside(self, asked: str) -> Opening | None:
+        """Where the drafter runs."""
         entry = self.bundle.drafter
-        if asked is None:
-            asked = self.bundle.drafter_provider or self.provider
+        if asked not in (OFF, AUTO_PROVIDER, *PROVIDERS):
+            names = ", ".join((*PROVIDERS, AUTO_PROVIDER, OFF))
+            raise ProviderError(
+                f"unknown provider {asked!r} for the drafter; choose {names}"
+            )
         if asked == OFF or entry is None:
             return None
         # One quiet thread: a second spinning pool would take the target's cores.
@@ -199,9 +215,12 @@ class Model:
     @property
     def placement(self) -> str:
         """The provider, and the drafter's where that is another."""
-        if self._drafting is None or self._drafting.provider is self._opening.provider:
-            return self.provider
-        return f"{self.provider}+{self._drafting.provider.name}"
+        beside = self.provider
+        if self._drafting is not None:
+            beside = self._drafting.provider.name
+        elif self.bundle.drafter is not None:
+            beside = OFF
+        return self.provider if beside == self.provider else f"{self.provider}+{beside}"
 
     def target_for(self, options: Options) -> Graph | PrunedGraph:
         """The target, or its halves where a generation prunes.
@@ -250,11 +269,13 @@ class Model:
         Read from the bundle's `profiles` folder, or measured and kept there.
         """
         self.check_idle()
+        self.target.prepare(exact=True)
         return self.profiles.calibration(self.target, self.drafter, again)
 
     def tune(self, tick: Callable[[], None] = lambda: None) -> Tuning:
         """Measure with care, plan with that from now on, and keep it in the bundle."""
         self.check_idle()
+        self.target.prepare(exact=True)
         found = tuning.tune(self.target, self.planner.proposers, tick)
         self.forget()  # what was drafted from is no text
         self.profiles.keep_tuning(found)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.bundle import Bundle, GraphEntry
+from jetdraft.bundle import CONTRIB, Bundle, GraphEntry
 from jetdraft.devices.detection import detect
 from jetdraft.devices.providers import (
     CudaOptions,
@@ -43,8 +43,12 @@ class Opening:
 
     def graph(self, entry: GraphEntry, weights: Weights | None = None) -> Graph:
         """A model of the bundle; `weights` take the place of its own of those names."""
-        how = {"cpu": self._on_cpu, "cuda": self._on_cuda}
-        return how.get(self.provider.name, self._on_tensorrt)(entry, weights or {})
+        how = {
+            "cpu": self._on_cpu,
+            "cuda": self._on_cuda,
+            "tensorrt": self._on_tensorrt,
+        }
+        return how[self.provider.name](entry, weights or {})
 
     def session(
         self,
@@ -68,12 +72,12 @@ class Opening:
         """What moves rows together: weightless, and never worth many threads."""
         if file is None:
             return None
-        # TensorRT's own tensors lie where CUDA's do, and an engine would gain nothing.
-        name = "cpu" if self.provider.memory == "cpu" else "cuda"
-        options = CudaOptions(enable_cuda_graph=False)
-        given = {} if name == "cpu" else as_options(options)
         path: Path = self.bundle.path / file
-        return open_session(path, name, provider_options=given)
+        if self.provider.memory == "cpu":
+            return open_session(path, "cpu")
+        # TensorRT's own tensors lie where CUDA's do, and an engine would gain nothing.
+        options = as_options(CudaOptions(enable_cuda_graph=False))
+        return open_session(path, "cuda", provider_options=options)
 
     def _on_cpu(self, entry: GraphEntry, weights: Weights) -> Graph:
         """One session: a chain costs the same in a tree graph and gives the same bits.
@@ -81,39 +85,40 @@ class Opening:
         Two would hold the packed weights twice (docs/log.md).
         """
         session = self.session(entry.tree_file or entry.file, weights)
-        contract = entry.tree_contract if entry.tree_file else entry.contract
-        return Graph(
-            Engines(session, contract), self.compaction(entry.compaction_file), HOST
-        )
+        engines = Engines(session, entry.widest_contract)
+        return Graph(engines, self.compaction(entry.compaction_file), HOST)
 
     def _on_cuda(self, entry: GraphEntry, weights: Weights) -> Graph:
         """Chains and trees over the same weights; an attention bias costs a kernel."""
-        memory = self.provider.memory
-        shared = shared_weights(self.bundle.path / entry.file, memory)
-        shared = {name: w for name, w in shared.items() if name not in weights}
-        options = CudaOptions()
-        chain = self.session(entry.file, weights, options, shared)
-        if entry.tree_file is None:
-            engines = Engines(chain, entry.contract, weights=shared)
-        else:
-            tree = self.session(entry.tree_file, weights, options, shared)
-            engines = Engines(tree, entry.tree_contract, chain, weights=shared)
         moves = self.compaction(entry.compaction_file)
+        memory, options = self.provider.memory, CudaOptions()
+        if entry.tree_file is None or self.bundle.flavour != CONTRIB:
+            # Of two standard graphs each would hold the weights.
+            session = self.session(entry.tree_file or entry.file, weights, options)
+            engines = Engines(session, entry.widest_contract)
+        else:
+            shared = shared_weights(self.bundle.path / entry.file, memory)
+            shared = {name: w for name, w in shared.items() if name not in weights}
+            chain, tree = (
+                self.session(file, weights, options, shared)
+                for file in (entry.file, entry.tree_file)
+            )
+            engines = Engines(tree, entry.tree_contract, chain, weights=shared)
         return Graph(engines, moves, Memory(memory, copies=True), Captures())
 
     def _on_tensorrt(self, entry: GraphEntry, weights: Weights) -> Graph:
         """An engine for passes of any width, and some for the widths of decoding."""
-        contract = entry.tree_contract if entry.tree_file else entry.contract
-        file = entry.tree_file or entry.file
+        contract, file = entry.widest_contract, entry.tree_file or entry.file
+        widths = [width for width in WIDTHS if width <= contract.max_width]
         name = file.removesuffix(".onnx")
         folder = self.bundle.path / "profiles" / f"tensorrt-{name}"
         kept = engine_folder(folder, self._machine())
         sessions = {
             width: self.session(file, weights, engine_options(contract, width, kept))
-            for width in (None, *WIDTHS)
+            for width in (None, *widths)
         }
         engines = Engines(
-            sessions[None], contract, fixed={w: sessions[w] for w in WIDTHS}
+            sessions[None], contract, fixed={w: sessions[w] for w in widths}
         )
         moves = self.compaction(entry.compaction_file)
         return Graph(engines, moves, Memory(self.provider.memory, copies=True))

@@ -180,8 +180,8 @@ class Planner:
             )
         known = ", ".join((AUTO, *self.methods))
         hint = {
-            "draft": "; for draft export it with --drafter",
-            "cascade": "; for cascade export it with --drafter",
+            "draft": "; draft needs a drafter: export with --drafter, turn it not off",
+            "cascade": "; cascade needs a drafter, as draft does",
             "stream": "; for stream export a checkpoint that jetdraft train streams "
             "wrote",
         }.get(name, "")

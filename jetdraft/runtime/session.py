@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.devices.providers import PROVIDERS, presence
+from jetdraft.devices.providers import AT_HAND, PROVIDERS, presence
 from jetdraft.errors import ContractError, OptionError, ProviderError
 from jetdraft.runtime.ort import ort
 
 MOST_THREADS_PER_CORE = 8
 """More only wait for each other, for minutes where they are many."""
 
-SHAPE_OPERATORS = {"Shape", "Size", "Gather", "Slice", "Squeeze", "Unsqueeze", "Cast"}
-SHAPE_OPERATORS |= {"Concat", "Add", "Sub", "Mul"}
-"""What a provider may leave to the CPU, where it computes sizes."""
+SIZE_OPERATORS = {"Shape", "Size", "Squeeze", "Unsqueeze", "Cast", "Concat"}
+SIZE_OPERATORS |= {"Range", "Add", "Expand"}
+"""What a provider may leave to the CPU, where the sizes of a pass are computed."""
 
 
 def default_threads() -> int:
@@ -41,21 +41,9 @@ def open_session(
     which lie where the provider computes and must outlive the session. Raises
     `ProviderError` if anything but the provider would compute.
     """
-    _check_threads(threads)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    # A pattern is allocated at the first run, which may be inside of a capture.
-    options.enable_mem_pattern = PROVIDERS[provider].memory == "cpu"
-    options.add_session_config_entry(
-        "session.intra_op.allow_spinning", "1" if spinning else "0"
-    )
-    # Of integers that a DequantizeLinear gives to a MatMul, as `Recipe` has it too.
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
-    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    weights = weights or {}
     full = PROVIDERS[provider].full
+    options = _options(provider, threads, spinning)
+    weights = weights or {}
     try:
         options.add_external_initializers(
             list(weights),
@@ -63,17 +51,43 @@ def open_session(
         )
         for name, value in (shared or {}).items():
             options.add_initializer(name, value)
+        # The fallback of the Python package prints, and opens another session.
         session = ort.InferenceSession(
-            str(file), options, providers=[(full, dict(provider_options or {}))]
+            str(file),
+            options,
+            providers=[(full, dict(provider_options or {}))],
+            enable_fallback=0,
         )
     except Exception as error:  # onnxruntime raises its own, underived exceptions
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if provider != "cpu":
+            raise ProviderError(
+                f"{full} cannot load {file} ({reason}); {AT_HAND}"
+            ) from error
         raise ContractError(
             f"onnxruntime cannot load {file} ({reason}); export the bundle again with "
             "this version"
         ) from error
     _check_provider(session, provider, file)
     return session
+
+
+def _options(provider: str, threads: int, spinning: bool) -> ort.SessionOptions:
+    _check_threads(threads)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # A pattern is allocated at the first run, which may be inside of a capture.
+    options.enable_mem_pattern = PROVIDERS[provider].memory == "cpu"
+    for name, value in (
+        ("session.intra_op.allow_spinning", str(int(spinning))),
+        # Of integers that a DequantizeLinear gives to a MatMul, as `Recipe` has it too.
+        ("session.qdq_matmulnbits_accuracy_level", "4"),
+        ("session.record_ep_graph_assignment_info", "1"),
+    ):
+        options.add_session_config_entry(name, value)
+    return options
 
 
 def _check_threads(threads: int) -> None:
@@ -89,8 +103,8 @@ def _check_provider(session: ort.InferenceSession, provider: str, file: Path) ->
     full = PROVIDERS[provider].full
     if session.get_providers()[0] != full:
         reason = presence(provider).reason or "onnxruntime left it out"
-        raise ProviderError(f"{full} cannot be used here: {reason}")
-    elsewhere = elsewhere_of(session, full) - SHAPE_OPERATORS
+        raise ProviderError(f"{full} cannot be used here: {reason}; {AT_HAND}")
+    elsewhere = elsewhere_of(session, full) - SIZE_OPERATORS
     if elsewhere:
         raise ProviderError(
             f"{full} has no kernels for {', '.join(sorted(elsewhere))} of {file}; "

@@ -51,13 +51,16 @@ def compare_methods(model: Model) -> Iterator[Comparison]:
 def _ways(model: Model) -> Iterator[tuple[str, int | None, dict[str, Any]]]:
     """A name, a draft length and the options of each way to decode."""
     for method in model.methods[1:]:
+        if method == "stream" and not model.planner.calibration.probes_agree:
+            continue
         for length in _DRAFT_LENGTHS:
             yield method, length, {"method": method, "num_draft_tokens": length}
-    if model.planner.drafts_trees:
+    found = model.planner.calibration
+    if model.planner.drafts_trees and found.trees_agree:
         for tree in _TREES:
             yield tree, None, {"method": "draft", "tree": tree}
-    if model.target.contract.streams:
-        for tree in _TREES:
+    if model.target.contract.streams and found.probes_agree:
+        for tree in _TREES if found.trees_agree else ():
             yield f"stream {tree}", None, {"method": "stream", "tree": tree}
         if model.bundle.target.halves:
             pruned = {"method": "stream", "tree": "best", "prune_threshold": 0.05}

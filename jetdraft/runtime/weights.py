@@ -14,7 +14,8 @@ from jetdraft.runtime.ort import ort
 def shared_weights(file: Path, device: str) -> dict[str, ort.OrtValue]:
     """The weights that a graph keeps in a file beside it, on a device, by name.
 
-    Sessions that are given them (`SessionOptions.add_initializer`) read them in place,
+    Of contrib graphs: packed integers of other types have no numpy type. Sessions that
+    are given them (`SessionOptions.add_initializer`) read them in place,
     so they must live as long. The CPU provider packs weights for each session anyway.
 
         open_session(tree, "cuda", shared=shared_weights(chain, "cuda"))

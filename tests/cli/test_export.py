@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from jetdraft.bundle import Bundle
+from jetdraft.quant.recipe import Recipe
 from tests.cli.running import jetdraft
 from tests.tiny import (
     VOCAB_SIZE,
@@ -53,7 +54,7 @@ def test_export_makes_a_bundle_that_generates(pair, output):
     assert result.stdout == ""
     made = Bundle.open(output)
     assert made.methods == ("none", "lookup", "draft")
-    assert made.target.quantization == {"scheme": "int4", "block_size": 32}
+    assert made.target.quantization == Recipe("int4", 32).to_json()
     assert made.target.contract.capacity == 64
     assert made.target.contract.max_width == 16
     assert result.stderr.splitlines()[-1].endswith("methods none, lookup, draft")
@@ -66,7 +67,7 @@ def test_defaults_are_those_of_the_help(pair, output):
     result = jetdraft("export", pair.drafter, "-o", output, "--capacity=64", small)
     assert result.exit_code == 0, result.output
     entry = Bundle.open(output).target
-    assert entry.quantization == {"scheme": "int4", "block_size": 128}
+    assert entry.quantization == Recipe("int4", 128).to_json()
     assert entry.contract.dtype == "float32"
     assert entry.contract.max_width == 64
 

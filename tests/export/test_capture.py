@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx
 import pytest
 
-from jetdraft.bundle import Bundle
+from jetdraft.bundle import FLAVOURS, Bundle
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.streams import StreamSettings
 from jetdraft.quant.recipe import Recipe
@@ -62,7 +62,7 @@ def test_chains_and_trees(bundle):
         assert copied_to_device(file) == [], file.name
 
 
-@pytest.mark.parametrize("flavour", ["contrib", "standard"])
+@pytest.mark.parametrize("flavour", FLAVOURS)
 def test_streams(tmp_path, flavour):
     save_checkpoint(tmp_path / "checkpoint", llama_config())
     settings = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)

@@ -13,7 +13,13 @@ import transformers
 from tokenizers import Tokenizer
 
 import jetdraft
-from jetdraft.errors import CheckpointError, OptionError, OutputError, PairError
+from jetdraft.errors import (
+    CheckpointError,
+    JetdraftError,
+    OptionError,
+    OutputError,
+    PairError,
+)
 from jetdraft.export import exporter
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.quant.recipe import Recipe
@@ -59,7 +65,7 @@ def test_pair_becomes_a_bundle_with_every_method(bundle, pair):
     assert opened.methods == ("none", "lookup", "draft")
     assert opened.eos_token_ids == (0,)
     assert opened.target.source == str(pair.target)
-    assert opened.target.quantization == {"scheme": "int8", "block_size": 32}
+    assert opened.target.quantization == Recipe("int8", 32).to_json()
     assert opened.target.contract.kv_shapes == ((2, 16),) * 3
     assert opened.drafter.contract.kv_shapes == ((1, 16),)
     assert opened.target.contract.capacity == opened.drafter.contract.capacity == 256
@@ -99,7 +105,7 @@ def test_target_without_drafter_still_drafts_by_lookup(source, tmp_path):
     assert made.methods == ("none", "lookup")
     assert made.drafter is None
     assert not list(made.path.glob("drafter*"))
-    assert made.target.quantization == {"scheme": "int4", "block_size": 128}
+    assert made.target.quantization == Recipe("int4", 128).to_json()
     model = jetdraft.load(made.path, threads=1)
     assert model.methods == ("none", "lookup", "trigram")
 
@@ -234,7 +240,7 @@ def test_output_that_is_no_bundle_stays_untouched(source, tmp_path):
     ],
 )
 def test_options_out_of_range_are_refused(wrong):
-    with pytest.raises(OptionError, match="choose"):
+    with pytest.raises(JetdraftError, match="choose"):
         ExportOptions(**wrong)
 
 

@@ -131,7 +131,10 @@ def test_bad_input_is_refused_before_anything_runs(model, options, error, words)
     [
         ({"provider": "cuda"}, "no fp32 kernel on CUDA; export with --dtype fp16"),
         ({"provider": "tensorrt"}, "no contrib operators; export with --flavour"),
-        ({"provider": "abacus"}, "unknown provider 'abacus'; choose tensorrt, cuda"),
+        (
+            {"provider": "abacus"},
+            "provider 'abacus'; choose tensorrt, cuda, cpu",
+        ),
         ({"drafter_provider": "abacus"}, "unknown provider 'abacus'"),
         ({"drafter_provider": "cuda"}, "no fp32 kernel on CUDA"),
     ],

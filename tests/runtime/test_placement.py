@@ -6,6 +6,7 @@ CPU provider does not look at, and chains and trees have sessions of their own.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from jetdraft.devices import providers
 from jetdraft.devices.providers import PROVIDERS, Presence, Provider
 from jetdraft.errors import MethodError
 from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.export.streams import StreamSettings
 from jetdraft.quant.recipe import Recipe
 from jetdraft.runtime import opening
 from jetdraft.runtime.calibration import measure
@@ -24,6 +26,7 @@ from jetdraft.runtime.options import Options
 from jetdraft.runtime.session import open_session
 from jetdraft.runtime.tensor import Memory
 from jetdraft.runtime.weights import shared_weights
+from tests.tiny import llama_config, save_checkpoint, save_streams
 
 PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
 CPU = PROVIDERS["cpu"].full
@@ -34,6 +37,8 @@ WAYS = [
     {"method": "draft", "tree": "best", "num_draft_tokens": 6},
     {"method": "auto"},
     {"method": "draft", "temperature": 0.9, "seed": 3},
+    {"method": "lookup", "temperature": 1.2, "seed": 5, "top_p": 0.95},
+    {"method": "draft", "num_draft_tokens": 7, "max_new_tokens": 286},
     {"method": "draft", "exact": False, "tree": "best", "num_draft_tokens": 6},
 ]
 
@@ -52,16 +57,20 @@ def bundle(pair, tmp_path_factory, request):
     return export(str(pair.target), output, str(pair.drafter), options)
 
 
-@pytest.fixture
-def pretended(bundle, monkeypatch):
-    """The CPU provider in the place of the bundle's."""
-    name = bundle.provider
+def pretend(monkeypatch, name):
+    """Put the CPU provider in the place of another."""
     real = PROVIDERS[name]
     fake = Provider(name, CPU, "cpu", real.flavour, real.dtype)
     monkeypatch.setitem(PROVIDERS, name, fake)
     runs = Presence(name, compiled=True, runs=True)
     monkeypatch.setattr(providers, "presence", lambda name: runs)
     monkeypatch.setattr(opening, "WIDTHS", (4, 8))
+
+
+@pytest.fixture
+def pretended(bundle, monkeypatch):
+    """The bundle, where its provider is really the CPU's."""
+    pretend(monkeypatch, bundle.provider)
     return jetdraft.load(bundle.path, threads=1)
 
 
@@ -83,7 +92,8 @@ def test_the_text_is_that_of_the_cpu(bundle, pretended):
     plain = jetdraft.load(bundle.path, provider="cpu", threads=1)
     assert pretended.placement == f"{bundle.provider}+cpu"
     for way in WAYS:
-        settings = {k: v for k, v in way.items() if k in ("temperature", "seed")}
+        kept = ("temperature", "seed", "top_p", "max_new_tokens")
+        settings = {key: value for key, value in way.items() if key in kept}
         expected = text(plain, method="none", **settings)
         assert text(pretended, **way) == expected, way
 
@@ -130,7 +140,8 @@ def test_each_engine_has_a_width(bundle, pretended):
         assert engines.chain.session is not engines.any.session
         return
     assert [engines.width(rows, room=100) for rows in (1, 4, 5, 9)] == [4, 4, 8, 9]
-    assert engines.width(5, room=7) == 5, "near the end the wide ones do not fit"
+    widths = set(pretended.planner.calibration.target_ms)
+    assert widths == {4, 8, *range(9, 17)}, "others would be filled up to these"
     assert engines.of(8, branching=True) is engines.fixed[8]
     assert engines.of(9, branching=True) is engines.any
 
@@ -168,3 +179,38 @@ def test_trees_that_round_otherwise_are_not_exact(bundle, pretended):
     assert text(pretended, exact=False, **tree)
     drafted = pretended.generate(token_ids=PROMPT, method="auto", max_new_tokens=40)
     assert drafted.token_ids == text(pretended, method="none", max_new_tokens=40)
+
+
+def test_a_drafter_that_was_off_is_measured_when_it_is_on(bundle, tmp_path):
+    copy = shutil.copytree(bundle.path, tmp_path / "copy")
+    shutil.rmtree(copy / "profiles", ignore_errors=True)
+    off = jetdraft.load(copy, "cpu", threads=1, drafter_provider="off")
+    assert off.placement == "cpu+off"
+    assert text(jetdraft.load(copy, "cpu", threads=1), method="draft")
+
+
+def test_a_drafter_goes_where_the_caller_goes(bundle):
+    """A bundle's choice for its drafter belongs to its choice for the target."""
+    assert jetdraft.load(bundle.path, "cpu", threads=1).placement == "cpu"
+
+
+@pytest.mark.parametrize("scheme", ["int4", "none"])
+def test_streams_and_integers_of_four_bits(tmp_path, monkeypatch, scheme):
+    """Probes are staged too; packed integers of a standard graph are not shared."""
+    flavour = "contrib" if scheme == "none" else "standard"
+    save_checkpoint(tmp_path / "c", llama_config())
+    settings = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)
+    save_streams(tmp_path / "c", settings)
+    options = ExportOptions(
+        Recipe(scheme, 32), provider="cuda", flavour=flavour, capacity=192, max_width=64
+    )
+    export(str(tmp_path / "c"), tmp_path / "b", options=options)
+    plain = jetdraft.load(tmp_path / "b", "cpu", threads=1)
+    pretend(monkeypatch, "cuda")
+    model = jetdraft.load(tmp_path / "b", threads=1)
+    assert model.target.memory.copies
+    for way in ({}, {"temperature": 1.1, "seed": 2, "top_p": 0.9}):
+        expected = text(plain, method="none", **way)
+        for tree in ("chain", "best"):
+            found = text(model, method="stream", tree=tree, num_draft_tokens=3, **way)
+            assert found == expected
