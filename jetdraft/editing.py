@@ -8,6 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+PARAMETER = "parameter"
+"""Metadata of a value: the name of the checkpoint's weight that it is."""
+
 
 def initializer(graph: ir.Graph, name: str, array: npt.NDArray[np.generic]) -> ir.Value:
     """A constant of the graph; the one of that name if there already is one."""

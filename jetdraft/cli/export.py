@@ -13,7 +13,13 @@ from jetdraft.devices.device import Device
 from jetdraft.devices.plan import Question, plan, refusal
 from jetdraft.devices.providers import AUTO, PROVIDERS, fastest
 from jetdraft.errors import JetdraftError, OptionError
-from jetdraft.quant.recipe import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, SCHEMES, Recipe
+from jetdraft.quant.recipe import (
+    ALGORITHMS,
+    BLOCK_SIZES,
+    DEFAULT_BLOCK_SIZE,
+    SCHEMES,
+    Recipe,
+)
 
 
 class Stages:
@@ -54,19 +60,27 @@ class Stages:
     help="The bundle folder to write.",
 )
 @click.option(
-    "--quantize", type=click.Choice(SCHEMES), default="int4", show_default=True
+    "--quantize",
+    default="int4",
+    show_default=True,
+    help=f"A recipe: {', '.join(SCHEMES)}, with what differs, as int4-gptq-b64-head8. "
+    f"Algorithms: {', '.join(ALGORITHMS)}.",
 )
 @click.option(
     "--block-size",
     type=click.Choice([str(size) for size in BLOCK_SIZES]),
     default=str(DEFAULT_BLOCK_SIZE),
     show_default=True,
-    help="Weights that share a scale.",
+    help="Weights that share a scale, where the recipe does not say.",
 )
 @click.option(
     "--quantize-drafter",
-    type=click.Choice(SCHEMES),
-    help="Default: int8 in blocks of 32, or none with --quantize none.",
+    help="A recipe; default: int8-rtn-b32, or none with --quantize none.",
+)
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    help="A text like those to be written, for recipes with gptq.",
 )
 @click.option(
     "--dtype",
@@ -119,6 +133,7 @@ def command(
     quantize: str,
     block_size: str,
     quantize_drafter: str | None,
+    calibration: Path | None,
     dtype: str | None,
     capacity: int,
     max_width: int,
@@ -129,12 +144,14 @@ def command(
     adapter_scale: float,
 ) -> None:
     """Export TARGET, a checkpoint folder or hub id, to a bundle."""
+    recipe = Recipe.parse(quantize, int(block_size))
     if device is not None:
-        _check_fits(device, target, drafter, quantize, capacity)
+        _check_fits(device, target, drafter, recipe.scheme, capacity)
     exporter = _exporter()
     options = exporter.ExportOptions(
-        recipe=Recipe(quantize, int(block_size)),
-        drafter_recipe=quantize_drafter and Recipe(quantize_drafter, 32),
+        recipe=recipe,
+        drafter_recipe=quantize_drafter and Recipe.parse(quantize_drafter, 32),
+        calibration=calibration,
         dtype=dtype,
         capacity=capacity,
         max_width=min(max_width, capacity),

@@ -78,6 +78,7 @@ class Dimensions:
             )
         tied = config.get("tie_word_embeddings", False) if tied is None else tied
         _check_sizes(config)
+        _check_groups(config)
         linear = _linear_layers(config)
         full = config["num_hidden_layers"] - linear
         per_full, per_linear = _attention(config), _linear_attention(config, linear)
@@ -109,6 +110,15 @@ def _check_sizes(config: dict[str, Any]) -> None:
             raise CheckpointError(
                 f"the config's {name} is {shown}; give that of a causal language model"
             )
+
+
+def _check_groups(config: dict[str, Any]) -> None:
+    heads, groups = config["num_attention_heads"], _kv_heads(config)
+    if heads % groups:
+        raise CheckpointError(
+            f"the config's {heads} attention heads cannot share {groups} of keys and "
+            "values; give that of a causal language model"
+        )
 
 
 def _head_size(config: dict[str, Any]) -> int:

@@ -44,8 +44,9 @@ from jetdraft.export.standard import standardize
 from jetdraft.export.step import keep_weights, kv_shapes, trace
 from jetdraft.export.streams import LOSSLESS, SHARED, Streamed, stream_weights
 from jetdraft.export.tree import write_compaction, write_tree
+from jetdraft.quant.calibration import Windows, linear_weights, second_moments
 from jetdraft.quant.recipe import Recipe
-from jetdraft.quant.weights import quantize
+from jetdraft.quant.weights import Quantization, label
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 NUMPY = {"fp32": "float32", "fp16": "float16"}
@@ -63,7 +64,7 @@ class ExportOptions:
     "fp16" of activations and buffers, the drafter's by the `drafter_provider`, and the
     `flavour`: "contrib" has onnxruntime's own operators, "standard" those of ai.onnx
     alone. `adapter_scale`, for streams of the shared mode, is how far the tuned weights
-    move from the base.
+    move from the base. `calibration` is a text file for recipes that need one.
 
         ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)
     """
@@ -77,6 +78,7 @@ class ExportOptions:
     flavour: str | None = None
     adapter_scale: float = 1.0
     drafter_provider: str | None = None
+    calibration: Path | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, *DTYPES):
@@ -99,6 +101,14 @@ class ExportOptions:
                 f"max width {self.max_width} is out of range; choose 2 to the capacity"
             )
 
+        if self.calibration is None:
+            for name in (TARGET, DRAFTER):
+                recipe = self.recipe_of(name)
+                if recipe.calibrated:
+                    raise OptionError(
+                        f"{recipe.name} looks at what the model computes over a text; "
+                        "give one with --calibration FILE"
+                    )
         if not 0.0 <= self.adapter_scale <= 1.0:
             raise OptionError(
                 f"adapter scale {self.adapter_scale} is out of range; give 0 to 1"
@@ -148,6 +158,8 @@ def export(
         report("load", number, len(sources))
         loaded[name] = Checkpoint.load(source, DTYPES[options.dtype_of(name)])
     report("load", len(sources), len(sources))
+    if options.drafter_provider and not drafter:
+        raise OptionError("a drafter's provider needs a drafter; give --drafter too")
     if drafter and loaded[DRAFTER].streams:
         raise PairError(f"{drafter} has streams; only a target can have them")
     _check_scale(loaded[TARGET], options)
@@ -250,15 +262,17 @@ def _write_graph(
     streamed = described = None
     if checkpoint.streams is not None:
         streamed = checkpoint.with_streams(options.adapter_scale)
+    quantization = _quantization(checkpoint, recipe, contract, options)
     model = trace(streamed or checkpoint.model, contract)
-    standard = options.flavour_made != CONTRIB
-    if standard:
+    if quantization.moments:
+        label(model, linear_weights(checkpoint.model))
+    if quantization.standard:
         standardize(model, contract, options.flavour_made == SCATTERED)
     else:
         fuse(model, contract)
     report(f"trace {name}", 1, 1)
     stage = f"quantize {name}"
-    quantize(model, recipe, lambda done, of: report(stage, done, of), standard)
+    quantization.apply(model, lambda done, of: report(stage, done, of))
     if streamed is not None:
         keep_weights(model, streamed)
         described = {**streamed.streams.settings.to_json(), "base": _base(streamed)}
@@ -287,6 +301,22 @@ def _write_graph(
         source=checkpoint.source,
         parameters=parameters,
         streams=described,
+    )
+
+
+def _quantization(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    contract: StepContract,
+    options: ExportOptions,
+) -> Quantization:
+    """The recipe with all that it needs to know of a checkpoint."""
+    moments = {}
+    if recipe.calibrated and options.calibration is not None:
+        windows = Windows.of(options.calibration, checkpoint.tokenizer)
+        moments = second_moments(checkpoint.model, windows)
+    return Quantization(
+        recipe, contract.vocab_size, options.flavour_made != CONTRIB, moments
     )
 
 

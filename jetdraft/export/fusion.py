@@ -271,7 +271,10 @@ def _merge(
 def _joined(graph: ir.Graph, values: list[ir.Value], name: str, axis: int) -> ir.Value:
     """One initializer out of several; the old ones go when nothing reads them."""
     arrays = [value.const_value.numpy() for value in values if value.const_value]
-    return initializer(graph, name, np.concatenate(arrays, axis=axis))
+    joined = initializer(graph, name, np.concatenate(arrays, axis=axis))
+    # They have one input, which is all that quantization asks of the weight's name.
+    joined.metadata_props.update(values[0].metadata_props)
+    return joined
 
 
 def _pack_projections(attention: ir.Node) -> None:

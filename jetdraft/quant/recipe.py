@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jetdraft.errors import OptionError
 
-SCHEMES = ("int4", "int8", "none")
+BITS = {"int2": 2, "int4": 4, "int8": 8}
+SCHEMES = (*BITS, "none")
 BLOCK_SIZES = (16, 32, 64, 128)
+ALGORITHMS = ("rtn", "k_quant", "hqq", "gptq")
+CALIBRATED = ("gptq",)
+"""Algorithms that look at what a model computes over a text."""
+
+SYMMETRIC = ("rtn", "gptq")
+"""Algorithms without zeros, which TensorRT does not know."""
 
 DEFAULT_BLOCK_SIZE = 128
 """The fastest on a CPU by some way; docs/log.md has the figures."""
@@ -21,27 +29,72 @@ ACCURACY_LEVEL = 4
 class Recipe:
     """Weight-only quantization of a graph's matrices.
 
-    `scheme` is "int4", "int8" or "none"; `block_size` weights share one scale.
+    `scheme` is "int2", "int4", "int8" or "none"; `block_size` weights share one scale,
+    found by the `algorithm`. `head` is the scheme of the LM head and the embedding tied
+    to it, None for the same.
 
-        Recipe("int4", block_size=32).bits  # 4
+        Recipe.parse("int4-gptq-b32").bits  # 4
     """
 
     scheme: str = "int4"
     block_size: int = DEFAULT_BLOCK_SIZE
+    algorithm: str = "rtn"
+    head: str | None = None
 
     def __post_init__(self) -> None:
-        if self.scheme not in SCHEMES:
-            raise OptionError(
-                f"unknown quantization {self.scheme!r}; choose {', '.join(SCHEMES)}"
-            )
+        for what, given, known in (
+            ("quantization", self.scheme, SCHEMES),
+            ("algorithm", self.algorithm, ALGORITHMS),
+            ("quantization of the head", self.head or self.scheme, SCHEMES),
+        ):
+            if given not in known:
+                raise OptionError(
+                    f"unknown {what} {given!r}; choose {', '.join(known)}"
+                )
         if self.block_size not in BLOCK_SIZES:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise OptionError(f"block size {self.block_size} is not one of {sizes}")
 
+    @classmethod
+    def parse(cls, text: str, block_size: int = DEFAULT_BLOCK_SIZE) -> Recipe:
+        """Read a name: a scheme, and what differs from `rtn` and `block_size`.
+
+        Recipe.parse("int4-gptq-b64-head8")
+        """
+        scheme, *parts = text.split("-")
+        found = cls(scheme, block_size)
+        for part in parts:
+            if block := re.fullmatch(r"b(\d+)", part):
+                found = replace(found, block_size=int(block[1]))
+            elif head := re.fullmatch(r"head(\d|none)", part):
+                name = head[1] if head[1] == "none" else f"int{head[1]}"
+                found = replace(found, head=name)
+            else:
+                found = replace(found, algorithm=part)
+        return found
+
+    @property
+    def name(self) -> str:
+        """What `parse` reads, nothing left out."""
+        if self.bits is None:
+            return "none"
+        head = f"-head{self.head.removeprefix('int')}" if self.head else ""
+        return f"{self.scheme}-{self.algorithm}-b{self.block_size}{head}"
+
     @property
     def bits(self) -> int | None:
         """Bits per weight, or None where weights stay floats."""
-        return {"int4": 4, "int8": 8}.get(self.scheme)
+        return BITS.get(self.scheme)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs a text."""
+        return self.bits is not None and self.algorithm in CALIBRATED
+
+    @property
+    def of_head(self) -> Recipe:
+        """The recipe of the LM head."""
+        return replace(self, scheme=self.head or self.scheme, head=None)
 
     @classmethod
     def for_drafter(cls, target: Recipe) -> Recipe:

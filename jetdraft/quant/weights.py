@@ -1,4 +1,4 @@
-"""Symmetric round-to-nearest weight quantization with onnxruntime's own kernels.
+"""Weight-only quantization of a step graph's matrices.
 
 `MatMul` with a constant matrix becomes `MatMulNBits`, the LM head included. Where the
 head is tied to the embedding, `GatherBlockQuantized` reads the head's quantized matrix,
@@ -7,54 +7,129 @@ so the two stay one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes import common
-from onnxruntime.quantization.matmul_nbits_quantizer import (
-    DefaultWeightOnlyQuantConfig,
-    DefaultWeightOnlyQuantizer,
-)
 
-from jetdraft.editing import initializer, substitute
-from jetdraft.quant.recipe import ACCURACY_LEVEL, Recipe
+from jetdraft.editing import PARAMETER, initializer, substitute
+from jetdraft.errors import CheckpointError, OptionError
+from jetdraft.quant.algorithms import ALGORITHMS
+from jetdraft.quant.blocks import Blocks, Floats
+from jetdraft.quant.recipe import ACCURACY_LEVEL, SYMMETRIC, Recipe
 
 _CONTRIB = "com.microsoft"
 Progress = Callable[[int, int], None]
 
 
-def quantize(
-    model: ir.Model, recipe: Recipe, progress: Progress, standard: bool = False
-) -> None:
-    """Quantize every constant matrix of `model` in place.
+@dataclass(frozen=True)
+class Quantization:
+    """A recipe, and what it needs to know of the model.
 
-    As MatMulNBits, or with ai.onnx operators alone: where `standard`, a MatMul reads a
-    DequantizeLinear of the same integers, and embeddings are stored as floats.
-    `progress(done, total)` is called after each matrix.
+    `moments` are those of `calibration.second_moments` for recipes that are calibrated.
+    The matrix with `vocab_size` columns is the head's. In a `standard` graph a MatMul
+    reads a DequantizeLinear, and embeddings are stored as floats.
+
+        Quantization(Recipe("int8")).apply(model)
     """
-    if recipe.bits is None:
-        return
-    graph = model.graph
-    products = [node for node in graph if _matrix(node) is not None]
-    shared: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
-    for done, node in enumerate(products, start=1):
-        weight = _matrix(node)
-        assert weight is not None
-        source, transposed = weight
-        matrix = source.const_value.numpy() if source.const_value else np.empty((0, 0))
-        oriented = matrix.T if transposed else matrix
-        if standard:
-            _dequantize(graph, node, source, oriented, recipe)
-        else:
-            shared[source] = _quantize_product(graph, node, source, oriented, recipe)
-        progress(done, len(products))
-    for node in list(graph):
-        if node.op_type == "Gather" and node.inputs[0] in shared:
-            _quantize_gather(graph, node, *shared[node.inputs[0]], recipe)
-    common.RemoveUnusedNodesPass()(model)
+
+    recipe: Recipe
+    vocab_size: int = 0
+    standard: bool = False
+    moments: Mapping[str, Floats] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.standard and self.recipe.algorithm not in SYMMETRIC:
+            raise OptionError(
+                f"the standard flavour has no zeros, which {self.recipe.algorithm} "
+                f"gives; choose {' or '.join(SYMMETRIC)}"
+            )
+
+    def apply(
+        self, model: ir.Model, progress: Progress = lambda done, of: None
+    ) -> None:
+        """Quantize every constant matrix of `model` in place.
+
+        `progress(done, total)` is called after each matrix. Raises `CheckpointError`
+        for a matrix with numbers that are not finite.
+        """
+        graph = model.graph
+        products = [node for node in graph if _matrix(node) is not None]
+        shared: dict[ir.Value, Packed] = {}
+        for done, node in enumerate(products, start=1):
+            found = _matrix(node)
+            assert found is not None
+            source, transposed = found
+            blocks = self._blocks(source, transposed)
+            if blocks is None:
+                pass
+            elif self.standard:
+                _dequantize(graph, node, source, blocks)
+            else:
+                shared[source] = _quantize_product(graph, node, source, blocks)
+            progress(done, len(products))
+        for node in list(graph):
+            if node.op_type == "Gather" and node.inputs[0] in shared:
+                _quantize_gather(graph, node, shared[node.inputs[0]])
+        common.RemoveUnusedNodesPass()(model)
+
+    def _blocks(self, source: ir.Value, transposed: bool) -> Blocks | None:
+        """A matrix as integers; None where it stays as it is."""
+        stored = source.const_value.numpy() if source.const_value else np.empty((0, 0))
+        matrix = stored.T if transposed else stored
+        recipe = self.recipe
+        if matrix.shape[1] == self.vocab_size:
+            recipe = recipe.of_head
+        if recipe.bits is None:
+            return None
+        name = source.metadata_props.get(PARAMETER, source.name or "")
+        if not np.isfinite(matrix).all():
+            raise CheckpointError(
+                f"the weight {name} has numbers that are not finite; fetch the "
+                "checkpoint again"
+            )
+        moments = self.moments.get(name)
+        algorithm = recipe.algorithm
+        if recipe.calibrated and moments is None:
+            # No linear layer: nothing is known of what it is fed.
+            algorithm = "rtn"
+        return ALGORITHMS[algorithm](matrix, recipe.bits, recipe.block_size, moments)
+
+
+def label(model: ir.Model, weights: Mapping[str, Floats]) -> None:
+    """Write on each matrix of a traced graph which of these weights it is.
+
+    Tracing folds a transposition into new constants without a name. `weights` are
+    [outputs, inputs], by their names in the checkpoint's model.
+    """
+    names = {_digest(weight): name for name, weight in weights.items()}
+    for node in model.graph:
+        found = _matrix(node)
+        if found is None or found[0].const_value is None:
+            continue
+        value, transposed = found
+        stored = found[0].const_value.numpy()
+        name = names.get(_digest(stored if transposed else stored.T))
+        if name is not None:
+            value.metadata_props[PARAMETER] = name
+
+
+def _digest(matrix: Floats) -> bytes:
+    whole = np.ascontiguousarray(matrix)
+    return hashlib.blake2b(whole.view(np.uint8).data, digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The initializers of a quantized matrix and their numbers."""
+
+    weight: ir.Value
+    blocks: Blocks
 
 
 def _matrix(node: ir.Node) -> tuple[ir.Value, bool] | None:
@@ -73,105 +148,96 @@ def _matrix(node: ir.Node) -> tuple[ir.Value, bool] | None:
 
 
 def _quantize_product(
-    graph: ir.Graph,
-    node: ir.Node,
-    source: ir.Value,
-    matrix: npt.NDArray[np.generic],
-    recipe: Recipe,
-) -> tuple[ir.Value, ir.Value]:
-    """Replace the MatMul by MatMulNBits; return the packed matrix and its scales.
-
-    The matrix is uint8 [columns, blocks, bytes], the scales are [columns, blocks].
-    """
-    rows, columns = matrix.shape
-    packed, scales = _packed(matrix, recipe)
-    weight = initializer(graph, f"{source.name}.int{recipe.bits}", packed)
-    scale = initializer(graph, f"{source.name}.scales", scales)
+    graph: ir.Graph, node: ir.Node, source: ir.Value, blocks: Blocks
+) -> Packed:
+    """Replace the MatMul by MatMulNBits over packed integers."""
+    name = f"{source.name}.int{blocks.bits}"
+    inputs: list[ir.Value | None] = [
+        node.inputs[0],
+        initializer(graph, name, blocks.packed),
+        initializer(graph, f"{source.name}.scales", blocks.scales),
+    ]
+    if blocks.packed_zeros is not None:
+        zeros = initializer(graph, f"{source.name}.zeros", blocks.packed_zeros)
+        inputs.append(zeros)
+    columns, _, block_size = blocks.integers.shape
     product = ir.node(
         "MatMulNBits",
-        [node.inputs[0], weight, scale],
+        inputs,
         {
-            "K": rows,
+            "K": blocks.rows,
             "N": columns,
-            "bits": recipe.bits,
-            "block_size": recipe.block_size,
+            "bits": blocks.bits,
+            "block_size": block_size,
             "accuracy_level": ACCURACY_LEVEL,
         },
         domain=_CONTRIB,
     )
     _replace(graph, node, product)
-    return weight, scale
-
-
-def _packed(
-    matrix: npt.NDArray[np.generic], recipe: Recipe
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.generic]]:
-    """uint8 [columns, blocks, bytes], half their range being 0, and their scales."""
-    quantizer = DefaultWeightOnlyQuantizer(
-        DefaultWeightOnlyQuantConfig(
-            block_size=recipe.block_size, is_symmetric=True, bits=recipe.bits
-        )
-    )
-    packed, scales, _ = quantizer.qbits_block_quant(np.ascontiguousarray(matrix))
-    return packed, scales
+    assert inputs[1] is not None
+    return Packed(inputs[1], blocks)
 
 
 def _dequantize(
-    graph: ir.Graph,
-    node: ir.Node,
-    source: ir.Value,
-    matrix: npt.NDArray[np.generic],
-    recipe: Recipe,
+    graph: ir.Graph, node: ir.Node, source: ir.Value, blocks: Blocks
 ) -> None:
     """Let the MatMul read DequantizeLinear of integers [rows, columns] in blocks."""
-    packed, scales = _packed(matrix, recipe)
-    columns, blocks = packed.shape[:2]
-    if recipe.bits == 4:
-        packed = np.stack([packed & 15, packed >> 4], axis=-1)
-    zero, kind = (8, ml_dtypes.int4) if recipe.bits == 4 else (128, np.int8)
-    integers = packed.reshape(columns, -1).astype(np.int16) - zero
-    integers, scales = integers[:, : matrix.shape[0]], scales.reshape(columns, blocks)
-    parts = {f"int{recipe.bits}": integers.T.astype(kind), "scales": scales.T}
+    zero, kind = 1 << (blocks.bits - 1), _SIGNED[blocks.bits]
+    signed = blocks.integers.astype(np.int16) - zero
+    integers = signed.reshape(len(signed), -1)[:, : blocks.rows]
+    parts = {f"int{blocks.bits}": integers.T.astype(kind), "scales": blocks.scales.T}
     values = [
         initializer(graph, f"{source.name}.{name}", np.ascontiguousarray(array))
         for name, array in parts.items()
     ]
-    attributes = {"axis": 0, "block_size": recipe.block_size}
+    attributes = {"axis": 0, "block_size": signed.shape[2]}
     made = ir.node("DequantizeLinear", values, attributes)
     graph.insert_before(node, made)
     node.replace_input_with(1, made.outputs[0])
     for other in source.consumers():
         if other.op_type == "Gather":
             # A tied embedding: floats, but the same numbers as in the other flavour.
-            spread = np.repeat(scales, recipe.block_size, 1)[:, : matrix.shape[0]]
-            rows = (integers * spread).astype(scales.dtype)
+            rows = np.ascontiguousarray(blocks.floats.T)
             other.replace_input_with(0, initializer(graph, f"{source.name}.rows", rows))
 
 
-def _quantize_gather(
-    graph: ir.Graph, node: ir.Node, weight: ir.Value, scale: ir.Value, recipe: Recipe
-) -> None:
+_SIGNED: dict[int, npt.DTypeLike] = {
+    2: ml_dtypes.int2,
+    4: ml_dtypes.int4,
+    8: np.int8,
+}
+
+
+def _quantize_gather(graph: ir.Graph, node: ir.Node, packed: Packed) -> None:
     """Read embeddings out of the LM head's quantized matrix.
 
     Gathering along the columns of [columns, blocks, bytes] gives rows in blocks. Only
-    the scales are stored twice: the two operators want different ranks.
+    scales and zeros are stored twice: the two operators want different ranks.
     """
-    assert scale.const_value is not None
-    scales = scale.const_value.numpy()[..., None]
-    blocks = scales.shape[1]
+    weight, blocks = packed.weight, packed.blocks
+    _, count, block_size = blocks.integers.shape
+    scales = blocks.scales[..., None]
+    inputs = [
+        weight,
+        node.inputs[1],
+        initializer(graph, f"{weight.name}.row_scales", scales),
+    ]
+    if blocks.zeros is not None:
+        zeros = blocks.zeros[..., None]
+        inputs.append(initializer(graph, f"{weight.name}.row_zeros", zeros))
     gather = ir.node(
         "GatherBlockQuantized",
-        [weight, node.inputs[1], initializer(graph, f"{scale.name}.row", scales)],
+        inputs,
         {
-            "bits": recipe.bits,
-            "block_size": recipe.block_size,
+            "bits": blocks.bits,
+            "block_size": block_size,
             "gather_axis": 0,
             "quantize_axis": 2,
         },
         domain=_CONTRIB,
     )
     width = node.outputs[0].shape[-1] if node.outputs[0].shape else 0
-    blocked = blocks * recipe.block_size
+    blocked = count * block_size
     shape = initializer(
         graph, f"{weight.name}.row", np.array([0, 0, blocked], np.int64)
     )

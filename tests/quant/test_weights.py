@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from jetdraft.contract import StepContract
+from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.fusion import fuse
 from jetdraft.export.step import kv_shapes, trace
+from jetdraft.quant.algorithms import ALGORITHMS
 from jetdraft.quant.recipe import BLOCK_SIZES, Recipe
-from jetdraft.quant.weights import quantize
+from jetdraft.quant.weights import Quantization
 from tests.tiny import VOCAB_SIZE, drafter_config, save_checkpoint
 
 WIDTH = 48
@@ -51,7 +53,7 @@ def quantized(tied, recipe) -> ir.Model:
 
 def with_recipe(data: bytes, recipe: Recipe) -> ir.Model:
     model = read(data)
-    quantize(model, recipe, lambda done, of: None)
+    Quantization(recipe, VOCAB_SIZE).apply(model)
     return model
 
 
@@ -195,7 +197,7 @@ def test_embedding_of_its_own_stays_a_float_lookup(tmp_path):
 def test_nothing_is_printed_or_logged_and_progress_counts_up(tied, capfd, caplog):
     model, seen = read(tied), []
     with caplog.at_level("WARNING"):
-        quantize(model, Recipe("int4", 32), lambda *step: seen.append(step))
+        Quantization(Recipe("int4", 32)).apply(model, lambda *step: seen.append(step))
     assert capfd.readouterr() == ("", "")
     assert caplog.records == []
     assert seen == [(done, 5) for done in range(1, 6)]
@@ -203,5 +205,82 @@ def test_nothing_is_printed_or_logged_and_progress_counts_up(tied, capfd, caplog
 
 def test_without_quantization_the_graph_stays_as_it_is(tied):
     model = read(tied)
-    quantize(model, Recipe("none"), lambda *_: pytest.fail("nothing to report"))
+    Quantization(Recipe("none")).apply(model)
     assert ir.to_proto(model).SerializeToString() == tied
+
+
+@pytest.mark.parametrize(
+    "name", ["int4-k_quant-b32", "int4-hqq-b16", "int8-k_quant-b64"]
+)
+def test_a_tied_embedding_has_the_zeros_too(tied, name):
+    """Rows of the embedding are the columns of the head."""
+    recipe = Recipe.parse(name)
+    model = with_recipe(tied, recipe)
+    [gather] = nodes(model, "GatherBlockQuantized")
+    head = next(
+        n
+        for n in nodes(model, "MatMulNBits")
+        if n.attributes.get_int("N") == VOCAB_SIZE
+    )
+    assert gather.inputs[0] is head.inputs[1]
+    source = next(
+        value.const_value.numpy()
+        for value in read(tied).graph.initializers.values()
+        if value.const_value is not None
+        and value.const_value.shape == (VOCAB_SIZE, WIDTH)
+    )
+    blocks = ALGORITHMS[recipe.algorithm](
+        source.T, recipe.bits, recipe.block_size, None
+    )
+    ids = np.arange(VOCAB_SIZE)[None]
+    rows = run_embedding(model, ids)
+    np.testing.assert_allclose(rows[0], blocks.floats.T, rtol=1e-5, atol=1e-6)
+
+
+def run_embedding(model: ir.Model, ids: np.ndarray) -> np.ndarray:
+    """What the part of a graph that looks up embeddings gives."""
+    [gather] = nodes(model, "GatherBlockQuantized")
+    found = gather
+    while found.outputs[0].consumers()[0].op_type in ("Reshape", "Slice"):
+        found = found.outputs[0].consumers()[0]
+    part = ir.convenience.extract(
+        model.graph, [model.graph.inputs[0].name], [found.outputs[0].name]
+    )
+    proto = ir.to_proto(ir.Model(part, ir_version=10)).SerializeToString()
+    session = onnxruntime.InferenceSession(proto, providers=["CPUExecutionProvider"])
+    return session.run(None, {"input_ids": ids})[0]
+
+
+def test_the_head_can_have_other_bits(tied):
+    model = with_recipe(tied, Recipe.parse("int4-b16-head8"))
+    bits = [n.attributes.get_int("bits") for n in nodes(model, "MatMulNBits")]
+    assert sorted(bits) == [4] * 4 + [8]
+    floats = with_recipe(tied, Recipe.parse("int4-b16-headnone"))
+    assert len(nodes(floats, "MatMulNBits")) == 4
+    assert not nodes(floats, "GatherBlockQuantized")
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_numbers_that_are_not_finite_are_refused_by_name(tied, number):
+    model = read(tied)
+    node = next(node for node in model.graph if node.op_type == "MatMul")
+    array = constant(node.inputs[1]).copy()
+    array[3, 4] = number
+    node.inputs[1].const_value = ir.tensor(array)
+    with pytest.raises(CheckpointError, match=str(node.inputs[1].name)):
+        Quantization(Recipe("int4", 32)).apply(model)
+
+
+def test_names_of_recipes():
+    for name in ("int4-rtn-b128", "int8-gptq-b32", "int2-hqq-b16-head8", "none"):
+        assert Recipe.parse(name).name == name
+    assert Recipe.parse("int4", 64) == Recipe("int4", 64)
+    assert Recipe.parse("int4-headnone").of_head.bits is None
+    for wrong in ("int3", "int4-best", "int4-b31", "int4-head9", "", "int4-"):
+        with pytest.raises(OptionError):
+            Recipe.parse(wrong)
+
+
+def test_the_standard_flavour_has_no_zeros():
+    with pytest.raises(OptionError, match="choose rtn or gptq"):
+        Quantization(Recipe.parse("int4-hqq"), standard=True)

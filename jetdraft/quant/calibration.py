@@ -1,0 +1,117 @@
+"""What the matrices of a model are fed: second moments of their inputs over a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from jetdraft.errors import DataError
+from jetdraft.quant.blocks import Floats
+
+WINDOW = 256
+"""Tokens of a piece of text that is run at once."""
+
+MOST_WINDOWS = 64
+BATCH = 8
+
+
+class Windows:
+    """A text as token ids, int64 [windows, length].
+
+    Raises `DataError` where it is unreadable, empty, or no token.
+
+        Windows.of(Path("notes.txt"), tokenizer).ids
+    """
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        self.ids = ids
+
+    @classmethod
+    def of(cls, file: Path, tokenizer: str | None) -> Windows:
+        """Equal pieces from all over a file, as a tokenizer's text reads it."""
+        if tokenizer is None:
+            raise DataError(
+                "the checkpoint has no tokenizer, so no text can calibrate it; choose "
+                "an algorithm that needs none, as rtn"
+            )
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot read {file} ({error}); give UTF-8 text") from error
+        found = Tokenizer.from_str(tokenizer).encode(text, add_special_tokens=False).ids
+        if len(found) < 2:
+            raise DataError(
+                f"{file} has {len(found)} tokens; give a text like those that the "
+                "model will write"
+            )
+        length = min(WINDOW, len(found))
+        count = len(found) // length
+        step = max(1, count // MOST_WINDOWS)
+        ids = torch.tensor(found[: count * length]).reshape(count, length)
+        return cls(ids[::step][:MOST_WINDOWS])
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """A few windows at a time."""
+        for start in range(0, len(self.ids), BATCH):
+            yield self.ids[start : start + BATCH]
+
+
+def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
+    """The sums of x x^T over the inputs x of every linear layer, by weight name.
+
+    float64 [inputs, inputs]. `model` runs with an attention of its own, not ours.
+    """
+    sums: dict[str, Floats] = {}
+    with _own_attention(model), _watching(model, sums), torch.no_grad():
+        for ids in windows.batches():
+            model(input_ids=ids, use_cache=False)
+    return sums
+
+
+def linear_weights(model: Any) -> dict[str, Floats]:
+    """The weights [outputs, inputs] of all linear layers, by name."""
+    return {
+        f"{name}.weight": layer.weight.detach().numpy()
+        for name, layer in model.named_modules()
+        if isinstance(layer, torch.nn.Linear)
+    }
+
+
+@contextmanager
+def _own_attention(model: Any) -> Iterator[None]:
+    ours = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ours)
+
+
+@contextmanager
+def _watching(model: Any, sums: dict[str, Floats]) -> Iterator[None]:
+    """Add to the sums whatever linear layers are given."""
+
+    def watch(name: str) -> Any:
+        def add(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            rows = inputs[0].reshape(-1, inputs[0].shape[-1]).float()
+            # In double, since a text has many rows; one batch is exact enough.
+            sums[name] = sums.get(name, np.zeros(())) + (rows.T @ rows).double().numpy()
+
+        return add
+
+    handles = [
+        layer.register_forward_pre_hook(watch(f"{name}.weight"))
+        for name, layer in model.named_modules()
+        if isinstance(layer, torch.nn.Linear)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import numpy as np
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from jetdraft.quant.algorithms import ALGORITHMS
+from jetdraft.quant.recipe import ALGORITHMS as NAMES
+from jetdraft.quant.recipe import SYMMETRIC
+
+ROWS, COLUMNS = 72, 24
+"""Rows are no multiple of any block size but the smallest."""
+
+BITS = [2, 4, 8]
+
+
+def matrix(seed=0, offset=0.0):
+    random = np.random.default_rng(seed)
+    return (random.standard_normal((ROWS, COLUMNS)) + offset).astype(np.float32)
+
+
+def inputs(count=400, seed=1):
+    """Correlated, as hidden states are."""
+    random = np.random.default_rng(seed)
+    mixed = random.standard_normal((8, ROWS)) * 3
+    plain = random.standard_normal((count, ROWS)) * 0.3
+    return (random.standard_normal((count, 8)) @ mixed + plain).astype(np.float32)
+
+
+def moments(x):
+    return x.astype(np.float64).T @ x
+
+
+def quantized(name, bits, block=32, weights=None):
+    weights = matrix() if weights is None else weights
+    return ALGORITHMS[name](weights, bits, block, moments(inputs()))
+
+
+def test_the_names_are_those_of_recipes():
+    assert tuple(ALGORITHMS) == NAMES
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kernel_computes_with_the_same_numbers(name, bits):
+    blocks = quantized(name, bits)
+    names = ["x", "b", "scales"]
+    arrays = {"b": blocks.packed, "scales": blocks.scales}
+    if blocks.packed_zeros is not None:
+        names.append("zeros")
+        arrays["zeros"] = blocks.packed_zeros
+    node = helper.make_node(
+        "MatMulNBits",
+        names,
+        ["y"],
+        domain="com.microsoft",
+        K=ROWS,
+        N=COLUMNS,
+        bits=bits,
+        block_size=32,
+    )
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [node],
+        "g",
+        [value("x", TensorProto.FLOAT, [1, ROWS])],
+        [value("y", TensorProto.FLOAT, [1, COLUMNS])],
+        [numpy_helper.from_array(array, each) for each, array in arrays.items()],
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    x = inputs(1)
+    [found] = session.run(None, {"x": x})
+    np.testing.assert_allclose(found, x @ blocks.floats, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("name", NAMES)
+def test_no_number_is_off_by_more_than_its_step(name, bits, block):
+    if name == "gptq":
+        pytest.skip("it moves numbers on purpose")
+    blocks, weights = quantized(name, bits, block), matrix()
+    steps = np.repeat(np.abs(blocks.scales), block, 1)[:, :ROWS].T
+    # Half a step, but the largest of the other sign may lie one step outside; the fits
+    # of least squares cut off more.
+    most = 1.01 if name == "rtn" else 2.0
+    assert np.abs(blocks.floats - weights).max() <= (most * steps).max() + 1e-6
+    assert blocks.integers.shape == (COLUMNS, -(-ROWS // block), block)
+    assert blocks.integers.max() < 1 << bits
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zeros_are_what_the_recipe_says(name):
+    assert (quantized(name, 4).zeros is None) == (name in SYMMETRIC)
+
+
+@pytest.mark.parametrize("name", ["k_quant", "hqq"])
+def test_zeros_help_where_blocks_are_not_about_0(name):
+    weights = matrix(offset=0.8)
+    errors = [
+        np.square(quantized(each, 4, weights=weights).floats - weights).sum()
+        for each in (name, "rtn")
+    ]
+    assert errors[0] < 0.8 * errors[1]
+
+
+def test_gptq_minds_what_the_matrix_is_fed():
+    """The error of the outputs, which is what counts, falls; that of weights rises."""
+    weights, x = matrix(), inputs()
+    errors = {}
+    for name in ("rtn", "gptq"):
+        difference = quantized(name, 4).floats - weights
+        errors[name] = np.square(x @ difference).sum(), np.square(difference).sum()
+    assert errors["gptq"][0] < 0.5 * errors["rtn"][0]
+    assert errors["gptq"][1] > errors["rtn"][1]
+
+
+def test_gptq_of_uncorrelated_inputs_is_rounding():
+    found = ALGORITHMS["gptq"](matrix(), 4, 16, np.eye(ROWS))
+    same = found.floats == quantized("rtn", 4, 16).floats
+    assert same.mean() > 0.99, "but for ties"
+
+
+def test_inputs_that_were_never_seen_do_no_harm():
+    seen = moments(inputs())
+    seen[5], seen[:, 5] = 0, 0
+    found = ALGORITHMS["gptq"](matrix(), 4, 32, seen)
+    assert np.isfinite(found.floats).all()
+    assert np.abs(found.floats[5] - matrix()[5]).max() < 1.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_matrix_of_zeros(name):
+    blocks = quantized(name, 4, weights=np.zeros((ROWS, COLUMNS), np.float32))
+    assert np.array_equal(blocks.floats, np.zeros((ROWS, COLUMNS)))

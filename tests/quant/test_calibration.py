@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from jetdraft.errors import DataError
+from jetdraft.export.checkpoint import Checkpoint
+from jetdraft.quant.calibration import Windows, linear_weights, second_moments
+from tests.tiny import llama_config, save_checkpoint
+
+TEXT = "def f(self):\n    return self.x\n" * 60
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("calibration") / "target"
+    save_checkpoint(folder, llama_config())
+    return Checkpoint.load(str(folder), torch.float32)
+
+
+def windows(checkpoint, tmp_path, text=TEXT):
+    (tmp_path / "text.txt").write_text(text)
+    return Windows.of(tmp_path / "text.txt", checkpoint.tokenizer)
+
+
+def test_a_text_becomes_equal_windows(checkpoint, tmp_path):
+    found = windows(checkpoint, tmp_path).ids
+    assert found.dtype == torch.int64
+    assert found.shape[1] == 256
+    short = windows(checkpoint, tmp_path, "def f(x)").ids
+    assert len(short) == 1
+    assert short.shape[1] > 2
+
+
+@pytest.mark.parametrize(("text", "reason"), [("", "0 tokens"), ("d", "1 tokens")])
+def test_a_text_without_tokens_is_refused(checkpoint, tmp_path, text, reason):
+    with pytest.raises(DataError, match=reason):
+        windows(checkpoint, tmp_path, text)
+
+
+def test_a_text_that_cannot_be_read_is_refused(checkpoint, tmp_path):
+    with pytest.raises(DataError, match="cannot read"):
+        Windows.of(tmp_path / "nothing", checkpoint.tokenizer)
+    with pytest.raises(DataError, match="has no tokenizer"):
+        Windows.of(tmp_path / "nothing", None)
+
+
+def test_moments_are_those_of_the_inputs(checkpoint, tmp_path):
+    """Of the first layer's projections: what the first norm gives."""
+    model, text = checkpoint.model, windows(checkpoint, tmp_path)
+    before = model.config._attn_implementation
+    found = second_moments(model, text)
+    assert model.config._attn_implementation == before
+    assert set(found) == set(linear_weights(model))
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        rows = layer.input_layernorm(model.model.embed_tokens(text.ids))
+    rows = rows.reshape(-1, rows.shape[-1]).double()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        moments = found[f"model.layers.0.self_attn.{name}.weight"]
+        np.testing.assert_allclose(moments, (rows.T @ rows).numpy(), rtol=1e-4)
