@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -66,12 +67,17 @@ def command(
     with TemporaryDirectory(prefix="jetdraft-quantize-") as work:
         found = report.Comparison(
             target, drafter, own, beside, Path(work), text, calibration, threads
-        ).run(lambda what: click.echo(f"measuring {what}", err=True))
+        ).run(_say)
     output.mkdir(parents=True, exist_ok=True)
     found.write(output)
     _show(found)
     if not report.draw(found, output / "front.png"):
         click.echo("no picture was drawn: pip install matplotlib", err=True)
+
+
+def _say(what: str) -> None:
+    if sys.stderr.isatty():
+        click.echo(f"measuring {what}", err=True)
 
 
 def _recipes(names: str, known: tuple[str, ...]) -> list[Recipe]:

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.running import assert_refused, jetdraft
+from tests.quant.test_calibration import TEXT
+
+RECIPES = "int4-rtn-b32,int4-gptq-b32,int8-rtn-b32"
+
+
+@pytest.fixture(scope="module")
+def report(pair, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quantize")
+    (folder / "text.txt").write_text(TEXT)
+    result = jetdraft(
+        *("quantize", pair.target, "--drafter", pair.drafter, "--threads=1"),
+        *("--recipes", RECIPES, "--drafter-recipes", "int4-rtn-b32"),
+        *("--calibration", folder / "text.txt", "--report", folder / "out"),
+    )
+    assert result.exit_code == 0, result.stderr
+    found = json.loads((folder / "out" / "report.json").read_text())
+    return found, result.stdout, folder / "out"
+
+
+def test_every_recipe_has_a_row(report):
+    found, shown, _ = report
+    names = [row["recipe"] for row in found["rows"]]
+    assert names == ["none", *RECIPES.split(",")]
+    for row in found["rows"]:
+        assert set(row["pass_ms"]) == {"1", "2", "4", "8"}
+        assert min(row["pass_ms"].values()) > 0
+        assert row["resident_mb"] > 20
+        assert row["recipe"] in shown
+
+
+def test_the_unquantized_model_is_its_own_measure(report):
+    full, *rest = report[0]["rows"]
+    assert full["kl_mean"] == full["kl_p99"] == 0.0
+    assert full["top1_agreement"] == 1.0
+    assert all(row["kl_mean"] > 0 for row in rest)
+    assert all(row["kl_p99"] >= row["kl_mean"] for row in rest)
+
+
+def test_bits_cost_bytes_and_save_quality(report):
+    rows = {row["recipe"]: row for row in report[0]["rows"]}
+    four, eight = rows["int4-rtn-b32"], rows["int8-rtn-b32"]
+    assert four["bytes"] < eight["bytes"] < rows["none"]["bytes"]
+    assert eight["kl_mean"] < 0.1 * four["kl_mean"]
+    assert eight["top1_agreement"] > four["top1_agreement"]
+
+
+def test_an_algorithm_costs_no_bytes(report):
+    rows = {row["recipe"]: row for row in report[0]["rows"]}
+    gptq, rtn = rows["int4-gptq-b32"], rows["int4-rtn-b32"]
+    assert abs(gptq["bytes"] / rtn["bytes"] - 1) < 0.01
+
+
+def test_every_combination_of_a_pair(report):
+    pairs = report[0]["pairs"]
+    assert {(pair["target"], pair["drafter"]) for pair in pairs} == {
+        (target, drafter)
+        for target in ("none", *RECIPES.split(","))
+        for drafter in ("none", "int4-rtn-b32")
+    }
+    assert all(0 <= pair["acceptance_rate"] <= 1 for pair in pairs)
+    assert all(pair["speedup"] > 0 for pair in pairs)
+
+
+def test_a_picture(report):
+    pytest.importorskip("matplotlib")
+    assert (report[2] / "front.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--recipes", "int4-best"), "unknown algorithm 'best'"),
+        (("--recipes", "int4-b31"), "block size 31 is not one of"),
+        (("--recipes", "int3"), "unknown quantization 'int3'"),
+        (("--drafter-recipes", "int9"), "unknown quantization 'int9'"),
+        (("--text", "nothing.txt"), "no file at nothing.txt"),
+        (("--calibration", "nothing.txt"), "no file at nothing.txt"),
+        (("--report", "no/where"), "is not there"),
+    ],
+)
+def test_bad_input_is_refused(pair, tmp_path, options, said):
+    given = {"--report": tmp_path / "out", options[0]: options[1]}
+    flat = [part for option in given.items() for part in option]
+    assert_refused(jetdraft("quantize", pair.target, *flat), said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_text_without_tokens_is_refused(pair, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    out = ("--report", tmp_path / "out", "--recipes", "int4-gptq-b32")
+    for option in ("--text", "--calibration"):
+        result = jetdraft("quantize", pair.target, option, tmp_path / "empty.txt", *out)
+        assert_refused(result, "0 tokens")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_something_else_is_refused(pair, tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    result = jetdraft("quantize", pair.target, "--report", tmp_path)
+    assert_refused(result, "holds no report")
+
+
+def test_export_needs_a_text_for_gptq(pair, tmp_path):
+    how = ("--quantize", "int4-gptq", "-o", tmp_path / "out")
+    assert_refused(jetdraft("export", pair.target, *how), "--calibration FILE")
+    (tmp_path / "empty.txt").write_text("")
+    result = jetdraft(
+        "export", pair.target, *how, "--calibration", tmp_path / "empty.txt"
+    )
+    assert_refused(result, "0 tokens")
+    assert not (tmp_path / "out").exists()
