@@ -17,7 +17,8 @@ def report(pair, tmp_path_factory):
     result = jetdraft(
         *("quantize", pair.target, "--drafter", pair.drafter, "--threads=1"),
         *("--recipes", RECIPES, "--drafter-recipes", "int4-rtn-b32"),
-        *("--calibration", folder / "text.txt", "--report", folder / "out"),
+        *("--text", folder / "text.txt", "--calibration", folder / "text.txt"),
+        *("--report", folder / "out"),
     )
     assert result.exit_code == 0, result.stderr
     found = json.loads((folder / "out" / "report.json").read_text())
@@ -55,6 +56,7 @@ def test_an_algorithm_costs_no_bytes(report):
     rows = {row["recipe"]: row for row in report[0]["rows"]}
     gptq, rtn = rows["int4-gptq-b32"], rows["int4-rtn-b32"]
     assert abs(gptq["bytes"] / rtn["bytes"] - 1) < 0.01
+    assert gptq["kl_mean"] < 0.7 * rtn["kl_mean"]
 
 
 def test_every_combination_of_a_pair(report):
@@ -116,3 +118,14 @@ def test_export_needs_a_text_for_gptq(pair, tmp_path):
     )
     assert_refused(result, "0 tokens")
     assert not (tmp_path / "out").exists()
+
+
+def test_without_a_text_the_model_writes_one(pair, tmp_path):
+    out = tmp_path / "out"
+    how = ("--recipes", "int8-gptq-b32", "--report", out, "--threads=1")
+    result = jetdraft("quantize", pair.target, *how)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads((out / "report.json").read_text())
+    assert found["text"] == "written by the model"
+    assert 0 < found["rows"][1]["kl_mean"] < 0.1
+    assert jetdraft("quantize", pair.target, *how).exit_code == 0, "again over its own"
