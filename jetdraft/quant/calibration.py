@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 
@@ -17,7 +16,7 @@ from jetdraft.quant.blocks import Floats
 WINDOW = 256
 """Tokens of a piece of text that is run at once."""
 
-MOST_WINDOWS = 64
+MOST_WINDOWS = 32
 BATCH = 8
 
 
@@ -67,11 +66,11 @@ def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
 
     float64 [inputs, inputs]. `model` runs with an attention of its own, not ours.
     """
-    sums: dict[str, Floats] = {}
-    with _own_attention(model), _watching(model, sums), torch.no_grad():
+    sums = _Sums()
+    with _own_attention(model), sums.watching(model), torch.no_grad():
         for ids in windows.batches():
             model(input_ids=ids, use_cache=False)
-    return sums
+    return {name: sums.of[owner] for name, owner in sums.owners.items()}
 
 
 def linear_weights(model: Any) -> dict[str, Floats]:
@@ -93,25 +92,39 @@ def _own_attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation(ours)
 
 
-@contextmanager
-def _watching(model: Any, sums: dict[str, Floats]) -> Iterator[None]:
-    """Add to the sums whatever linear layers are given."""
+class _Sums:
+    """One sum for all layers that are given the same tensor, as q, k and v are."""
 
-    def watch(name: str) -> Any:
-        def add(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            rows = inputs[0].reshape(-1, inputs[0].shape[-1]).float()
+    def __init__(self) -> None:
+        self.of: dict[str, Floats] = {}
+        self.owners: dict[str, str] = {}
+        self._last: torch.Tensor | None = None
+        self._owner = ""
+
+    def add(self, name: str, inputs: torch.Tensor) -> None:
+        """Count the inputs of a layer."""
+        if inputs is not self._last:
+            self._last, self._owner = inputs, name
+            rows = inputs.reshape(-1, inputs.shape[-1]).float()
             # In double, since a text has many rows; one batch is exact enough.
-            sums[name] = sums.get(name, np.zeros(())) + (rows.T @ rows).double().numpy()
+            found = (rows.T @ rows).double().numpy()
+            self.of[name] = self.of[name] + found if name in self.of else found
+        self.owners[name] = self._owner
 
-        return add
+    @contextmanager
+    def watching(self, model: Any) -> Iterator[None]:
+        """Add whatever linear layers are given."""
 
-    handles = [
-        layer.register_forward_pre_hook(watch(f"{name}.weight"))
-        for name, layer in model.named_modules()
-        if isinstance(layer, torch.nn.Linear)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        def hook(name: str) -> Any:
+            return lambda layer, inputs: self.add(name, inputs[0])
+
+        handles = [
+            layer.register_forward_pre_hook(hook(f"{name}.weight"))
+            for name, layer in model.named_modules()
+            if isinstance(layer, torch.nn.Linear)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()

@@ -9,6 +9,8 @@ from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.quant.calibration import Windows, linear_weights, second_moments
 from tests.tiny import llama_config, save_checkpoint
 
+LAYER = [f"self_attn.{name}_proj" for name in "qkvo"]
+LAYER += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 TEXT = "def f(self):\n    return self.x\n" * 60
 
 
@@ -60,3 +62,5 @@ def test_moments_are_those_of_the_inputs(checkpoint, tmp_path):
     for name in ("q_proj", "k_proj", "v_proj"):
         moments = found[f"model.layers.0.self_attn.{name}.weight"]
         np.testing.assert_allclose(moments, (rows.T @ rows).numpy(), rtol=1e-4)
+    own = {id(found[f"model.layers.0.{name}.weight"]) for name in LAYER}
+    assert len(own) == 4, "q, k and v are fed the same, and so are gate and up"
