@@ -259,10 +259,11 @@ def _write_graph(
     recipe = options.recipe_of(name)
     report(f"trace {name}", 0, 1)
     parameters = checkpoint.parameters
+    # Before streams hook into its layers.
+    quantization = _quantization(checkpoint, recipe, contract, options)
     streamed = described = None
     if checkpoint.streams is not None:
         streamed = checkpoint.with_streams(options.adapter_scale)
-    quantization = _quantization(checkpoint, recipe, contract, options)
     model = trace(streamed or checkpoint.model, contract)
     if quantization.moments:
         label(model, linear_weights(checkpoint.model))

@@ -4,10 +4,14 @@ import numpy as np
 import pytest
 import torch
 
+import jetdraft
 from jetdraft.errors import DataError
 from jetdraft.export.checkpoint import Checkpoint
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.export.streams import StreamSettings
 from jetdraft.quant.calibration import Windows, linear_weights, second_moments
-from tests.tiny import llama_config, save_checkpoint
+from jetdraft.quant.recipe import Recipe
+from tests.tiny import llama_config, save_checkpoint, save_streams
 
 LAYER = [f"self_attn.{name}_proj" for name in "qkvo"]
 LAYER += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -64,3 +68,23 @@ def test_moments_are_those_of_the_inputs(checkpoint, tmp_path):
         np.testing.assert_allclose(moments, (rows.T @ rows).numpy(), rtol=1e-4)
     own = {id(found[f"model.layers.0.{name}.weight"]) for name in LAYER}
     assert len(own) == 4, "q, k and v are fed the same, and so are gate and up"
+
+
+def test_a_model_with_streams_is_calibrated_as_it_is_without(tmp_path):
+    save_checkpoint(tmp_path / "c", llama_config())
+    settings = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)
+    save_streams(tmp_path / "c", settings)
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = ExportOptions(
+        Recipe.parse("int4-gptq-b32"),
+        capacity=128,
+        max_width=32,
+        calibration=tmp_path / "text.txt",
+    )
+    export(str(tmp_path / "c"), tmp_path / "b", options=options)
+    model = jetdraft.load(tmp_path / "b", threads=1)
+    plain, drafted = (
+        model.generate("def f", method=method, max_new_tokens=40).token_ids
+        for method in ("none", "stream")
+    )
+    assert plain == drafted
