@@ -92,6 +92,8 @@ class ExportOptions:
             refusal = provider.refusal(self.flavour_made, NUMPY[self.dtype_of(name)])
             if refusal:
                 raise OptionError(f"{provider.name} cannot run it: {refusal}")
+            if self.flavour_made != CONTRIB:
+                self.recipe_of(name).check_standard()
         if not 16 <= self.capacity <= 1 << 20:
             raise OptionError(
                 f"capacity {self.capacity} is out of range; choose 16 to 1048576"

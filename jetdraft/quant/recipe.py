@@ -91,6 +91,19 @@ class Recipe:
         """Whether it needs a text."""
         return self.bits is not None and self.algorithm in CALIBRATED
 
+    def check_standard(self) -> None:
+        """Raise `OptionError` unless ai.onnx has operators for it."""
+        if "int2" in (self.scheme, self.head):
+            raise OptionError(
+                f"{self.name} has integers of two bits, which DequantizeLinear does not "
+                "read; choose int4 or int8 for the standard flavour"
+            )
+        if self.bits is not None and self.algorithm not in SYMMETRIC:
+            raise OptionError(
+                f"{self.name} has zeros, which the standard flavour does not; choose "
+                f"{' or '.join(SYMMETRIC)}"
+            )
+
     @property
     def of_head(self) -> Recipe:
         """The recipe of the LM head."""

@@ -18,10 +18,10 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from jetdraft.editing import PARAMETER, initializer, substitute
-from jetdraft.errors import CheckpointError, OptionError
+from jetdraft.errors import CheckpointError
 from jetdraft.quant.algorithms import ALGORITHMS
 from jetdraft.quant.blocks import Blocks, Floats
-from jetdraft.quant.recipe import ACCURACY_LEVEL, SYMMETRIC, Recipe
+from jetdraft.quant.recipe import ACCURACY_LEVEL, Recipe
 
 _CONTRIB = "com.microsoft"
 Progress = Callable[[int, int], None]
@@ -44,11 +44,8 @@ class Quantization:
     moments: Mapping[str, Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.standard and self.recipe.algorithm not in SYMMETRIC:
-            raise OptionError(
-                f"the standard flavour has no zeros, which {self.recipe.algorithm} "
-                f"gives; choose {' or '.join(SYMMETRIC)}"
-            )
+        if self.standard:
+            self.recipe.check_standard()
 
     def apply(
         self, model: ir.Model, progress: Progress = lambda done, of: None
@@ -202,7 +199,6 @@ def _dequantize(
 
 
 _SIGNED: dict[int, npt.DTypeLike] = {
-    2: ml_dtypes.int2,
     4: ml_dtypes.int4,
     8: np.int8,
 }
