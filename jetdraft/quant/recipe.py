@@ -95,8 +95,8 @@ class Recipe:
         """Raise `OptionError` unless ai.onnx has operators for it."""
         if "int2" in (self.scheme, self.head):
             raise OptionError(
-                f"{self.name} has integers of two bits, which DequantizeLinear does not "
-                "read; choose int4 or int8 for the standard flavour"
+                f"{self.name} has integers of two bits, which no DequantizeLinear "
+                "reads; choose int4 or int8 for the standard flavour"
             )
         if self.bits is not None and self.algorithm not in SYMMETRIC:
             raise OptionError(

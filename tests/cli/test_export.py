@@ -186,6 +186,7 @@ def test_help_lists_the_verbs_in_the_order_of_use():
         "devices",
         "doctor",
         "train",
+        "quantize",
         "export",
         "generate",
         "bench",
