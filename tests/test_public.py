@@ -105,3 +105,13 @@ def test_version_is_the_same_everywhere():
     assert project["version"] == jetdraft.__version__
     assert newest is not None
     assert newest[1] == jetdraft.__version__
+
+
+def test_a_normal_install_has_every_file():
+    """Editable ones have them anyway."""
+    root = Path(jetdraft.__file__).parent
+    settings = tomllib.loads((root.parent / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["jetdraft"]
+    packed = {file for pattern in patterns for file in root.glob(pattern)}
+    files = {file for file in root.rglob("*") if file.is_file()}
+    assert packed == {f for f in files if f.suffix not in (".py", ".pyc")}
