@@ -79,7 +79,8 @@ class StepContract:
     `kv_shapes` holds (kv_heads, head_dim) per layer and `dtype` is the one of the KV
     buffers, "float32" or "float16". A `tree` graph verifies branching drafts too, and
     one with `streams` drafts that many tokens after each row that carries them. One
-    with a `hidden_size` gives the hidden states under its head as well.
+    with a `hidden_size` gives the hidden states under its head as well. With `kv_bits`
+    the buffers hold integers: int8, or two of four bits in a byte.
 
         contract = StepContract(
             vocab_size=4096, capacity=2048, max_width=256, dtype="float32",
@@ -96,6 +97,7 @@ class StepContract:
     tree: bool = False
     streams: int = 0
     hidden_size: int = 0
+    kv_bits: int = 0
 
     @property
     def candidates(self) -> int:
@@ -159,11 +161,13 @@ class StepContract:
 
     def buffers(self, side: str) -> tuple[TensorSpec, ...]:
         """The KV buffers named `{side}_key.{i}` and `{side}_value.{i}`."""
+        dtype = {0: self.dtype, 8: "int8", 4: "uint8"}[self.kv_bits]
+        each = 2 if self.kv_bits == 4 else 1
         return tuple(
             TensorSpec(
                 f"{side}_{kind}.{layer}",
-                self.dtype,
-                (1, heads, self.capacity, head_dim),
+                dtype,
+                (1, heads, self.capacity, head_dim // each),
             )
             for layer, (heads, head_dim) in enumerate(self.kv_shapes)
             for kind in ("key", "value")
@@ -194,6 +198,7 @@ class StepContract:
             }
             # Bundles of the first version 0.1 have no hidden states.
             sizes["hidden_size"] = int(fields.get("hidden_size", 0))
+            sizes["kv_bits"] = {0: 0, 4: 4, 8: 8}[int(fields.get("kv_bits", 0))]
             flags = {"tree": bool(fields["tree"]), "kv_shapes": shapes}
             return cls(**{**fields, **sizes, **flags})
         except (KeyError, TypeError, ValueError) as error:
@@ -260,6 +265,8 @@ _ONNX_TYPES = {
     "int32": "tensor(int32)",
     "float32": "tensor(float)",
     "float16": "tensor(float16)",
+    "int8": "tensor(int8)",
+    "uint8": "tensor(uint8)",
 }
 
 

@@ -48,8 +48,12 @@ def _show_graph(name: str, entry: GraphEntry) -> None:
     scheme = recipe["scheme"]
     if scheme != "none":
         scheme += f", block {recipe['block_size']}"
-    cells = sum(int(np.prod(spec.sized())) for spec in contract.buffers("past"))
-    size = cells * np.dtype(contract.dtype).itemsize
+    if contract.kv_bits:
+        scheme += f"; KV int{contract.kv_bits}"
+    size = sum(
+        int(np.prod(spec.sized())) * np.dtype(spec.dtype).itemsize
+        for spec in contract.buffers("past")
+    )
     shapes = sorted(set(contract.kv_shapes))
     heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)
     click.echo(f"\n{name}  {entry.file} from {entry.source}")

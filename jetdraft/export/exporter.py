@@ -44,6 +44,8 @@ from jetdraft.export.standard import standardize
 from jetdraft.export.step import keep_weights, kv_shapes, trace
 from jetdraft.export.streams import LOSSLESS, SHARED, Streamed, stream_weights
 from jetdraft.export.tree import write_compaction, write_tree
+from jetdraft.quant.blocks import Floats
+from jetdraft.quant.cache import cache_scales, quantize_cache
 from jetdraft.quant.calibration import Windows, linear_weights, second_moments
 from jetdraft.quant.recipe import Recipe
 from jetdraft.quant.weights import Quantization, label
@@ -94,6 +96,11 @@ class ExportOptions:
                 raise OptionError(f"{provider.name} cannot run it: {refusal}")
             if self.flavour_made != CONTRIB:
                 self.recipe_of(name).check_standard()
+            if self.recipe_of(name).kv and provider.name != "cpu":
+                raise OptionError(
+                    f"{provider.name} has no fast kernel over integer KV buffers for "
+                    "several rows; leave kv out, or choose --provider cpu"
+                )
         if not 16 <= self.capacity <= 1 << 20:
             raise OptionError(
                 f"capacity {self.capacity} is out of range; choose 16 to 1048576"
@@ -262,6 +269,7 @@ def _write_graph(
     report(f"trace {name}", 0, 1)
     parameters = checkpoint.parameters
     # Before streams hook into its layers.
+    scales = _cache_scales(checkpoint, recipe, contract, options)
     quantization = _quantization(checkpoint, recipe, contract, options)
     streamed = described = None
     if checkpoint.streams is not None:
@@ -276,6 +284,8 @@ def _write_graph(
     report(f"trace {name}", 1, 1)
     stage = f"quantize {name}"
     quantization.apply(model, lambda done, of: report(stage, done, of))
+    if scales:
+        contract = quantize_cache(model, contract, scales, recipe.kv_bits)
     if streamed is not None:
         keep_weights(model, streamed)
         described = {**streamed.streams.settings.to_json(), "base": _base(streamed)}
@@ -307,6 +317,19 @@ def _write_graph(
     )
 
 
+def _cache_scales(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    contract: StepContract,
+    options: ExportOptions,
+) -> list[Floats]:
+    """Those of integer KV buffers; none of floats."""
+    if not recipe.kv_bits or options.calibration is None:
+        return []
+    windows = Windows.of(options.calibration, checkpoint.tokenizer)
+    return cache_scales(checkpoint.model, contract, windows, recipe.kv_bits)
+
+
 def _quantization(
     checkpoint: Checkpoint,
     recipe: Recipe,
@@ -315,7 +338,7 @@ def _quantization(
 ) -> Quantization:
     """The recipe with all that it needs to know of a checkpoint."""
     moments = {}
-    if recipe.calibrated and options.calibration is not None:
+    if recipe.by_moments and options.calibration is not None:
         windows = Windows.of(options.calibration, checkpoint.tokenizer)
         moments = second_moments(checkpoint.model, windows)
     return Quantization(

@@ -29,7 +29,7 @@ def write_halves(
     graph.inputs.append(bias)
     for node in attentions(graph):
         if len(node.inputs) <= BIAS_INPUT or node.inputs[BIAS_INPUT] is None:
-            node.resize_inputs(BIAS_INPUT + 1)
+            node.resize_inputs(max(len(node.inputs), BIAS_INPUT + 1))
             node.replace_input_with(BIAS_INPUT, bias)
     tokens, positions = graph.inputs[:2]
     names = _names(contract.lower_inputs)

@@ -33,7 +33,7 @@ def write_tree(chain: Path, tree: Path, contract: StepContract) -> bool:
     for node in nodes:
         # Where streams are, there is a bias already, for rows and probes.
         if len(node.inputs) <= BIAS_INPUT or node.inputs[BIAS_INPUT] is None:
-            node.resize_inputs(BIAS_INPUT + 1)
+            node.resize_inputs(max(len(node.inputs), BIAS_INPUT + 1))
             node.replace_input_with(BIAS_INPUT, bias)
     ir.save(model, tree)
     return True

@@ -11,6 +11,7 @@ from jetdraft.errors import OptionError
 BITS = {"int2": 2, "int4": 4, "int8": 8}
 SCHEMES = (*BITS, "none")
 BLOCK_SIZES = (16, 32, 64, 128)
+KV_SCHEMES = ("int4", "int8")
 ALGORITHMS = ("rtn", "k_quant", "hqq", "gptq")
 CALIBRATED = ("gptq",)
 """Algorithms that look at what a model computes over a text."""
@@ -31,7 +32,7 @@ class Recipe:
 
     `scheme` is "int2", "int4", "int8" or "none"; `block_size` weights share one scale,
     found by the `algorithm`. `head` is the scheme of the LM head and the embedding tied
-    to it, None for the same.
+    to it, None for the same. `kv` "int8" or "int4" quantizes the KV buffers too.
 
         Recipe.parse("int4-gptq-b32").bits  # 4
     """
@@ -40,12 +41,14 @@ class Recipe:
     block_size: int = DEFAULT_BLOCK_SIZE
     algorithm: str = "rtn"
     head: str | None = None
+    kv: str | None = None
 
     def __post_init__(self) -> None:
         for what, given, known in (
             ("quantization", self.scheme, SCHEMES),
             ("algorithm", self.algorithm, ALGORITHMS),
             ("quantization of the head", self.head or self.scheme, SCHEMES),
+            ("quantization of the KV cache", self.kv or "int8", KV_SCHEMES),
         ):
             if given not in known:
                 raise OptionError(
@@ -69,6 +72,8 @@ class Recipe:
             elif head := re.fullmatch(r"head(\d|none)", part):
                 name = head[1] if head[1] == "none" else f"int{head[1]}"
                 found = replace(found, head=name)
+            elif cache := re.fullmatch(r"kv(\d)", part):
+                found = replace(found, kv=f"int{cache[1]}")
             else:
                 found = replace(found, algorithm=part)
         return found
@@ -76,10 +81,16 @@ class Recipe:
     @property
     def name(self) -> str:
         """What `parse` reads, nothing left out."""
-        if self.bits is None:
-            return "none"
         head = f"-head{self.head.removeprefix('int')}" if self.head else ""
-        return f"{self.scheme}-{self.algorithm}-b{self.block_size}{head}"
+        cache = f"-kv{self.kv.removeprefix('int')}" if self.kv else ""
+        if self.bits is None:
+            return f"none{cache}"
+        return f"{self.scheme}-{self.algorithm}-b{self.block_size}{head}{cache}"
+
+    @property
+    def kv_bits(self) -> int:
+        """Bits of a number in the KV buffers, 0 where they are floats."""
+        return BITS[self.kv] if self.kv else 0
 
     @property
     def bits(self) -> int | None:
@@ -89,10 +100,20 @@ class Recipe:
     @property
     def calibrated(self) -> bool:
         """Whether it needs a text."""
+        return self.by_moments or self.kv is not None
+
+    @property
+    def by_moments(self) -> bool:
+        """Whether its algorithm looks at what the matrices are fed."""
         return self.bits is not None and self.algorithm in CALIBRATED
 
     def check_standard(self) -> None:
         """Raise `OptionError` unless ai.onnx has operators for it."""
+        if self.kv is not None:
+            raise OptionError(
+                f"{self.name} has integer KV buffers, which only GroupQueryAttention "
+                "reads; choose the contrib flavour"
+            )
         if "int2" in (self.scheme, self.head):
             raise OptionError(
                 f"{self.name} has integers of two bits, which no DequantizeLinear "

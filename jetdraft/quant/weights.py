@@ -92,7 +92,7 @@ class Quantization:
             )
         moments = self.moments.get(name)
         algorithm = recipe.algorithm
-        if recipe.calibrated and moments is None:
+        if recipe.by_moments and moments is None:
             # No linear layer: nothing is known of what it is fed.
             algorithm = "rtn"
         return ALGORITHMS[algorithm](matrix, recipe.bits, recipe.block_size, moments)

@@ -146,7 +146,9 @@ def _fill(graph: Graph) -> list[int]:
     for spec in graph.contract.buffers("past"):
         shape = spec.sized()
         if shape not in made:
-            made[shape] = random.standard_normal(shape, np.float32).astype(spec.dtype)
+            numbers = random.standard_normal(shape, np.float32)
+            integers = np.dtype(spec.dtype).kind in "iu"
+            made[shape] = (numbers * 40 if integers else numbers).astype(spec.dtype)
         graph.cache.buffers[spec.name].update_inplace(made[shape])
     capacity = graph.contract.capacity
     early = min(_START, capacity // 4)
