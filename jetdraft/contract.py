@@ -196,7 +196,7 @@ class StepContract:
                 name: int(fields[name])
                 for name in ("vocab_size", "capacity", "max_width", "streams")
             }
-            # Bundles of the first version 0.1 have no hidden states.
+            # Bundles of the first version 0.1 have neither.
             sizes["hidden_size"] = int(fields.get("hidden_size", 0))
             sizes["kv_bits"] = {0: 0, 4: 4, 8: 8}[int(fields.get("kv_bits", 0))]
             flags = {"tree": bool(fields["tree"]), "kv_shapes": shapes}
