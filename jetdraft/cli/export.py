@@ -9,10 +9,11 @@ from typing import Any
 import click
 
 from jetdraft.bundle import FLAVOURS
+from jetdraft.cli.options import optional
 from jetdraft.devices.device import Device
 from jetdraft.devices.plan import Question, plan, refusal
 from jetdraft.devices.providers import AUTO, PROVIDERS, fastest
-from jetdraft.errors import JetdraftError, OptionError
+from jetdraft.errors import OptionError
 from jetdraft.quant.recipe import (
     ALGORITHMS,
     BLOCK_SIZES,
@@ -147,7 +148,7 @@ def command(
     recipe = Recipe.parse(quantize, int(block_size))
     if device is not None:
         _check_fits(device, target, drafter, recipe.scheme, capacity)
-    exporter = _exporter()
+    exporter = optional("export.exporter", "exporting", "export")
     options = exporter.ExportOptions(
         recipe=recipe,
         drafter_recipe=quantize_drafter and Recipe.parse(quantize_drafter, 32),
@@ -190,14 +191,3 @@ def _check_fits(
     found = plan(question)
     if not found.fits:
         raise refusal(question, found)
-
-
-def _exporter() -> Any:
-    """The export package, which only its extra brings."""
-    try:
-        from jetdraft.export import exporter
-    except ImportError as error:
-        raise JetdraftError(
-            f"exporting needs {error.name}; pip install 'jetdraft[cpu,export]'"
-        ) from error
-    return exporter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import click
 
 from jetdraft.devices.providers import PROVIDERS
+from jetdraft.errors import JetdraftError
 from jetdraft.runtime.drafting import AUTO, SIBLINGS, TREES
 from jetdraft.runtime.stopping import NAMES
 from jetdraft.runtime.verifiers import VERIFIERS
@@ -16,6 +18,16 @@ from jetdraft.runtime.verifiers import VERIFIERS
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
+
+
+def optional(module: str, doing: str, extra: str) -> Any:
+    """A module that only an extra's packages let in, or what to install."""
+    try:
+        return importlib.import_module(f"jetdraft.{module}")
+    except ImportError as error:
+        raise JetdraftError(
+            f"{doing} needs {error.name}; pip install 'jetdraft[cpu,{extra}]'"
+        ) from error
 
 
 def runtime_options(function: Callable[..., Any]) -> Callable[..., Any]:

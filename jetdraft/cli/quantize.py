@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from jetdraft.errors import JetdraftError, OptionError, OutputError
+from jetdraft.cli.options import optional
+from jetdraft.errors import OptionError, OutputError
 from jetdraft.quant.recipe import Recipe
 
 
@@ -57,7 +58,7 @@ def command(
     threads: int | None,
 ) -> None:
     """Quantize TARGET, a checkpoint folder or hub id, in every way, and compare."""
-    report = _report()
+    report = optional("quant.report", "quantizing", "export")
     own = _recipes(recipes, report.ALL)
     beside = _recipes(drafter_recipes, report.DRAFTERS)
     for file in (text, calibration):
@@ -81,9 +82,10 @@ def _say(what: str) -> None:
 
 
 def _recipes(names: str, known: tuple[str, ...]) -> list[Recipe]:
+    """Each once, and not the unquantized one, which is always measured."""
     found = known if names == "all" else names.split(",")
-    recipes = [Recipe.parse(name) for name in found]
-    return [recipe for recipe in recipes if recipe.bits is not None]
+    recipes = dict.fromkeys(Recipe.parse(name) for name in found)
+    return [recipe for recipe in recipes if recipe.name != "none"]
 
 
 def _check(output: Path) -> None:
@@ -118,14 +120,3 @@ def _show(found: Any) -> None:
             f"{pair.target:21} {pair.drafter:14} {pair.acceptance_rate:8.3f} "
             f"{pair.tokens_per_second:9.1f} {pair.speedup:8.2f}x"
         )
-
-
-def _report() -> Any:
-    """The report, which needs what exporting needs."""
-    try:
-        from jetdraft.quant import report
-    except ImportError as error:
-        raise JetdraftError(
-            f"quantizing needs {error.name}; pip install 'jetdraft[cpu,export]'"
-        ) from error
-    return report

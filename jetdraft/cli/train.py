@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import click
 
 from jetdraft.bundle import Bundle
 from jetdraft.cli.bench import read_prompts
-from jetdraft.errors import JetdraftError
+from jetdraft.cli.options import optional
 from jetdraft.runtime.model import load
 
 
@@ -79,7 +78,7 @@ def streams(
     **options: Any,
 ) -> int:
     """Add speculative streams to TARGET, a checkpoint folder or hub id."""
-    training = _recipe("streams")
+    training = optional("train.streams", "training", "train")
     from jetdraft.export.streams import StreamSettings
 
     run = training.StreamTraining(
@@ -130,7 +129,7 @@ def acceptance(
     seed: int,
 ) -> None:
     """Watch BUNDLE's drafter and learn when it should stop (--stopping learned)."""
-    recipe = _recipe("acceptance")
+    recipe = optional("train.acceptance", "training", "train")
     model = load(bundle, threads=threads)
     chosen = read_prompts(prompts, model)
     with click.progressbar(
@@ -169,7 +168,9 @@ def acceptance(
 )
 def trigram(corpus: tuple[Path, ...], bundle: Path, output: Path) -> None:
     """Count which tokens follow which two in CORPUS, text files."""
-    table = _recipe("trigram").count(corpus, Bundle.open(bundle), output)
+    table = optional("train.trigram", "training", "train").count(
+        corpus, Bundle.open(bundle), output
+    )
     click.echo(
         f"{output}: {len(table.pairs)} pairs, {len(table.tokens)} successors", err=True
     )
@@ -210,13 +211,3 @@ def _line(progress: Any) -> str:
         f"step {progress.step}: validation loss {found['main_loss']:.2f}, streams "
         f"{losses}, predicted acceptance {right}"
     )
-
-
-def _recipe(name: str) -> Any:
-    """A module of the train package, which only its extra brings."""
-    try:
-        return importlib.import_module(f"jetdraft.train.{name}")
-    except ImportError as error:
-        raise JetdraftError(
-            f"training needs {error.name}; pip install 'jetdraft[cpu,train]'"
-        ) from error

@@ -278,7 +278,7 @@ def _write_graph(
     if quantization.moments:
         label(model, linear_weights(checkpoint.model))
     if quantization.standard:
-        standardize(model, contract, options.flavour_made == SCATTERED)
+        standardize(model, options.flavour_made == SCATTERED)
     else:
         fuse(model, contract)
     report(f"trace {name}", 1, 1)

@@ -12,7 +12,6 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from jetdraft.contract import StepContract
 from jetdraft.editing import initializer, substitute
 from jetdraft.errors import UnsupportedModelError
 
@@ -23,7 +22,7 @@ MASK_INPUT = 3
 """Of Attention."""
 
 
-def standardize(model: ir.Model, contract: StepContract, scattered: bool) -> None:
+def standardize(model: ir.Model, scattered: bool) -> None:
     """Rewrite a traced graph in place; raises `UnsupportedModelError`.
 
     A `scattered` one writes new rows with ScatterND in place of TensorScatter.

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from jetdraft.errors import DataError
 from jetdraft.quant.blocks import Floats
+from jetdraft.train.texts import read_text
 
 WINDOW = 256
 """Tokens of a piece of text that is run at once."""
@@ -39,10 +40,7 @@ class Windows:
                 "the checkpoint has no tokenizer, so no text can calibrate it; choose "
                 "an algorithm that needs none, as rtn"
             )
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"cannot read {file} ({error}); give UTF-8 text") from error
+        text = read_text(file)
         found = Tokenizer.from_str(tokenizer).encode(text, add_special_tokens=False).ids
         if len(found) < 2:
             raise DataError(

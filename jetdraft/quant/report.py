@@ -22,6 +22,7 @@ from jetdraft.quant.recipe import Recipe
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.stats import Stats
+from jetdraft.train.texts import read_text
 
 ALL = (
     "int8-rtn-b32",
@@ -110,15 +111,17 @@ class Comparison:
     def run(self, say: Say) -> Report:
         """Measure everything, one recipe after the other beside the full model."""
         say("none")
-        full = self._load(self._bundle(self.target, FULL, None))
+        full = self._load(self._bundle(FULL, None))
         windows = self._windows(full)
-        calibration = self.calibration or self._written(full)
+        calibration = self.calibration
+        if calibration is None and self._calibrated:
+            calibration = self._written(full)
         given = "written by the model" if self.text is None else str(self.text)
         report = Report(self.target, self.drafter, given)
         bundles = {}
         for recipe in [FULL, *self.recipes]:
             say(recipe.name)
-            bundle = self._bundle(self.target, recipe, calibration)
+            bundle = self._bundle(recipe, calibration)
             bundles[recipe.name] = bundle
             report.rows.append(self._row(recipe, bundle, full, windows))
         prompts = [window[: WINDOW // 2] for window in windows[:8]]
@@ -129,7 +132,13 @@ class Comparison:
                 report.pairs.append(self._pair(name, drafter, pair, prompts))
         return report
 
-    def _drafters(self, calibration: Path) -> dict[str, Bundle]:
+    @property
+    def _calibrated(self) -> bool:
+        """Whether any recipe looks at a text."""
+        beside = self.drafter_recipes if self.drafter else []
+        return any(recipe.calibrated for recipe in (*self.recipes, *beside))
+
+    def _drafters(self, calibration: Path | None) -> dict[str, Bundle]:
         """Each recipe's drafter, in a bundle whose target is the drafter too."""
         found = {}
         for recipe in [FULL, *self.drafter_recipes] if self.drafter else []:
@@ -145,13 +154,11 @@ class Comparison:
             recipe, capacity=CAPACITY, max_width=128, calibration=calibration
         )
 
-    def _bundle(
-        self, checkpoint: str, recipe: Recipe, calibration: Path | None
-    ) -> Bundle:
+    def _bundle(self, recipe: Recipe, calibration: Path | None) -> Bundle:
         output = self.work / recipe.name
         if output.exists():
             return Bundle.open(output)
-        return export(checkpoint, output, None, self._options(recipe, calibration))
+        return export(self.target, output, None, self._options(recipe, calibration))
 
     def _load(self, bundle: Bundle) -> Model:
         return load(bundle.path, threads=self.threads)
@@ -160,13 +167,7 @@ class Comparison:
         """Token ids to measure on."""
         if self.text is None:
             return [_written(full, seed) for seed in range(WINDOWS)]
-        try:
-            text = self.text.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"cannot read {self.text} ({error}); give UTF-8 text"
-            ) from error
-        ids = full.text.encode(text)
+        ids = full.text.encode(read_text(self.text))
         if len(ids) < 2:
             raise DataError(f"{self.text} has {len(ids)} tokens; give a longer text")
         size = min(WINDOW, len(ids))

@@ -123,10 +123,12 @@ def test_export_needs_a_text_for_gptq(pair, tmp_path):
 
 def test_without_a_text_the_model_writes_one(pair, tmp_path):
     out = tmp_path / "out"
-    how = ("--recipes", "int8-gptq-b32", "--report", out, "--threads=1")
+    twice = "int8-gptq-b32,none,int8-gptq-b32"
+    how = ("--recipes", twice, "--report", out, "--threads=1")
     result = jetdraft("quantize", pair.target, *how)
     assert result.exit_code == 0, result.stderr
     found = json.loads((out / "report.json").read_text())
     assert found["text"] == "written by the model"
+    assert [row["recipe"] for row in found["rows"]] == ["none", "int8-gptq-b32"]
     assert 0 < found["rows"][1]["kl_mean"] < 0.1
     assert jetdraft("quantize", pair.target, *how).exit_code == 0, "again over its own"

@@ -46,7 +46,7 @@ def test_a_text_without_tokens_is_refused(checkpoint, tmp_path, text, reason):
 
 
 def test_a_text_that_cannot_be_read_is_refused(checkpoint, tmp_path):
-    with pytest.raises(DataError, match="cannot read"):
+    with pytest.raises(DataError, match="no data file"):
         Windows.of(tmp_path / "nothing", checkpoint.tokenizer)
     with pytest.raises(DataError, match="has no tokenizer"):
         Windows.of(tmp_path / "nothing", None)
