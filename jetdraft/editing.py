@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
 PARAMETER = "parameter"
-"""Metadata of a value: the name of the checkpoint's weight that it is."""
+"""Metadata of a value: the names of the checkpoint's weights in it, a line each."""
+
+Array = npt.NDArray[np.generic]
 
 
 def initializer(graph: ir.Graph, name: str, array: npt.NDArray[np.generic]) -> ir.Value:
@@ -23,6 +25,38 @@ def initializer(graph: ir.Graph, name: str, array: npt.NDArray[np.generic]) -> i
         shape=ir.Shape(array.shape),
         type=ir.TensorType(tensor.dtype),
     )
+    graph.register_initializer(value)
+    return value
+
+
+def derived(
+    graph: ir.Graph,
+    name: str,
+    sources: Sequence[ir.Value],
+    function: Callable[..., Array],
+    shape: Sequence[int],
+) -> ir.Value:
+    """A constant that is computed of others, by the arrays they hold, when it is read.
+
+    So a graph of large weights takes no memory before it is written.
+    """
+    constants = [value.const_value for value in sources if value.const_value]
+    dtype = constants[0].dtype
+
+    def read() -> ir.TensorProtocol:
+        arrays = [constant.numpy() for constant in constants]
+        return ir.tensor(np.ascontiguousarray(function(*arrays)), dtype=dtype)
+
+    found = ir.Shape(shape)
+    value = ir.Value(
+        name=name,
+        const_value=ir.LazyTensor(read, dtype, found, name=name),
+        shape=found,
+        type=ir.TensorType(dtype),
+    )
+    names = [each.metadata_props.get(PARAMETER) for each in sources]
+    if all(names):
+        value.metadata_props[PARAMETER] = "\n".join(each for each in names if each)
     graph.register_initializer(value)
     return value
 

@@ -48,6 +48,8 @@ def _show_graph(name: str, entry: GraphEntry) -> None:
     scheme = recipe["scheme"]
     if scheme != "none":
         scheme += f", block {recipe['block_size']}"
+    if "packed" in recipe:
+        scheme = f"as {recipe['packed']} left it, the rest {scheme}"
     if contract.kv_bits:
         scheme += f"; KV int{contract.kv_bits}"
     size = sum(

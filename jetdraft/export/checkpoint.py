@@ -16,9 +16,12 @@ import torch
 import transformers
 from optimum.exporters.tasks import TasksManager
 from safetensors import SafetensorError
+from transformers.initialization import no_init_weights
 
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.attention import IMPLEMENTATION
+from jetdraft.export.packed import PackedWeights
+from jetdraft.export.parameters import compute_in, convert
 from jetdraft.export.streams import (
     SETTINGS,
     Streamed,
@@ -44,15 +47,21 @@ class Checkpoint:
     tokenizer: str | None
     chat_template: str | None
     eos_token_ids: tuple[int, ...]
+    packed: PackedWeights | None = None
     streams: StreamSettings | None = None
 
     @classmethod
     def load(cls, source: str, dtype: torch.dtype) -> Checkpoint:
-        """Load a local folder or a hub id; raise `CheckpointError` with the reason."""
+        """Load a local folder or a hub id; raise `CheckpointError` with the reason.
+
+        It computes in `dtype`, whatever type its weights are stored in.
+        """
         _check_folder(source)
         with _quiet():
             config = _load_config(source)
-            model = _load_model(source, config, dtype)
+            packed = _read_packed(source, config)
+            model = _load_model(source, config, packed)
+            compute_in(model, dtype)
             tokenizer = _load_tokenizer(source)
         return cls(
             source=source,
@@ -60,8 +69,17 @@ class Checkpoint:
             tokenizer=tokenizer and tokenizer.backend_tokenizer.to_str(),
             chat_template=getattr(tokenizer, "chat_template", None),
             eos_token_ids=_eos_token_ids(model),
+            packed=packed,
             streams=read_settings(checkpoint_folder(source)),
         )
+
+    def names(self) -> dict[int, str]:
+        """The names of all weights, by their ids; a linear layer's is its own."""
+        found = {id(weight): name for name, weight in self.model.named_parameters()}
+        for name, layer in self.model.named_modules():
+            if isinstance(layer, torch.nn.Linear):
+                found[id(layer.weight)] = f"{name}.weight"
+        return found
 
     def with_streams(self, scale: float) -> Streamed:
         """Its model inside the streams that were trained for it.
@@ -69,6 +87,7 @@ class Checkpoint:
         LoRA of the shared mode goes into the weights, times `scale`.
         """
         assert self.streams is not None
+        convert(self.model, torch.float32)  # what was tuned is added to them
         folder = checkpoint_folder(self.source)
         if weights_sha256(folder) != self.streams.base:
             raise CheckpointError(
@@ -148,8 +167,20 @@ def _load_config(source: str) -> Any:
     return config
 
 
-def _load_model(source: str, config: Any, dtype: torch.dtype) -> Any:
-    """The model through optimum, with our attention in it."""
+def _read_packed(source: str, config: Any) -> PackedWeights | None:
+    """The integers of a checkpoint that is quantized already, which are kept."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    # transformers would look for a GPU's kernels.
+    del config.quantization_config
+    folder = checkpoint_folder(source)
+    with _as_checkpoint_error(source):
+        return PackedWeights.read(folder, settings)
+
+
+def _load_model(source: str, config: Any, packed: PackedWeights | None) -> Any:
+    """The model through optimum, with our attention in it and weights as stored."""
     kind = config.model_type
     try:
         model_class = TasksManager.get_model_class_for_task(
@@ -161,9 +192,15 @@ def _load_model(source: str, config: Any, dtype: torch.dtype) -> Any:
             "generation; export a decoder-only language model"
         ) from error
     with _as_checkpoint_error(source):
+        if packed is not None:
+            # The class of a family wants a folder, which would bring its own weights.
+            with no_init_weights():
+                model_class = type(model_class.from_config(config))
         model, info = model_class.from_pretrained(
-            source,
-            dtype=dtype,
+            None if packed else source,
+            config=config,
+            state_dict=packed.floats if packed else None,
+            dtype="auto",
             output_loading_info=True,
             # Otherwise the reason goes to a log that is silenced here.
             ignore_mismatched_sizes=True,

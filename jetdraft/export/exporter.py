@@ -37,18 +37,19 @@ from jetdraft.devices.providers import Provider, known
 from jetdraft.errors import OptionError, PairError, UnsupportedModelError
 from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.fusion import fuse
+from jetdraft.export.parameters import keep_weights
 from jetdraft.export.seams import check_seams
 from jetdraft.export.similarity import write_similarity
 from jetdraft.export.split import drop_early_exit, write_halves
 from jetdraft.export.standard import standardize
-from jetdraft.export.step import keep_weights, kv_shapes, trace
+from jetdraft.export.step import kv_shapes, trace
 from jetdraft.export.streams import LOSSLESS, SHARED, Streamed, stream_weights
 from jetdraft.export.tree import write_compaction, write_tree
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.cache import cache_scales, quantize_cache
-from jetdraft.quant.calibration import Windows, linear_weights, second_moments
+from jetdraft.quant.calibration import Windows, second_moments
 from jetdraft.quant.recipe import Recipe
-from jetdraft.quant.weights import Quantization, label
+from jetdraft.quant.weights import Quantization
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 NUMPY = {"fp32": "float32", "fp16": "float16"}
@@ -267,29 +268,28 @@ def _write_graph(
 ) -> GraphEntry:
     recipe = options.recipe_of(name)
     report(f"trace {name}", 0, 1)
-    parameters = checkpoint.parameters
+    parameters, names = checkpoint.parameters, checkpoint.names()
     # Before streams hook into its layers.
     scales = _cache_scales(checkpoint, recipe, contract, options)
     quantization = _quantization(checkpoint, recipe, contract, options)
     streamed = described = None
     if checkpoint.streams is not None:
         streamed = checkpoint.with_streams(options.adapter_scale)
-    model = trace(streamed or checkpoint.model, contract)
-    if quantization.moments:
-        label(model, linear_weights(checkpoint.model))
+    model = trace(streamed or checkpoint.model, contract, names)
     if quantization.standard:
         standardize(model, options.flavour_made == SCATTERED)
     else:
-        fuse(model, contract)
+        blocks = checkpoint.packed.blocks if checkpoint.packed else {}
+        fuse(model, contract, {name: each.form for name, each in blocks.items()})
     report(f"trace {name}", 1, 1)
     stage = f"quantize {name}"
     quantization.apply(model, lambda done, of: report(stage, done, of))
     if scales:
         contract = quantize_cache(model, contract, scales, recipe.kv_bits)
     if streamed is not None:
-        keep_weights(model, streamed)
+        keep_weights(model, stream_weights(streamed), {})
         described = {**streamed.streams.settings.to_json(), "base": _base(streamed)}
-        write_streams(folder / STREAMS, streamed)
+        write_streams(folder / STREAMS, streamed, contract.dtype)
     for node in model.graph:
         node.metadata_props.clear()  # stack traces with this machine's paths
     file = f"{name}.onnx"
@@ -310,7 +310,7 @@ def _write_graph(
         compaction_file=compaction if branching else None,
         halves=halves,
         contract=contract,
-        quantization=recipe.to_json(),
+        quantization=recipe.to_json() | _packed_by(checkpoint),
         source=checkpoint.source,
         parameters=parameters,
         streams=described,
@@ -342,8 +342,17 @@ def _quantization(
         windows = Windows.of(options.calibration, checkpoint.tokenizer)
         moments = second_moments(checkpoint.model, windows)
     return Quantization(
-        recipe, contract.vocab_size, options.flavour_made != CONTRIB, moments
+        recipe,
+        contract.vocab_size,
+        options.flavour_made != CONTRIB,
+        moments,
+        checkpoint.packed.blocks if checkpoint.packed else {},
     )
+
+
+def _packed_by(checkpoint: Checkpoint) -> dict[str, str]:
+    """Who quantized the matrices that came as integers."""
+    return {"packed": checkpoint.packed.method} if checkpoint.packed else {}
 
 
 def _write_halves(
@@ -372,14 +381,16 @@ def _write_halves(
     return files
 
 
-def write_streams(file: Path, streamed: Streamed) -> None:
+def write_streams(file: Path, streamed: Streamed, dtype: str) -> None:
     """Write the weights that make a task of a base, for `jetdraft.load(streams=)`.
 
     An npz of the streams' float arrays, by the names that they have in the graph, and
     `base`, the hash of the weights that they belong to.
     """
     weights = stream_weights(streamed)
-    arrays: dict[str, Any] = {name: weight.numpy() for name, weight in weights.items()}
+    arrays: dict[str, Any] = {
+        name: weight.numpy().astype(dtype) for name, weight in weights.items()
+    }
     arrays["base"] = np.array(_base(streamed))
     np.savez(file, **arrays)
 

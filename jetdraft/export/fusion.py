@@ -11,19 +11,28 @@ Each is optional: a pattern that does not match is left as it was traced.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
 from onnx_ir.passes import common
 
 from jetdraft.contract import StepContract
-from jetdraft.editing import initializer, substitute
+from jetdraft.editing import PARAMETER, derived, initializer, substitute
 
 _CONTRIB = "com.microsoft"
 
 
-def fuse(model: ir.Model, contract: StepContract) -> None:
-    """Apply every rewrite to `model`, in place."""
+def fuse(
+    model: ir.Model,
+    contract: StepContract,
+    forms: Mapping[str, object] | None = None,
+) -> None:
+    """Apply every rewrite to `model`, in place.
+
+    Matrices of different `forms`, by their names in the checkpoint, stay apart.
+    """
     # One cosine per layer becomes one cosine, so that one table serves all layers.
     common.CommonSubexpressionEliminationPass()(model)
     tables = _RotaryTables(model, contract.capacity)
@@ -31,7 +40,7 @@ def fuse(model: ir.Model, contract: StepContract) -> None:
         _fuse_rotary(model.graph, node, tables)
     _drop_identity_reshapes(model.graph)
     _split_gemms(model.graph)
-    _merge_projections(model.graph)
+    _merge_projections(model.graph, forms or {})
     for node in _attentions(model.graph):
         _pack_projections(node)
     _fuse_norms(model.graph)
@@ -210,14 +219,17 @@ def _split_gemms(graph: ir.Graph) -> None:
             graph.remove(node, safe=True)
 
 
-def _merge_projections(graph: ir.Graph) -> None:
+def _merge_projections(graph: ir.Graph, forms: Mapping[str, object]) -> None:
     """MatMuls of one input with constant matrices become one MatMul and a Split."""
-    groups: dict[ir.Value, list[ir.Node]] = {}
+    groups: dict[tuple[ir.Value, object], list[ir.Node]] = {}
     for node in graph:
         if node.op_type == "MatMul" and _is_matrix(node.inputs[1]):
-            assert node.inputs[0] is not None
-            groups.setdefault(node.inputs[0], []).append(node)
-    for source, nodes in groups.items():
+            source, matrix = node.inputs[:2]
+            assert source is not None
+            assert matrix is not None
+            form = forms.get(matrix.metadata_props.get(PARAMETER, ""))
+            groups.setdefault((source, form), []).append(node)
+    for (source, _), nodes in groups.items():
         biases = [_bias_after(node) for node in nodes]
         if len(nodes) > 1 and len({bias is None for bias in biases}) == 1:
             _merge(graph, source, nodes, [bias for bias in biases if bias])
@@ -270,11 +282,14 @@ def _merge(
 
 def _joined(graph: ir.Graph, values: list[ir.Value], name: str, axis: int) -> ir.Value:
     """One initializer out of several; the old ones go when nothing reads them."""
-    arrays = [value.const_value.numpy() for value in values if value.const_value]
-    joined = initializer(graph, name, np.concatenate(arrays, axis=axis))
-    # They have one input, which is all that quantization asks of the weight's name.
-    joined.metadata_props.update(values[0].metadata_props)
-    return joined
+    sizes = [[int(n) for n in value.shape or ()] for value in values]  # type: ignore
+    shape = [*sizes[0]]
+    shape[axis] = sum(each[axis] for each in sizes)
+
+    def join(*arrays: np.ndarray) -> np.ndarray:
+        return np.concatenate(arrays, axis=axis)
+
+    return derived(graph, name, values, join, shape)
 
 
 def _pack_projections(attention: ir.Node) -> None:

@@ -15,7 +15,7 @@ import torch
 from jetdraft.contract import StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attention import IMPLEMENTATION, HandThrough, StepState, attending
-from jetdraft.export.step import Step, refusal
+from jetdraft.export.step import Step, dtype_of, refusal
 
 _LEAST_TOKENS = 24
 _MOST_TOKENS = 512
@@ -40,7 +40,7 @@ def check_seams(model: Any, contract: StepContract) -> None:
         model.set_attn_implementation(IMPLEMENTATION)
     gap = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6))
     unseen = window > tokens // 2 and window < contract.capacity and not any(windows)
-    if not gap <= _TOLERANCE[next(model.parameters()).dtype] or unseen:
+    if not gap <= _TOLERANCE[dtype_of(contract)] or unseen:
         raise UnsupportedModelError(
             f"{type(model).__name__} attends in a way that does not reach "
             f"AttentionInterface (its logits differ by {gap:.0%}); export another "
@@ -63,7 +63,7 @@ def _through_seams(
     """Logits of two passes over the fixed buffers, and the windows asked for."""
     step = Step(model, contract)
     rows = ids.shape[1]
-    dtype = next(model.parameters()).dtype
+    dtype = dtype_of(contract)
     past = [
         torch.zeros(1, heads, rows, size, dtype=dtype)
         for heads, size in contract.kv_shapes
@@ -89,7 +89,7 @@ def _check_last_position(model: Any, contract: StepContract) -> None:
     """A learned table of positions must reach as far as the buffers."""
     one = torch.ones(1, dtype=torch.int32)
     past = [
-        (torch.zeros(1, heads, 1, size, dtype=model.dtype),) * 2
+        (torch.zeros(1, heads, 1, size, dtype=dtype_of(contract)),) * 2
         for heads, size in contract.kv_shapes
     ]
     state = StepState(cursor=one - 1, last_row=one - 1, total_length=one, past=past)

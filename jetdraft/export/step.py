@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import onnx_ir
@@ -15,7 +15,8 @@ import torch
 from jetdraft.contract import ANSWERS, PROBES, ROWS, StepContract, TensorSpec
 from jetdraft.errors import JetdraftError, UnsupportedModelError
 from jetdraft.export.attention import HandThrough, StepState, attending
-from jetdraft.export.streams import Streamed, stream_weights
+from jetdraft.export.parameters import keep_weights, simplify
+from jetdraft.export.streams import Streamed
 
 OPSET = 23
 # Different sizes, so that the tracer does not take two axes for the same.
@@ -118,14 +119,10 @@ PARENTS = "parents"
 
 
 class StreamStep(torch.nn.Module):
-    """One pass of a model whose rows can carry streams; see `Step`.
-
-    `weights` are those of the streams, in the order of `names`.
-    """
+    """One pass of a model whose rows can carry streams; see `Step`."""
 
     def __init__(self, streamed: Streamed, contract: StepContract) -> None:
         super().__init__()
-        self.names = list(stream_weights(streamed))
         self.streamed = streamed
         self.contract = contract
 
@@ -140,7 +137,6 @@ class StreamStep(torch.nn.Module):
         probe_rows: torch.Tensor,
         probe_ids: torch.Tensor,
         past: list[torch.Tensor],
-        weights: list[torch.Tensor],
         parents: torch.Tensor,
     ) -> list[torch.Tensor]:
         """Outputs in the order of `StepContract.outputs`, then `EARLY`.
@@ -155,16 +151,15 @@ class StreamStep(torch.nn.Module):
 
         self.streamed.entered = entered
         with attending(state):
-            # As inputs they stay what they are; the exporter would fold constants.
-            logits, early, hidden = torch.func.functional_call(
-                self.streamed,
-                dict(zip(self.names, weights, strict=True)),
-                (input_ids, position_ids, probe_rows, probe_ids, answer_rows),
-                {
-                    "early_exit": True,
-                    "past_key_values": HandThrough(),
-                    "use_cache": True,
-                },
+            logits, early, hidden = self.streamed(
+                input_ids,
+                position_ids,
+                probe_rows,
+                probe_ids,
+                answer_rows,
+                early_exit=True,
+                past_key_values=HandThrough(),
+                use_cache=True,
             )
         # Split last: a pass may have no probes, and not every operator takes nothing.
         found = answers(logits.float(), self.contract)
@@ -193,6 +188,12 @@ def answers(logits: torch.Tensor, contract: StepContract) -> list[torch.Tensor]:
 def presents(state: StepState) -> list[torch.Tensor]:
     """The buffers after a pass, in the contract's order."""
     return [buffer for i in sorted(state.present) for buffer in state.present[i]]
+
+
+def dtype_of(contract: StepContract) -> torch.dtype:
+    """What a graph computes in."""
+    dtype: torch.dtype = getattr(torch, contract.dtype)
+    return dtype
 
 
 def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
@@ -243,45 +244,77 @@ class _MakeBuffers(HandThrough):
         return super().update(key_states, value_states, layer_idx)
 
 
-def trace(model: Any, contract: StepContract) -> onnx_ir.Model:
+class _Open(torch.nn.Module):
+    """A step whose weights are a last argument: the exporter would fold constants."""
+
+    step: torch.nn.Module
+
+    def __init__(self, step: torch.nn.Module, names: list[str]) -> None:
+        super().__init__()
+        # No submodule, or the exporter would take its weights along.
+        object.__setattr__(self, "step", step)
+        self.names = names
+
+    def forward(self, *inputs: Any) -> list[torch.Tensor]:
+        """What the step gives for all inputs but the last."""
+        *others, weights = inputs
+        given = dict(zip(self.names, weights, strict=True))
+        found: list[torch.Tensor] = torch.func.functional_call(
+            self.step, given, tuple(others)
+        )
+        return found
+
+
+def trace(
+    model: Any, contract: StepContract, names: Mapping[int, str]
+) -> onnx_ir.Model:
     """Trace a model, or a `Streamed` one, into a float step graph.
 
-    Inputs and outputs have the contract's names. The streams' weights are inputs too,
-    after all others, until `keep_weights` makes them constants.
+    Inputs and outputs have the contract's names. The weights are read from `model` when
+    they are needed. Those with no name in `names`, by their ids, stay inputs after all
+    others until `keep_weights`: a task's, which nothing may fuse or quantize.
+
+        trace(checkpoint.model, contract, checkpoint.names())
     """
     decoder = model.model if isinstance(model, Streamed) else model
     _pin_rotary_frequencies(decoder, contract.capacity)
     widest = max(_TRACED_ROWS + 1, contract.max_width)
     dims = {axis: torch.export.Dim(axis, min=1, max=widest) for axis in (ROWS, ANSWERS)}
     dims[PROBES] = torch.export.Dim(PROBES, min=0, max=16 * widest)
-    arguments = _example(model.dtype, contract)
+    dtype = dtype_of(contract)
+    arguments = _example(dtype, contract)
     shapes = [_dynamic(spec, dims) for spec in contract.inputs[: len(arguments)]]
-    past = [
-        torch.zeros(spec.sized(), dtype=model.dtype)
-        for spec in contract.buffers("past")
-    ]
-    lists, names = [past], [spec.name for spec in contract.inputs]
-    if isinstance(model, Streamed):
-        weights = stream_weights(model)
-        lists.append(list(weights.values()))
-        names += [*weights, PARENTS]
-    step = StreamStep if isinstance(model, Streamed) else Step
-    streams = contract.streams > 0
+    past = [torch.zeros(spec.sized(), dtype=dtype) for spec in contract.buffers("past")]
+    streams = isinstance(model, Streamed)
+    step: torch.nn.Module = (StreamStep if streams else Step)(model, contract)
+    step.eval()
     parents = [torch.zeros(_TRACED_ROWS, dtype=torch.long)] if streams else []
     early = EARLY if streams else ()
+    inner = dict(step.named_parameters())
+    weights = {name.partition(".")[2]: weight for name, weight in inner.items()}
+    # Memory that nobody touches.
+    empty = [torch.empty(weight.shape, dtype=dtype) for weight in weights.values()]
     try:
         with _silence(), torch.no_grad():
             program = torch.onnx.export(
-                step(model, contract).eval(),
-                (*arguments, *lists, *parents),
+                _Open(step, list(inner)),
+                (*arguments, past, *parents, empty),
                 dynamo=True,
                 opset_version=OPSET,
+                # The one parameter of `_Open.forward`.
                 dynamic_shapes=(
-                    *shapes,
-                    *([None] * len(each) for each in lists),
-                    *({0: dims[ROWS]} for _ in parents),
+                    (
+                        *shapes,
+                        [None] * len(past),
+                        *({0: dims[ROWS]} for _ in parents),
+                        [None] * len(empty),
+                    ),
                 ),
-                input_names=names,
+                input_names=[
+                    *(spec.name for spec in contract.inputs),
+                    *([PARENTS] if streams else []),
+                    *weights,
+                ],
                 output_names=[*(spec.name for spec in contract.outputs), *early],
                 verbose=False,
             )
@@ -291,6 +324,9 @@ def trace(model: Any, contract: StepContract) -> onnx_ir.Model:
         raise refusal(decoder, error) from error
     assert program is not None
     _rename_inner(program.model.graph)
+    named = {name: each for name, each in weights.items() if id(each) in names}
+    keep_weights(program.model, named, names)
+    simplify(program.model)
     return program.model
 
 
@@ -328,17 +364,6 @@ def _dynamic(spec: TensorSpec, dims: dict[str, Any]) -> dict[int, Any] | None:
         if isinstance(axis, str)
     }
     return axes or None
-
-
-def keep_weights(model: onnx_ir.Model, streamed: Streamed) -> None:
-    """Make the streams' weights, so far inputs, constants of their names, in place."""
-    weights = stream_weights(streamed)
-    for value in list(model.graph.inputs):
-        if value.name in weights:
-            model.graph.inputs.remove(value)
-            array = weights[value.name].numpy()
-            value.const_value = onnx_ir.tensor(array, name=value.name)
-            model.graph.register_initializer(value)
 
 
 def refusal(model: Any, error: BaseException) -> UnsupportedModelError:

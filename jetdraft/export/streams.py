@@ -178,12 +178,6 @@ class Streamed(nn.Module):
         return head(final_norm(self.model)(hidden))  # type: ignore[no-any-return]
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the model."""
-        dtype: torch.dtype = self.model.dtype
-        return dtype
-
-    @property
     def _running(self) -> _Pass:
         assert self._pass is not None, "run the model through Streamed"
         return self._pass
@@ -374,4 +368,4 @@ def load_streams(
         merge_adapters(model, scale)
         file = (folder / WEIGHTS).read_bytes()
         streamed.tuned = f"{hashlib.sha256(file).hexdigest()} {scale}"
-    return streamed.to(model.dtype).requires_grad_(False).eval()
+    return streamed.requires_grad_(False).eval()

@@ -24,7 +24,7 @@ from onnxruntime.quantization.neural_compressor.weight_only import (
     quant_tensor_k_quant_cpu,
 )
 
-from jetdraft.quant.blocks import Blocks, Floats, unpack
+from jetdraft.quant.blocks import Blocks, Floats
 
 DAMPING = 0.01
 """Of the mean second moment, added to all: the paper's value."""
@@ -39,7 +39,7 @@ def rtn(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> B
     packed, scales, _ = quantizer.qbits_block_quant(np.ascontiguousarray(matrix))
     columns, rows = matrix.shape[1], matrix.shape[0]
     scales = scales.reshape(columns, -1)
-    return Blocks(unpack(packed, bits), scales, None, bits, rows)
+    return Blocks(packed.reshape(*scales.shape, -1), scales, None, bits, rows)
 
 
 def k_quant(
@@ -51,7 +51,7 @@ def k_quant(
     with np.errstate(invalid="ignore", divide="ignore"):
         found = quant_tensor_k_quant_cpu(blocks, bits, block_size)
     integers, scales, zeros = found
-    return Blocks(
+    return Blocks.of(
         integers.reshape(blocks.shape).astype(np.uint8),
         scales.reshape(columns, count).astype(matrix.dtype),
         zeros.reshape(columns, count).astype(np.uint8),
@@ -72,7 +72,7 @@ def hqq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> B
     scale = scales.numpy().reshape(columns, count, 1)
     zero = zeros.numpy().reshape(columns, count, 1).round().clip(0, most)
     integers = (blocks / scale + zero).round().clip(0, most)
-    return Blocks(
+    return Blocks.of(
         integers.astype(np.uint8),
         scale[..., 0].astype(matrix.dtype),
         zero[..., 0].astype(np.uint8),
@@ -111,7 +111,7 @@ def gptq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> 
             integers[:, own.start + place], errors[:, place] = integer, error
         weights[:, own.stop :] -= errors @ inverse[own, own.stop :]
     whole = (integers + middle).to(torch.uint8).numpy()
-    return Blocks(
+    return Blocks.of(
         whole.reshape(columns, count, block_size),
         scales.numpy().astype(matrix.dtype),
         None,

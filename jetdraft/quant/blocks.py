@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,23 +16,52 @@ Bytes = npt.NDArray[np.uint8]
 class Blocks:
     """`(integers - zeros) * scales`, of a matrix with `rows` rows.
 
-    `integers` uint8 [columns, blocks, block_size] below 2^bits, `scales` float and
-    `zeros` uint8 [columns, blocks]; without zeros half the range is 0. What fills up
-    the last block is never read.
+    `packed` uint8 [columns, blocks, bytes] holds the integers, the first in the lowest
+    bits; `scales` float and `zeros` uint8 [columns, blocks]; without zeros half the
+    range is 0. What fills up the last block is never read.
 
-        Blocks(integers, scales, None, bits=4, rows=384).packed
+        Blocks.of(integers, scales, None, bits=4, rows=384).packed
     """
 
-    integers: Bytes
+    packed: Bytes
     scales: Floats
     zeros: Bytes | None
     bits: int
     rows: int
 
+    @classmethod
+    def of(
+        cls, integers: Bytes, scales: Floats, zeros: Bytes | None, bits: int, rows: int
+    ) -> Blocks:
+        """Of integers below 2^bits, uint8 [columns, blocks, block_size]."""
+        return cls(_pack(integers, bits), scales, zeros, bits, rows)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Blocks]) -> Blocks:
+        """One matrix of the columns of several of the same form."""
+        zeros = [part.zeros for part in parts if part.zeros is not None]
+        return cls(
+            np.concatenate([part.packed for part in parts]),
+            np.concatenate([part.scales for part in parts]),
+            np.concatenate(zeros) if zeros else None,
+            parts[0].bits,
+            parts[0].rows,
+        )
+
     @property
-    def packed(self) -> Bytes:
-        """uint8 [columns, blocks, bytes], the first integer in the lowest bits."""
-        return _pack(self.integers, self.bits)
+    def form(self) -> tuple[int, int, bool]:
+        """What one product can only have one of."""
+        return self.bits, self.block_size, self.zeros is None
+
+    @property
+    def integers(self) -> Bytes:
+        """uint8 [columns, blocks, block_size]."""
+        return unpack(self.packed, self.bits)
+
+    @property
+    def block_size(self) -> int:
+        """How many share a scale."""
+        return int(self.packed.shape[2]) * 8 // self.bits
 
     @property
     def packed_zeros(self) -> Bytes | None:
@@ -52,12 +82,14 @@ class Blocks:
 
 
 def unpack(packed: Bytes, bits: int) -> Bytes:
-    """The inverse of packing, along the last axis."""
+    """Integers of so many bits along the last axis, the lowest bits first."""
     parts = [(packed >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
     return np.stack(parts, axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def _pack(integers: Bytes, bits: int) -> Bytes:
+    if bits == 8:
+        return integers
     each = 8 // bits
     parts = integers.reshape(*integers.shape[:-1], -1, each)
     packed = np.zeros(parts.shape[:-1], np.uint8)

@@ -10,7 +10,7 @@ import torch
 
 from jetdraft.contract import StepContract
 from jetdraft.editing import initializer
-from jetdraft.export.step import Step
+from jetdraft.export.step import Step, dtype_of
 from jetdraft.export.tree import attentions, value_of
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows
@@ -42,7 +42,7 @@ def cache_scales(
 def _buffers(step: Step, ids: torch.Tensor) -> list[torch.Tensor]:
     """What a pass over a window leaves in the buffers, of float contracts."""
     contract, rows = step.contract, ids.shape[1]
-    dtype = next(step.model.parameters()).dtype
+    dtype = dtype_of(contract)
     past = [torch.zeros(spec.sized(), dtype=dtype) for spec in contract.buffers("past")]
     outputs = step(
         ids,

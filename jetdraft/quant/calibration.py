@@ -71,15 +71,6 @@ def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
     return {name: sums.of[owner] for name, owner in sums.owners.items()}
 
 
-def linear_weights(model: Any) -> dict[str, Floats]:
-    """The weights [outputs, inputs] of all linear layers, by name."""
-    return {
-        f"{name}.weight": layer.weight.detach().numpy()
-        for name, layer in model.named_modules()
-        if isinstance(layer, torch.nn.Linear)
-    }
-
-
 @contextmanager
 def _own_attention(model: Any) -> Iterator[None]:
     ours = model.config._attn_implementation

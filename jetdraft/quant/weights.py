@@ -7,9 +7,8 @@ so the two stay one tensor.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +17,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from jetdraft.editing import PARAMETER, initializer, substitute
-from jetdraft.errors import CheckpointError
+from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.quant.algorithms import ALGORITHMS
 from jetdraft.quant.blocks import Blocks, Floats
 from jetdraft.quant.recipe import ACCURACY_LEVEL, Recipe
@@ -33,7 +32,8 @@ class Quantization:
 
     `moments` are those of `calibration.second_moments` for recipes that are calibrated.
     The matrix with `vocab_size` columns is the head's. In a `standard` graph a MatMul
-    reads a DequantizeLinear, and embeddings are stored as floats.
+    reads a DequantizeLinear, and embeddings are stored as floats. Weights that are
+    `packed` already, by name, stay the integers they are.
 
         Quantization(Recipe("int8")).apply(model)
     """
@@ -42,6 +42,7 @@ class Quantization:
     vocab_size: int = 0
     standard: bool = False
     moments: Mapping[str, Floats] = field(default_factory=dict)
+    packed: Mapping[str, Blocks] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.standard:
@@ -68,7 +69,9 @@ class Quantization:
             elif self.standard:
                 _dequantize(graph, node, source, blocks)
             else:
-                shared[source] = _quantize_product(graph, node, source, blocks)
+                packed = _quantize_product(graph, node, source, blocks)
+                if any(other.op_type == "Gather" for other in source.consumers()):
+                    shared[source] = packed
             progress(done, len(products))
         for node in list(graph):
             if node.op_type == "Gather" and node.inputs[0] in shared:
@@ -77,14 +80,19 @@ class Quantization:
 
     def _blocks(self, source: ir.Value, transposed: bool) -> Blocks | None:
         """A matrix as integers; None where it stays as it is."""
-        stored = source.const_value.numpy() if source.const_value else np.empty((0, 0))
-        matrix = stored.T if transposed else stored
+        assert source.const_value is not None
+        names = source.metadata_props.get(PARAMETER, source.name or "").splitlines()
+        if names[0] in self.packed:
+            return self._packed(names, source.const_value.dtype.numpy())
         recipe = self.recipe
-        if matrix.shape[1] == self.vocab_size:
+        if source.const_value.shape[0 if transposed else 1] == self.vocab_size:
             recipe = recipe.of_head
         if recipe.bits is None:
             return None
-        name = source.metadata_props.get(PARAMETER, source.name or "")
+        stored = source.const_value.numpy()
+        matrix = stored.T if transposed else stored
+        # Merged weights have one input, which is all that is asked of the name.
+        name = names[0]
         if not np.isfinite(matrix).all():
             raise CheckpointError(
                 f"the weight {name} has numbers that are not finite; fetch the "
@@ -97,28 +105,15 @@ class Quantization:
             algorithm = "rtn"
         return ALGORITHMS[algorithm](matrix, recipe.bits, recipe.block_size, moments)
 
-
-def label(model: ir.Model, weights: Mapping[str, Floats]) -> None:
-    """Write on each matrix of a traced graph which of these weights it is.
-
-    Tracing folds a transposition into new constants without a name. `weights` are
-    [outputs, inputs], by their names in the checkpoint's model.
-    """
-    names = {_digest(weight): name for name, weight in weights.items()}
-    for node in model.graph:
-        found = _matrix(node)
-        if found is None or found[0].const_value is None:
-            continue
-        value, transposed = found
-        stored = found[0].const_value.numpy()
-        name = names.get(_digest(stored if transposed else stored.T))
-        if name is not None:
-            value.metadata_props[PARAMETER] = name
-
-
-def _digest(matrix: Floats) -> bytes:
-    whole = np.ascontiguousarray(matrix)
-    return hashlib.blake2b(whole.view(np.uint8).data, digest_size=16).digest()
+    def _packed(self, names: list[str], dtype: npt.DTypeLike) -> Blocks:
+        """The integers of these weights, side by side, with scales of that type."""
+        found = Blocks.joined([self.packed[name] for name in names])
+        if self.standard and found.zeros is not None:
+            raise OptionError(
+                f"the weight {names[0]} is quantized with zeros, which the standard "
+                "flavour does not have; export the contrib one"
+            )
+        return replace(found, scales=found.scales.astype(dtype))
 
 
 @dataclass(frozen=True)
@@ -157,15 +152,14 @@ def _quantize_product(
     if blocks.packed_zeros is not None:
         zeros = initializer(graph, f"{source.name}.zeros", blocks.packed_zeros)
         inputs.append(zeros)
-    columns, _, block_size = blocks.integers.shape
     product = ir.node(
         "MatMulNBits",
         inputs,
         {
             "K": blocks.rows,
-            "N": columns,
+            "N": len(blocks.packed),
             "bits": blocks.bits,
-            "block_size": block_size,
+            "block_size": blocks.block_size,
             "accuracy_level": ACCURACY_LEVEL,
         },
         domain=_CONTRIB,
@@ -211,7 +205,6 @@ def _quantize_gather(graph: ir.Graph, node: ir.Node, packed: Packed) -> None:
     scales and zeros are stored twice: the two operators want different ranks.
     """
     weight, blocks = packed.weight, packed.blocks
-    _, count, block_size = blocks.integers.shape
     scales = blocks.scales[..., None]
     inputs = [
         weight,
@@ -226,14 +219,14 @@ def _quantize_gather(graph: ir.Graph, node: ir.Node, packed: Packed) -> None:
         inputs,
         {
             "bits": blocks.bits,
-            "block_size": block_size,
+            "block_size": blocks.block_size,
             "gather_axis": 0,
             "quantize_axis": 2,
         },
         domain=_CONTRIB,
     )
     width = node.outputs[0].shape[-1] if node.outputs[0].shape else 0
-    blocked = count * block_size
+    blocked = scales.shape[1] * blocks.block_size
     shape = initializer(
         graph, f"{weight.name}.row", np.array([0, 0, blocked], np.int64)
     )

@@ -27,6 +27,7 @@ from jetdraft.errors import (
     TrainingError,
 )
 from jetdraft.export.checkpoint import Checkpoint, checkpoint_folder, weights_sha256
+from jetdraft.export.parameters import convert
 from jetdraft.export.streams import (
     SETTINGS,
     UNFINISHED,
@@ -116,6 +117,7 @@ class StreamTraining:
                 f"{settings.gamma} streams; give {settings.gamma + 2} or more"
             )
         checkpoint = Checkpoint.load(target, torch.float32)
+        convert(checkpoint.model, torch.float32)
         if checkpoint.streams is not None:
             raise CheckpointError(f"{target} already has streams; give its base")
         self.source = checkpoint_folder(target)

@@ -29,9 +29,10 @@ def float_graph(folder: Path, tied: bool) -> bytes:
     """A fused step graph before quantization."""
     config = drafter_config(hidden_size=WIDTH, head_dim=16, tie_word_embeddings=tied)
     save_checkpoint(folder, config, tokenizer=False)
-    model = Checkpoint.load(str(folder), torch.float32).model
+    checkpoint = Checkpoint.load(str(folder), torch.float32)
+    model = checkpoint.model
     contract = StepContract(VOCAB_SIZE, 32, 8, "float32", kv_shapes(model))
-    step = trace(model, contract)
+    step = trace(model, contract, checkpoint.names())
     fuse(step, contract)
     return ir.to_proto(step).SerializeToString()
 
@@ -267,7 +268,7 @@ def test_numbers_that_are_not_finite_are_refused_by_name(tied, number):
     array = constant(node.inputs[1]).copy()
     array[3, 4] = number
     node.inputs[1].const_value = ir.tensor(array)
-    with pytest.raises(CheckpointError, match=str(node.inputs[1].name)):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.q_proj"):
         Quantization(Recipe("int4", 32)).apply(model)
 
 

@@ -1,0 +1,225 @@
+"""Checkpoints that are quantized already: their integers go into the graph as they are.
+
+A method is how a linear layer's tensors hold its matrix [out, in]:
+
+gptq                qweight int32 [in / each, out], packed along the inputs; qzeros are
+                    one less than the zeros, but for "gptq_v2"
+awq                 qweight int32 [in, out / each], in the order of its GPU kernels
+compressed-tensors  weight_packed int32 [out, in / each], or weight int8 [out, in]
+bitsandbytes        weight int8 [out, in], a scale per output (2208.07339)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.export.streams import WEIGHTS as STREAM_WEIGHTS
+from jetdraft.quant.blocks import Blocks, Bytes, Floats, unpack
+from jetdraft.quant.recipe import BLOCK_SIZES
+
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where in a packed word of eight each column is."""
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """The tensors of a quantized checkpoint.
+
+    `blocks` are its integers by the weight's name, `floats` all that is not quantized,
+    and what the integers stand for.
+
+        PackedWeights.read(Path("model-gptq"), config.quantization_config).blocks
+    """
+
+    method: str
+    blocks: dict[str, Blocks]
+    floats: dict[str, Tensor]
+
+    @classmethod
+    def read(cls, folder: Path, settings: Mapping[str, Any]) -> PackedWeights:
+        """Read all files; raises `CheckpointError` for what MatMulNBits cannot hold."""
+        method = str(settings.get("quant_method"))
+        if method not in METHODS:
+            raise UnsupportedModelError(
+                f"{folder} is quantized by {method}, which cannot be exported; choose "
+                f"a checkpoint by {', '.join(METHODS)}, or one without"
+            )
+        blocks: dict[str, Blocks] = {}
+        floats: dict[str, Tensor] = {}
+        for prefix, parts in _by_layer(_tensors(folder)).items():
+            name = f"{prefix}.weight"
+            try:
+                found = METHODS[method](parts, settings)
+            except _CannotHoldError as error:
+                raise UnsupportedModelError(
+                    f"the weight {name} of {folder} {error}, which MatMulNBits cannot "
+                    "hold; choose another quantized checkpoint, or one without"
+                ) from None
+            except (KeyError, ValueError, RuntimeError) as error:
+                raise CheckpointError(
+                    f"the weight {name} of {folder} is not as {method} writes it "
+                    f"({error}); fetch the checkpoint again"
+                ) from error
+            if found is None:
+                floats |= {f"{prefix}.{part}": x for part, x in parts.items()}
+                continue
+            if not np.isfinite(found.scales).all():
+                raise CheckpointError(
+                    f"the weight {name} of {folder} has scales that are not finite; "
+                    "fetch the checkpoint again"
+                )
+            blocks[name] = found
+            floats[name] = torch.from_numpy(found.floats.T)
+            if "bias" in parts:
+                floats[f"{prefix}.bias"] = parts["bias"]
+        return cls(method, blocks, floats)
+
+
+class _CannotHoldError(Exception):
+    """What of a matrix has no place in MatMulNBits."""
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint by name, mapped from its files."""
+    files = [f for f in folder.glob("*.safetensors") if f.name != STREAM_WEIGHTS]
+    if not files:
+        raise CheckpointError(
+            f"{folder} has no safetensors weights; save it again with save_pretrained"
+        )
+    found: dict[str, Tensor] = {}
+    for file in sorted(files):
+        found |= load_file(file)
+    return found
+
+
+def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each module, by the last part of their names."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        prefix, _, part = name.rpartition(".")
+        found.setdefault(prefix, {})[part] = tensor
+    return found
+
+
+Parts = Mapping[str, Tensor]
+Settings = Mapping[str, Any]
+
+
+def _gptq(parts: Parts, settings: Settings) -> Blocks | None:
+    if "qweight" not in parts:
+        return None
+    bits = int(settings["bits"])
+    integers = _words(parts["qweight"].T, bits)
+    order = parts.get("g_idx")
+    if order is not None and (order.diff() < 0).any():
+        raise _CannotHoldError("has its inputs in another order (desc_act)")
+    more = np.uint8(settings.get("checkpoint_format") != "gptq_v2")
+    zeros = (_words(parts["qzeros"], bits) + more) & np.uint8((1 << bits) - 1)
+    return _blocks(integers, parts["scales"].T, zeros.T, bits)
+
+
+def _awq(parts: Parts, settings: Settings) -> Blocks | None:
+    if "qweight" not in parts:
+        return None
+    if settings.get("version", "gemm").lower() != "gemm":
+        raise _CannotHoldError(f"is packed for {settings['version']} kernels")
+    bits = int(settings["bits"])
+    weights, zeros = (
+        _words(parts[part], bits).reshape(len(parts[part]), -1, 8)[..., _AWQ_ORDER]
+        for part in ("qweight", "qzeros")
+    )
+    integers, zeros = (x.reshape(len(x), -1).T for x in (weights, zeros))
+    return _blocks(integers, parts["scales"].T, zeros, bits)
+
+
+def _compressed(parts: Parts, settings: Settings) -> Blocks | None:
+    if "weight_scale" not in parts:
+        return None
+    if "weight_g_idx" in parts:
+        raise _CannotHoldError("has its inputs in another order (actorder)")
+    scales, zeros = parts["weight_scale"], None
+    if "weight_packed" in parts and "weight_shape" in parts:
+        columns = int(parts["weight_shape"][1])
+        bits = 32 * parts["weight_packed"].shape[1] // columns
+        integers = _words(parts["weight_packed"], bits)[:, :columns]
+        if "weight_zero_point" in parts:
+            packed = parts["weight_zero_point"].T
+            zeros = _words(packed, bits)[:, : len(integers)].T
+    elif "weight" in parts and parts["weight"].dtype == torch.int8:
+        bits, integers = 8, _unsigned(parts["weight"])
+        if "weight_zero_point" in parts:
+            zeros = _unsigned(parts["weight_zero_point"])
+    else:
+        raise _CannotHoldError("is no integers")
+    return _blocks(integers, scales, zeros, bits)
+
+
+def _int8(parts: Parts, settings: Settings) -> Blocks | None:
+    if "SCB" in parts:
+        scales = parts["SCB"].float()[:, None] / 127
+        return _blocks(_unsigned(parts["weight"]), scales, None, 8)
+    if any(part.startswith("weight.") or part == "absmax" for part in parts):
+        raise _CannotHoldError("has four bits that are no integers (nf4 or fp4)")
+    return None
+
+
+METHODS: dict[str, Callable[[Parts, Settings], Blocks | None]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "bitsandbytes": _int8,
+}
+"""By transformers' names; None of what is not quantized."""
+
+
+def _words(packed: Tensor, bits: int) -> Bytes:
+    """The integers in int32 [n, m], uint8 [n, m * 32 / bits], the lowest first."""
+    if bits not in (2, 4, 8):
+        raise _CannotHoldError(f"has {bits} bits")
+    whole = np.ascontiguousarray(packed.numpy(), "<i4")
+    return unpack(whole.view(np.uint8), bits)
+
+
+def _unsigned(signed: Tensor) -> Bytes:
+    return (signed.to(torch.int16) + 128).to(torch.uint8).numpy()
+
+
+def _blocks(integers: Bytes, scales: Tensor, zeros: Bytes | None, bits: int) -> Blocks:
+    """Of integers [out, in]; `scales` and `zeros` are [out, groups of inputs]."""
+    columns, rows = integers.shape
+    groups = scales.shape[1]
+    shapes = {tuple(scales.shape)} | ({zeros.shape} if zeros is not None else set())
+    if shapes != {(columns, groups)} or not 1 <= groups <= rows:
+        raise ValueError(f"scales and zeros are {shapes}, weights {integers.shape}")
+    size = -(-rows // groups)
+    # A group of any size may be told as several blocks with the same scale.
+    block = next((b for b in reversed(BLOCK_SIZES) if groups == 1 or size % b == 0), 0)
+    if not block or (groups > 1 and rows % groups):
+        raise _CannotHoldError(f"has {size} weights to a scale")
+    count = -(-rows // block)
+    filled = np.zeros((columns, count * block), np.uint8)
+    filled[:, :rows] = integers
+
+    def spread(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return np.repeat(values, -(-count // groups), axis=1)[:, :count]
+
+    if zeros is not None and (zeros == 1 << (bits - 1)).all():
+        zeros = None
+    floats: Floats = scales.float().numpy()
+    return Blocks.of(
+        filled.reshape(columns, count, block),
+        np.ascontiguousarray(spread(floats)),
+        None if zeros is None else np.ascontiguousarray(spread(zeros)),
+        bits,
+        rows,
+    )

@@ -1,0 +1,293 @@
+"""Checkpoints by every method that is read, packed here bit by bit from its layout."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from compressed_tensors.compressors import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from onnx import numpy_helper
+from safetensors.torch import load_file, save_file
+
+import jetdraft
+from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
+from jetdraft.export.checkpoint import Checkpoint
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.quant.recipe import Recipe
+from tests.cli.running import assert_refused
+from tests.cli.running import jetdraft as command
+from tests.tiny import llama_config, save_checkpoint
+
+GROUP = 32
+Q = "model.layers.0.self_attn.q_proj"
+AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The column that each place of a word holds."""
+
+
+def words(values, bits, order=None):
+    """Along the last axis, several to an int32, the first in the lowest bits."""
+    each = 32 // bits
+    rows = values.reshape(-1, values.shape[-1])
+    found = np.zeros((len(rows), values.shape[-1] // each), np.uint32)
+    for row, line in enumerate(rows):
+        for place in range(values.shape[-1]):
+            word, inside = divmod(place, each)
+            column = word * each + (order[inside] if order else inside)
+            found[row, word] |= np.uint32(line[column]) << np.uint32(bits * inside)
+    return torch.from_numpy(found.view(np.int32))
+
+
+def gptq(integers, scales, zeros, bits):
+    """Zeros are stored less one."""
+    return {
+        "qweight": words(integers.T.copy().T, bits).T.contiguous(),
+        "qzeros": words((zeros.T - 1) & ((1 << bits) - 1), bits),
+        "scales": torch.from_numpy(scales.T.copy()),
+        "g_idx": torch.arange(integers.shape[1], dtype=torch.int32) // GROUP,
+    }
+
+
+def gptq_v2(integers, scales, zeros, bits):
+    parts = gptq(integers, scales, zeros, bits)
+    return {**parts, "qzeros": words(zeros.T.copy(), bits)}
+
+
+def awq(integers, scales, zeros, bits):
+    return {
+        "qweight": words(integers.T.copy(), bits, AWQ),
+        "qzeros": words(zeros.T.copy(), bits, AWQ),
+        "scales": torch.from_numpy(scales.T.copy()),
+    }
+
+
+def compressed(integers, scales, zeros, bits):
+    """By the library itself, from what the integers stand for."""
+    signed = integers.astype(np.float32) - zeros.repeat(GROUP, 1)
+    floats = torch.from_numpy(signed * scales.astype(np.float32).repeat(GROUP, 1))
+    arguments = QuantizationArgs(
+        num_bits=bits, symmetric=False, strategy="group", group_size=GROUP
+    )
+    offset = 1 << (bits - 1)
+    parts = {
+        "weight": floats,
+        "weight_scale": torch.from_numpy(scales.astype(np.float32)),
+        "weight_zero_point": torch.from_numpy(zeros.astype(np.int16) - offset).to(
+            torch.int8
+        ),
+    }
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    return PackedQuantizationCompressor.compress(parts, scheme)
+
+
+FORMATS = {
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP}),
+    "gptq 8": (gptq, {"quant_method": "gptq", "bits": 8, "group_size": GROUP}),
+    "gptq_v2": (
+        gptq_v2,
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
+    ),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}),
+    "compressed": (compressed, {"quant_method": "compressed-tensors", "bits": 4}),
+    "compressed 8": (compressed, {"quant_method": "compressed-tensors", "bits": 8}),
+}
+
+
+def random(shape, bits, symmetric=False, seed=0):
+    """Integers, scales that a half can hold, and zeros."""
+    numbers = np.random.default_rng(seed)
+    columns, rows = shape
+    integers = numbers.integers(0, 1 << bits, shape, dtype=np.uint8)
+    scales = numbers.uniform(0.5, 1.5, (columns, rows // GROUP)) / (1 << bits)
+    near = (1 << bits) // 2
+    zeros = numbers.integers(near - 2, near + 3, scales.shape).astype(np.uint8)
+    if symmetric:
+        zeros[:] = near
+    return integers, scales.astype(np.float16), zeros
+
+
+def linear(folder):
+    """The names and shapes of all linear layers but the head."""
+    tensors = load_file(folder / "model.safetensors")
+    return {
+        name.removesuffix(".weight"): tuple(tensor.shape)
+        for name, tensor in tensors.items()
+        if "_proj" in name
+    }
+
+
+def quantize(folder, pack, settings, symmetric=False):
+    """Replace a checkpoint's linear layers; their integers, scales and zeros."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    found = {}
+    for seed, (name, shape) in enumerate(linear(folder).items()):
+        found[name] = random(shape, settings["bits"], symmetric, seed)
+        del tensors[f"{name}.weight"]
+        parts = pack(*found[name], settings["bits"])
+        tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = settings
+    (folder / "config.json").write_text(json.dumps(config))
+    return found
+
+
+@pytest.fixture
+def base(tmp_path):
+    return save_checkpoint(tmp_path / "base", llama_config(intermediate_size=96))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_integers_are_read_as_they_were_packed(base, name):
+    pack, settings = FORMATS[name]
+    expected = quantize(base, pack, settings)
+    found = Checkpoint.load(str(base), torch.float32).packed
+    assert found.method == settings["quant_method"]
+    assert set(found.blocks) == {f"{layer}.weight" for layer in expected}
+    for layer, (integers, scales, zeros) in expected.items():
+        blocks = found.blocks[f"{layer}.weight"]
+        np.testing.assert_array_equal(blocks.integers.reshape(integers.shape), integers)
+        np.testing.assert_array_equal(blocks.scales, scales.astype(np.float32))
+        np.testing.assert_array_equal(blocks.zeros, zeros)
+
+
+def packed_matrices(bundle):
+    """The weights of all MatMulNBits, of which q, k and v are one."""
+    graph = onnx.load(bundle / "target.onnx").graph
+    constants = {each.name: each for each in graph.initializer}
+    nodes = [node for node in graph.node if node.op_type == "MatMulNBits"]
+    return [
+        [numpy_helper.to_array(constants[name]) for name in node.input[1:]]
+        for node in nodes
+    ]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_they_go_straight_into_the_graph(base, name):
+    """Whatever the recipe says of the rest; and the text is that of plain floats."""
+    pack, settings = FORMATS[name]
+    expected = quantize(base, pack, settings)
+    export(str(base), base.parent / "bundle", None, ExportOptions(Recipe("none")))
+    products = packed_matrices(base.parent / "bundle")
+    assert len(products) == 3 * 4, "q, k, v together, output, gate and up, down"
+    first = [expected[f"model.layers.0.self_attn.{x}_proj"] for x in "qkv"]
+    bits = settings["bits"]
+    whole = np.concatenate([each[0] for each in first])
+    packed = words(whole, bits).numpy().view(np.uint8)
+    np.testing.assert_array_equal(products[0][0].reshape(packed.shape), packed)
+    scales = np.concatenate([each[1] for each in first]).astype(np.float32)
+    np.testing.assert_array_equal(products[0][1].reshape(scales.shape), scales)
+    assert len(products[0]) == 3, "zeros"
+
+
+def test_a_packed_model_computes_what_its_integers_stand_for(base):
+    quantize(base, *FORMATS["gptq"])
+    checkpoint = Checkpoint.load(str(base), torch.float32)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        checkpoint.model.set_attn_implementation("eager")
+        expected = checkpoint.model(ids, use_cache=False).logits[0].numpy()
+    export(str(base), base.parent / "bundle", None, ExportOptions(Recipe("none")))
+    found = jetdraft.load(base.parent / "bundle").target.run(list(range(20))).logits
+    alike = np.corrcoef(found.ravel(), expected.ravel())[0, 1]
+    assert alike > 0.99, "but for int8 activations"
+
+
+def test_symmetric_ones_have_no_zeros_and_a_standard_graph(base, tmp_path):
+    quantize(base, *FORMATS["gptq"], symmetric=True)
+    blocks = Checkpoint.load(str(base), torch.float32).packed.blocks
+    assert all(each.zeros is None for each in blocks.values())
+    options = ExportOptions(Recipe("none"), flavour="standard")
+    export(str(base), tmp_path / "standard", None, options)
+    export(str(base), tmp_path / "contrib", None, ExportOptions(Recipe("none")))
+    logits = [
+        jetdraft.load(tmp_path / name).target.run([5, 8, 9]).logits
+        for name in ("standard", "contrib")
+    ]
+    assert np.abs(logits[0] - logits[1]).max() < 0.05 * np.abs(logits[0]).max()
+
+
+def test_a_standard_graph_has_no_zeros(base, tmp_path):
+    quantize(base, *FORMATS["gptq"])
+    options = ExportOptions(Recipe("none"), flavour="standard")
+    with pytest.raises(OptionError, match="quantized with zeros"):
+        export(str(base), tmp_path / "bundle", None, options)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_scale_per_output_becomes_blocks_with_the_same_scale(base):
+    """As bitsandbytes and int-quantized have it."""
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    weight = tensors[f"{Q}.weight"]
+    largest = weight.abs().amax(1)
+    signed = (weight / largest[:, None] * 127).round().to(torch.int8)
+    tensors |= {f"{Q}.weight": signed, f"{Q}.SCB": largest}
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "bitsandbytes",
+        "load_in_8bit": True,
+    }
+    (base / "config.json").write_text(json.dumps(config))
+    found = Checkpoint.load(str(base), torch.float32)
+    [blocks] = found.packed.blocks.values()
+    assert np.abs(blocks.floats.T - weight.numpy()).max() <= float(largest.max()) / 253
+    bundle = base.parent / "bundle"
+    export(str(base), bundle, None, ExportOptions(Recipe("none")))
+    assert len(packed_matrices(bundle)) == 1, "k and v stay floats, so do not join q"
+
+
+def rewrite(base, **changes):
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    for part, change in changes.items():
+        tensors[f"{Q}.{part}"] = change(tensors.get(f"{Q}.{part}"))
+    save_file({k: v for k, v in tensors.items() if v is not None}, file)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "change", "error", "reason"),
+    [
+        ("gptq", {"bits": 3}, {}, UnsupportedModelError, "has 3 bits"),
+        ("gptq", {}, {"g_idx": lambda x: x.flip(0)}, UnsupportedModelError, "desc_act"),
+        ("gptq", {"quant_method": "quip"}, {}, UnsupportedModelError, "by quip"),
+        ("gptq", {}, {"qzeros": lambda x: None}, CheckpointError, "not as gptq writes"),
+        ("gptq", {}, {"scales": lambda x: x * torch.nan}, CheckpointError, "finite"),
+        ("gptq", {}, {"scales": lambda x: x[:0]}, CheckpointError, "q_proj"),
+        ("awq", {"version": "marlin"}, {}, UnsupportedModelError, "marlin kernels"),
+        ("awq", {"bits": 3}, {}, UnsupportedModelError, "has 3 bits"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(
+    base, method, settings, change, error, reason
+):
+    pack, usual = FORMATS[method]
+    quantize(base, pack, usual)
+    rewrite(base, **change)
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(error, match=reason):
+        Checkpoint.load(str(base), torch.float32)
+    output = base.parent / "bundle"
+    assert_refused(command("export", base, "-o", output))
+    assert not output.exists()
+
+
+def test_four_bits_of_bitsandbytes_are_no_integers(base):
+    quantize(base, *FORMATS["gptq"])
+    tensors = load_file(base / "model.safetensors")
+    kept = {k: v for k, v in tensors.items() if "_proj" not in k}
+    kept[f"{Q}.weight"] = torch.zeros(2048, 1, dtype=torch.uint8)
+    kept[f"{Q}.weight.absmax"] = torch.zeros(64)
+    save_file(kept, base / "model.safetensors")
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes"}
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="nf4"):
+        Checkpoint.load(str(base), torch.float32)
