@@ -81,7 +81,20 @@ class Stages:
 @click.option(
     "--calibration",
     type=click.Path(path_type=Path),
-    help="A text like those to be written, for recipes with gptq.",
+    help="A text like those to be written, for recipes with gptq, awq or kv8 and for "
+    "limits.",
+)
+@click.option(
+    "--max-bytes",
+    type=int,
+    help="Give layers of the target more bits, those first that need them most, while "
+    "its matrices take no more than this.",
+)
+@click.option(
+    "--max-kl",
+    type=float,
+    help="Give as few layers more bits as keep the mean KL to the full target below "
+    "this, in nats per token.",
 )
 @click.option(
     "--dtype",
@@ -135,6 +148,8 @@ def command(
     block_size: str,
     quantize_drafter: str | None,
     calibration: Path | None,
+    max_bytes: int | None,
+    max_kl: float | None,
     dtype: str | None,
     capacity: int,
     max_width: int,
@@ -149,10 +164,12 @@ def command(
     if device is not None:
         _check_fits(device, target, drafter, recipe.scheme, capacity)
     exporter = optional("export.exporter", "exporting", "export")
+    limited = max_bytes is not None or max_kl is not None
     options = exporter.ExportOptions(
         recipe=recipe,
         drafter_recipe=quantize_drafter and Recipe.parse(quantize_drafter, 32),
         calibration=calibration,
+        limit=exporter.Limit(max_bytes, max_kl) if limited else None,
         dtype=dtype,
         capacity=capacity,
         max_width=min(max_width, capacity),
@@ -169,6 +186,11 @@ def command(
     size = sum(file["bytes"] for file in bundle.files.values())
     methods = ", ".join(bundle.methods)
     click.echo(f"{output}: {size / 1e6:.1f} MB, methods {methods}", err=True)
+    if limited:
+        stored = bundle.target.quantization
+        click.echo(
+            f"target: {Recipe.from_json(stored).name}, KL {stored['kl']:.2g}", err=True
+        )
 
 
 def _check_fits(

@@ -10,6 +10,7 @@ import numpy as np
 
 from jetdraft.bundle import Bundle, GraphEntry
 from jetdraft.cli.options import bundle_argument
+from jetdraft.quant.recipe import Recipe
 
 
 @click.command("inspect")
@@ -45,13 +46,9 @@ def _ids(bundle: Bundle) -> str:
 
 def _show_graph(name: str, entry: GraphEntry) -> None:
     contract, recipe = entry.contract, entry.quantization
-    scheme = recipe["scheme"]
-    if scheme != "none":
-        scheme += f", block {recipe['block_size']}"
+    scheme = Recipe.from_json(recipe).name
     if "packed" in recipe:
         scheme = f"as {recipe['packed']} left it, the rest {scheme}"
-    if contract.kv_bits:
-        scheme += f"; KV int{contract.kv_bits}"
     size = sum(
         int(np.prod(spec.sized())) * np.dtype(spec.dtype).itemsize
         for spec in contract.buffers("past")

@@ -47,8 +47,9 @@ from jetdraft.export.streams import LOSSLESS, SHARED, Streamed, stream_weights
 from jetdraft.export.tree import write_compaction, write_tree
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.cache import cache_scales, quantize_cache
-from jetdraft.quant.calibration import Windows, second_moments
+from jetdraft.quant.calibration import Windows, own_attention, second_moments
 from jetdraft.quant.recipe import Recipe
+from jetdraft.quant.sensitivity import Limit, Sensitivity
 from jetdraft.quant.weights import Quantization
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
@@ -66,7 +67,8 @@ class ExportOptions:
     The `provider` that will run it decides, where they are None, the `dtype` "fp32" or
     "fp16" of activations and buffers, the drafter's by the `drafter_provider`, and the
     `flavour`: "contrib" has onnxruntime's own operators, "standard" those of ai.onnx
-    alone. `adapter_scale`, for streams of the shared mode, is how far the tuned weights
+    alone. With a `limit` some of the target's layers get more bits than its recipe
+    says. `adapter_scale`, for streams of the shared mode, is how far the tuned weights
     move from the base. `calibration` is a text file for recipes that need one.
 
         ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)
@@ -82,6 +84,7 @@ class ExportOptions:
     adapter_scale: float = 1.0
     drafter_provider: str | None = None
     calibration: Path | None = None
+    limit: Limit | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, *DTYPES):
@@ -111,18 +114,29 @@ class ExportOptions:
                 f"max width {self.max_width} is out of range; choose 2 to the capacity"
             )
 
-        if self.calibration is None:
-            for name in (TARGET, DRAFTER):
-                recipe = self.recipe_of(name)
-                if recipe.calibrated:
-                    raise OptionError(
-                        f"{recipe.name} looks at what the model computes over a text; "
-                        "give one with --calibration FILE"
-                    )
+        self._check_calibration()
         if not 0.0 <= self.adapter_scale <= 1.0:
             raise OptionError(
                 f"adapter scale {self.adapter_scale} is out of range; give 0 to 1"
             )
+
+    def _check_calibration(self) -> None:
+        """Whatever looks at a text must have one."""
+        if self.limit is not None:
+            self.recipe.raise_units(["0"])  # refuses what has no more bits
+        if self.calibration is not None:
+            return
+        if self.limit is not None:
+            raise OptionError(
+                "which layers need more bits shows on a text; give one with "
+                "--calibration FILE"
+            )
+        for recipe in (self.recipe_of(TARGET), self.recipe_of(DRAFTER)):
+            if recipe.calibrated:
+                raise OptionError(
+                    f"{recipe.name} looks at what the model computes over a text; give "
+                    "one with --calibration FILE"
+                )
 
     def provider_of(self, name: str) -> Provider:
         """Who will run the graph of that name."""
@@ -271,7 +285,7 @@ def _write_graph(
     parameters, names = checkpoint.parameters, checkpoint.names()
     # Before streams hook into its layers.
     scales = _cache_scales(checkpoint, recipe, contract, options)
-    quantization = _quantization(checkpoint, recipe, contract, options)
+    quantization, kl = _quantization(name, checkpoint, contract, options, report)
     streamed = described = None
     if checkpoint.streams is not None:
         streamed = checkpoint.with_streams(options.adapter_scale)
@@ -310,7 +324,9 @@ def _write_graph(
         compaction_file=compaction if branching else None,
         halves=halves,
         contract=contract,
-        quantization=recipe.to_json() | _packed_by(checkpoint),
+        quantization=quantization.recipe.to_json()
+        | ({"packed": checkpoint.packed.method} if checkpoint.packed else {})
+        | ({"kl": kl} if kl is not None else {}),
         source=checkpoint.source,
         parameters=parameters,
         streams=described,
@@ -331,28 +347,34 @@ def _cache_scales(
 
 
 def _quantization(
+    name: str,
     checkpoint: Checkpoint,
-    recipe: Recipe,
     contract: StepContract,
     options: ExportOptions,
-) -> Quantization:
-    """The recipe with all that it needs to know of a checkpoint."""
-    moments = {}
-    if recipe.by_moments and options.calibration is not None:
+    report: Progress,
+) -> tuple[Quantization, float | None]:
+    """The recipe with all that it needs of a checkpoint; mixed, if there is a limit,
+    with the KL that was measured.
+    """
+    recipe, moments, kl = options.recipe_of(name), {}, None
+    limit = options.limit if name == TARGET else None
+    if options.calibration is not None and (recipe.by_moments or limit):
         windows = Windows.of(options.calibration, checkpoint.tokenizer)
-        moments = second_moments(checkpoint.model, windows)
-    return Quantization(
+        if recipe.by_moments:
+            moments = second_moments(checkpoint.model, windows)
+        if limit is not None:
+            with own_attention(checkpoint.model):
+                recipe, kl = Sensitivity(
+                    checkpoint.model, recipe, windows, moments
+                ).mixed(limit, lambda done, of: report("measure layers", done, of))
+    made = Quantization(
         recipe,
         contract.vocab_size,
         options.flavour_made != CONTRIB,
         moments,
         checkpoint.packed.blocks if checkpoint.packed else {},
     )
-
-
-def _packed_by(checkpoint: Checkpoint) -> dict[str, str]:
-    """Who quantized the matrices that came as integers."""
-    return {"packed": checkpoint.packed.method} if checkpoint.packed else {}
+    return made, kl
 
 
 def _write_halves(

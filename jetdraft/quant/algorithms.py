@@ -6,11 +6,14 @@ hqq      the zero by half-quadratic optimization of a robust norm (onnxruntime, 
          Badri and Shaji, mobiusml 2023); zeros are rounded, as int8 kernels need them
 gptq     column by column, each rounding error put right by the columns to come, by the
          second moments of the inputs (Frantar et al., 2210.17323)
+awq      rounds to nearest after scaling up the inputs that are large, which are divided
+         by the same scale as they come (Lin et al., 2306.00978)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,9 +28,14 @@ from onnxruntime.quantization.neural_compressor.weight_only import (
 )
 
 from jetdraft.quant.blocks import Blocks, Floats
+from jetdraft.quant.recipe import Recipe
 
 DAMPING = 0.01
 """Of the mean second moment, added to all: the paper's value."""
+
+AWQ_POWERS = tuple(step / 20 for step in range(20))
+AWQ_COLUMNS = 512
+"""Of a matrix, to choose the power by."""
 
 
 def rtn(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> Blocks:
@@ -120,6 +128,35 @@ def gptq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> 
     )
 
 
+def awq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> Blocks:
+    """Symmetric. `moments` as for `gptq`; the blocks have divisors.
+
+    The scale is the root mean square of an input to the power a, the a of the least
+    error of the outputs (equations 4 and 5, which take the mean magnitude).
+    """
+    assert moments is not None
+    size = np.sqrt(np.diag(moments))
+    size = np.where(size > 0, size, size[size > 0].min(initial=np.inf))
+    if not np.isfinite(size).all():
+        return rtn(matrix, bits, block_size, moments)
+    some = matrix[:, :: -(-matrix.shape[1] // AWQ_COLUMNS)].astype(np.float32)
+    inputs = moments.astype(np.float32)
+
+    def scaled(power: float) -> Floats:
+        scale = size**power
+        found: Floats = scale / np.sqrt(scale.max() * scale.min())
+        return found.astype(np.float32)
+
+    def loss(power: float) -> float:
+        scale = scaled(power)[:, None]
+        error = rtn(some * scale, bits, block_size, None).floats / scale - some
+        return float(np.vdot(error, inputs @ error))
+
+    scale = scaled(min(AWQ_POWERS, key=loss))
+    stored = (matrix * scale[:, None]).astype(matrix.dtype)
+    return replace(rtn(stored, bits, block_size, None), divisors=scale)
+
+
 def _inverse(moments: Floats, size: int) -> torch.Tensor:
     """The upper Cholesky factor of the damped moments' inverse, [size, size]."""
     whole = torch.zeros(size, size, dtype=torch.double)
@@ -145,6 +182,16 @@ def _blocks(matrix: Floats, block_size: int) -> Floats:
 
 Algorithm = Callable[[Floats, int, int, Floats | None], Blocks]
 ALGORITHMS: dict[str, Algorithm] = {
-    each.__name__: each for each in (rtn, k_quant, hqq, gptq)
+    each.__name__: each for each in (rtn, k_quant, hqq, gptq, awq)
 }
 """By name; all take a matrix [rows, columns], bits, block size and moments."""
+
+
+def quantize(matrix: Floats, recipe: Recipe, moments: Floats | None) -> Blocks:
+    """Integers of a matrix [rows, columns] by a recipe that has bits."""
+    assert recipe.bits is not None
+    algorithm = recipe.algorithm
+    if recipe.by_moments and moments is None:
+        # No linear layer: nothing is known of what it is fed.
+        algorithm = "rtn"
+    return ALGORITHMS[algorithm](matrix, recipe.bits, recipe.block_size, moments)

@@ -18,7 +18,8 @@ class Blocks:
 
     `packed` uint8 [columns, blocks, bytes] holds the integers, the first in the lowest
     bits; `scales` float and `zeros` uint8 [columns, blocks]; without zeros half the
-    range is 0. What fills up the last block is never read.
+    range is 0. What fills up the last block is never read. With `divisors` float [rows]
+    the matrix is for inputs that are divided by them first.
 
         Blocks.of(integers, scales, None, bits=4, rows=384).packed
     """
@@ -28,6 +29,7 @@ class Blocks:
     zeros: Bytes | None
     bits: int
     rows: int
+    divisors: Floats | None = None
 
     @classmethod
     def of(
@@ -54,6 +56,13 @@ class Blocks:
         return self.bits, self.block_size, self.zeros is None
 
     @property
+    def bytes(self) -> int:
+        """Of integers, scales and zeros."""
+        zeros = self.packed_zeros
+        found = self.packed.nbytes + self.scales.nbytes
+        return found + (zeros.nbytes if zeros is not None else 0)
+
+    @property
     def integers(self) -> Bytes:
         """uint8 [columns, blocks, block_size]."""
         return unpack(self.packed, self.bits)
@@ -73,11 +82,13 @@ class Blocks:
 
     @property
     def floats(self) -> Floats:
-        """The matrix that they stand for, [rows, columns]."""
+        """The matrix that they stand for, [rows, columns], divisions included."""
         middle = 1 << (self.bits - 1)
         zeros = middle if self.zeros is None else self.zeros[..., None].astype(np.int16)
         whole = (self.integers.astype(np.int16) - zeros) * self.scales[..., None]
         floats: Floats = whole.reshape(len(whole), -1)[:, : self.rows].T
+        if self.divisors is not None:
+            floats = floats / self.divisors[:, None]
         return floats.astype(self.scales.dtype)
 
 

@@ -65,14 +65,15 @@ def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
     float64 [inputs, inputs]. `model` runs with an attention of its own, not ours.
     """
     sums = _Sums()
-    with _own_attention(model), sums.watching(model), torch.no_grad():
+    with own_attention(model), sums.watching(model), torch.no_grad():
         for ids in windows.batches():
             model(input_ids=ids, use_cache=False)
     return {name: sums.of[owner] for name, owner in sums.owners.items()}
 
 
 @contextmanager
-def _own_attention(model: Any) -> Iterator[None]:
+def own_attention(model: Any) -> Iterator[None]:
+    """Let a model attend without our buffers for a while."""
     ours = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     try:

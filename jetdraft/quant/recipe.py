@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,11 +13,11 @@ BITS = {"int2": 2, "int4": 4, "int8": 8}
 SCHEMES = (*BITS, "none")
 BLOCK_SIZES = (16, 32, 64, 128)
 KV_SCHEMES = ("int4", "int8")
-ALGORITHMS = ("rtn", "k_quant", "hqq", "gptq")
-CALIBRATED = ("gptq",)
+ALGORITHMS = ("rtn", "k_quant", "hqq", "gptq", "awq")
+CALIBRATED = ("gptq", "awq")
 """Algorithms that look at what a model computes over a text."""
 
-SYMMETRIC = ("rtn", "gptq")
+SYMMETRIC = ("rtn", "gptq", "awq")
 """Algorithms without zeros, which TensorRT does not know."""
 
 DEFAULT_BLOCK_SIZE = 128
@@ -25,6 +26,22 @@ DEFAULT_BLOCK_SIZE = 128
 ACCURACY_LEVEL = 4
 """int8 activations: without it the CPU kernel unpacks every matrix on every pass."""
 
+RAISED = {"int2": "int4", "int4": "int8"}
+"""What a layer that needs more bits gets."""
+
+Unit = str
+"""A part of a model with one scheme: a decoder layer, by its number, or the head."""
+
+HEAD = "head"
+
+
+def unit_of(weight: str) -> Unit:
+    """The unit of a weight by its name, as "model.layers.3.mlp.up_proj.weight"; "" of
+    what lies outside of all layers.
+    """
+    numbers = [part for part in weight.split(".") if part.isdigit()]
+    return numbers[0] if numbers else ""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -32,7 +49,8 @@ class Recipe:
 
     `scheme` is "int2", "int4", "int8" or "none"; `block_size` weights share one scale,
     found by the `algorithm`. `head` is the scheme of the LM head and the embedding tied
-    to it, None for the same. `kv` "int8" or "int4" quantizes the KV buffers too.
+    to it, None for the same. `kv` "int8" or "int4" quantizes the KV buffers too. The
+    layers in `raised` have twice the bits.
 
         Recipe.parse("int4-gptq-b32").bits  # 4
     """
@@ -42,6 +60,7 @@ class Recipe:
     algorithm: str = "rtn"
     head: str | None = None
     kv: str | None = None
+    raised: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for what, given, known in (
@@ -57,6 +76,11 @@ class Recipe:
         if self.block_size not in BLOCK_SIZES:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise OptionError(f"block size {self.block_size} is not one of {sizes}")
+        if self.raised and self.scheme not in RAISED:
+            raise OptionError(
+                f"{self.scheme} has no form with more bits; choose "
+                f"{' or '.join(RAISED)}"
+            )
 
     @classmethod
     def parse(cls, text: str, block_size: int = DEFAULT_BLOCK_SIZE) -> Recipe:
@@ -74,6 +98,9 @@ class Recipe:
                 found = replace(found, head=name)
             elif cache := re.fullmatch(r"kv(\d)", part):
                 found = replace(found, kv=f"int{cache[1]}")
+            elif layers := re.fullmatch(r"up(\d+(?:\.\d+)*)", part):
+                numbers = sorted({int(each) for each in layers[1].split(".")})
+                found = replace(found, raised=tuple(numbers))
             else:
                 found = replace(found, algorithm=part)
         return found
@@ -85,7 +112,8 @@ class Recipe:
         cache = f"-kv{self.kv.removeprefix('int')}" if self.kv else ""
         if self.bits is None:
             return f"none{cache}"
-        return f"{self.scheme}-{self.algorithm}-b{self.block_size}{head}{cache}"
+        up = f"-up{'.'.join(map(str, self.raised))}" if self.raised else ""
+        return f"{self.scheme}-{self.algorithm}-b{self.block_size}{up}{head}{cache}"
 
     @property
     def kv_bits(self) -> int:
@@ -125,10 +153,25 @@ class Recipe:
                 f"{' or '.join(SYMMETRIC)}"
             )
 
-    @property
-    def of_head(self) -> Recipe:
-        """The recipe of the LM head."""
-        return replace(self, scheme=self.head or self.scheme, head=None)
+    def of_unit(self, unit: Unit) -> Recipe:
+        """The recipe of one layer's matrices, or of the head's."""
+        scheme = self.scheme
+        if unit == HEAD:
+            scheme = self.head or scheme
+        elif unit in map(str, self.raised):
+            scheme = RAISED[scheme]
+        return replace(self, scheme=scheme, head=None, raised=())
+
+    def raise_units(self, units: Collection[Unit]) -> Recipe:
+        """With twice the bits for these units too; `OptionError` where there are none.
+
+        Recipe.parse("int4-b64").raise_units(["3", "head"]).name
+        """
+        layers = {int(unit) for unit in units if unit != HEAD}
+        raised = replace(self, raised=tuple(sorted({*self.raised, *layers})))
+        if HEAD in units and self.head is None:
+            raised = replace(raised, head=RAISED[self.scheme])
+        return raised
 
     @classmethod
     def for_drafter(cls, target: Recipe) -> Recipe:
@@ -138,6 +181,14 @@ class Recipe:
         tenth of its acceptance; docs/log.md has the figures.
         """
         return target if target.bits is None else cls("int8", 32)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Recipe:
+        """Read what `to_json` gave, or a bundle wrote of it and more."""
+        known = {
+            name: fields[name] for name in cls.__dataclass_fields__ if name in fields
+        }
+        return cls(**{**known, "raised": tuple(fields.get("raised", ()))})
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""

@@ -18,9 +18,9 @@ from onnx_ir.passes import common
 
 from jetdraft.editing import PARAMETER, initializer, substitute
 from jetdraft.errors import CheckpointError, OptionError
-from jetdraft.quant.algorithms import ALGORITHMS
+from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.blocks import Blocks, Floats
-from jetdraft.quant.recipe import ACCURACY_LEVEL, Recipe
+from jetdraft.quant.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
 
 _CONTRIB = "com.microsoft"
 Progress = Callable[[int, int], None]
@@ -64,13 +64,15 @@ class Quantization:
             assert found is not None
             source, transposed = found
             blocks = self._blocks(source, transposed)
+            if blocks is not None and blocks.divisors is not None:
+                _divide_inputs(graph, node, blocks.divisors)
             if blocks is None:
                 pass
             elif self.standard:
                 _dequantize(graph, node, source, blocks)
             else:
                 packed = _quantize_product(graph, node, source, blocks)
-                if any(other.op_type == "Gather" for other in source.consumers()):
+                if _is_looked_up(source):
                     shared[source] = packed
             progress(done, len(products))
         for node in list(graph):
@@ -84,9 +86,8 @@ class Quantization:
         names = source.metadata_props.get(PARAMETER, source.name or "").splitlines()
         if names[0] in self.packed:
             return self._packed(names, source.const_value.dtype.numpy())
-        recipe = self.recipe
-        if source.const_value.shape[0 if transposed else 1] == self.vocab_size:
-            recipe = recipe.of_head
+        head = source.const_value.shape[0 if transposed else 1] == self.vocab_size
+        recipe = self.recipe.of_unit(HEAD if head else unit_of(names[0]))
         if recipe.bits is None:
             return None
         stored = source.const_value.numpy()
@@ -99,11 +100,9 @@ class Quantization:
                 "checkpoint again"
             )
         moments = self.moments.get(name)
-        algorithm = recipe.algorithm
-        if recipe.by_moments and moments is None:
-            # No linear layer: nothing is known of what it is fed.
-            algorithm = "rtn"
-        return ALGORITHMS[algorithm](matrix, recipe.bits, recipe.block_size, moments)
+        if recipe.algorithm == "awq" and _is_looked_up(source):
+            moments = None  # its rows are the embedding, which nothing divides
+        return quantize(matrix, recipe, moments)
 
     def _packed(self, names: list[str], dtype: npt.DTypeLike) -> Blocks:
         """The integers of these weights, side by side, with scales of that type."""
@@ -137,6 +136,35 @@ def _matrix(node: ir.Node) -> tuple[ir.Value, bool] | None:
     if constant is None or len(constant.shape) != 2:
         return None
     return value, turned
+
+
+def _is_looked_up(source: ir.Value) -> bool:
+    """Whether an embedding reads it too."""
+    return any(other.op_type == "Gather" for other in source.consumers())
+
+
+def _divide_inputs(graph: ir.Graph, node: ir.Node, divisors: Floats) -> None:
+    """Let a norm that only this product reads divide them, or a Mul before it."""
+    source = node.inputs[0]
+    assert source is not None
+    norm = source.producer()
+    place = _NORM_WEIGHTS.get(norm.op_type) if norm is not None else None
+    weight = norm.inputs[place] if norm is not None and place is not None else None
+    constant = weight.const_value if weight is not None else None
+    name = f"{node.outputs[0].name}.divisors"
+    if norm is None or place is None or constant is None or len(source.consumers()) > 1:
+        dtype = (source.dtype or ir.DataType.FLOAT).numpy()
+        factor = initializer(graph, name, (1 / divisors).astype(dtype))
+        made = ir.node("Mul", [source, factor])
+        graph.insert_before(node, made)
+        node.replace_input_with(0, made.outputs[0])
+        return
+    stored = constant.numpy()
+    divided = initializer(graph, name, (stored / divisors).astype(stored.dtype))
+    norm.replace_input_with(place, divided)
+
+
+_NORM_WEIGHTS = {"RMSNormalization": 1, "SkipSimplifiedLayerNormalization": 2}
 
 
 def _quantize_product(

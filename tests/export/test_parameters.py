@@ -35,9 +35,7 @@ def logits(model):
 
 def test_halves_are_computed_with_in_single_precision(half):
     model = Checkpoint.load(str(half), torch.float32).model
-    whole = transformers.AutoModelForCausalLM.from_pretrained(
-        half, dtype=torch.float32
-    )
+    whole = transformers.AutoModelForCausalLM.from_pretrained(half, dtype=torch.float32)
     assert torch.equal(logits(model), logits(whole))
     assert {p.dtype for p in model.parameters()} == {torch.float16}
 

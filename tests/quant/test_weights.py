@@ -15,7 +15,7 @@ from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.fusion import fuse
 from jetdraft.export.step import kv_shapes, trace
 from jetdraft.quant.algorithms import ALGORITHMS
-from jetdraft.quant.recipe import BLOCK_SIZES, Recipe
+from jetdraft.quant.recipe import BLOCK_SIZES, HEAD, Recipe
 from jetdraft.quant.weights import Quantization
 from tests.tiny import VOCAB_SIZE, drafter_config, save_checkpoint
 
@@ -272,12 +272,62 @@ def test_numbers_that_are_not_finite_are_refused_by_name(tied, number):
         Quantization(Recipe("int4", 32)).apply(model)
 
 
+def norm_input(model: ir.Model, place: int) -> tuple[str, ir.Value]:
+    """Who makes the input of the product at that place, and its weight."""
+    made = nodes(model, "MatMulNBits")[place].inputs[0].producer()
+    return made.op_type, made.inputs[-1]
+
+
+def test_awq_divides_in_a_norm_where_there_is_one(tied):
+    """Inputs of known sizes: what goes into a product is divided by its divisors."""
+    model, random = read(tied), np.random.default_rng(0)
+    names, sizes = {}, {}
+    for node in nodes(model, "MatMul"):
+        value = node.inputs[1]
+        if value.producer() is None:
+            names[value.name] = value.metadata_props["parameter"].splitlines()[0]
+            sizes[names[value.name]] = random.uniform(0.1, 5, len(constant(value)))
+    moments = {name: np.diag(size**2) for name, size in sizes.items()}
+    Quantization(Recipe.parse("int4-awq-b16"), VOCAB_SIZE, moments=moments).apply(model)
+    matrices = float_matrices(tied)
+    kinds = []
+    for place, product in enumerate(nodes(model, "MatMulNBits")[:4]):
+        kind, weight = norm_input(model, place)
+        kinds.append(kind)
+        scaled = dequantized(product) / matrices[place]
+        divisors = np.median(scaled, axis=1)
+        # The norms' weights of this model are ones.
+        np.testing.assert_allclose(constant(weight), 1 / divisors, rtol=0.25)
+    assert kinds == [
+        "RMSNormalization",
+        "Mul",
+        "SkipSimplifiedLayerNormalization",
+        "Mul",
+    ]
+
+
 def test_names_of_recipes():
-    for name in ("int4-rtn-b128", "int8-gptq-b32", "int2-hqq-b16-head8", "none"):
+    for name in (
+        "int4-rtn-b128",
+        "int8-gptq-b32",
+        "int2-hqq-b16-head8",
+        "none",
+        "int4-awq-b64-up0.11-head8-kv8",
+    ):
         assert Recipe.parse(name).name == name
+        assert Recipe.from_json(Recipe.parse(name).to_json()).name == name
     assert Recipe.parse("int4", 64) == Recipe("int4", 64)
-    assert Recipe.parse("int4-headnone").of_head.bits is None
-    for wrong in ("int3", "int4-best", "int4-b31", "int4-head9", "", "int4-"):
+    assert Recipe.parse("int4-headnone").of_unit(HEAD).bits is None
+    for wrong in (
+        "int3",
+        "int4-best",
+        "int4-b31",
+        "int4-head9",
+        "",
+        "int4-",
+        "int8-up0",
+        "int4-up",
+    ):
         with pytest.raises(OptionError):
             Recipe.parse(wrong)
 

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from jetdraft.errors import OptionError
+from jetdraft.export.checkpoint import Checkpoint
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.quant.algorithms import quantize
+from jetdraft.quant.calibration import Windows, own_attention
+from jetdraft.quant.recipe import HEAD, Recipe
+from jetdraft.quant.sensitivity import Limit, Sensitivity
+from tests.cli.running import assert_refused
+from tests.cli.running import jetdraft as command
+from tests.tiny import llama_config, save_checkpoint
+
+RECIPE = Recipe("int4", 16)
+TEXT = "def f(self):\n    return self.x\n" * 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sensitivity") / "target"
+    save_checkpoint(folder, llama_config())
+    (folder.parent / "text.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sensitivity(folder):
+    checkpoint = Checkpoint.load(str(folder), torch.float32)
+    windows = Windows.of(folder.parent / "text.txt", checkpoint.tokenizer)
+    with own_attention(checkpoint.model):
+        yield Sensitivity(checkpoint.model, RECIPE, windows, {})
+
+
+def test_units_are_the_layers_and_the_head(sensitivity):
+    assert set(sensitivity.units) == {"0", "1", "2", HEAD}
+    assert len(sensitivity.units["1"]) == 7
+    assert list(sensitivity.units[HEAD]) == ["lm_head.weight"]
+
+
+def test_kl_is_that_of_the_quantized_weights(sensitivity):
+    """Against a second model whose weights are replaced by hand."""
+    model = sensitivity.model
+    expected, layer = model(sensitivity.ids).logits.log_softmax(-1), model.model.layers
+    stored = {}
+    for name, weight in layer[1].named_parameters():
+        if "proj" in name:
+            stored[name] = weight.data
+            found = quantize(weight.data.numpy().T, RECIPE, None).floats
+            weight.data = torch.from_numpy(found.T.copy())
+    found = model(sensitivity.ids).logits.log_softmax(-1)
+    for name, weight in layer[1].named_parameters():
+        weight.data = stored.get(name, weight.data)
+    kl = (expected.exp() * (expected - found)).sum(-1).mean()
+    assert sensitivity.kl({"1": RECIPE}) == pytest.approx(float(kl), rel=1e-3)
+    assert sensitivity.kl({}) == 0.0, "and the weights are back"
+
+
+def everything(sensitivity, recipe):
+    return sensitivity.kl({u: recipe.of_unit(u) for u in sensitivity.units})
+
+
+def test_as_few_units_as_keep_the_kl(sensitivity):
+    low, high = (everything(sensitivity, Recipe(s, 16)) for s in ("int4", "int8"))
+    recipe, kl = sensitivity.mixed(Limit(max_kl=(low + high) / 2))
+    assert kl == pytest.approx(everything(sensitivity, recipe))
+    assert high < kl <= (low + high) / 2
+    raised = len(recipe.raised) + (recipe.head is not None)
+    assert 1 <= raised <= 3
+    same, _ = sensitivity.mixed(Limit(max_kl=2 * low))
+    assert same == RECIPE
+
+
+def test_as_many_units_as_fit(sensitivity):
+    least = sensitivity.bytes_of(RECIPE)
+    most = sensitivity.bytes_of(RECIPE.raise_units(["0", "1", "2", HEAD]))
+    assert sensitivity.mixed(Limit(max_bytes=least))[0] == RECIPE
+    everywhere, kl = sensitivity.mixed(Limit(max_bytes=most))
+    assert everywhere.name == "int4-rtn-b16-up0.1.2-head8"
+    middle, more = sensitivity.mixed(Limit(max_bytes=(least + most) // 2))
+    assert least < sensitivity.bytes_of(middle) <= (least + most) // 2
+    assert kl < more < everything(sensitivity, RECIPE)
+
+
+def test_limits_that_nothing_meets_are_refused(sensitivity):
+    with pytest.raises(OptionError, match="alone takes"):
+        sensitivity.mixed(Limit(max_bytes=1000))
+    with pytest.raises(OptionError, match="with more bits for all has a KL"):
+        sensitivity.mixed(Limit(max_kl=1e-12))
+    for wrong in ({}, {"max_bytes": 5, "max_kl": 1.0}, {"max_kl": -1.0}):
+        with pytest.raises(OptionError):
+            Limit(**wrong)
+
+
+def test_an_export_with_a_limit_writes_the_mix(folder, tmp_path):
+    text = folder.parent / "text.txt"
+    options = ExportOptions(RECIPE, calibration=text, limit=Limit(max_kl=0.01))
+    bundle = export(str(folder), tmp_path / "bundle", None, options)
+    recipe = Recipe.from_json(bundle.target.quantization)
+    assert recipe.raised or recipe.head
+    assert bundle.target.quantization["kl"] <= 0.01
+    nodes = onnx.load(tmp_path / "bundle/target.onnx", load_external_data=False).graph
+    bits = [
+        next(a.i for a in node.attribute if a.name == "bits")
+        for node in nodes.node
+        if node.op_type == "MatMulNBits"
+    ]
+    layers = np.array(bits[:-1]).reshape(3, 4)
+    for layer, found in enumerate(layers):
+        assert set(found) == {8 if layer in recipe.raised else 4}
+    assert bits[-1] == (8 if recipe.head == "int8" else 4)
+
+
+def test_the_command_line_says_what_it_chose_and_refuses(folder, tmp_path):
+    text = folder.parent / "text.txt"
+    given = ("export", folder, "-o", tmp_path / "bundle", "--block-size", "16")
+    refused = command(*given, "--max-kl", "0.1")
+    assert_refused(refused, "--calibration")
+    calibrated = (*given, "--calibration", text)
+    both = command(*calibrated, "--max-kl", "1", "--max-bytes", "9")
+    assert_refused(both, "either")
+    floats = command(*calibrated, "--quantize", "int8", "--max-kl", "1")
+    assert_refused(floats, "int8 has no form with more bits")
+    assert_refused(command(*calibrated, "--max-bytes", "9"), "alone takes")
+    assert not (tmp_path / "bundle").exists()
+    done = command(*calibrated, "--max-kl", "0.1")
+    assert done.exit_code == 0, done.output
+    assert "target: int4-rtn-b16" in done.stderr
