@@ -56,6 +56,7 @@ def _show(device: Device, as_json: bool) -> None:
         f"{device.multiprocessors} multiprocessors"
     )
     click.echo(f"quantizations  {', '.join(device.quantizations)}")
+    click.echo(f"recipe         {device.recipe} ({device.recipe_evidence})")
     for mode in device.power_modes:
         click.echo(
             f"{mode.name:14} {mode.watts:.0f} W, {mode.bandwidth_gbs} GB/s, "

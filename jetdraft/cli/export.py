@@ -17,6 +17,7 @@ from jetdraft.errors import OptionError
 from jetdraft.quant.recipe import (
     ALGORITHMS,
     BLOCK_SIZES,
+    CALIBRATED_DEFAULT,
     DEFAULT_BLOCK_SIZE,
     SCHEMES,
     Recipe,
@@ -62,17 +63,15 @@ class Stages:
 )
 @click.option(
     "--quantize",
-    default="int4",
-    show_default=True,
     help=f"A recipe: {', '.join(SCHEMES)}, with what differs, as int4-gptq-b64-head8. "
-    f"Algorithms: {', '.join(ALGORITHMS)}.",
+    f"Algorithms: {', '.join(ALGORITHMS)}. Default: int4, or with --calibration the "
+    f"--device's, or {CALIBRATED_DEFAULT}.",
 )
 @click.option(
     "--block-size",
     type=click.Choice([str(size) for size in BLOCK_SIZES]),
-    default=str(DEFAULT_BLOCK_SIZE),
-    show_default=True,
-    help="Weights that share a scale, where the recipe does not say.",
+    help=f"Weights that share a scale, where the recipe does not say; default: "
+    f"{DEFAULT_BLOCK_SIZE}.",
 )
 @click.option(
     "--quantize-drafter",
@@ -144,8 +143,8 @@ def command(
     target: str,
     drafter: str | None,
     output: Path,
-    quantize: str,
-    block_size: str,
+    quantize: str | None,
+    block_size: str | None,
     quantize_drafter: str | None,
     calibration: Path | None,
     max_bytes: int | None,
@@ -160,7 +159,9 @@ def command(
     adapter_scale: float,
 ) -> None:
     """Export TARGET, a checkpoint folder or hub id, to a bundle."""
-    recipe = Recipe.parse(quantize, int(block_size))
+    if quantize is None and block_size is None and calibration is not None:
+        quantize = Device.named(device).recipe if device else CALIBRATED_DEFAULT
+    recipe = Recipe.parse(quantize or "int4", int(block_size or DEFAULT_BLOCK_SIZE))
     if device is not None:
         _check_fits(device, target, drafter, recipe.scheme, capacity)
     exporter = optional("export.exporter", "exporting", "export")

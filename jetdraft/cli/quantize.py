@@ -11,7 +11,7 @@ import click
 
 from jetdraft.cli.options import optional
 from jetdraft.errors import OptionError, OutputError
-from jetdraft.quant.recipe import Recipe
+from jetdraft.quant.recipe import COMPARED, COMPARED_DRAFTERS, Recipe
 
 
 @click.command("quantize")
@@ -58,13 +58,13 @@ def command(
     threads: int | None,
 ) -> None:
     """Quantize TARGET, a checkpoint folder or hub id, in every way, and compare."""
-    report = optional("quant.report", "quantizing", "export")
-    own = _recipes(recipes, report.ALL)
-    beside = _recipes(drafter_recipes, report.DRAFTERS)
+    own = _recipes(recipes, COMPARED)
+    beside = _recipes(drafter_recipes, COMPARED_DRAFTERS)
     for file in (text, calibration):
         if file is not None and not file.is_file():
             raise OptionError(f"no file at {file}; give a text")
     _check(output)
+    report = optional("quant.report", "quantizing", "export")
     with TemporaryDirectory(prefix="jetdraft-quantize-") as work:
         found = report.Comparison(
             target, drafter, own, beside, Path(work), text, calibration, threads

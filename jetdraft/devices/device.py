@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from jetdraft.errors import DeviceError
+from jetdraft.errors import DeviceError, OptionError
+from jetdraft.quant.recipe import Recipe
 
 FOLDER = Path(__file__).with_name("profiles")
 QUANTIZATIONS = {"none", "int8", "int4", "fp8", "fp4"}
@@ -42,7 +43,8 @@ class Device:
     """What a board is and can do.
 
     `boards` are the part numbers in its device tree, `quantizations` those its GPU has
-    arithmetic for. The first power mode is the one without "Super".
+    arithmetic for. The first power mode is the one without "Super". `recipe` is how
+    its models are quantized where a text calibrates them.
 
         Device.named("orin-nx-16gb").power_mode().bandwidth_gbs
     """
@@ -55,6 +57,8 @@ class Device:
     cuda_cores: int
     boards: tuple[str, ...]
     quantizations: tuple[str, ...]
+    recipe: str
+    recipe_evidence: str
     source: str
     power_modes: tuple[PowerMode, ...]
     jetpacks: tuple[JetPack, ...]
@@ -83,6 +87,7 @@ class Device:
             lists = {name: tuple(found[name]) for name in ("boards", "quantizations")}
             if odd := set(lists["quantizations"]) - QUANTIZATIONS:
                 raise ValueError(f"unknown quantization {odd.pop()!r}")
+            Recipe.parse(str(found["recipe"]))
             given = {**found, **lists, "power_modes": modes, "jetpacks": packs}
             device: Device = _typed(cls, {"name": file.stem, **given})
             return device
@@ -93,7 +98,7 @@ class Device:
                 f"{file} is no device profile ({error} is missing); compare with those "
                 f"in {FOLDER}"
             ) from error
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, OptionError) as error:
             raise DeviceError(
                 f"{file} is no device profile ({error}); compare with those in {FOLDER}"
             ) from error

@@ -56,13 +56,6 @@ class Blocks:
         return self.bits, self.block_size, self.zeros is None
 
     @property
-    def bytes(self) -> int:
-        """Of integers, scales and zeros."""
-        zeros = self.packed_zeros
-        found = self.packed.nbytes + self.scales.nbytes
-        return found + (zeros.nbytes if zeros is not None else 0)
-
-    @property
     def integers(self) -> Bytes:
         """uint8 [columns, blocks, block_size]."""
         return unpack(self.packed, self.bits)

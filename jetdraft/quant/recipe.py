@@ -23,6 +23,27 @@ SYMMETRIC = ("rtn", "gptq", "awq")
 DEFAULT_BLOCK_SIZE = 128
 """The fastest on a CPU by some way; docs/log.md has the figures."""
 
+CALIBRATED_DEFAULT = "int4-gptq-b128-head8"
+"""Where there is a text to calibrate on; docs/quantization.md has the figures."""
+
+COMPARED = (
+    "int8-rtn-b32",
+    "int8-gptq-b32",
+    "int4-rtn-b32",
+    "int4-k_quant-b32",
+    "int4-hqq-b32",
+    "int4-awq-b32",
+    "int4-gptq-b32",
+    "int4-gptq-b64",
+    "int4-rtn-b128",
+    "int4-gptq-b128",
+    "int4-gptq-b128-head8",
+    "int2-gptq-b32-head4",
+)
+"""What `jetdraft quantize` compares, unless it is told."""
+
+COMPARED_DRAFTERS = ("int8-rtn-b32", "int4-rtn-b32", "int4-gptq-b32")
+
 ACCURACY_LEVEL = 4
 """int8 activations: without it the CPU kernel unpacks every matrix on every pass."""
 
@@ -192,4 +213,4 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""
-        return asdict(self)
+        return asdict(self) | {"raised": list(self.raised)}

@@ -24,20 +24,6 @@ from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.stats import Stats
 from jetdraft.train.texts import read_text
 
-ALL = (
-    "int8-rtn-b32",
-    "int8-gptq-b32",
-    "int4-rtn-b32",
-    "int4-k_quant-b32",
-    "int4-hqq-b32",
-    "int4-gptq-b32",
-    "int4-gptq-b64",
-    "int4-rtn-b128",
-    "int4-gptq-b128",
-    "int4-gptq-b128-head8",
-    "int2-gptq-b32-head4",
-)
-DRAFTERS = ("int8-rtn-b32", "int4-rtn-b32", "int4-gptq-b32")
 FULL = Recipe("none")
 WIDTHS = (1, 2, 4, 8)
 TURNS = 9

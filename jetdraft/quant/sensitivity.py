@@ -19,7 +19,7 @@ from jetdraft.errors import OptionError
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.blocks import Blocks, Floats
 from jetdraft.quant.calibration import Windows
-from jetdraft.quant.recipe import HEAD, Recipe, Unit, unit_of
+from jetdraft.quant.recipe import HEAD, SYMMETRIC, Recipe, Unit, unit_of
 
 TOKENS = 512
 """How many of the text are compared; their logits are kept."""
@@ -94,8 +94,8 @@ class Sensitivity:
         candidates = [unit for unit in self.units if unit and self._more_bytes(unit)]
         gain = {}
         for done, unit in enumerate(candidates, start=1):
-            low, high = (self.kl({unit: each}) for each in self._both(unit))
-            gain[unit] = (low - high) / self._more_bytes(unit)
+            alone = self.kl({unit: self.recipe.of_unit(unit)})
+            gain[unit] = alone / self._more_bytes(unit)
             progress(done, len(candidates))
         order = sorted(candidates, key=lambda unit: gain[unit], reverse=True)
         if limit.max_bytes is not None:
@@ -106,9 +106,9 @@ class Sensitivity:
     def bytes_of(self, recipe: Recipe) -> int:
         """Of all quantized matrices and their scales."""
         return sum(
-            self._bytes_of(name, layer, recipe.of_unit(unit))
+            _bytes(layer, recipe.of_unit(unit))
             for unit, layers in self.units.items()
-            for name, layer in layers.items()
+            for layer in layers.values()
         )
 
     def _within_bytes(self, order: list[Unit], most: int) -> tuple[Recipe, float]:
@@ -157,21 +157,12 @@ class Sensitivity:
         return self.kl({unit: recipe.of_unit(unit) for unit in self.units})
 
     def _more_bytes(self, unit: Unit) -> int:
-        low, high = self._both(unit)
-        return sum(
-            self._bytes_of(name, layer, high) - self._bytes_of(name, layer, low)
-            for name, layer in self.units[unit].items()
-        )
-
-    def _both(self, unit: Unit) -> tuple[Recipe, Recipe]:
-        """Its recipe, and that with more bits."""
         raised = self.recipe.raise_units([unit])
-        return self.recipe.of_unit(unit), raised.of_unit(unit)
-
-    def _bytes_of(self, name: str, layer: torch.nn.Linear, recipe: Recipe) -> int:
-        if recipe.bits is None:
-            return layer.weight.numel() * torch.float32.itemsize
-        return self._of(name, layer, recipe).bytes
+        return sum(
+            _bytes(layer, raised.of_unit(unit))
+            - _bytes(layer, self.recipe.of_unit(unit))
+            for layer in self.units[unit].values()
+        )
 
     def _of(self, name: str, layer: torch.nn.Linear, recipe: Recipe) -> Blocks:
         key = name, recipe
@@ -202,3 +193,16 @@ class Sensitivity:
         with torch.no_grad():
             rows = [self.model(ids[None], use_cache=False).logits for ids in self.ids]
         return torch.cat(rows).float().log_softmax(-1)
+
+
+def _bytes(layer: torch.nn.Linear, recipe: Recipe) -> int:
+    """Of a layer's integers, scales and zeros, or of its floats."""
+    columns, rows = layer.weight.shape
+    if recipe.bits is None:
+        return columns * rows * torch.float32.itemsize
+    blocks = -(-rows // recipe.block_size)
+    integers = columns * blocks * recipe.block_size * recipe.bits // 8
+    zeros = 0
+    if recipe.algorithm not in SYMMETRIC:
+        zeros = columns * -(-blocks * recipe.bits // 8)
+    return integers + columns * blocks * torch.float32.itemsize + zeros

@@ -144,6 +144,24 @@ class TestRefused:
         assert_refused(result, "choose another")
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((), "int4-gptq-b128-head8"),
+        (("--device", "orin-nano-4gb"), "int4-gptq-b128"),
+        (("--block-size", "32"), "int4-rtn-b32"),
+    ],
+)
+def test_with_a_text_the_default_is_what_was_found_best(pair, output, given, expected):
+    text = output.parent / "text.txt"
+    text.write_text("def f(self):\n    return self.x\n" * 60)
+    result = jetdraft(
+        "export", pair.target, "-o", output, "--calibration", text, *given
+    )
+    assert result.exit_code == 0, result.stderr
+    assert expected in jetdraft("inspect", output).stdout
+
+
 def test_output_that_is_no_bundle_is_refused_and_untouched(pair, tmp_path):
     (tmp_path / "precious").write_text("precious")
     result = jetdraft("export", pair.target, "-o", tmp_path)

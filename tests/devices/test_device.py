@@ -6,6 +6,7 @@ import pytest
 
 from jetdraft.devices.device import FOLDER, Device
 from jetdraft.errors import DeviceError
+from jetdraft.quant.recipe import Recipe
 
 ALL = [
     "agx-orin-32gb",
@@ -28,6 +29,8 @@ def test_profiles_are_whole(name):
     device = Device.named(name)
     assert device.power_modes
     assert device.jetpacks
+    assert Recipe.parse(device.recipe).name == device.recipe
+    assert device.recipe_evidence
     assert {"none", "int8", "int4"} <= set(device.quantizations)
     is_orin = device.compute_capability == "8.7"
     assert ("fp8" in device.quantizations) == (not is_orin)
@@ -56,6 +59,7 @@ def test_unknown_names():
     [
         ("memory_gb = 16", "memory_gb = -1", "memory_gb must be a positive number"),
         ("memory_gb = 16", 'memory_gb = "16"', "memory_gb must be a positive"),
+        ('recipe = "int4', 'recipe = "int3', "unknown quantization 'int3'"),
         ("memory_gb = 16", "", "missing or unknown: memory_gb"),
         ("watts = 25", "watts = 25\nvolts = 5", "missing or unknown: volts"),
         ("title =", "title", "no device profile"),

@@ -4,6 +4,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import numpy_helper
 
 from jetdraft.errors import OptionError
 from jetdraft.export.checkpoint import Checkpoint
@@ -84,6 +85,18 @@ def test_as_many_units_as_fit(sensitivity):
     middle, more = sensitivity.mixed(Limit(max_bytes=(least + most) // 2))
     assert least < sensitivity.bytes_of(middle) <= (least + most) // 2
     assert kl < more < everything(sensitivity, RECIPE)
+
+
+@pytest.mark.parametrize("name", ["int4-rtn-b16", "int8-k_quant-b32-head4", "int2-b64"])
+def test_the_bytes_are_those_of_the_graph(folder, sensitivity, name, tmp_path):
+    recipe = Recipe.parse(name)
+    export(str(folder), tmp_path / "bundle", None, ExportOptions(recipe))
+    graph = onnx.load(tmp_path / "bundle/target.onnx").graph
+    constants = {each.name: each for each in graph.initializer}
+    products = [node for node in graph.node if node.op_type == "MatMulNBits"]
+    names = {name for node in products for name in node.input[1:]}
+    found = sum(numpy_helper.to_array(constants[name]).nbytes for name in names)
+    assert sensitivity.bytes_of(recipe) == found
 
 
 def test_limits_that_nothing_meets_are_refused(sensitivity):
