@@ -62,7 +62,7 @@ class Windows:
 def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
     """The sums of x x^T over the inputs x of every linear layer, by weight name.
 
-    float64 [inputs, inputs]. `model` runs with an attention of its own, not ours.
+    float32 [inputs, inputs]. `model` runs with an attention of its own, not ours.
     """
     sums = _Sums()
     with own_attention(model), sums.watching(model), torch.no_grad():
@@ -96,8 +96,7 @@ class _Sums:
         if inputs is not self._last:
             self._last, self._owner = inputs, name
             rows = inputs.reshape(-1, inputs.shape[-1]).float()
-            # In double, since a text has many rows; one batch is exact enough.
-            found = (rows.T @ rows).double().numpy()
+            found = (rows.T @ rows).numpy()
             self.of[name] = self.of[name] + found if name in self.of else found
         self.owners[name] = self._owner
 
