@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +160,11 @@ def command(
     adapter_scale: float,
 ) -> None:
     """Export TARGET, a checkpoint folder or hub id, to a bundle."""
-    if quantize is None and block_size is None and calibration is not None:
-        quantize = Device.named(device).recipe if device else CALIBRATED_DEFAULT
     recipe = Recipe.parse(quantize or "int4", int(block_size or DEFAULT_BLOCK_SIZE))
+    if quantize is None and calibration is not None:
+        found = Device.named(device).recipe if device else CALIBRATED_DEFAULT
+        size = int(block_size) if block_size else Recipe.parse(found).block_size
+        recipe = replace(Recipe.parse(found), block_size=size)
     if device is not None:
         _check_fits(device, target, drafter, recipe.scheme, capacity)
     exporter = optional("export.exporter", "exporting", "export")

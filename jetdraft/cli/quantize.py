@@ -37,7 +37,7 @@ from jetdraft.quant.recipe import COMPARED, COMPARED_DRAFTERS, Recipe
 @click.option(
     "--calibration",
     type=click.Path(path_type=Path),
-    help="A text for gptq; default: what the unquantized target writes.",
+    help="A text for gptq, awq and kv; default: what the unquantized target writes.",
 )
 @click.option(
     "--report",
@@ -65,7 +65,9 @@ def command(
             raise OptionError(f"no file at {file}; give a text")
     _check(output)
     report = optional("quant.report", "quantizing", "export")
-    with TemporaryDirectory(prefix="jetdraft-quantize-") as work:
+    # Beside the report: bundles of a large target would fill a /tmp in memory.
+    beside_it = output.absolute().parent
+    with TemporaryDirectory(prefix=".jetdraft-quantize-", dir=beside_it) as work:
         found = report.Comparison(
             target, drafter, own, beside, Path(work), text, calibration, threads
         ).run(_say)

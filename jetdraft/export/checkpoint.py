@@ -8,14 +8,15 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 from optimum.exporters.tasks import TasksManager
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers.initialization import no_init_weights
 
 from jetdraft.errors import CheckpointError, UnsupportedModelError
@@ -24,6 +25,7 @@ from jetdraft.export.packed import PackedWeights
 from jetdraft.export.parameters import compute_in, convert
 from jetdraft.export.streams import (
     SETTINGS,
+    SHARED,
     Streamed,
     StreamSettings,
     load_streams,
@@ -69,9 +71,14 @@ class Checkpoint:
             tokenizer=tokenizer and tokenizer.backend_tokenizer.to_str(),
             chat_template=getattr(tokenizer, "chat_template", None),
             eos_token_ids=_eos_token_ids(model),
-            packed=packed,
+            packed=packed and replace(packed, floats={}),
             streams=read_settings(checkpoint_folder(source)),
         )
+
+    @property
+    def head(self) -> str:
+        """The name of the LM head's weight."""
+        return self.names()[id(self.model.get_output_embeddings().weight)]
 
     def names(self) -> dict[int, str]:
         """The names of all weights, by their ids; a linear layer's is its own."""
@@ -87,6 +94,11 @@ class Checkpoint:
         LoRA of the shared mode goes into the weights, times `scale`.
         """
         assert self.streams is not None
+        if self.packed is not None and self.streams.mode == SHARED:
+            raise CheckpointError(
+                f"{self.source} is quantized already, so nothing can be added to its "
+                "weights; train streams of mode lossless"
+            )
         convert(self.model, torch.float32)  # what was tuned is added to them
         folder = checkpoint_folder(self.source)
         if weights_sha256(folder) != self.streams.base:
@@ -174,9 +186,40 @@ def _read_packed(source: str, config: Any) -> PackedWeights | None:
         return None
     # transformers would look for a GPU's kernels.
     del config.quantization_config
-    folder = checkpoint_folder(source)
     with _as_checkpoint_error(source):
+        folder = Path(source)
+        if not folder.is_dir():
+            wanted = ["*.safetensors", "*.json"]
+            folder = Path(snapshot_download(source, allow_patterns=wanted))
         return PackedWeights.read(folder, settings)
+
+
+def _check_names(source: str, packed: PackedWeights, model: Any) -> None:
+    """Integers under names that the model has not would be left out unseen."""
+    known = dict(model.named_parameters(remove_duplicate=False))
+    unknown = sorted(packed.blocks.keys() - known.keys())
+    if unknown:
+        raise CheckpointError(
+            f"{source} has quantized weights {unknown[0]!r} and {len(unknown) - 1} "
+            "more that its architecture has not under these names; save it again with "
+            "the transformers of today"
+        )
+
+
+def _stored_dtype(source: str) -> torch.dtype:
+    """That of all floats in a folder's files, whatever config.json says."""
+    found = set()
+    for file in Path(source).glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names = opened.keys() if file.name != STREAM_WEIGHTS else ()
+            found |= {opened.get_slice(name).get_dtype() for name in names}
+    floats = {name for name in found if name.startswith(("F", "BF"))}
+    return (
+        _DTYPES.get(floats.pop(), torch.float32) if len(floats) == 1 else torch.float32
+    )
+
+
+_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def _load_model(source: str, config: Any, packed: PackedWeights | None) -> Any:
@@ -200,7 +243,7 @@ def _load_model(source: str, config: Any, packed: PackedWeights | None) -> Any:
             None if packed else source,
             config=config,
             state_dict=packed.floats if packed else None,
-            dtype="auto",
+            dtype=_stored_dtype(source),
             output_loading_info=True,
             # Otherwise the reason goes to a log that is silenced here.
             ignore_mismatched_sizes=True,
@@ -222,6 +265,12 @@ def _load_model(source: str, config: Any, packed: PackedWeights | None) -> Any:
             f"the attention of {type(model).__name__} does not go through "
             "transformers' AttentionInterface; export another architecture"
         )
+    if packed is not None:
+        _check_names(source, packed, model)
+        with contextlib.suppress(OSError):  # there need not be one
+            model.generation_config = transformers.GenerationConfig.from_pretrained(
+                source
+            )
     model.set_attn_implementation(IMPLEMENTATION)
     model.requires_grad_(False)
     return model.eval()

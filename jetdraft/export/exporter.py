@@ -125,6 +125,8 @@ class ExportOptions:
         if self.limit is not None:
             self.recipe.raise_units(["0"])  # refuses what has no more bits
         if self.calibration is not None:
+            if not self.calibration.is_file():
+                raise OptionError(f"no file at {self.calibration}; give a text")
             return
         if self.limit is not None:
             raise OptionError(
@@ -342,7 +344,7 @@ def _cache_scales(
     """Those of integer KV buffers; none of floats."""
     if not recipe.kv_bits or options.calibration is None:
         return []
-    windows = Windows.of(options.calibration, checkpoint.tokenizer)
+    windows = Windows.of(options.calibration, checkpoint.tokenizer, contract.capacity)
     return cache_scales(checkpoint.model, contract, windows, recipe.kv_bits)
 
 
@@ -358,8 +360,16 @@ def _quantization(
     """
     recipe, moments, kl = options.recipe_of(name), {}, None
     limit = options.limit if name == TARGET else None
+    if limit is not None and checkpoint.packed is not None:
+        raise OptionError(
+            f"{checkpoint.source} is quantized already, so its layers have the bits "
+            "they have; leave the limit out"
+        )
+    _check_raised(recipe, contract)
     if options.calibration is not None and (recipe.by_moments or limit):
-        windows = Windows.of(options.calibration, checkpoint.tokenizer)
+        windows = Windows.of(
+            options.calibration, checkpoint.tokenizer, contract.capacity
+        )
         if recipe.by_moments:
             moments = second_moments(checkpoint.model, windows)
         if limit is not None:
@@ -369,12 +379,21 @@ def _quantization(
                 ).mixed(limit, lambda done, of: report("measure layers", done, of))
     made = Quantization(
         recipe,
-        contract.vocab_size,
+        checkpoint.head,
         options.flavour_made != CONTRIB,
         moments,
         checkpoint.packed.blocks if checkpoint.packed else {},
     )
     return made, kl
+
+
+def _check_raised(recipe: Recipe, contract: StepContract) -> None:
+    layers = len(contract.kv_shapes)
+    if recipe.raised and recipe.raised[-1] >= layers:
+        raise OptionError(
+            f"{recipe.name} raises layer {recipe.raised[-1]}; the model has layers 0 "
+            f"to {layers - 1}"
+        )
 
 
 def _write_halves(

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -36,7 +35,7 @@ class PackedWeights:
     """The tensors of a quantized checkpoint.
 
     `blocks` are its integers by the weight's name, `floats` all that is not quantized,
-    and what the integers stand for.
+    and what the integers stand for, nearly: only what runs in torch computes with them.
 
         PackedWeights.read(Path("model-gptq"), config.quantization_config).blocks
     """
@@ -57,7 +56,7 @@ class PackedWeights:
         blocks: dict[str, Blocks] = {}
         floats: dict[str, Tensor] = {}
         for prefix, parts in _by_layer(_tensors(folder)).items():
-            name = f"{prefix}.weight"
+            name = f"{prefix.removesuffix('.weight')}.weight"
             try:
                 found = METHODS[method](parts, settings)
             except _CannotHoldError as error:
@@ -65,7 +64,7 @@ class PackedWeights:
                     f"the weight {name} of {folder} {error}, which MatMulNBits cannot "
                     "hold; choose another quantized checkpoint, or one without"
                 ) from None
-            except (KeyError, ValueError, RuntimeError) as error:
+            except _MALFORMED as error:
                 raise CheckpointError(
                     f"the weight {name} of {folder} is not as {method} writes it "
                     f"({error}); fetch the checkpoint again"
@@ -79,7 +78,7 @@ class PackedWeights:
                     "fetch the checkpoint again"
                 )
             blocks[name] = found
-            floats[name] = torch.from_numpy(found.floats.T)
+            floats[name] = torch.from_numpy(found.floats.T).half()
             if "bias" in parts:
                 floats[f"{prefix}.bias"] = parts["bias"]
         return cls(method, blocks, floats)
@@ -87,6 +86,12 @@ class PackedWeights:
 
 class _CannotHoldError(Exception):
     """What of a matrix has no place in MatMulNBits."""
+
+
+_MALFORMED = (
+    *(KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError),
+)
+"""What comes of tensors and settings that are not as they should be."""
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -125,7 +130,8 @@ def _gptq(parts: Parts, settings: Settings) -> Blocks | None:
         raise _CannotHoldError("has its inputs in another order (desc_act)")
     more = np.uint8(settings.get("checkpoint_format") != "gptq_v2")
     zeros = (_words(parts["qzeros"], bits) + more) & np.uint8((1 << bits) - 1)
-    return _blocks(integers, parts["scales"].T, zeros.T, bits)
+    group = int(settings["group_size"])
+    return _blocks(integers, parts["scales"].T, zeros.T, bits, group)
 
 
 def _awq(parts: Parts, settings: Settings) -> Blocks | None:
@@ -134,12 +140,15 @@ def _awq(parts: Parts, settings: Settings) -> Blocks | None:
     if settings.get("version", "gemm").lower() != "gemm":
         raise _CannotHoldError(f"is packed for {settings['version']} kernels")
     bits = int(settings["bits"])
+    if bits != 4:
+        raise _CannotHoldError(f"has {bits} bits")
     weights, zeros = (
         _words(parts[part], bits).reshape(len(parts[part]), -1, 8)[..., _AWQ_ORDER]
         for part in ("qweight", "qzeros")
     )
     integers, zeros = (x.reshape(len(x), -1).T for x in (weights, zeros))
-    return _blocks(integers, parts["scales"].T, zeros, bits)
+    group = int(settings["group_size"])
+    return _blocks(integers, parts["scales"].T, zeros, bits, group)
 
 
 def _compressed(parts: Parts, settings: Settings) -> Blocks | None:
@@ -151,6 +160,12 @@ def _compressed(parts: Parts, settings: Settings) -> Blocks | None:
     if "weight_packed" in parts and "weight_shape" in parts:
         columns = int(parts["weight_shape"][1])
         bits = 32 * parts["weight_packed"].shape[1] // columns
+        known = {
+            int(group["weights"]["num_bits"])
+            for group in settings["config_groups"].values()
+        }
+        if bits not in known:
+            raise _CannotHoldError(f"has {min(known)} bits")
         integers = _words(parts["weight_packed"], bits)[:, :columns]
         if "weight_zero_point" in parts:
             packed = parts["weight_zero_point"].T
@@ -161,14 +176,17 @@ def _compressed(parts: Parts, settings: Settings) -> Blocks | None:
             zeros = _unsigned(parts["weight_zero_point"])
     else:
         raise _CannotHoldError("is no integers")
-    return _blocks(integers, scales, zeros, bits)
+    rows, groups = integers.shape[1], scales.shape[1]
+    if rows % groups:
+        raise _CannotHoldError(f"has {groups} scales for {rows} inputs")
+    return _blocks(integers, scales, zeros, bits, rows // groups)
 
 
 def _int8(parts: Parts, settings: Settings) -> Blocks | None:
     if "SCB" in parts:
         scales = parts["SCB"].float()[:, None] / 127
-        return _blocks(_unsigned(parts["weight"]), scales, None, 8)
-    if any(part.startswith("weight.") or part == "absmax" for part in parts):
+        return _blocks(_unsigned(parts["weight"]), scales, None, 8, -1)
+    if "absmax" in parts:
         raise _CannotHoldError("has four bits that are no integers (nf4 or fp4)")
     return None
 
@@ -194,32 +212,35 @@ def _unsigned(signed: Tensor) -> Bytes:
     return (signed.to(torch.int16) + 128).to(torch.uint8).numpy()
 
 
-def _blocks(integers: Bytes, scales: Tensor, zeros: Bytes | None, bits: int) -> Blocks:
-    """Of integers [out, in]; `scales` and `zeros` are [out, groups of inputs]."""
+def _blocks(
+    integers: Bytes, scales: Tensor, zeros: Bytes | None, bits: int, group: int
+) -> Blocks:
+    """Of integers [out, in], so many inputs to a `group`, -1 for all.
+
+    `scales` and `zeros` are [out, groups]. A group of any multiple of a block may be
+    told as several blocks with the same scale.
+    """
     columns, rows = integers.shape
-    groups = scales.shape[1]
+    group = rows if group == -1 else group
+    wanted = (columns, -(-rows // group))
     shapes = {tuple(scales.shape)} | ({zeros.shape} if zeros is not None else set())
-    if shapes != {(columns, groups)} or not 1 <= groups <= rows:
-        raise ValueError(f"scales and zeros are {shapes}, weights {integers.shape}")
-    size = -(-rows // groups)
-    # A group of any size may be told as several blocks with the same scale.
-    block = next((b for b in reversed(BLOCK_SIZES) if groups == 1 or size % b == 0), 0)
-    if not block or (groups > 1 and rows % groups):
-        raise _CannotHoldError(f"has {size} weights to a scale")
+    if shapes != {wanted}:
+        raise ValueError(f"scales or zeros are {shapes}, not {wanted}")
+    whole = [b for b in reversed(BLOCK_SIZES) if group >= rows or group % b == 0]
+    if not whole:
+        raise _CannotHoldError(f"has {group} weights to a scale")
+    block = whole[0]
     count = -(-rows // block)
     filled = np.zeros((columns, count * block), np.uint8)
     filled[:, :rows] = integers
-
-    def spread(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return np.repeat(values, -(-count // groups), axis=1)[:, :count]
-
+    own = np.arange(count) * block // group
     if zeros is not None and (zeros == 1 << (bits - 1)).all():
         zeros = None
     floats: Floats = scales.float().numpy()
     return Blocks.of(
         filled.reshape(columns, count, block),
-        np.ascontiguousarray(spread(floats)),
-        None if zeros is None else np.ascontiguousarray(spread(zeros)),
+        np.ascontiguousarray(floats[:, own]),
+        None if zeros is None else np.ascontiguousarray(zeros[:, own]),
         bits,
         rows,
     )

@@ -33,6 +33,9 @@ from jetdraft.quant.recipe import Recipe
 DAMPING = 0.01
 """Of the mean second moment, added to all: the paper's value."""
 
+GPTQ_COLUMNS = 4096
+"""Of a matrix that are worked on at once, in double precision."""
+
 AWQ_POWERS = tuple(step / 20 for step in range(20))
 AWQ_COLUMNS = 512
 """Of a matrix, to choose the power by."""
@@ -96,12 +99,21 @@ def gptq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> 
     side that is zero, and passes no error on: its result is that of rounding.
     """
     assert moments is not None
+    filled = -(-len(matrix) // block_size) * block_size
+    inverse = _inverse(moments, filled)
+    starts = range(0, matrix.shape[1], GPTQ_COLUMNS)
+    # Columns know nothing of each other.
+    slices = [matrix[:, start : start + GPTQ_COLUMNS] for start in starts]
+    return Blocks.joined([_gptq(each, bits, block_size, inverse) for each in slices])
+
+
+def _gptq(matrix: Floats, bits: int, block_size: int, inverse: torch.Tensor) -> Blocks:
+    """Some columns, with the factor of the inverse that `_inverse` gives."""
     rows, middle = len(matrix), 1 << (bits - 1)
     weights = torch.from_numpy(_blocks(matrix, block_size)).double()
     columns, count, _ = weights.shape
     weights = weights.reshape(columns, -1)
-    inverse = _inverse(moments, weights.shape[1])
-    integers = torch.zeros_like(weights)
+    integers = torch.zeros(weights.shape, dtype=torch.uint8)
     scales = torch.zeros(columns, count, dtype=torch.double)
     for block in range(count):
         own = slice(block * block_size, (block + 1) * block_size)
@@ -116,11 +128,11 @@ def gptq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> 
             integer = (part[:, place] / scale).round().clamp(-middle, middle - 1)
             error = (part[:, place] - integer * scale) / triangle[place, place]
             part[:, place:] -= error[:, None] * triangle[place, place:]
-            integers[:, own.start + place], errors[:, place] = integer, error
+            integers[:, own.start + place] = (integer + middle).to(torch.uint8)
+            errors[:, place] = error
         weights[:, own.stop :] -= errors @ inverse[own, own.stop :]
-    whole = (integers + middle).to(torch.uint8).numpy()
     return Blocks.of(
-        whole.reshape(columns, count, block_size),
+        integers.numpy().reshape(columns, count, block_size),
         scales.numpy().astype(matrix.dtype),
         None,
         bits,
@@ -187,11 +199,15 @@ ALGORITHMS: dict[str, Algorithm] = {
 """By name; all take a matrix [rows, columns], bits, block size and moments."""
 
 
-def quantize(matrix: Floats, recipe: Recipe, moments: Floats | None) -> Blocks:
-    """Integers of a matrix [rows, columns] by a recipe that has bits."""
+def quantize(
+    matrix: Floats, recipe: Recipe, moments: Floats | None, tied: bool = False
+) -> Blocks:
+    """Integers of a matrix [rows, columns] by a recipe that has bits.
+
+    A head that is `tied` gives the embeddings too, whose numbers nothing can divide.
+    """
     assert recipe.bits is not None
     algorithm = recipe.algorithm
-    if recipe.by_moments and moments is None:
-        # No linear layer: nothing is known of what it is fed.
+    if tied and algorithm == "awq":
         algorithm = "rtn"
     return ALGORITHMS[algorithm](matrix, recipe.bits, recipe.block_size, moments)

@@ -18,7 +18,6 @@ WINDOW = 256
 """Tokens of a piece of text that is run at once."""
 
 MOST_WINDOWS = 32
-BATCH = 8
 
 
 class Windows:
@@ -33,8 +32,8 @@ class Windows:
         self.ids = ids
 
     @classmethod
-    def of(cls, file: Path, tokenizer: str | None) -> Windows:
-        """Equal pieces from all over a file, as a tokenizer's text reads it."""
+    def of(cls, file: Path, tokenizer: str | None, longest: int = WINDOW) -> Windows:
+        """Equal pieces from all over a file, none with more tokens than `longest`."""
         if tokenizer is None:
             raise DataError(
                 "the checkpoint has no tokenizer, so no text can calibrate it; choose "
@@ -47,16 +46,11 @@ class Windows:
                 f"{file} has {len(found)} tokens; give a text like those that the "
                 "model will write"
             )
-        length = min(WINDOW, len(found))
+        length = min(WINDOW, longest, len(found))
         count = len(found) // length
-        step = max(1, count // MOST_WINDOWS)
         ids = torch.tensor(found[: count * length]).reshape(count, length)
-        return cls(ids[::step][:MOST_WINDOWS])
-
-    def batches(self) -> Iterator[torch.Tensor]:
-        """A few windows at a time."""
-        for start in range(0, len(self.ids), BATCH):
-            yield self.ids[start : start + BATCH]
+        chosen = torch.linspace(0, count - 1, min(count, MOST_WINDOWS)).long()
+        return cls(ids[chosen])
 
 
 def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
@@ -66,8 +60,8 @@ def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
     """
     sums = _Sums()
     with own_attention(model), sums.watching(model), torch.no_grad():
-        for ids in windows.batches():
-            model(input_ids=ids, use_cache=False)
+        for ids in windows.ids:
+            model(input_ids=ids[None], use_cache=False)
     return {name: sums.of[owner] for name, owner in sums.owners.items()}
 
 
@@ -75,7 +69,7 @@ def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
 def own_attention(model: Any) -> Iterator[None]:
     """Let a model attend without our buffers for a while."""
     ours = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("eager")
     try:
         yield
     finally:

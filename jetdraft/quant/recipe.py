@@ -97,6 +97,11 @@ class Recipe:
         if self.block_size not in BLOCK_SIZES:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise OptionError(f"block size {self.block_size} is not one of {sizes}")
+        if self.scheme == "none" and self.head is not None:
+            raise OptionError(
+                "a recipe without bits quantizes no head either; leave head out, or "
+                "give the other matrices bits"
+            )
         if self.raised and self.scheme not in RAISED:
             raise OptionError(
                 f"{self.scheme} has no form with more bits; choose "

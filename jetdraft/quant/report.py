@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from jetdraft.bundle import DRAFTER, TARGET, Bundle
-from jetdraft.errors import DataError
+from jetdraft.errors import DataError, JetdraftError
 from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.files import replacing
 from jetdraft.quant.quality import compare
 from jetdraft.quant.recipe import Recipe
 from jetdraft.runtime.graph import Graph
@@ -72,7 +73,8 @@ class Report:
     def write(self, folder: Path) -> None:
         """`report.json` in a folder that is there."""
         text = json.dumps(asdict(self), indent=2) + "\n"
-        (folder / "report.json").write_text(text, encoding="utf-8")
+        with replacing(folder / "report.json") as partial:
+            partial.write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -268,10 +270,16 @@ def resident_mb(bundle: Path) -> float:
         "model = jetdraft.load(sys.argv[1])\n"
         "model.generate(token_ids=[1], method='none', max_new_tokens=4)\n"
         "pages = int(open('/proc/self/statm').read().split()[1])\n"
-        "print(pages * 4096 / 1e6)\n"
+        "import os\n"
+        "print(pages * os.sysconf('SC_PAGE_SIZE') / 1e6)\n"
     )
     command = [sys.executable, "-c", code, str(bundle)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise JetdraftError(
+            f"a process that loads {bundle.name} ended with {done.returncode}; free "
+            "some memory"
+        )
     return float(done.stdout)
 
 

@@ -71,10 +71,13 @@ class Sensitivity:
         self.ids = windows.ids[: TOKENS // length, :length]
         self.units: dict[Unit, dict[str, torch.nn.Linear]] = {}
         head = model.get_output_embeddings()
+        self._tied = head.weight is model.get_input_embeddings().weight
         for name, layer in model.named_modules():
             if isinstance(layer, torch.nn.Linear):
                 unit = HEAD if layer is head else unit_of(name)
                 self.units.setdefault(unit, {})[f"{name}.weight"] = layer
+            else:
+                _check_measurable(name, layer)
         self._blocks: dict[tuple[str, Recipe], Blocks] = {}
         self._full = self._logs()
 
@@ -87,7 +90,7 @@ class Sensitivity:
     def mixed(
         self, limit: Limit, progress: Progress = lambda done, of: None
     ) -> tuple[Recipe, float]:
-        """The recipe that meets a limit with the fewest raised units, and its KL.
+        """The recipe that meets a limit, and its KL.
 
         Raises `OptionError` where none does.
         """
@@ -168,7 +171,9 @@ class Sensitivity:
         key = name, recipe
         if key not in self._blocks:
             matrix = layer.weight.detach().float().numpy().T
-            self._blocks[key] = quantize(matrix, recipe, self.moments.get(name))
+            tied = self._tied and name in self.units.get(HEAD, {})
+            moments = self.moments.get(name)
+            self._blocks[key] = quantize(matrix, recipe, moments, tied)
         return self._blocks[key]
 
     @contextmanager
@@ -182,21 +187,36 @@ class Sensitivity:
                         continue
                     blocks = self._of(name, layer, recipe)
                     kept.append((layer, layer.weight.data))
-                    layer.weight.data = torch.from_numpy(blocks.floats.T)
+                    layer.weight.data = torch.from_numpy(blocks.floats.T).to(
+                        self._dtype
+                    )
             yield
         finally:
-            for layer, stored in kept:
+            # Backwards: two layers may share a weight.
+            for layer, stored in reversed(kept):
                 layer.weight.data = stored
 
     def _logs(self) -> torch.Tensor:
         """Log probabilities, float32 [windows, length, vocab]."""
         with torch.no_grad():
             rows = [self.model(ids[None], use_cache=False).logits for ids in self.ids]
+        self._dtype = rows[0].dtype
         return torch.cat(rows).float().log_softmax(-1)
 
 
+def _check_measurable(name: str, module: torch.nn.Module) -> None:
+    """Matrices outside of linear layers are quantized, but no unit would have them."""
+    weights = module.named_parameters(recurse=False)
+    matrices = [each for each, weight in weights if weight.dim() > 1]
+    if matrices and not isinstance(module, torch.nn.Embedding):
+        raise OptionError(
+            f"{name}.{matrices[0]} is no linear layer's, so how much its bits matter "
+            "cannot be measured; leave the limit out"
+        )
+
+
 def _bytes(layer: torch.nn.Linear, recipe: Recipe) -> int:
-    """Of a layer's integers, scales and zeros, or of its floats."""
+    """Of a layer's integers, scales and zeros, or of its floats, in float32."""
     columns, rows = layer.weight.shape
     if recipe.bits is None:
         return columns * rows * torch.float32.itemsize

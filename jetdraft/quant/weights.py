@@ -31,7 +31,7 @@ class Quantization:
     """A recipe, and what it needs to know of the model.
 
     `moments` are those of `calibration.second_moments` for recipes that are calibrated.
-    The matrix with `vocab_size` columns is the head's. In a `standard` graph a MatMul
+    `head` is the name of the head's weight. In a `standard` graph a MatMul
     reads a DequantizeLinear, and embeddings are stored as floats. Weights that are
     `packed` already, by name, stay the integers they are.
 
@@ -39,7 +39,7 @@ class Quantization:
     """
 
     recipe: Recipe
-    vocab_size: int = 0
+    head: str = ""
     standard: bool = False
     moments: Mapping[str, Floats] = field(default_factory=dict)
     packed: Mapping[str, Blocks] = field(default_factory=dict)
@@ -84,33 +84,34 @@ class Quantization:
         """A matrix as integers; None where it stays as it is."""
         assert source.const_value is not None
         names = source.metadata_props.get(PARAMETER, source.name or "").splitlines()
-        if names[0] in self.packed:
-            return self._packed(names, source.const_value.dtype.numpy())
-        head = source.const_value.shape[0 if transposed else 1] == self.vocab_size
-        recipe = self.recipe.of_unit(HEAD if head else unit_of(names[0]))
+        # Merged weights have one input, which is all that is asked of the name.
+        name = names[0]
+        if name in self.packed:
+            return self._joined(names, source.const_value.dtype.numpy())
+        recipe = self.recipe.of_unit(HEAD if name == self.head else unit_of(name))
         if recipe.bits is None:
             return None
         stored = source.const_value.numpy()
         matrix = stored.T if transposed else stored
-        # Merged weights have one input, which is all that is asked of the name.
-        name = names[0]
         if not np.isfinite(matrix).all():
             raise CheckpointError(
                 f"the weight {name} has numbers that are not finite; fetch the "
                 "checkpoint again"
             )
-        moments = self.moments.get(name)
-        if recipe.algorithm == "awq" and _is_looked_up(source):
-            moments = None  # its rows are the embedding, which nothing divides
-        return quantize(matrix, recipe, moments)
+        if recipe.by_moments and name not in self.moments:
+            raise OptionError(
+                f"{recipe.algorithm} knows nothing of what {name} is fed, which is no "
+                "linear layer; choose rtn, k_quant or hqq"
+            )
+        return quantize(matrix, recipe, self.moments.get(name), _is_looked_up(source))
 
-    def _packed(self, names: list[str], dtype: npt.DTypeLike) -> Blocks:
+    def _joined(self, names: list[str], dtype: npt.DTypeLike) -> Blocks:
         """The integers of these weights, side by side, with scales of that type."""
         found = Blocks.joined([self.packed[name] for name in names])
-        if self.standard and found.zeros is not None:
+        if self.standard and (found.zeros is not None or found.bits not in _SIGNED):
             raise OptionError(
-                f"the weight {names[0]} is quantized with zeros, which the standard "
-                "flavour does not have; export the contrib one"
+                f"the weight {names[0]} is quantized with zeros or to {found.bits} "
+                "bits, which the standard flavour does not have; export the contrib one"
             )
         return replace(found, scales=found.scales.astype(dtype))
 
@@ -148,6 +149,8 @@ def _divide_inputs(graph: ir.Graph, node: ir.Node, divisors: Floats) -> None:
     source = node.inputs[0]
     assert source is not None
     norm = source.producer()
+    if norm is not None and (source is not norm.outputs[0] or source.is_graph_output()):
+        norm = None
     place = _NORM_WEIGHTS.get(norm.op_type) if norm is not None else None
     weight = norm.inputs[place] if norm is not None and place is not None else None
     constant = weight.const_value if weight is not None else None

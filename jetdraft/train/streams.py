@@ -30,6 +30,7 @@ from jetdraft.export.checkpoint import Checkpoint, checkpoint_folder, weights_sh
 from jetdraft.export.parameters import convert
 from jetdraft.export.streams import (
     SETTINGS,
+    SHARED,
     UNFINISHED,
     WEIGHTS,
     Streamed,
@@ -118,6 +119,11 @@ class StreamTraining:
             )
         checkpoint = Checkpoint.load(target, torch.float32)
         convert(checkpoint.model, torch.float32)
+        if checkpoint.packed is not None and settings.mode == SHARED:
+            raise CheckpointError(
+                f"{target} is quantized already, so its weights cannot be tuned; give "
+                "mode lossless, or the checkpoint that it was made of"
+            )
         if checkpoint.streams is not None:
             raise CheckpointError(f"{target} already has streams; give its base")
         self.source = checkpoint_folder(target)

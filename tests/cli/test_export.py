@@ -149,7 +149,7 @@ class TestRefused:
     [
         ((), "int4-gptq-b128-head8"),
         (("--device", "orin-nano-4gb"), "int4-gptq-b128"),
-        (("--block-size", "32"), "int4-rtn-b32"),
+        (("--block-size", "32"), "int4-gptq-b32-head8"),
     ],
 )
 def test_with_a_text_the_default_is_what_was_found_best(pair, output, given, expected):

@@ -18,6 +18,7 @@ from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.quant.recipe import Recipe
+from jetdraft.quant.sensitivity import Limit
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as command
 from tests.tiny import llama_config, save_checkpoint
@@ -88,11 +89,28 @@ FORMATS = {
     "gptq 8": (gptq, {"quant_method": "gptq", "bits": 8, "group_size": GROUP}),
     "gptq_v2": (
         gptq_v2,
-        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
+        {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": GROUP,
+            "checkpoint_format": "gptq_v2",
+        },
     ),
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}),
-    "compressed": (compressed, {"quant_method": "compressed-tensors", "bits": 4}),
-    "compressed 8": (compressed, {"quant_method": "compressed-tensors", "bits": 8}),
+    "awq": (
+        awq,
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
+    ),
+    **{
+        f"compressed {bits}": (
+            compressed,
+            {
+                "quant_method": "compressed-tensors",
+                "bits": bits,
+                "config_groups": {"group_0": {"weights": {"num_bits": bits}}},
+            },
+        )
+        for bits in (4, 8)
+    },
 }
 
 
@@ -168,20 +186,26 @@ def packed_matrices(bundle):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_they_go_straight_into_the_graph(base, name):
-    """Whatever the recipe says of the rest; and the text is that of plain floats."""
+    """Whatever the recipe says of the rest: integers, scales and zeros."""
     pack, settings = FORMATS[name]
     expected = quantize(base, pack, settings)
     export(str(base), base.parent / "bundle", None, ExportOptions(Recipe("none")))
     products = packed_matrices(base.parent / "bundle")
-    assert len(products) == 3 * 4, "q, k, v together, output, gate and up, down"
-    first = [expected[f"model.layers.0.self_attn.{x}_proj"] for x in "qkv"]
-    bits = settings["bits"]
-    whole = np.concatenate([each[0] for each in first])
-    packed = words(whole, bits).numpy().view(np.uint8)
-    np.testing.assert_array_equal(products[0][0].reshape(packed.shape), packed)
-    scales = np.concatenate([each[1] for each in first]).astype(np.float32)
-    np.testing.assert_array_equal(products[0][1].reshape(scales.shape), scales)
-    assert len(products[0]) == 3, "zeros"
+    bits, layers = settings["bits"], [f"model.layers.{i}" for i in range(3)]
+    together = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]]
+    together += [["self_attn.o_proj"], ["mlp.gate_proj", "mlp.up_proj"]]
+    together += [["mlp.down_proj"]]
+    joined = [[f"{layer}.{n}" for n in names] for layer in layers for names in together]
+    assert len(products) == len(joined)
+    for (packed, scales, zeros), names in zip(products, joined, strict=True):
+        parts = zip(*(expected[name] for name in names), strict=True)
+        integers, wanted, offsets = (np.concatenate(part) for part in parts)
+        whole = words(integers, bits).numpy().view(np.uint8)
+        np.testing.assert_array_equal(packed.reshape(whole.shape), whole)
+        np.testing.assert_array_equal(scales, wanted.astype(np.float32))
+        found = np.stack([(zeros >> s) & ((1 << bits) - 1) for s in range(0, 8, bits)])
+        found = found.transpose(1, 2, 0).reshape(len(zeros), -1)
+        np.testing.assert_array_equal(found[:, : offsets.shape[1]], offsets)
 
 
 def test_a_packed_model_computes_what_its_integers_stand_for(base):
@@ -250,6 +274,73 @@ def rewrite(base, **changes):
     save_file({k: v for k, v in tensors.items() if v is not None}, file)
 
 
+def test_a_last_group_may_be_shorter(base):
+    """96 inputs in groups of 64: the scale changes once, after 64."""
+    quantize(base, *FORMATS["gptq"])
+    name = "model.layers.0.mlp.down_proj"
+    tensors = load_file(base / "model.safetensors")
+    for part in ("scales", "qzeros"):
+        for layer in linear_of(tensors):
+            tensors[f"{layer}.{part}"] = tensors[f"{layer}.{part}"][
+                : -(-(96 if "down" in layer else 64) // 64)
+            ].clone()
+    for layer in linear_of(tensors):
+        tensors.pop(f"{layer}.g_idx")
+    save_file(tensors, base / "model.safetensors")
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"]["group_size"] = 64
+    (base / "config.json").write_text(json.dumps(config))
+    found = Checkpoint.load(str(base), torch.float32).packed.blocks[f"{name}.weight"]
+    scales = tensors[f"{name}.scales"].float().numpy().T
+    assert found.block_size == 64
+    np.testing.assert_array_equal(found.scales, scales)
+
+
+def linear_of(tensors):
+    return [n.removesuffix(".qweight") for n in tensors if n.endswith(".qweight")]
+
+
+def test_integers_of_one_byte_are_read_too(base):
+    """int-quantized, by channel, with zeros."""
+    file = base / "model.safetensors"
+    tensors, random = load_file(file), np.random.default_rng(0)
+    shape = tuple(tensors[f"{Q}.weight"].shape)
+    signed = torch.from_numpy(random.integers(-128, 128, shape).astype(np.int8))
+    scales = torch.from_numpy(random.uniform(0.01, 0.02, (64, 1)).astype(np.float32))
+    zeros = torch.from_numpy(random.integers(-9, 9, (64, 1)).astype(np.int8))
+    tensors |= {f"{Q}.weight": signed, f"{Q}.weight_scale": scales}
+    save_file({**tensors, f"{Q}.weight_zero_point": zeros}, file)
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    (base / "config.json").write_text(json.dumps(config))
+    [blocks] = Checkpoint.load(str(base), torch.float32).packed.blocks.values()
+    expected = (signed.float() - zeros.float()) * scales
+    np.testing.assert_allclose(blocks.floats.T, expected.numpy(), rtol=1e-6)
+
+
+def test_names_that_the_model_has_not_are_refused(base):
+    quantize(base, *FORMATS["gptq"])
+    tensors = load_file(base / "model.safetensors")
+    renamed = {name.removeprefix("model."): x for name, x in tensors.items()}
+    save_file(renamed, base / "model.safetensors")
+    with pytest.raises(CheckpointError, match="not under these names"):
+        Checkpoint.load(str(base), torch.float32)
+
+
+def test_the_ends_of_text_are_those_of_the_generation_config(base):
+    quantize(base, *FORMATS["gptq"])
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 7]}))
+    assert Checkpoint.load(str(base), torch.float32).eos_token_ids == (0, 7)
+
+
+def test_a_limit_has_nothing_to_raise(base, tmp_path):
+    quantize(base, *FORMATS["gptq"])
+    (tmp_path / "text.txt").write_text("def f(self):\n    return self.x\n" * 30)
+    options = ExportOptions(calibration=tmp_path / "text.txt", limit=Limit(max_kl=1.0))
+    with pytest.raises(OptionError, match="have the bits"):
+        export(str(base), tmp_path / "bundle", None, options)
+
+
 @pytest.mark.parametrize(
     ("method", "settings", "change", "error", "reason"),
     [
@@ -260,7 +351,10 @@ def rewrite(base, **changes):
         ("gptq", {}, {"scales": lambda x: x * torch.nan}, CheckpointError, "finite"),
         ("gptq", {}, {"scales": lambda x: x[:0]}, CheckpointError, "q_proj"),
         ("awq", {"version": "marlin"}, {}, UnsupportedModelError, "marlin kernels"),
-        ("awq", {"bits": 3}, {}, UnsupportedModelError, "has 3 bits"),
+        ("awq", {"bits": 8}, {}, UnsupportedModelError, "has 8 bits"),
+        ("awq", {"bits": None}, {}, CheckpointError, "not as awq writes"),
+        ("awq", {"version": None}, {}, CheckpointError, "not as awq writes"),
+        ("gptq", {"group_size": 24}, {}, CheckpointError, "scales or zeros"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(

@@ -142,4 +142,4 @@ def test_the_command_line_says_what_it_chose_and_refuses(folder, tmp_path):
     assert not (tmp_path / "bundle").exists()
     done = command(*calibrated, "--max-kl", "0.1")
     assert done.exit_code == 0, done.output
-    assert "target: int4-rtn-b16" in done.stderr
+    assert "target: int4-gptq-b16-head8" in done.stderr

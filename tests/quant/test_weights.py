@@ -19,6 +19,7 @@ from jetdraft.quant.recipe import BLOCK_SIZES, HEAD, Recipe
 from jetdraft.quant.weights import Quantization
 from tests.tiny import VOCAB_SIZE, drafter_config, save_checkpoint
 
+HEAD_NAME = "lm_head.weight"
 WIDTH = 48
 """Of the hidden rows: no multiple of any block size but 16."""
 
@@ -54,7 +55,7 @@ def quantized(tied, recipe) -> ir.Model:
 
 def with_recipe(data: bytes, recipe: Recipe) -> ir.Model:
     model = read(data)
-    Quantization(recipe, VOCAB_SIZE).apply(model)
+    Quantization(recipe, HEAD_NAME).apply(model)
     return model
 
 
@@ -281,14 +282,22 @@ def norm_input(model: ir.Model, place: int) -> tuple[str, ir.Value]:
 def test_awq_divides_in_a_norm_where_there_is_one(tied):
     """Inputs of known sizes: what goes into a product is divided by its divisors."""
     model, random = read(tied), np.random.default_rng(0)
+    norms = {}
+    for node in model.graph:
+        if "Norm" in node.op_type:
+            weight = random.uniform(0.5, 2, WIDTH).astype(np.float32)
+            node.inputs[-1].const_value = ir.tensor(weight)
+            norms[node.outputs[0].name] = weight
     names, sizes = {}, {}
     for node in nodes(model, "MatMul"):
         value = node.inputs[1]
-        if value.producer() is None:
+        if value.producer() is not None:
+            sizes["lm_head.weight"] = np.ones(WIDTH)
+        else:
             names[value.name] = value.metadata_props["parameter"].splitlines()[0]
             sizes[names[value.name]] = random.uniform(0.1, 5, len(constant(value)))
     moments = {name: np.diag(size**2) for name, size in sizes.items()}
-    Quantization(Recipe.parse("int4-awq-b16"), VOCAB_SIZE, moments=moments).apply(model)
+    Quantization(Recipe.parse("int4-awq-b16"), HEAD_NAME, moments=moments).apply(model)
     matrices = float_matrices(tied)
     kinds = []
     for place, product in enumerate(nodes(model, "MatMulNBits")[:4]):
@@ -296,8 +305,8 @@ def test_awq_divides_in_a_norm_where_there_is_one(tied):
         kinds.append(kind)
         scaled = dequantized(product) / matrices[place]
         divisors = np.median(scaled, axis=1)
-        # The norms' weights of this model are ones.
-        np.testing.assert_allclose(constant(weight), 1 / divisors, rtol=0.25)
+        before = norms.get(product.inputs[0].name, 1.0)
+        np.testing.assert_allclose(constant(weight), before / divisors, rtol=0.25)
     assert kinds == [
         "RMSNormalization",
         "Mul",
@@ -327,6 +336,7 @@ def test_names_of_recipes():
         "int4-",
         "int8-up0",
         "int4-up",
+        "none-head8",
     ):
         with pytest.raises(OptionError):
             Recipe.parse(wrong)
