@@ -28,13 +28,18 @@ from jetdraft.errors import (
     UnsupportedModelError,
     VerifierError,
 )
-from jetdraft.runtime.model import Model, Piece, Result, Stream, load
+from jetdraft.runtime.asynchronous import AsyncStream
+from jetdraft.runtime.logprobs import Logprob
+from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.options import Options
+from jetdraft.runtime.pool import Pool
 from jetdraft.runtime.stats import Stats
+from jetdraft.runtime.stream import Piece, Result, Stream
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncStream",
     "Bundle",
     "BundleError",
     "CheckError",
@@ -44,6 +49,7 @@ __all__ = [
     "DeviceError",
     "DraftError",
     "JetdraftError",
+    "Logprob",
     "MethodError",
     "Model",
     "OptionError",
@@ -51,6 +57,7 @@ __all__ = [
     "OutputError",
     "PairError",
     "Piece",
+    "Pool",
     "PromptError",
     "ProviderError",
     "Result",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import click
 from jetdraft.cli.options import (
     bundle_argument,
     drafting_options,
+    ending_options,
     integers,
     runtime_options,
     sampling_options,
 )
-from jetdraft.runtime.model import Piece, Stream, load
+from jetdraft.runtime.model import load
 from jetdraft.runtime.stats import Stats
+from jetdraft.runtime.stream import Result
 
 
 @click.command("generate")
@@ -38,6 +41,7 @@ from jetdraft.runtime.stats import Stats
     "adaptive.",
 )
 @drafting_options
+@ending_options
 @sampling_options
 @click.option("--ignore-eos", is_flag=True, help="Go on past end-of-text.")
 @click.option(
@@ -91,20 +95,22 @@ def command(
         bundle, provider, threads, streams, store, user, table, drafter_provider
     )
     stream = model.stream(text, **options)
-    pieces: list[Piece] = []
     interrupted = False
     try:
-        _consume(stream, pieces, show=not as_json)
+        for piece in stream:
+            if not as_json:
+                click.echo(piece.text, nl=False)
     except KeyboardInterrupt:
         interrupted = True
         stream.stats.finish_reason = "interrupted"
+    result = stream.result()
     if as_json:
-        click.echo(_as_json(stream.stats, pieces))
+        click.echo(_as_json(result))
     else:
         click.echo()
-        click.echo(summary(stream.stats), err=True)
+        click.echo(summary(result.stats), err=True)
     if explain:
-        click.echo(explanation(stream.stats), err=True)
+        click.echo(explanation(result.stats), err=True)
     return 130 if interrupted else 0
 
 
@@ -123,20 +129,17 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         ) from error
 
 
-def _consume(stream: Stream, pieces: list[Piece], show: bool) -> None:
-    for piece in stream:
-        pieces.append(piece)
-        if show:
-            click.echo(piece.text, nl=False)
-
-
-def _as_json(stats: Stats, pieces: list[Piece]) -> str:
+def _as_json(result: Result) -> str:
     fields = {
-        "text": "".join(piece.text for piece in pieces),
-        "token_ids": [token for piece in pieces for token in piece.token_ids],
-        "prompt_tokens": stats.prompt_tokens,
-        "stats": stats.to_json(),
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "from_draft": result.from_draft,
+        "prompt_tokens": result.prompt_tokens,
+        "finish_reason": result.finish_reason,
+        "stats": result.stats.to_json(),
     }
+    if result.logprobs is not None:
+        fields["logprobs"] = [asdict(each) for each in result.logprobs]
     return json.dumps(fields, ensure_ascii=False)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,63 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
     ):
         function = option(function)
     return function
+
+
+def ending_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """When a text ends, and what its tokens are kept from."""
+    for option in (
+        click.option(
+            "--logprobs",
+            type=int,
+            help="With --json: log probabilities, also of so many other tokens.",
+        ),
+        click.option(
+            "--logit-bias",
+            multiple=True,
+            metavar="ID=NUMBER",
+            callback=_biases,
+            help="Add to a token's logit; may be given several times.",
+        ),
+        click.option(
+            "--frequency-penalty",
+            type=float,
+            default=0.0,
+            help="Taken off for each time that a token was said; 0 is off.",
+        ),
+        click.option(
+            "--presence-penalty",
+            type=float,
+            default=0.0,
+            help="Taken off tokens that were said; 0 is off.",
+        ),
+        click.option(
+            "--repetition-penalty",
+            type=float,
+            default=1.0,
+            help="Divides logits of tokens in prompt and text; 1 is off.",
+        ),
+        click.option("--max-seconds", type=float, help="End the text after that."),
+        click.option(
+            "--stop",
+            multiple=True,
+            metavar="TEXT",
+            help="End the text before TEXT; may be given several times.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def _biases(context: Any, param: Any, values: Sequence[str]) -> dict[int, float] | None:
+    """What was given as ID=NUMBER."""
+    found = {}
+    for value in values:
+        token, _, bias = value.partition("=")
+        try:
+            found[int(token)] = float(bias)
+        except ValueError as error:
+            raise click.BadParameter(f"{value!r} is not ID=NUMBER") from error
+    return found or None
 
 
 def drafting_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,10 +24,12 @@ import time
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jetdraft.runtime.controller import Controller
-from jetdraft.runtime.graph import Graph
+from jetdraft.runtime.ending import Ending
+from jetdraft.runtime.graph import Answer, Graph
+from jetdraft.runtime.logprobs import Logprob
 from jetdraft.runtime.probes import Probing
 from jetdraft.runtime.proposers import Proposer
 from jetdraft.runtime.pruning import PrunedGraph
@@ -39,10 +41,14 @@ from jetdraft.runtime.verifiers import Verifier, Walk
 
 @dataclass(frozen=True)
 class Commit:
-    """Tokens that one round added; the first `accepted` of them had been drafted."""
+    """Tokens that one round added; the first `accepted` of them had been drafted.
+
+    `logprobs` has one for each token where they were asked for.
+    """
 
     token_ids: list[int]
     accepted: int
+    logprobs: list[Logprob] = field(default_factory=list)
 
 
 class Generator:
@@ -50,6 +56,7 @@ class Generator:
 
     `widths` are the pass widths it may use, ascending: one exact class, or all. An
     `exact` generation commits no token that plain decoding in that class might not.
+    With `logprobs` every token comes with its own and those of so many others.
 
         for commit in Generator(target, widths, proposers).run(prompt, chooser, ...):
             ...
@@ -62,7 +69,9 @@ class Generator:
         proposers: Sequence[Proposer],
         verifier: Verifier | None = None,
         exact: bool = True,
+        logprobs: int | None = None,
     ) -> None:
+        self.logprobs = logprobs
         self.target = target
         self.widths = sorted(widths)
         self.proposers = proposers
@@ -77,10 +86,10 @@ class Generator:
         chooser: Chooser,
         controller: Controller,
         max_new_tokens: int,
-        eos_token_ids: Sequence[int],
+        ending: Ending,
         stats: Stats,
     ) -> Iterator[Commit]:
-        """Yield what each round commits, until a limit or an end-of-text token.
+        """Yield what each round commits, until a limit or the end.
 
         `prompt` has at least one token; `stats` is filled as it goes.
         """
@@ -92,44 +101,42 @@ class Generator:
         limit = min(capacity, room, len(prompt) + max_new_tokens)
         for proposer in self.proposers:
             proposer.begin(prompt, chooser)
-        self._prefill(prompt)
+        self._prefill(prompt, ending)
         self._carried = []
         stats.finish_reason = "length"
-        while len(sequence) < limit and stats.finish_reason != "stop":
+        while len(sequence) < limit and not (ending.reason or ending.interrupted()):
             round_, found = self._round(sequence, limit, controller, chooser)
-            room = limit - len(sequence)
-            kept = _until_stop(found.token_ids[:room], eos_token_ids)
+            kept = ending.keep(found.token_ids[: limit - len(sequence)])
+            count = len(kept)
             sequence.extend(kept)
-            self._finish(stats, round_, kept, start, eos_token_ids)
-            yield Commit(kept, min(found.accepted, len(kept)))
+            self._finish(stats, round_, count, start)
+            yield Commit(kept, min(found.accepted, count), found.logprobs[:count])
+        stats.finish_reason = ending.reason or "length"
         self.target.probing = Probing()
 
     def _finish(
         self,
         stats: Stats,
         round_: Round,
-        kept: list[int],
+        kept: int,
         start: float,
-        eos_token_ids: Sequence[int],
     ) -> None:
-        stats.add(round_, len(kept))
+        stats.add(round_, kept)
         elapsed = time.perf_counter() - start - stats.waited_seconds
         if stats.target_passes == 1:
             # Prefill and the first round are not decoding.
             stats.time_to_first_token = elapsed
-            stats.first_tokens = len(kept)
+            stats.first_tokens = kept
             stats.generations = 1
             self._prefilled = self._session_seconds()
         stats.session_seconds = self._session_seconds() - self._prefilled
         stats.decode_seconds = elapsed - stats.time_to_first_token
-        if kept[-1] in eos_token_ids:
-            stats.finish_reason = "stop"
 
-    def _prefill(self, prompt: Sequence[int]) -> None:
+    def _prefill(self, prompt: Sequence[int], ending: Ending) -> None:
         """Put all but the last prompt token into the cache, in wide passes."""
         cache = self.target.cache
         cache.rewind(0)
-        while cache.length < len(prompt) - 1:
+        while cache.length < len(prompt) - 1 and not ending.interrupted():
             width = min(self.target.contract.max_width, len(prompt) - 1 - cache.length)
             self.target.run(prompt[cache.length : cache.length + width], last_only=True)
             cache.advance(width)
@@ -151,10 +158,12 @@ class Generator:
         whole = self._with_carried(context, rows)
         whole, answer = self.target.verify(whole, self._width(len(whole)))
         positions = [len(context) + depth for depth in whole.depths]
-        chosen = self.verifier.choose(whole, answer, positions, chooser)
+        shaped = chooser.shape(answer, whole, context)
+        chosen = self.verifier.choose(whole, shaped, positions, chooser)
         path = whole.walk(chosen)
         # Each accepted token is the one chosen before it.
         tokens = [chosen[row] for row in path]
+        logprobs = self._logprobs(answer, path, tokens)
         proven = self.target.commit(path, self.exact)
         committed, self._carried = tokens[:proven], tokens[proven:]
         for proposer in self.proposers:
@@ -172,7 +181,18 @@ class Generator:
             asked={p.name: (offers[p].drafted, spent[p]) for p in offers},
         )
         controller.observe(round_)
-        return round_, Commit(committed, len(path) - 1)
+        return round_, Commit(committed, len(path) - 1, logprobs)
+
+    def _logprobs(
+        self, answer: Answer, path: Sequence[int], tokens: Sequence[int]
+    ) -> list[Logprob]:
+        """Those of the tokens chosen along a path, as the model alone has them."""
+        if self.logprobs is None:
+            return []
+        return [
+            Logprob.of(answer, row, token, self.logprobs)
+            for row, token in zip(path, tokens, strict=True)
+        ]
 
     def _why_off(self, room: int, offers: dict[Proposer, Rows]) -> str:
         """Why a round had no draft."""
@@ -236,11 +256,3 @@ class Generator:
         if not self._carried:
             return rows
         return rows.under([context[-1], *self._carried[:-1]])
-
-
-def _until_stop(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
-    """Up to and including the first end-of-text token."""
-    for index, token in enumerate(tokens):
-        if token in eos_token_ids:
-            return tokens[: index + 1]
-    return tokens

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,10 @@ from jetdraft.errors import (
     ProviderError,
 )
 from jetdraft.runtime import tuning
+from jetdraft.runtime.asynchronous import AsyncStream
 from jetdraft.runtime.calibration import Calibration
-from jetdraft.runtime.controller import Controller
 from jetdraft.runtime.drafting import AUTO
 from jetdraft.runtime.follower import Follower
-from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.opening import Opening
 from jetdraft.runtime.options import Options
@@ -45,12 +45,11 @@ from jetdraft.runtime.proposers import (
 )
 from jetdraft.runtime.pruning import PrunedGraph
 from jetdraft.runtime.rows import Int64s
-from jetdraft.runtime.sampling import Chooser
 from jetdraft.runtime.session import default_threads
 from jetdraft.runtime.similarity import Similarity
-from jetdraft.runtime.stats import Stats
 from jetdraft.runtime.stopping import AcceptanceHead
 from jetdraft.runtime.store import Entry, ResponseStore
+from jetdraft.runtime.stream import Result, Stream
 from jetdraft.runtime.text import TextCodec
 from jetdraft.runtime.trigram import Counts, Trigrams
 from jetdraft.runtime.tuning import Tuning
@@ -58,28 +57,10 @@ from jetdraft.runtime.tuning import Tuning
 OFF = "off"
 """In place of the drafter's provider: no drafter."""
 
-
-@dataclass(frozen=True)
-class Piece:
-    """What one round added: `text` may be empty while a character is incomplete.
-
-    The first `from_draft` of `token_ids` had been drafted.
-    """
-
-    text: str
-    token_ids: list[int]
-    from_draft: int
-
-
-@dataclass(frozen=True)
-class Result:
-    """A finished generation; `token_ids` are the new tokens, end-of-text included."""
-
-    text: str
-    token_ids: list[int]
-    prompt_tokens: int
-    finish_reason: str
-    stats: Stats
+_BUSY = (
+    "this model is already generating; finish or close the other stream, or take "
+    "another from a Pool"
+)
 
 
 def load(
@@ -91,6 +72,7 @@ def load(
     user: str = "",
     table: str | Path | None = None,
     drafter_provider: str | None = None,
+    method: str | None = None,
 ) -> Model:
     """Open a bundle, check it and get it ready to generate.
 
@@ -100,13 +82,23 @@ def load(
     the cores of this process, `streams` (a `streams.npz` of the same base) to those in
     the bundle. In `store`, a file, the requests and responses of `user` are kept to
     draft from; none are without it. `table` is a trigram table of the same tokenizer.
-    Raises `BundleError`, `ProviderError` or `StoreError`.
+    `method` is that of generations which ask for none. Raises `BundleError`,
+    `ProviderError` or `StoreError`.
 
-        model = jetdraft.load("bundle")
+        with jetdraft.load("bundle") as model:
+            print(model.generate("def fib(n):").text)
     """
     bundle = Bundle.open(path)
     return Model(
-        bundle, provider, threads, streams, store, user, table, drafter_provider
+        bundle,
+        provider,
+        threads,
+        streams,
+        store,
+        user,
+        table,
+        drafter_provider,
+        method,
     )
 
 
@@ -120,7 +112,7 @@ def _check_types(**given: object) -> None:
 
 
 class Model:
-    """A loaded bundle; one generation at a time.
+    """A loaded bundle; one generation at a time. See `Pool` for several.
 
     model = jetdraft.load("bundle")
     result = model.generate("def fib(n):", max_new_tokens=64)
@@ -138,17 +130,30 @@ class Model:
         user: str = "",
         table: str | Path | None = None,
         drafter_provider: str | None = None,
+        method: str | None = None,
+        like: Model | None = None,
     ) -> None:
         _check_types(store=store, table=table, streams=streams, user=user)
         self.bundle = bundle
-        self._busy = False
+        self._claim = Lock()
+        self._current: Stream | None = None
+        self._arguments = (
+            *(bundle, provider, threads, streams, store, user, table),
+            *(drafter_provider, method),
+        )
         self.threads = default_threads() if threads is None else threads
         own = bundle.provider if provider is None else provider
-        self._opening = self._placed(bundle.target, own, self.threads, True)
+        if like is None:
+            self._opening = self._placed(bundle.target, own, self.threads, True)
+        else:
+            self._opening = like._opening
         self.provider = self._opening.provider.name
         if drafter_provider is None and own == bundle.provider:
             drafter_provider = bundle.drafter_provider
-        self._drafting = self._beside(drafter_provider or self.provider)
+        if like is None:
+            self._drafting = self._beside(drafter_provider or self.provider)
+        else:
+            self._drafting = like._drafting
         self._check_streams(streams)
         self.profiles = Profiles(bundle, self.placement, self.threads)
         self.text = TextCodec(bundle.tokenizer)
@@ -184,6 +189,9 @@ class Model:
         self.planner = self._make_planner(self.calibrate())
         self._halves: PrunedGraph | None = None
         self._use_tuning()
+        self.method = method or AUTO
+        if method is not None:
+            self.planner.choose(Options(method=method))  # refuses what there is not
 
     def _placed(
         self, entry: GraphEntry, provider: str, threads: int, spinning: bool
@@ -257,11 +265,50 @@ class Model:
 
     def check_idle(self) -> None:
         """Raise `JetdraftError` while a generation uses the buffers."""
-        if self._busy:
-            raise JetdraftError(
-                "this model is already generating; finish or close the other stream, "
-                "or load a second model"
-            )
+        if self._claim.locked():
+            raise JetdraftError(_BUSY)
+
+    @contextmanager
+    def claimed(self, stream: Stream) -> Iterator[None]:
+        """Generate alone; `JetdraftError` where another generation is under way."""
+        if not self._claim.acquire(blocking=False):
+            raise JetdraftError(_BUSY)
+        self._current = stream
+        try:
+            yield
+        finally:
+            self._current = None
+            self._claim.release()
+
+    def cancel(self) -> None:
+        """End the generation under way at its next round; any thread may ask."""
+        current = self._current
+        if current is not None:
+            current.cancel()
+
+    def twin(self) -> Model:
+        """Another model of the same bundle, with buffers of its own.
+
+        On the CPU it shares the sessions, and so the weights.
+        """
+        return Model(*self._arguments, like=self)
+
+    def close(self) -> None:
+        """Free all memory; whatever is asked of it later raises `JetdraftError`."""
+        self.check_idle()
+        vars(self).clear()
+
+    def __getattr__(self, name: str) -> Any:
+        if vars(self):
+            raise AttributeError(name)
+        raise JetdraftError("this model is closed; load the bundle again")
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if vars(self):
+            self.close()
 
     def calibrate(self, again: bool = False) -> Calibration:
         """The measured width classes and pass times of this machine.
@@ -358,16 +405,7 @@ class Model:
 
         model.generate("def fib(n):", max_new_tokens=64, temperature=0.8, seed=3)
         """
-        stream = self.stream(prompt, token_ids=token_ids, **options)
-        pieces = list(stream)
-        stats = stream.stats
-        return Result(
-            text="".join(piece.text for piece in pieces),
-            token_ids=[token for piece in pieces for token in piece.token_ids],
-            prompt_tokens=stats.prompt_tokens,
-            finish_reason=stats.finish_reason,
-            stats=stats,
-        )
+        return self.stream(prompt, token_ids=token_ids, **options).result()
 
     def stream(
         self,
@@ -387,8 +425,22 @@ class Model:
         for name in options:
             if name not in known:
                 raise OptionError(f"unknown option {name!r}; see Options")
-        chosen = Options(**options)
+        chosen = Options(**{"method": self.method, **options})
         return Stream(self, self.prompt(prompt, token_ids), chosen)
+
+    def astream(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Sequence[int] | Int64s | None = None,
+        **options: Any,
+    ) -> AsyncStream:
+        """`stream` for asyncio: rounds run in a thread of their own.
+
+        async for piece in model.astream("def fib(n):"):
+            print(piece.text, end="")
+        """
+        return AsyncStream(self.stream(prompt, token_ids=token_ids, **options))
 
     def prompt(
         self, prompt: str | None = None, token_ids: Sequence[int] | Int64s | None = None
@@ -400,66 +452,3 @@ class Model:
             raise PromptError("the prompt must be a text; give ids as token_ids=")
         given = self.text.encode(prompt) if prompt is not None else token_ids
         return check_ids(given, self.bundle.target.contract)
-
-
-class Stream:
-    """A generation under way: an iterator of `Piece`, with `stats` that fill up.
-
-    stream = model.stream("def fib(n):")
-    text = "".join(piece.text for piece in stream)
-    """
-
-    def __init__(self, model: Model, prompt: Int64s, options: Options) -> None:
-        planner = model.planner
-        self.stats = Stats(
-            method=options.method,
-            exact=options.exact,
-            prompt_tokens=len(prompt),
-            plain_ms=planner.costs.pass_ms(min(planner.widths(options))),
-        )
-        proposers = planner.choose(options)
-        controller = planner.controller(options, proposers)
-        self._pieces = self._run(model, prompt, options, proposers, controller)
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self._pieces
-
-    def _run(
-        self,
-        model: Model,
-        prompt: Int64s,
-        options: Options,
-        proposers: dict[str, Proposer],
-        controller: Controller,
-    ) -> Iterator[Piece]:
-        model.check_idle()
-        model._busy = True
-        text, said = model.text.stream(prompt.tolist()), list[int]()
-        try:
-            generator = Generator(
-                model.target_for(options),
-                model.planner.widths(options),
-                list(proposers.values()),
-                options.drafting.checker,
-                options.exact,
-            )
-            for commit in generator.run(
-                prompt.tolist(),
-                Chooser(options.sampling),
-                controller,
-                options.max_new_tokens,
-                () if options.ignore_eos else model.bundle.eos_token_ids,
-                self.stats,
-            ):
-                piece = Piece(
-                    text.push(commit.token_ids), commit.token_ids, commit.accepted
-                )
-                paused = time.perf_counter()
-                yield piece
-                self.stats.waited_seconds += time.perf_counter() - paused
-                said += commit.token_ids
-            if rest := text.rest():
-                yield Piece(rest, [], 0)
-            model.remember(prompt.tolist(), said)
-        finally:
-            model._busy = False

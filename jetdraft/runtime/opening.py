@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +40,7 @@ class Opening:
     provider: Provider
     threads: int
     spinning: bool
+    _opened: dict[str, ort.InferenceSession] = field(default_factory=dict, repr=False)
 
     def graph(self, entry: GraphEntry, weights: Weights | None = None) -> Graph:
         """A model of the bundle; `weights` take the place of its own of those names."""
@@ -57,8 +58,14 @@ class Opening:
         options: CudaOptions | TensorrtOptions | None = None,
         shared: Mapping[str, ort.OrtValue] | None = None,
     ) -> ort.InferenceSession:
-        """One session of the bundle."""
-        return open_session(
+        """One session of the bundle.
+
+        On the CPU, where sessions hold no state of a pass, the same for every model
+        over this opening.
+        """
+        if file in self._opened:
+            return self._opened[file]
+        made = open_session(
             self.bundle.path / file,
             self.provider.name,
             self.threads,
@@ -67,6 +74,9 @@ class Opening:
             shared,
             as_options(options) if options else {},
         )
+        if self.provider.memory == "cpu":
+            self._opened[file] = made
+        return made
 
     def compaction(self, file: str | None) -> ort.InferenceSession | None:
         """What moves rows together: weightless, and never worth many threads."""

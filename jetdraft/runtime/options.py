@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 
+from jetdraft.contract import CANDIDATES
 from jetdraft.errors import OptionError, VerifierError
 from jetdraft.runtime.drafting import AUTO, MAX_DRAFT_TOKENS, Drafting
 from jetdraft.runtime.sampling import Sampling
+from jetdraft.runtime.shaping import Shaping
 from jetdraft.runtime.stopping import NAMES
 
 NONE = "none"
 
-_OPTIONAL = ("num_draft_tokens", "prune_threshold", "stop_threshold")
+_OPTIONAL = (
+    "num_draft_tokens",
+    "prune_threshold",
+    "stop_threshold",
+    "max_seconds",
+    "logprobs",
+)
 
 
 @dataclass
@@ -29,6 +37,10 @@ class Options:
     follows measured times, None runs the target whole. `stopping` ("confidence",
     "product" or "learned") ends a drafter's draft where it doubts, by its own or the
     given `stop_threshold`.
+
+    The text ends before any of the texts in `stop`, or after `max_seconds`. Logits are
+    changed as `Shaping` says. `logprobs` asks for those of the tokens, and of so many
+    others at each place.
     """
 
     max_new_tokens: int = 128
@@ -49,7 +61,15 @@ class Options:
     prune_threshold: float | str | None = None
     stopping: str | None = None
     stop_threshold: float | None = None
+    stop: str | Sequence[str] = ()
+    max_seconds: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
     sampling: Sampling = field(init=False)
+    shaping: Shaping = field(init=False)
     drafting: Drafting = field(init=False)
 
     @property
@@ -79,10 +99,37 @@ class Options:
         self.sampling = Sampling(
             self.temperature, self.top_k, self.top_p, self.min_p, self.seed
         )
+        self.shaping = Shaping(
+            self.logit_bias or {},
+            self.repetition_penalty,
+            self.presence_penalty,
+            self.frequency_penalty,
+        )
+        self._check_ending()
         self.drafting = Drafting(
             self.tree, self.siblings, self.branching, self.tree_parents, self.verifier
         )
         self._check_drafting()
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts in `stop`."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def _check_ending(self) -> None:
+        """Refuse what could not end a text, or would end all."""
+        if not all(isinstance(stop, str) for stop in self.stops):
+            raise OptionError(f"stop {self.stop!r} is no list of texts; give texts")
+        if "" in self.stops:
+            raise OptionError("a stop string is empty; give at least one character")
+        if self.max_seconds is not None and not self.max_seconds > 0:
+            raise OptionError(
+                f"max seconds {self.max_seconds} is out of range; give more than 0"
+            )
+        if self.logprobs is not None and not 0 <= self.logprobs <= CANDIDATES:
+            raise OptionError(
+                f"logprobs {self.logprobs} is out of range; give 0 to {CANDIDATES}"
+            )
 
     def _check_types(self) -> None:
         """Programs may pass anything; the command line has checked its own."""
@@ -96,6 +143,11 @@ class Options:
             ("min_p", Real, "a number"),
             ("prune_threshold", Real, "a number"),
             ("stop_threshold", Real, "a number"),
+            ("max_seconds", Real, "a number"),
+            ("repetition_penalty", Real, "a number"),
+            ("presence_penalty", Real, "a number"),
+            ("frequency_penalty", Real, "a number"),
+            ("logprobs", Integral, "an integer"),
         ):
             given = getattr(self, name)
             optional = given is None and name in _OPTIONAL

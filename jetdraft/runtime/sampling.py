@@ -20,7 +20,8 @@ from jetdraft.errors import OptionError
 from jetdraft.runtime.distribution import Distribution
 from jetdraft.runtime.graph import Answer
 from jetdraft.runtime.noise import Doubles, gumbel, uniforms
-from jetdraft.runtime.rows import Int64s
+from jetdraft.runtime.rows import Int64s, Rows
+from jetdraft.runtime.shaping import Shaper
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,20 @@ drafting, and at 1 a small drafter doubts too much (docs/log.md)."""
 class Chooser:
     """Chooses a token for each row of an `Answer`; the same object serves a drafter.
 
+    With a `shaper` the target's answers are shaped first.
+
     Chooser(Sampling()).choose(answer, [40, 41])   # two tokens
     """
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, shaper: Shaper | None = None) -> None:
         self.sampling = sampling
+        self._shaper = shaper
+
+    def shape(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
+        """What the tokens after `rows`, below the end of `context`, are chosen from."""
+        if self._shaper is None:
+            return answer
+        return self._shaper.shape(answer, rows, context)
 
     def choose(self, answer: Answer, positions: Sequence[int]) -> list[int]:
         """The chosen token of each row.

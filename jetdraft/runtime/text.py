@@ -27,6 +27,11 @@ class TextCodec:
                     f"{file} is not a tokenizer ({error}); export the bundle again"
                 ) from error
 
+    @property
+    def readable(self) -> bool:
+        """Whether there is a tokenizer, and so text."""
+        return self._tokenizer is not None
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, special tokens of the template included."""
         if self._tokenizer is None:

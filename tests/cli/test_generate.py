@@ -39,7 +39,11 @@ def test_json_is_one_object_and_nothing_else(bundle, model):
     assert result.stderr == ""
     found = json.loads(result.stdout)
     expected = model.generate(PROMPT, max_new_tokens=24)
-    assert set(found) == {"text", "token_ids", "prompt_tokens", "stats"}
+    assert set(found) == {
+        *("text", "token_ids", "from_draft", "prompt_tokens", "finish_reason", "stats")
+    }
+    assert found["from_draft"] == expected.from_draft
+    assert found["finish_reason"] == expected.finish_reason
     assert found["text"] == expected.text
     assert found["token_ids"] == expected.token_ids
     assert found["prompt_tokens"] == len(model.text.encode(PROMPT))
@@ -54,6 +58,48 @@ def test_every_method_gives_the_same_text(bundle, model, method):
     expected = model.generate(PROMPT, method="none", max_new_tokens=24)
     assert found["token_ids"] == expected.token_ids
     assert found["stats"]["method"] == method
+
+
+def test_endings_and_shapes_reach_the_generation(bundle, model):
+    plain = model.generate(PROMPT, max_new_tokens=24).text
+    result = jetdraft(
+        *("generate", bundle, PROMPT, *SHORT, "--json", "--logprobs", "2"),
+        *("--stop", plain[6:8], "--stop", "never", "--logit-bias", "7=-3.5"),
+        *("--repetition-penalty", "1.2", "--frequency-penalty", "0.3"),
+        *("--presence-penalty", "0.1", "--max-seconds", "60"),
+    )
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    expected = model.generate(
+        PROMPT,
+        max_new_tokens=24,
+        stop=[plain[6:8], "never"],
+        logit_bias={7: -3.5},
+        repetition_penalty=1.2,
+        frequency_penalty=0.3,
+        presence_penalty=0.1,
+        logprobs=2,
+    )
+    assert found["text"] == expected.text
+    assert found["token_ids"] == expected.token_ids
+    assert [each["logprob"] for each in found["logprobs"]] == [
+        pytest.approx(each.logprob, abs=1e-6) for each in expected.logprobs
+    ]
+    assert all(len(each["top"]) == 2 for each in found["logprobs"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--stop", ""), "stop string is empty"),
+        (("--logit-bias", "x=1"), "'x=1' is not ID=NUMBER"),
+        (("--logit-bias", "999=1"), "outside the vocabulary"),
+        (("--logprobs", "900"), "out of range"),
+        (("--max-seconds", "-1"), "out of range"),
+    ],
+)
+def test_wrong_endings_and_shapes_are_refused(bundle, given, said):
+    assert_refused(jetdraft("generate", bundle, PROMPT, *SHORT, *given), said)
 
 
 def test_options_reach_the_generation(bundle, model):

@@ -6,10 +6,12 @@ import pytest
 from jetdraft.runtime.acceptance import Acceptance
 from jetdraft.runtime.controller import Adaptive, Fixed
 from jetdraft.runtime.costs import Costs
+from jetdraft.runtime.ending import Ending
 from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.rows import Rows
 from jetdraft.runtime.sampling import Chooser, Sampling
 from jetdraft.runtime.stats import Stats
+from jetdraft.runtime.text import TextStream
 
 PROMPT = np.random.default_rng(8).integers(0, 288, 20)
 SAMPLINGS = [
@@ -70,6 +72,10 @@ def sometimes_right(tokens, at):
 SPOILS = [always_right, always_wrong, empty, sometimes_right]
 
 
+def ending(eos=()):
+    return Ending(TextStream(None, []), eos)
+
+
 def generate(model, sampling, proposer=None, length=4, tokens=200, eos=(), widths=None):
     stats = Stats("test", exact=True, prompt_tokens=len(PROMPT))
     proposers = [proposer] if proposer else []
@@ -78,7 +84,7 @@ def generate(model, sampling, proposer=None, length=4, tokens=200, eos=(), width
     )
     ids = []
     for commit in generator.run(
-        PROMPT, Chooser(sampling), Fixed(proposer, length), tokens, eos, stats
+        PROMPT, Chooser(sampling), Fixed(proposer, length), tokens, ending(eos), stats
     ):
         ids += commit.token_ids
     return ids, stats
@@ -179,7 +185,7 @@ def test_adaptive_control_does_not_change_the_text(model, plain):
     adaptive = Adaptive([proposer], costs, acceptance, widths, 15)
     stats = Stats("test", exact=True, prompt_tokens=len(PROMPT))
     run = Generator(model.target, widths, [proposer]).run(
-        PROMPT, Chooser(SAMPLINGS[3]), adaptive, 200, (),
+        PROMPT, Chooser(SAMPLINGS[3]), adaptive, 200, ending(),
         stats,
     )  # fmt: skip
     assert [t for c in run for t in c.token_ids] == plain[SAMPLINGS[3]]

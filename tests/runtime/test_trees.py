@@ -11,6 +11,7 @@ from jetdraft.runtime.rows import Kind, Rows
 from jetdraft.runtime.sampling import Chooser, Sampling
 from jetdraft.runtime.stats import Stats
 from jetdraft.runtime.verifiers import Walk
+from tests.runtime.test_generator import ending
 
 PROMPT = np.random.default_rng(8).integers(0, 288, 20)
 SAMPLINGS = [Sampling(), Sampling(0.8, seed=1), Sampling(1.2, seed=3, top_k=40)]
@@ -154,7 +155,7 @@ def generate(
     widths = model.planner.calibration.exact_widths
     generator = Generator(model.target, widths, proposers, verifier, exact)
     run = generator.run(
-        PROMPT, Chooser(sampling), Fixed(proposer, 7), tokens, eos, stats
+        PROMPT, Chooser(sampling), Fixed(proposer, 7), tokens, ending(eos), stats
     )
     return [token for commit in run for token in commit.token_ids], stats
 
@@ -242,7 +243,7 @@ def test_what_was_drafted_comes_first_in_a_round(model, plain):
         model.target, model.planner.calibration.exact_widths, [proposer]
     )
     run = generator.run(
-        PROMPT, Chooser(SAMPLINGS[0]), Fixed(proposer, 7), 100, (), stats
+        PROMPT, Chooser(SAMPLINGS[0]), Fixed(proposer, 7), 100, ending(), stats
     )
     drafted = 0
     for commit in run:

@@ -1,0 +1,58 @@
+"""Several models over one set of weights, for as many generations at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Empty, LifoQueue
+from typing import Any
+
+from jetdraft.errors import JetdraftError, OptionError
+from jetdraft.runtime.model import Model, load
+
+
+class Pool:
+    """`size` models of a bundle; each has KV buffers of its own.
+
+    On the CPU they share their sessions, and so all weights. They also share its cores:
+    a pool answers several at once, not faster. The options are those of `load`.
+
+        with Pool("bundle", size=2) as pool, pool.take() as model:
+            model.generate("def fib(n):")
+    """
+
+    def __init__(self, path: str | Path, size: int, **options: Any) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise OptionError(f"a pool of {size!r} models is none; give 1 or more")
+        first = load(path, **options)
+        self.models = [first, *(first.twin() for _ in range(size - 1))]
+        self._free: LifoQueue[Model] = LifoQueue()
+        for model in reversed(self.models):
+            self._free.put(model)
+
+    @contextmanager
+    def take(self, seconds: float | None = None) -> Iterator[Model]:
+        """A model that is free, waiting for one; `JetdraftError` after `seconds`."""
+        try:
+            model = self._free.get(timeout=seconds)
+        except Empty:
+            raise JetdraftError(
+                f"all {len(self.models)} models of the pool are generating; wait "
+                "longer, or make a larger one"
+            ) from None
+        try:
+            yield model
+        finally:
+            self._free.put(model)
+
+    def close(self) -> None:
+        """Free all memory."""
+        for model in self.models:
+            model.close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,189 @@
+"""The runtime in a program: contexts, threads, asyncio, pools and log probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import jetdraft
+from jetdraft.errors import JetdraftError, MethodError, OptionError
+
+IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
+OPTIONS = {
+    "token_ids": IDS, "max_new_tokens": 80, "ignore_eos": True, "temperature": 0.9,
+    "seed": 3,
+}  # fmt: skip
+
+
+def test_a_model_is_closed_with_its_context(bundle):
+    with jetdraft.load(bundle, threads=1) as model:
+        text = model.generate(**OPTIONS).text
+    assert text
+    for use in (lambda: model.generate("a"), lambda: model.methods, model.close):
+        with pytest.raises(JetdraftError, match="closed"):
+            use()
+
+
+def test_a_model_under_way_is_not_closed(bundle):
+    model = jetdraft.load(bundle, threads=1)
+    stream = model.stream(**OPTIONS)
+    next(iter(stream))
+    with pytest.raises(JetdraftError, match="already generating"):
+        model.close()
+    stream.close()
+    model.close()
+
+
+def test_a_model_has_a_method_of_its_own(bundle):
+    model = jetdraft.load(bundle, threads=1, method="lookup")
+    assert model.generate(**OPTIONS).stats.method == "lookup"
+    assert model.generate(**OPTIONS, method="none").stats.method == "none"
+    with pytest.raises(MethodError):
+        jetdraft.load(bundle, threads=1, method="stream")
+
+
+def test_the_result_says_what_was_drafted(model):
+    result = model.generate(**OPTIONS, method="draft", num_draft_tokens=3)
+    assert len(result.from_draft) == len(result.token_ids)
+    assert 0 < sum(result.from_draft) < len(result.token_ids)
+    assert not any(model.generate(**OPTIONS, method="none").from_draft)
+
+
+@pytest.mark.parametrize("method", ["none", "draft"])
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_log_probabilities_are_those_of_all_logits(model, method, temperature):
+    options = {**OPTIONS, "temperature": temperature, "method": method}
+    result = model.generate(**options, logprobs=5)
+    assert [each.token for each in result.logprobs] == result.token_ids
+    model.target.cache.rewind(0)
+    whole = [*IDS, *result.token_ids]
+    logits = model.target.run(whole[:60]).logits.astype(np.float64)
+    logits = logits - logits.max(1, keepdims=True)
+    logs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    for place in range(len(IDS) - 1, 59):
+        found = result.logprobs[place + 1 - len(IDS)]
+        assert found.logprob == pytest.approx(logs[place, found.token], abs=1e-3)
+        best = sorted(logs[place], reverse=True)[:5]
+        assert [value for _, value in found.top] == pytest.approx(best, abs=1e-3)
+        for token, value in found.top:
+            assert value == pytest.approx(logs[place, token], abs=1e-3)
+
+
+def test_without_being_asked_there_are_none(model):
+    assert model.generate(**OPTIONS).logprobs is None
+    assert all(not each.top for each in model.generate(**OPTIONS, logprobs=0).logprobs)
+
+
+def test_one_generation_at_a_time_over_threads(model):
+    stream = model.stream(**OPTIONS)
+    next(iter(stream))
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(model.generate, **OPTIONS)
+        with pytest.raises(JetdraftError, match="already generating"):
+            other.result()
+    assert len(stream.result().token_ids) == 80
+
+
+def test_an_asynchronous_stream_is_the_same(model):
+    expected = model.generate(**OPTIONS)
+
+    async def main():
+        async with model.astream(**OPTIONS) as stream:
+            pieces = [piece async for piece in stream]
+            return pieces, await asyncio.sleep(0, stream.stats)
+
+    pieces, stats = asyncio.run(main())
+    assert [t for piece in pieces for t in piece.token_ids] == expected.token_ids
+    assert "".join(piece.text for piece in pieces) == expected.text
+    assert stats.finish_reason == "length"
+
+
+def test_the_loop_goes_on_beside_a_stream(model):
+    async def main():
+        ticks = 0
+
+        async def tick():
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        beside = asyncio.create_task(tick())
+        result = await model.astream(**OPTIONS).result()
+        beside.cancel()
+        return ticks, result
+
+    ticks, result = asyncio.run(main())
+    assert ticks > 10
+    assert len(result.token_ids) == 80
+
+
+def test_a_cancelled_task_frees_the_model(model):
+    async def main():
+        async def read():
+            async with model.astream(**OPTIONS) as stream:
+                async for _ in stream:
+                    await asyncio.sleep(0)
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        early = model.astream(**OPTIONS)
+        async for _ in early:
+            break
+        await early.aclose()
+        return await model.astream(**OPTIONS).result()
+
+    assert len(asyncio.run(main()).token_ids) == 80
+
+
+def test_a_stream_that_is_dropped_frees_the_model_soon(model):
+    async def main():
+        async for _ in model.astream(**OPTIONS):
+            break
+
+    asyncio.run(main())
+    for _ in range(200):
+        try:
+            return model.check_idle()
+        except JetdraftError:
+            time.sleep(0.01)
+    raise AssertionError("it stayed busy")
+
+
+def test_a_pool_answers_several_at_once(bundle):
+    with jetdraft.Pool(bundle, size=3, threads=1) as pool:
+        sessions = {id(model.target.engines.any.session) for model in pool.models}
+        assert len(sessions) == 1, "weights are there once"
+        expected = {
+            seed: pool.models[0].generate(**{**OPTIONS, "seed": seed}).token_ids
+            for seed in range(6)
+        }
+
+        def answer(seed):
+            with pool.take() as model:
+                return model.generate(**{**OPTIONS, "seed": seed}).token_ids
+
+        with ThreadPoolExecutor(6) as threads:
+            found = list(threads.map(answer, range(6)))
+        assert found == [expected[seed] for seed in range(6)]
+        assert len(set(map(tuple, found))) == 6
+
+
+def test_a_pool_that_is_busy_says_so(bundle):
+    with (
+        jetdraft.Pool(bundle, size=1, threads=1) as pool,
+        pool.take(),
+        pytest.raises(JetdraftError, match="all 1 models"),
+        pool.take(0.01),
+    ):
+        pass
+    for wrong in (0, True, "2"):
+        with pytest.raises(OptionError, match="give 1 or more"):
+            jetdraft.Pool(bundle, size=wrong)
