@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jetdraft.contract import StepContract
 from jetdraft.files import replacing
 from jetdraft.runtime.costs import WIDEST
 from jetdraft.runtime.graph import Graph
@@ -33,7 +34,8 @@ class Calibration:
     `gaps[w]` is the largest logit difference between width w and the exact class,
     `probe_ms` what a probe adds to a pass, and `probes_agree` says whether the rows of
     the exact class are the same bit by bit with probes beside them, `trees_agree` the
-    same of passes that branch, which may run in a session of their own.
+    same of passes that branch, which may run in a session of their own, and
+    `prefills_agree` of the wide passes that prompts are read in.
 
         measure(target, drafter).exact_widths    # [2, 3, ..., 16]
     """
@@ -45,6 +47,7 @@ class Calibration:
     probe_ms: float = 0.0
     probes_agree: bool = True
     trees_agree: bool = True
+    prefills_agree: bool = False
 
     @property
     def exact_widths(self) -> list[int]:
@@ -71,6 +74,7 @@ class Calibration:
             probe_ms=float(fields["probe_ms"]),
             probes_agree=bool(fields["probes_agree"]),
             trees_agree=bool(fields["trees_agree"]),
+            prefills_agree=bool(fields["prefills_agree"]),
             **tables,
         )
 
@@ -99,6 +103,7 @@ def measure(target: Graph, drafter: Graph | None) -> Calibration:
         found,
         probes_agree=_probes_agree(target, found.exact_widths),
         trees_agree=_trees_agree(target, found.exact_widths),
+        prefills_agree=_prefills_agree(target, found.exact_widths),
     )
 
 
@@ -203,6 +208,34 @@ def _trees_agree(graph: Graph, widths: list[int]) -> bool:
     if not graph.contract.tree or graph.engines.chain is graph.engines.any:
         return True
     return _agree(graph, widths, [(Probing(), True)])
+
+
+def _prefills_agree(graph: Graph, widths: list[int]) -> bool:
+    """Whether the rows of all prefill passes are those of decoding ones."""
+    agree, step = True, widths[-1]
+    for start in _fill(graph):
+        for wide in prefill_widths(graph.contract):
+            if wide > graph.contract.capacity - start:
+                continue
+            tokens = _tokens(graph, wide)
+            _place(graph, start)
+            whole = graph.run(tokens).logits.copy()
+            for at in range(0, wide - wide % step, step):
+                _place(graph, start + at)
+                part = graph.run(tokens[at : at + step]).logits
+                agree = agree and np.array_equal(whole[at : at + step], part)
+    graph.cache.rewind(0)
+    return agree
+
+
+def prefill_widths(contract: StepContract) -> list[int]:
+    """The passes that prompts are read in, widest first, above those of decoding."""
+    wide = contract.max_width
+    found = []
+    while wide > WIDEST:
+        found.append(wide)
+        wide //= 2
+    return found
 
 
 def _agree(graph: Graph, widths: list[int], ways: list[tuple[Probing, bool]]) -> bool:

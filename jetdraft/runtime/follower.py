@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetdraft.runtime.graph import Answer, Graph
+from jetdraft.runtime.prefix import common
 
 
 class Follower:
@@ -19,9 +20,19 @@ class Follower:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._fed: list[int] = []
+        self._passes = -1
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a new sequence; what it has in common with the last one stays."""
+        if self.graph.passes != self._passes:
+            self.forget()  # somebody else has used the buffers
+            return
+        kept = common(self._fed, prompt)
+        del self._fed[kept:]
+        self.graph.cache.rewind(kept)
 
     def forget(self) -> None:
-        """Start a new sequence."""
+        """Keep nothing."""
         self.graph.cache.rewind(0)
         self._fed.clear()
 
@@ -52,6 +63,7 @@ class Follower:
         answer = self.graph.run(tokens, last_only)
         self.graph.cache.advance(len(tokens))
         self._fed += tokens
+        self._passes = self.graph.passes
         return answer
 
     def _keep(self, context: Sequence[int]) -> None:

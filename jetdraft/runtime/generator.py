@@ -30,6 +30,7 @@ from jetdraft.runtime.controller import Controller
 from jetdraft.runtime.ending import Ending
 from jetdraft.runtime.graph import Answer, Graph
 from jetdraft.runtime.logprobs import Logprob
+from jetdraft.runtime.prefix import Prefix
 from jetdraft.runtime.probes import Probing
 from jetdraft.runtime.proposers import Proposer
 from jetdraft.runtime.pruning import PrunedGraph
@@ -56,7 +57,9 @@ class Generator:
 
     `widths` are the pass widths it may use, ascending: one exact class, or all. An
     `exact` generation commits no token that plain decoding in that class might not.
-    With `logprobs` every token comes with its own and those of so many others.
+    With `logprobs` every token comes with its own and those of so many others. A
+    `prefix` knows which rows need not be read again, and `prefills` are the widths to
+    read a prompt in, widest first, where any other would give other bits.
 
         for commit in Generator(target, widths, proposers).run(prompt, chooser, ...):
             ...
@@ -70,8 +73,12 @@ class Generator:
         verifier: Verifier | None = None,
         exact: bool = True,
         logprobs: int | None = None,
+        prefix: Prefix | None = None,
+        prefills: Sequence[int] = (),
     ) -> None:
         self.logprobs = logprobs
+        self.prefix = prefix or Prefix(target)
+        self.prefills = prefills
         self.target = target
         self.widths = sorted(widths)
         self.proposers = proposers
@@ -101,9 +108,30 @@ class Generator:
         limit = min(capacity, room, len(prompt) + max_new_tokens)
         for proposer in self.proposers:
             proposer.begin(prompt, chooser)
-        self._prefill(prompt, ending)
         self._carried = []
         stats.finish_reason = "length"
+        stats.reused_tokens = self.prefix.keep(prompt, self.exact)
+        try:
+            self._prefill(prompt, stats.reused_tokens, ending)
+            yield from self._decode(
+                sequence, limit, controller, chooser, ending, stats, start
+            )
+        finally:
+            self.prefix.hold(sequence, self.exact)
+            self.target.probing = Probing()
+        stats.finish_reason = ending.reason or "length"
+
+    def _decode(
+        self,
+        sequence: array[int],
+        limit: int,
+        controller: Controller,
+        chooser: Chooser,
+        ending: Ending,
+        stats: Stats,
+        start: float,
+    ) -> Iterator[Commit]:
+        """Round after round; `sequence` grows by what each commits."""
         while len(sequence) < limit and not (ending.reason or ending.interrupted()):
             round_, found = self._round(sequence, limit, controller, chooser)
             kept = ending.keep(found.token_ids[: limit - len(sequence)])
@@ -111,8 +139,6 @@ class Generator:
             sequence.extend(kept)
             self._finish(stats, round_, count, start)
             yield Commit(kept, min(found.accepted, count), found.logprobs[:count])
-        stats.finish_reason = ending.reason or "length"
-        self.target.probing = Probing()
 
     def _finish(
         self,
@@ -132,14 +158,25 @@ class Generator:
         stats.session_seconds = self._session_seconds() - self._prefilled
         stats.decode_seconds = elapsed - stats.time_to_first_token
 
-    def _prefill(self, prompt: Sequence[int], ending: Ending) -> None:
+    def _prefill(self, prompt: Sequence[int], kept: int, ending: Ending) -> None:
         """Put all but the last prompt token into the cache, in wide passes."""
         cache = self.target.cache
-        cache.rewind(0)
+        cache.rewind(kept)
         while cache.length < len(prompt) - 1 and not ending.interrupted():
-            width = min(self.target.contract.max_width, len(prompt) - 1 - cache.length)
-            self.target.run(prompt[cache.length : cache.length + width], last_only=True)
-            cache.advance(width)
+            rest = len(prompt) - 1 - cache.length
+            width = self._prefill_width(rest)
+            tokens = prompt[cache.length : cache.length + min(rest, width)]
+            self.target.run(tokens, last_only=True, width=width)
+            cache.advance(len(tokens))
+
+    def _prefill_width(self, rest: int) -> int:
+        """How wide the next pass over so many tokens of a prompt is."""
+        if not self.prefills:
+            return min(self.target.contract.max_width, rest)
+        wide = next((width for width in self.prefills if width <= rest), None)
+        if wide is not None:
+            return wide
+        return self._width(min(rest, self.widths[-1]))
 
     def _round(
         self,

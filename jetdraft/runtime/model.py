@@ -32,6 +32,7 @@ from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.opening import Opening
 from jetdraft.runtime.options import Options
 from jetdraft.runtime.planner import Planner
+from jetdraft.runtime.prefix import Prefix
 from jetdraft.runtime.profiles import Profiles
 from jetdraft.runtime.prompt import check_ids
 from jetdraft.runtime.proposers import (
@@ -173,6 +174,7 @@ class Model:
         self._early = {name: given[name] for name in EARLY_EXIT if name in given}
         self._late = {n: w for n, w in given.items() if n not in EARLY_EXIT}
         self.target = self._opening.graph(bundle.target, self._late)
+        self._prefix = Prefix(self.target)
         self.drafter = None
         if bundle.drafter is not None and self._drafting is not None:
             self.drafter = self._drafting.graph(bundle.drafter)
@@ -262,6 +264,12 @@ class Model:
         fixed = None if given == AUTO else float(given)
         self._halves.prepare(fixed, self.planner.widths(options))
         return self._halves
+
+    def prefix_of(self, target: Graph | PrunedGraph) -> Prefix:
+        """What a target's buffers hold, where that can be used."""
+        if target is not self.target or not self.planner.prefills:
+            return Prefix(target)
+        return self._prefix
 
     def check_idle(self) -> None:
         """Raise `JetdraftError` while a generation uses the buffers."""
@@ -378,8 +386,11 @@ class Model:
         return found
 
     def forget(self) -> None:
-        """Unlearn what earlier generations taught the trigram table."""
+        """Unlearn what earlier generations taught the trigram table, and their rows."""
         self.trigrams.forget()
+        self._prefix.forget()
+        if self.follower is not None:
+            self.follower.forget()
 
     def remember(self, prompt: Sequence[int], response: Sequence[int]) -> None:
         """Keep a request and its response to draft from, where there is a store."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from jetdraft.errors import DraftError, MethodError
 from jetdraft.runtime.acceptance import Acceptance
-from jetdraft.runtime.calibration import Calibration
+from jetdraft.runtime.calibration import Calibration, prefill_widths
 from jetdraft.runtime.controller import Adaptive, Controller, Fixed
 from jetdraft.runtime.costs import Costs
 from jetdraft.runtime.drafting import AUTO, MAX_DRAFT_TOKENS
@@ -83,6 +83,16 @@ class Planner:
         if options.exact:
             return self.calibration.exact_widths
         return sorted(self.calibration.target_ms)
+
+    @property
+    def prefills(self) -> list[int]:
+        """The widths to read prompts in, so that their rows are those of decoding.
+
+        None where no wide pass has such rows.
+        """
+        if not self.calibration.prefills_agree:
+            return []
+        return prefill_widths(self._target.contract)
 
     def choose(self, options: Options) -> dict[str, Proposer]:
         """Who may propose in a generation; raises `MethodError`."""

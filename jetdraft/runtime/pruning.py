@@ -140,13 +140,15 @@ class PrunedGraph:
             times.append(self.seconds - before)
         return 1e3 * min(times)
 
-    def run(self, tokens: Sequence[int], last_only: bool = True) -> Answer:
+    def run(
+        self, tokens: Sequence[int], last_only: bool = True, width: int = 0
+    ) -> Answer:
         """A pass of a prefill: nothing is pruned or drafted, the last row answered."""
         assert last_only
-        rows = Rows.chain(list(tokens))
-        below = self._run_lower(rows, len(rows))
+        rows, width = Rows.chain(list(tokens)), max(width, len(tokens))
+        below = self._run_lower(rows, width)
         everyone = list(range(len(rows)))
-        return self._run_upper(rows, below, everyone, (len(rows), 1, NO_PROBES))
+        return self._run_upper(rows, below, everyone, (width, 1, NO_PROBES))
 
     def verify(self, rows: Rows, width: int) -> tuple[Rows, Answer]:
         """Run a draft: the rows that were kept, and the answer for them."""

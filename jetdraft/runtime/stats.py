@@ -65,7 +65,8 @@ class Stats:
 
     `waited_seconds` is time that the caller spent between pieces; it counts nowhere.
     `plain_ms` is a pass without a draft on this machine, `by_method` what each method
-    did, and `off` why rounds had no draft, with how many.
+    did, and `off` why rounds had no draft, with how many. `reused_tokens` of the prompt
+    were in the buffers already.
 
     stats.tokens_per_pass      # committed tokens / target passes, without prefill
     stats.to_json()            # every metric under its name
@@ -74,6 +75,7 @@ class Stats:
     method: str
     exact: bool
     prompt_tokens: int
+    reused_tokens: int = 0
     generations: int = 0
     new_tokens: int = 0
     target_passes: int = 0
@@ -179,6 +181,7 @@ class Stats:
             "method": self.method,
             "exact": self.exact,
             "finish_reason": self.finish_reason,
+            "reused_tokens": self.reused_tokens,
             "new_tokens": self.new_tokens,
             "target_passes": self.target_passes,
             "drafted_tokens": self.drafted_tokens,

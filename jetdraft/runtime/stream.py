@@ -132,14 +132,18 @@ class Stream:
 
     def _rounds(self, model: Model, prompt: list[int]) -> Iterator[Piece]:
         options, ending = self._options, self._ending
-        shaping = options.shaping
+        shaping, target = options.shaping, model.target_for(options)
+        if options.verifier != "walk" and model.follower is not None:
+            model.follower.forget()  # its probabilities have a say, to the last bit
         generator = Generator(
-            model.target_for(options),
+            target,
             model.planner.widths(options),
             list(self._proposers.values()),
             options.drafting.checker,
             options.exact,
             options.logprobs,
+            model.prefix_of(target),
+            model.planner.prefills,
         )
         for commit in generator.run(
             prompt,

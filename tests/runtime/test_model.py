@@ -72,15 +72,18 @@ def test_a_prompt_that_fills_the_capacity_leaves_nothing_to_say(model):
 def test_width_one_is_used_only_when_not_exact(model):
     widths = []
     run = model.target.run
-    model.target.run = lambda t, **o: (widths.append(o.get("width")), run(t, **o))[1]
+    model.target.run = lambda t, last_only=False, width=0: (
+        last_only or widths.append(width),
+        run(t, last_only, width),
+    )[1]
     try:
         model.generate(token_ids=IDS, method="none", max_new_tokens=5)
-        exact, widths[:] = set(widths[1:]), []
+        exact, widths[:] = set(widths), []
         model.generate(token_ids=IDS, method="none", max_new_tokens=5, exact=False)
     finally:
         del model.target.run
     assert exact == {min(model.planner.calibration.exact_widths)}
-    assert set(widths[1:]) == {1}
+    assert set(widths) == {1}
 
 
 def test_one_generation_at_a_time(model):

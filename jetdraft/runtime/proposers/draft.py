@@ -45,8 +45,8 @@ class DraftProposer:
         return self.graph.seconds
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Forget the last sequence."""
-        self._follower.forget()
+        """Forget the last sequence, but for what this one begins with."""
+        self._follower.begin(prompt)
         self._chooser = chooser
 
     def propose(

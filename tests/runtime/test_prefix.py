@@ -1,0 +1,124 @@
+"""What stays in the buffers saves time and never changes a text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import jetdraft
+from jetdraft.runtime.prefix import common
+
+RANDOM = np.random.default_rng(4)
+IDS = RANDOM.integers(0, 288, 151).tolist()
+OTHER = RANDOM.integers(0, 288, 40).tolist()
+OPTIONS = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.9, "seed": 3}
+METHODS = [
+    {"method": "none"},
+    {"method": "draft", "num_draft_tokens": 3},
+    {"method": "draft", "tree": "best", "num_draft_tokens": 7},
+    {"method": "lookup", "num_draft_tokens": 2},
+    {"method": "auto"},
+]
+
+
+@pytest.fixture(scope="module")
+def kept(bundle):
+    """A model that keeps rows on this machine."""
+    model = jetdraft.load(bundle, threads=1)
+    assert model.planner.prefills == [64, 32], "measured at load"
+    return model
+
+
+def fresh(model, ids, **options):
+    """What the model says without anything kept."""
+    model.forget()
+    result = model.generate(token_ids=ids, **{**OPTIONS, **options})
+    assert result.stats.reused_tokens == 0
+    return result.token_ids
+
+
+@pytest.mark.parametrize("way", METHODS, ids=str)
+@pytest.mark.parametrize("length", [1, 2, 17, 33, 64, 65, 100, 150])
+def test_a_prompt_goes_on_where_the_last_one_left_off(kept, way, length):
+    """Turn by turn as in a conversation, and after an edit in the middle."""
+    prompt, before = IDS[:length], OTHER
+    for turn in range(3):
+        expected = fresh(kept, prompt, **way, seed=turn)
+        kept.forget()
+        kept.generate(token_ids=before, **{**OPTIONS, **way})
+        found = kept.generate(token_ids=prompt, **{**OPTIONS, **way, "seed": turn})
+        assert found.token_ids == expected
+        if turn == 1:
+            assert found.stats.reused_tokens >= length
+        before = prompt
+        prompt = [*prompt, *found.token_ids[:7], *OTHER[: 3 + turn]]
+        if turn == 1 and length > 20:
+            prompt[length // 2] = (prompt[length // 2] + 1) % 288
+    if length > 20:
+        assert found.stats.reused_tokens == length // 2
+
+
+def test_only_what_is_new_is_read(kept):
+    kept.forget()
+    first = kept.generate(token_ids=IDS, **OPTIONS, method="none")
+    before = kept.target.passes
+    longer = [*IDS, *first.token_ids, *OTHER[:9]]
+    second = kept.generate(token_ids=longer, **OPTIONS, method="none")
+    assert second.stats.reused_tokens == len(IDS) + 39
+    assert kept.target.passes - before == 1 + second.stats.target_passes
+
+
+def test_the_same_prompt_again_reads_one_token(kept):
+    expected = fresh(kept, IDS)
+    again = kept.generate(token_ids=IDS, **OPTIONS)
+    assert again.stats.reused_tokens == len(IDS) - 1
+    assert again.token_ids == expected
+
+
+def test_rows_of_other_widths_are_not_taken(kept):
+    expected = fresh(kept, IDS)
+    kept.forget()
+    kept.generate(token_ids=IDS[:80], **OPTIONS, exact=False, method="none")
+    found = kept.generate(token_ids=IDS, **OPTIONS)
+    assert found.stats.reused_tokens == 0
+    assert found.token_ids == expected
+    loose = kept.generate(token_ids=IDS, **OPTIONS, exact=False)
+    assert loose.stats.reused_tokens == len(IDS) - 1
+
+
+def test_what_somebody_else_has_written_over_is_read_again(kept):
+    expected = fresh(kept, IDS)
+    kept.target.cache.rewind(0)
+    kept.target.run(OTHER)
+    found = kept.generate(token_ids=IDS, **OPTIONS)
+    assert found.stats.reused_tokens == 0
+    assert found.token_ids == expected
+
+
+def test_a_cancelled_prompt_keeps_what_was_read(kept):
+    expected = fresh(kept, IDS)
+    kept.forget()
+    stream = kept.stream(token_ids=IDS, **OPTIONS)
+    next(iter(stream))
+    stream.close()
+    found = kept.generate(token_ids=IDS, **OPTIONS)
+    assert found.stats.reused_tokens == len(IDS) - 1
+    assert found.token_ids == expected
+    kept.generate(token_ids=IDS[:50], **OPTIONS, max_seconds=1e-9)
+    assert kept.generate(token_ids=IDS, **OPTIONS).token_ids == expected
+
+
+def test_up_to_the_last_row_of_the_buffers(kept):
+    whole = (IDS * 2)[:254]
+    for length in (250, 253, 254):
+        expected = fresh(kept, whole[:length], max_new_tokens=9)
+        kept.generate(token_ids=whole[:249], **OPTIONS)
+        options = {**OPTIONS, "max_new_tokens": 9}
+        found = kept.generate(token_ids=whole[:length], **options)
+        assert found.token_ids == expected
+
+
+def test_common_beginnings():
+    assert common([], [1]) == 0
+    assert common([1, 2, 3], [1, 2, 4, 5]) == 2
+    assert common([1, 2], [1, 2, 3]) == 2
