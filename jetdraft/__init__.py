@@ -24,11 +24,13 @@ from jetdraft.errors import (
     PromptError,
     ProviderError,
     StoreError,
+    TemplateError,
     TrainingError,
     UnsupportedModelError,
     VerifierError,
 )
 from jetdraft.runtime.asynchronous import AsyncStream
+from jetdraft.runtime.chat import Conversation
 from jetdraft.runtime.logprobs import Logprob
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.options import Options
@@ -45,6 +47,7 @@ __all__ = [
     "CheckError",
     "CheckpointError",
     "ContractError",
+    "Conversation",
     "DataError",
     "DeviceError",
     "DraftError",
@@ -64,6 +67,7 @@ __all__ = [
     "Stats",
     "StoreError",
     "Stream",
+    "TemplateError",
     "TrainingError",
     "UnsupportedModelError",
     "VerifierError",

@@ -166,6 +166,11 @@ class Bundle:
         return self.path / TOKENIZER if TOKENIZER in self.files else None
 
     @property
+    def chat_template(self) -> Path | None:
+        """The chat template, if the checkpoint had one."""
+        return self.path / CHAT_TEMPLATE if CHAT_TEMPLATE in self.files else None
+
+    @property
     def similarity(self) -> Path | None:
         """What tells similar requests; bundles of jetdraft 0.1 may have none."""
         return self.path / SIMILARITY if SIMILARITY in self.files else None

@@ -9,6 +9,7 @@
     ├── BundleError        a bundle is missing, damaged or too new
     │   └── ContractError  a graph does not have the declared inputs and outputs
     ├── PromptError        a prompt is empty, too long or not in the vocabulary
+    ├── TemplateError      a chat template is missing, broken or refuses the messages
     ├── MethodError        the bundle cannot draft with the asked method
     ├── DraftError         a tree of drafted tokens is malformed, or too wide
     ├── VerifierError      a verifier is unknown, or not exact for the kind of draft
@@ -65,6 +66,10 @@ class ContractError(BundleError):
 
 class PromptError(JetdraftError):
     """A prompt is empty, too long or not in the vocabulary."""
+
+
+class TemplateError(JetdraftError):
+    """A chat template is missing, broken or refuses the messages."""
 
 
 class MethodError(JetdraftError):

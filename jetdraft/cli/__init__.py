@@ -13,8 +13,8 @@ from jetdraft import __version__
 from jetdraft.errors import JetdraftError
 
 VERBS = (
-    "plan", "devices", "doctor", "train", "quantize", "export", "generate", "bench",
-    "tune", "check", "inspect", "store",
+    "plan", "devices", "doctor", "train", "quantize", "export", "generate", "chat",
+    "bench", "tune", "check", "inspect", "store",
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from jetdraft.errors import (
 from jetdraft.runtime import tuning
 from jetdraft.runtime.asynchronous import AsyncStream
 from jetdraft.runtime.calibration import Calibration
+from jetdraft.runtime.chat import ChatTemplate, Message, check_messages, read_template
 from jetdraft.runtime.drafting import AUTO
 from jetdraft.runtime.follower import Follower
 from jetdraft.runtime.graph import Graph
@@ -138,6 +139,7 @@ class Model:
         self.bundle = bundle
         self._claim = Lock()
         self._current: Stream | None = None
+        self._template: ChatTemplate | None = None
         self._arguments = (
             *(bundle, provider, threads, streams, store, user, table),
             *(drafter_provider, method),
@@ -452,6 +454,30 @@ class Model:
             print(piece.text, end="")
         """
         return AsyncStream(self.stream(prompt, token_ids=token_ids, **options))
+
+    def chat(self, messages: Sequence[Message], **options: Any) -> Result:
+        """The assistant's next message; see `Conversation` for several turns.
+
+        model.chat([{"role": "user", "content": "Hello"}], max_new_tokens=32).text
+        """
+        return self.generate(token_ids=self.chat_prompt(messages), **options)
+
+    def chat_prompt(self, messages: Sequence[Message], **more: Any) -> list[int]:
+        """The ids of messages in the checkpoint's template; `more` is given to it.
+
+        model.stream(token_ids=model.chat_prompt(messages))
+        """
+        if self._template is None:
+            ends = self.bundle.eos_token_ids
+            self._template = ChatTemplate(
+                read_template(self.bundle.chat_template),
+                {
+                    "bos_token": self.text.bos_token,
+                    "eos_token": self.text.token(ends[0]) if ends else "",
+                },
+            )
+        text = self._template.render(check_messages(messages), **more)
+        return self.text.encode(text, special=False)
 
     def prompt(
         self, prompt: str | None = None, token_ids: Sequence[int] | Int64s | None = None

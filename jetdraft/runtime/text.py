@@ -32,14 +32,25 @@ class TextCodec:
         """Whether there is a tokenizer, and so text."""
         return self._tokenizer is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, special tokens of the template included."""
+    def token(self, id: int) -> str:
+        """The name of a token, "" without a tokenizer."""
+        found = self._tokenizer.id_to_token(id) if self._tokenizer else None
+        return found or ""
+
+    @property
+    def bos_token(self) -> str:
+        """What the tokenizer begins every text with, "" if nothing."""
+        ids = self.encode("") if self._tokenizer else []
+        return self.token(ids[0]) if ids else ""
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a prompt, and the tokens that go around it if `special`."""
         if self._tokenizer is None:
             raise PromptError(
                 "the bundle has no tokenizer; give the prompt as token_ids"
             )
         try:
-            return list(self._tokenizer.encode(text).ids)
+            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
         except TypeError as error:
             raise PromptError(
                 "the prompt is not a text of whole characters; give UTF-8"

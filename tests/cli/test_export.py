@@ -207,6 +207,7 @@ def test_help_lists_the_verbs_in_the_order_of_use():
         "quantize",
         "export",
         "generate",
+        "chat",
         "bench",
         "tune",
         "check",

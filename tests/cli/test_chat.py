@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import jetdraft as package
+from tests.cli.running import assert_refused, jetdraft
+from tests.runtime.test_chat import TEMPLATE, with_template
+
+GIVEN = ("--max-new-tokens", "8", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def chatty(bundle, tmp_path_factory):
+    return with_template(bundle, tmp_path_factory.mktemp("chat") / "bundle", TEMPLATE)
+
+
+def test_lines_are_turns_and_orders_are_obeyed(chatty, tmp_path):
+    file = tmp_path / "talk.json"
+    lines = ["hello", "/stats", "and then", "/save " + str(file), "/reset", "/stats"]
+    lines += ["/nothing", "/load " + str(tmp_path / "none"), "", "once more", "/quit"]
+    given = ("--system", "be brief", *GIVEN)
+    result = jetdraft("chat", chatty, *given, stdin="\n".join([*lines, "unread"]))
+    assert result.exit_code == 0, result.stderr
+    model = package.load(chatty, threads=1)
+    messages = [{"role": "system", "content": "be brief"}]
+    for said in ("hello", "and then"):
+        messages.append({"role": "user", "content": said})
+        reply = model.chat(messages, max_new_tokens=8)
+        messages.append({"role": "assistant", "content": reply.text})
+        assert reply.text in result.stdout
+    assert json.loads(file.read_text()) == messages
+    assert "tokens in" in result.stderr
+    assert "tokens kept" in result.stderr
+    assert "nothing was said yet" in result.stderr
+    assert "/save FILE" in result.stderr, "help for what is no order"
+    assert "no saved conversation" in result.stderr
+
+
+def test_a_bundle_without_a_template_is_refused(bundle):
+    result = jetdraft("chat", bundle, *GIVEN, stdin="hello\n")
+    assert_refused(result, "no chat template")
+
+
+def test_a_broken_template_is_refused(bundle, tmp_path):
+    folder = with_template(bundle, tmp_path / "bundle", "{% if %}")
+    assert_refused(
+        jetdraft("chat", folder, *GIVEN, stdin="hello\n"), "broken in line 1"
+    )
+
+
+def read_until(fd, wanted, seconds=60.0):
+    """What a terminal shows up to some text."""
+    shown, end = "", time.monotonic() + seconds
+    while wanted not in shown:
+        ready, _, _ = select.select([fd], [], [], 0.1)
+        assert time.monotonic() < end, shown
+        if ready:
+            shown += os.read(fd, 4096).decode(errors="replace")
+    return shown
+
+
+def test_ctrl_c_stops_a_reply_and_not_the_program(chatty):
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "jetdraft", "chat", str(chatty)]
+    command += ["--max-new-tokens", "200", "--threads", "1"]
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
+    os.close(theirs)
+    read_until(ours, "> ")
+    os.write(ours, b"hello\n")
+    read_until(ours, "hello\r\n")
+    select.select([ours], [], [], 60)
+    process.send_signal(signal.SIGINT)
+    read_until(ours, "> ")
+    os.write(ours, b"/stats\n")
+    shown = read_until(ours, "tokens kept\r\n> ")
+    assert "tokens in" in shown
+    os.write(ours, b"\x04")
+    assert process.wait(30) == 0
+    os.close(ours)
