@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from jetdraft.contract import StepContract
 from jetdraft.runtime.ort import ort
@@ -62,6 +66,21 @@ class Cache:
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot rewind from {self.length} rows to {length}")
         self.length = length
+
+    def stored(self, rows: int) -> dict[str, npt.NDArray[Any]]:
+        """Copies of the first rows of all buffers, [1, kv_heads, rows, head_dim]."""
+        return {
+            name: np.ascontiguousarray(buffer.numpy()[:, :, :rows])
+            for name, buffer in self.buffers.items()
+        }
+
+    def restore(self, stored: Mapping[str, npt.NDArray[Any]], rows: int) -> None:
+        """Put copied rows back, as committed ones."""
+        for name, buffer in self.buffers.items():
+            whole = np.array(buffer.numpy())
+            whole[:, :, :rows] = stored[name]
+            buffer.update_inplace(whole)
+        self.length = rows
 
     def compact(self, path: Sequence[int]) -> None:
         """Commit the rows `path` of the last pass, ascending from 0, and no others.

@@ -31,6 +31,11 @@ class Follower:
         del self._fed[kept:]
         self.graph.cache.rewind(kept)
 
+    def restore(self, tokens: Sequence[int]) -> None:
+        """The cache holds the rows of these tokens, put there by somebody else."""
+        self._fed = list(tokens)
+        self._passes = self.graph.passes
+
     def forget(self) -> None:
         """Keep nothing."""
         self.graph.cache.rewind(0)

@@ -23,8 +23,9 @@ from jetdraft.errors import (
     PromptError,
     ProviderError,
 )
-from jetdraft.runtime import tuning
+from jetdraft.runtime import saved, tuning
 from jetdraft.runtime.asynchronous import AsyncStream
+from jetdraft.runtime.cache import Cache
 from jetdraft.runtime.calibration import Calibration
 from jetdraft.runtime.chat import ChatTemplate, Message, check_messages, read_template
 from jetdraft.runtime.drafting import AUTO
@@ -272,6 +273,36 @@ class Model:
         if target is not self.target or not self.planner.prefills:
             return Prefix(target)
         return self._prefix
+
+    def save_prefix(self, file: str | Path, token_ids: Sequence[int] | Int64s) -> None:
+        """Read a prompt and keep its rows in a file, for prompts that begin with it.
+
+        model.save_prefix("system.npz", model.text.encode(long_text))
+        """
+        tokens = self.prompt(token_ids=token_ids).tolist()
+        self.generate(token_ids=tokens, method="none", max_new_tokens=1)
+        if self.follower is not None:
+            self.follower.follow(tokens)
+        saved.save(Path(file), tokens, self._caches, self.machine())
+
+    def load_prefix(self, file: str | Path) -> None:
+        """Put a prefix that was saved with this bundle into the buffers.
+
+        Rows that another machine has computed serve generations only that are not
+        exact. Raises `BundleError`.
+        """
+        self.check_idle()
+        self.forget()
+        tokens, ours = saved.load(Path(file), self._caches, self.machine())
+        self._prefix.restore(tokens, exact=ours)
+        if self.follower is not None:
+            self.follower.restore(tokens)
+
+    @property
+    def _caches(self) -> dict[str, Cache]:
+        """Of the target and the drafter."""
+        graphs = {"target": self.target, "drafter": self.drafter}
+        return {name: graph.cache for name, graph in graphs.items() if graph}
 
     def check_idle(self) -> None:
         """Raise `JetdraftError` while a generation uses the buffers."""

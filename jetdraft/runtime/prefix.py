@@ -44,12 +44,15 @@ class Prefix:
             return 0
         return min(common(self._tokens, prompt), len(prompt) - 1)
 
-    def hold(self, sequence: Sequence[int], exact: bool) -> None:
-        """A generation has ended, of which the buffers hold the committed rows."""
-        length = self.target.cache.length
-        self._tokens = np.asarray(sequence[:length], np.int64)
+    def restore(self, tokens: Sequence[int], exact: bool) -> None:
+        """The buffers hold the rows of these tokens, put there by somebody else."""
+        self._tokens = np.asarray(tokens, np.int64)
         self._exact = exact
         self._passes = self.target.passes
+
+    def hold(self, sequence: Sequence[int], exact: bool) -> None:
+        """A generation has ended, of which the buffers hold the committed rows."""
+        self.restore(sequence[: self.target.cache.length], exact)
 
 
 def common(one: Sequence[int] | Int64s, other: Sequence[int] | Int64s) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 import jetdraft
+from jetdraft.errors import BundleError, OutputError
 from jetdraft.runtime.prefix import common
 
 RANDOM = np.random.default_rng(4)
@@ -122,3 +125,53 @@ def test_common_beginnings():
     assert common([], [1]) == 0
     assert common([1, 2, 3], [1, 2, 4, 5]) == 2
     assert common([1, 2], [1, 2, 3]) == 2
+
+
+def test_a_prefix_is_kept_on_disk(bundle, kept, tmp_path):
+    """Another process would read the same file: here, another model."""
+    file = tmp_path / "prefix.npz"
+    kept.save_prefix(file, IDS[:90])
+    expected = fresh(kept, IDS, method="draft")
+    other = jetdraft.load(bundle, threads=1)
+    other.load_prefix(file)
+    found = other.generate(token_ids=IDS, **OPTIONS, method="draft")
+    assert found.stats.reused_tokens == 90
+    assert found.token_ids == expected
+
+
+def test_a_prefix_of_another_machine_is_not_exact(bundle, kept, tmp_path):
+    file = tmp_path / "prefix.npz"
+    kept.save_prefix(file, IDS[:90])
+    with np.load(file) as stored:
+        arrays = dict(stored)
+    machine = json.loads(str(arrays["identity"]))
+    arrays["identity"] = np.array(json.dumps({**machine, "threads": 99}))
+    np.savez(file, **arrays)
+    kept.load_prefix(file)
+    assert kept.generate(token_ids=IDS, **OPTIONS).stats.reused_tokens == 0
+    kept.load_prefix(file)
+    loose = kept.generate(token_ids=IDS, **OPTIONS, exact=False)
+    assert loose.stats.reused_tokens == 90
+
+
+def test_prefixes_that_are_none_are_refused(kept, tmp_path):
+    file = tmp_path / "prefix.npz"
+    expected = fresh(kept, IDS)
+    file.write_text("nonsense")
+    with pytest.raises(BundleError, match="no saved prefix"):
+        kept.load_prefix(file)
+    kept.save_prefix(file, IDS[:90])
+    with np.load(file) as stored:
+        arrays = dict(stored)
+    machine = json.loads(str(arrays["identity"]))
+    for change, words in (
+        ({"identity": np.array(json.dumps({**machine, "bundle": "x"}))}, "another"),
+        ({"identity": np.array("{")}, "no saved prefix"),
+        ({"tokens": arrays["tokens"][:5]}, "no saved prefix"),
+    ):
+        np.savez(file, **{**arrays, **change})
+        with pytest.raises(BundleError, match=words):
+            kept.load_prefix(file)
+    with pytest.raises(OutputError, match="cannot write"):
+        kept.save_prefix(tmp_path / "no" / "where.npz", IDS[:9])
+    assert kept.generate(token_ids=IDS, **OPTIONS).token_ids == expected
