@@ -30,7 +30,7 @@ def test_profiles_are_whole(name):
     assert device.power_modes
     assert device.jetpacks
     assert Recipe.parse(device.recipe).name == device.recipe
-    assert device.recipe_evidence
+    assert "docs/quantization.md" in device.recipe_evidence
     assert {"none", "int8", "int4"} <= set(device.quantizations)
     is_orin = device.compute_capability == "8.7"
     assert ("fp8" in device.quantizations) == (not is_orin)
