@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 import warnings
 from typing import Any, NoReturn
@@ -37,6 +38,8 @@ class Verbs(click.Group):
         """Run; bad input ends with exit code 2, Ctrl-C with 130."""
         extra["standalone_mode"] = False
         warnings.showwarning = _show
+        # Whoever ends us lets us clean up, as Ctrl-C does.
+        before = signal.signal(signal.SIGTERM, _terminated)
         try:
             result = super().main(*args, **extra)
         except click.exceptions.NoArgsIsHelpError as error:
@@ -49,7 +52,13 @@ class Verbs(click.Group):
         except (click.Abort, KeyboardInterrupt):
             click.echo("interrupted", err=True)
             sys.exit(130)
+        finally:
+            signal.signal(signal.SIGTERM, before)
         sys.exit(result if isinstance(result, int) else 0)
+
+
+def _terminated(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def _show(

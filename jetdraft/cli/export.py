@@ -190,11 +190,10 @@ def command(
     size = sum(file["bytes"] for file in bundle.files.values())
     methods = ", ".join(bundle.methods)
     click.echo(f"{output}: {size / 1e6:.1f} MB, methods {methods}", err=True)
-    if limited:
-        stored = bundle.target.quantization
-        click.echo(
-            f"target: {Recipe.from_json(stored).name}, KL {stored['kl']:.2g}", err=True
-        )
+    stored = bundle.target.quantization
+    kl = f", KL {stored['kl']:.2g}" if limited else ""
+    if quantize is None or limited:
+        click.echo(f"target: {Recipe.from_json(stored).name}{kl}", err=True)
 
 
 def _check_fits(

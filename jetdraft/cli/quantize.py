@@ -63,6 +63,10 @@ def command(
     for file in (text, calibration):
         if file is not None and not file.is_file():
             raise OptionError(f"no file at {file}; give a text")
+        if file is not None and not file.read_bytes().strip():
+            raise OptionError(f"{file} has no text in it; give another")
+    if drafter is None and drafter_recipes != "all":
+        raise OptionError("recipes of a drafter need one; give --drafter too")
     _check(output)
     report = optional("quant.report", "quantizing", "export")
     # Beside the report: bundles of a large target would fill a /tmp in memory.

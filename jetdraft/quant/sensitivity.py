@@ -41,11 +41,12 @@ class Limit:
 
     def __post_init__(self) -> None:
         if (self.max_bytes is None) == (self.max_kl is None):
-            raise OptionError("give either a most of bytes or a most of KL")
+            raise OptionError("give either max bytes or max KL, not both")
         if not (self.max_bytes or self.max_kl or 0) > 0:
+            name = "max KL" if self.max_bytes is None else "max bytes"
             raise OptionError(
-                f"a limit of {self.max_bytes or self.max_kl or 0} cannot be met; give "
-                "more than 0"
+                f"{name} {self.max_bytes or self.max_kl or 0} cannot be met; give more "
+                "than 0"
             )
 
 

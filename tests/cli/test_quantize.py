@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -100,7 +104,7 @@ def test_a_text_without_tokens_is_refused(pair, tmp_path):
     out = ("--report", tmp_path / "out", "--recipes", "int4-gptq-b32")
     for option in ("--text", "--calibration"):
         result = jetdraft("quantize", pair.target, option, tmp_path / "empty.txt", *out)
-        assert_refused(result, "0 tokens")
+        assert_refused(result, "has no text in it")
     assert not (tmp_path / "out").exists()
 
 
@@ -132,3 +136,28 @@ def test_without_a_text_the_model_writes_one(pair, tmp_path):
     assert [row["recipe"] for row in found["rows"]] == ["none", "int8-gptq-b32"]
     assert 0 < found["rows"][1]["kl_mean"] < 0.1
     assert jetdraft("quantize", pair.target, *how).exit_code == 0, "again over its own"
+
+
+def test_a_text_without_words_is_told_at_once(pair, tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n")
+    for option in ("--text", "--calibration"):
+        given = (option, tmp_path / "empty.txt", "--report", tmp_path / "out")
+        refused = jetdraft("quantize", pair.target, "--recipes", "int4", *given)
+        assert_refused(refused, "has no text in it")
+    given = ("--drafter-recipes", "int4", "--report", tmp_path / "out")
+    assert_refused(jetdraft("quantize", pair.target, *given), "give --drafter too")
+
+
+def test_a_run_that_is_ended_leaves_nothing(pair, tmp_path):
+    code = "from jetdraft.cli import main; main()"
+    command = [sys.executable, "-c", code, "quantize", str(pair.target)]
+    command += ["--recipes", "int4", "--report", str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
+    end = time.monotonic() + 60
+    while not list(tmp_path.iterdir()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    time.sleep(1)
+    process.terminate()
+    assert process.wait(60) == 143
+    assert list(tmp_path.iterdir()) == []
