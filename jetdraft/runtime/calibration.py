@@ -220,7 +220,8 @@ def _prefills_agree(graph: Graph, widths: list[int]) -> bool:
             tokens = _tokens(graph, wide)
             _place(graph, start)
             whole = graph.run(tokens).logits.copy()
-            for at in range(0, wide - wide % step, step):
+            # The last part overlaps the one before: the last rows are the odd ones.
+            for at in [*range(0, wide - step, step), wide - step]:
                 _place(graph, start + at)
                 part = graph.run(tokens[at : at + step]).logits
                 agree = agree and np.array_equal(whole[at : at + step], part)
@@ -229,11 +230,13 @@ def _prefills_agree(graph: Graph, widths: list[int]) -> bool:
 
 
 def prefill_widths(contract: StepContract) -> list[int]:
-    """The passes that prompts are read in, widest first, above those of decoding."""
-    wide = contract.max_width
-    found = []
-    while wide > WIDEST:
-        found.append(wide)
+    """The passes that prompts are read in, widest first, above those of decoding.
+
+    Multiples of the widest of those, since kernels take rows in twos or fours.
+    """
+    wide, found = contract.max_width, []
+    while wide >= 2 * WIDEST:
+        found.append(wide - wide % WIDEST)
         wide //= 2
     return found
 

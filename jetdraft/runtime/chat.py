@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jetdraft.errors import OptionError, PromptError, TemplateError
+from jetdraft.errors import JetdraftError, OptionError, PromptError, TemplateError
 from jetdraft.files import replacing
 from jetdraft.runtime.stream import Piece, Result, Stream
 
@@ -137,12 +137,20 @@ class Conversation:
     def _reply(self, asked: list[Message], stream: Stream) -> Iterator[Piece]:
         try:
             yield from stream
-        finally:
-            stream.close()
-            self.last = stream.result()
-            reply = {"role": "assistant", "content": self.last.text}
-            self.messages = [*asked, reply]
-            self._stream = None
+        except JetdraftError:
+            raise  # nothing was said
+        except BaseException:
+            self._ended(asked, stream)
+            raise
+        self._ended(asked, stream)
+
+    def _ended(self, asked: list[Message], stream: Stream) -> None:
+        """Keep a reply as far as it came."""
+        stream.close()
+        self.last = stream.result()
+        reply = {"role": "assistant", "content": self.last.text}
+        self.messages = [*asked, reply]
+        self._stream = None
 
     def cancel(self) -> None:
         """End the reply under way."""

@@ -176,7 +176,12 @@ class Generator:
         wide = next((width for width in self.prefills if width <= rest), None)
         if wide is not None:
             return wide
-        return self._width(min(rest, self.widths[-1]))
+        width = self._width(min(rest, self.widths[-1]))
+        if width <= self.target.cache.room:
+            return width
+        # What would fill it up has no room: the widest that has, or as it comes.
+        fitting = [width for width in self.widths if width <= self.target.cache.room]
+        return fitting[-1] if fitting else rest
 
     def _round(
         self,

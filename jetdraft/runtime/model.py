@@ -146,31 +146,15 @@ class Model:
             *(drafter_provider, method),
         )
         self.threads = default_threads() if threads is None else threads
-        own = bundle.provider if provider is None else provider
         if like is None:
-            self._opening = self._placed(bundle.target, own, self.threads, True)
+            self._opening, self._drafting = self._places(provider, drafter_provider)
         else:
-            self._opening = like._opening
+            self._opening, self._drafting = like._opening, like._drafting
         self.provider = self._opening.provider.name
-        if drafter_provider is None and own == bundle.provider:
-            drafter_provider = bundle.drafter_provider
-        if like is None:
-            self._drafting = self._beside(drafter_provider or self.provider)
-        else:
-            self._drafting = like._drafting
         self._check_streams(streams)
         self.profiles = Profiles(bundle, self.placement, self.threads)
         self.text = TextCodec(bundle.tokenizer)
-        self.store = None
-        if user and store is None:
-            raise OptionError(f"user {user!r} needs a store; give --store FILE too")
-        if store is not None:
-            self.store = ResponseStore(
-                Path(store),
-                bundle.tokenizer_sha256,
-                user,
-                bundle.target.contract.vocab_size,
-            )
+        self.store = self._open_store(store, user)
         self.similarity = Similarity(bundle.similarity) if bundle.similarity else None
         given = {} if streams is None else read_streams(Path(streams), bundle)
         # The early exit's weights are in the lower half, all others in the upper one.
@@ -183,20 +167,39 @@ class Model:
             self.drafter = self._drafting.graph(bundle.drafter)
             self.drafter.prepare(exact=False)
         self.follower = None if self.drafter is None else Follower(self.drafter)
-        counts = None
-        if table is not None:
-            counts = Counts.load(
-                Path(table),
-                bundle.tokenizer_sha256,
-                bundle.target.contract.vocab_size,
-            )
-        self.trigrams = Trigrams(counts)
+        self.trigrams = Trigrams(self._read_counts(table))
         self.planner = self._make_planner(self.calibrate())
         self._halves: PrunedGraph | None = None
         self._use_tuning()
         self.method = method or AUTO
         if method is not None:
             self.planner.choose(Options(method=method))  # refuses what there is not
+
+    def _places(
+        self, provider: str | None, drafter_provider: str | None
+    ) -> tuple[Opening, Opening | None]:
+        """Where the target runs, and the drafter."""
+        bundle = self.bundle
+        own = bundle.provider if provider is None else provider
+        target = self._placed(bundle.target, own, self.threads, True)
+        if drafter_provider is None and own == bundle.provider:
+            drafter_provider = bundle.drafter_provider
+        return target, self._beside(drafter_provider or target.provider.name)
+
+    def _open_store(self, file: str | Path | None, user: str) -> ResponseStore | None:
+        if file is None:
+            if user:
+                raise OptionError(f"user {user!r} needs a store; give --store FILE too")
+            return None
+        vocabulary = self.bundle.target.contract.vocab_size
+        ids = self.bundle.tokenizer_sha256
+        return ResponseStore(Path(file), ids, user, vocabulary)
+
+    def _read_counts(self, table: str | Path | None) -> Counts | None:
+        if table is None:
+            return None
+        vocabulary = self.bundle.target.contract.vocab_size
+        return Counts.load(Path(table), self.bundle.tokenizer_sha256, vocabulary)
 
     def _placed(
         self, entry: GraphEntry, provider: str, threads: int, spinning: bool
@@ -283,7 +286,9 @@ class Model:
         self.generate(token_ids=tokens, method="none", max_new_tokens=1)
         if self.follower is not None:
             self.follower.follow(tokens)
-        saved.save(Path(file), tokens, self._caches, self.machine())
+        # A prompt as long as the buffers leaves its last token unread.
+        rows = tokens[: self.target.cache.length]
+        saved.save(Path(file), rows, self._caches, self.machine())
 
     def load_prefix(self, file: str | Path) -> None:
         """Put a prefix that was saved with this bundle into the buffers.

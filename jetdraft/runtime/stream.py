@@ -72,7 +72,7 @@ class Stream:
             prompt_tokens=len(prompt),
             plain_ms=planner.costs.pass_ms(min(planner.widths(options))),
         )
-        _check_biases(options, model)
+        _check_model(options, model)
         self._model, self._prompt, self._options = model, prompt, options
         self._proposers = planner.choose(options)
         self._controller = planner.controller(options, self._proposers)
@@ -163,7 +163,8 @@ class Stream:
         self.stats.finish_reason = ending.reason or "length"
 
 
-def _check_biases(options: Options, model: Model) -> None:
+def _check_model(options: Options, model: Model) -> None:
+    """Refuse what this model's vocabulary or tokenizer does not allow."""
     vocabulary = model.bundle.target.contract.vocab_size
     wrong = [t for t in options.shaping.logit_bias if not 0 <= t < vocabulary]
     if wrong:

@@ -10,7 +10,7 @@ import pytest
 
 import jetdraft
 from jetdraft.bundle import CHAT_TEMPLATE, Bundle
-from jetdraft.errors import OptionError, PromptError, TemplateError
+from jetdraft.errors import JetdraftError, OptionError, PromptError, TemplateError
 from jetdraft.runtime.chat import ChatTemplate, Conversation, user
 
 TEMPLATE = """\
@@ -166,3 +166,15 @@ def test_a_saved_conversation_is_json(talker, tmp_path):
     list(talk.say("a"))
     talk.save(tmp_path / "talk.json")
     assert json.loads((tmp_path / "talk.json").read_text()) == talk.messages
+
+
+def test_a_turn_that_never_began_says_nothing(talker):
+    talk = Conversation(talker, **OPTIONS)
+    other = talker.stream("a", max_new_tokens=50, ignore_eos=True)
+    next(iter(other))
+    with pytest.raises(JetdraftError, match="already generating"):
+        list(talk.say("hello"))
+    assert talk.messages == []
+    other.close()
+    list(talk.say("hello"))
+    assert len(talk.messages) == 2

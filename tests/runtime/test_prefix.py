@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import jetdraft
 from jetdraft.errors import BundleError, OutputError
+from jetdraft.runtime.calibration import _prefills_agree, prefill_widths
+from jetdraft.runtime.controller import Fixed
+from jetdraft.runtime.ending import Ending
+from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.prefix import common
+from jetdraft.runtime.sampling import Chooser, Sampling
+from jetdraft.runtime.stats import Stats
+from jetdraft.runtime.text import TextStream
 
 RANDOM = np.random.default_rng(4)
 IDS = RANDOM.integers(0, 288, 151).tolist()
@@ -175,3 +183,68 @@ def test_prefixes_that_are_none_are_refused(kept, tmp_path):
     with pytest.raises(OutputError, match="cannot write"):
         kept.save_prefix(tmp_path / "no" / "where.npz", IDS[:9])
     assert kept.generate(token_ids=IDS, **OPTIONS).token_ids == expected
+
+
+def test_where_filling_up_has_no_room_less_is_read(kept):
+    """254 of 256 rows are held, and 8 is the narrowest width above 2."""
+    prompt = (IDS * 2)[:256]
+    graph, seen = kept.target, []
+    kept.forget()
+    run = graph.run
+
+    def spy(tokens, last_only=False, width=0):
+        seen.append((len(tokens), width))
+        return run(tokens, last_only, width)
+
+    graph.run = spy
+    try:
+        generator = Generator(graph, [2, 8], [], prefills=[64, 32])
+        ending, stats = Ending(TextStream(None, []), []), Stats("none", True, 256)
+        chooser, none = Chooser(Sampling()), Fixed(None, 0)
+        assert list(generator.run(prompt, chooser, none, 1, ending, stats)) == []
+    finally:
+        del graph.run
+    assert sum(tokens for tokens, _ in seen) == 255
+    assert seen[-4:] == [(8, 8), (8, 8), (8, 8), (7, 8)]
+    assert graph.cache.length == 255
+
+
+@pytest.mark.parametrize(
+    ("most", "widths"),
+    [(16, []), (31, []), (64, [64, 32]), (100, [96, 48]), (128, [128, 64, 32])],
+)
+def test_prompts_are_read_in_multiples_of_the_widest_draft(kept, most, widths):
+    contract = replace(kept.bundle.target.contract, max_width=most)
+    assert prefill_widths(contract) == widths
+
+
+def test_a_width_whose_last_row_differs_does_not_agree(kept):
+    graph, run = kept.target, kept.target.run
+    widths = kept.planner.calibration.exact_widths
+    assert _prefills_agree(graph, widths)
+
+    def odd(tokens, last_only=False, width=0):
+        answer = run(tokens, last_only, width)
+        if len(tokens) == 32:
+            answer.logits[-1, 0] += 1e-6 + abs(answer.logits[-1, 0]) * 1e-6
+        return answer
+
+    graph.run = odd
+    try:
+        assert not _prefills_agree(graph, widths)
+    finally:
+        del graph.run
+        kept.forget()
+
+
+def test_a_prefix_as_long_as_the_buffers(bundle, kept, tmp_path):
+    whole = (IDS * 2)[:256]
+    kept.forget()
+    kept.save_prefix(tmp_path / "prefix.npz", whole)
+    expected = fresh(kept, whole[:255], max_new_tokens=1)
+    other = jetdraft.load(bundle, threads=1)
+    other.load_prefix(tmp_path / "prefix.npz")
+    options = {**OPTIONS, "max_new_tokens": 1}
+    found = other.generate(token_ids=whole[:255], **options)
+    assert found.stats.reused_tokens == 254
+    assert found.token_ids == expected
