@@ -8,6 +8,7 @@
     ├── OutputError        the output folder cannot be written
     ├── BundleError        a bundle is missing, damaged or too new
     │   └── ContractError  a graph does not have the declared inputs and outputs
+    ├── ConstraintError    a schema or grammar is malformed, or cannot be followed
     ├── PromptError        a prompt is empty, too long or not in the vocabulary
     ├── TemplateError      a chat template is missing, broken or refuses the messages
     ├── MethodError        the bundle cannot draft with the asked method
@@ -62,6 +63,10 @@ class BundleError(JetdraftError):
 
 class ContractError(BundleError):
     """A graph does not have the declared inputs and outputs."""
+
+
+class ConstraintError(JetdraftError):
+    """A schema or grammar is malformed, or cannot be followed."""
 
 
 class PromptError(JetdraftError):

@@ -10,7 +10,12 @@ from typing import Any
 import click
 
 from jetdraft.cli.generate import summary
-from jetdraft.cli.options import bundle_argument, runtime_options, sampling_options
+from jetdraft.cli.options import (
+    bundle_argument,
+    constraint_options,
+    runtime_options,
+    sampling_options,
+)
 from jetdraft.errors import JetdraftError
 from jetdraft.runtime.chat import Conversation
 from jetdraft.runtime.model import load
@@ -30,6 +35,7 @@ HELP = """/stats       what the last reply cost
 @click.option(
     "--drop-oldest", is_flag=True, help="Forget whole turns where the buffers are full."
 )
+@constraint_options
 @sampling_options
 @runtime_options
 def command(

@@ -12,6 +12,7 @@ import click
 
 from jetdraft.cli.options import (
     bundle_argument,
+    constraint_options,
     drafting_options,
     ending_options,
     integers,
@@ -41,6 +42,7 @@ from jetdraft.runtime.stream import Result
     "adaptive.",
 )
 @drafting_options
+@constraint_options
 @ending_options
 @sampling_options
 @click.option("--ignore-eos", is_flag=True, help="Go on past end-of-text.")

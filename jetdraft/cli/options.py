@@ -115,6 +115,39 @@ def ending_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def constraint_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What the text must be."""
+    for option in (
+        click.option(
+            "--grammar",
+            metavar="FILE",
+            callback=_text,
+            help="The text follows this grammar, in the notation of Lark.",
+        ),
+        click.option("--regex", help="The text is one of this regular expression."),
+        click.option(
+            "--json-schema",
+            metavar="FILE",
+            callback=_text,
+            help="The text is JSON of this schema.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def _text(context: Any, param: Any, value: str | None) -> str | None:
+    """What is in a file."""
+    if value is None:
+        return None
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.BadParameter(
+            f"{value} cannot be read ({error}); give a UTF-8 file"
+        ) from error
+
+
 def _biases(context: Any, param: Any, values: Sequence[str]) -> dict[int, float] | None:
     """What was given as ID=NUMBER."""
     found = {}

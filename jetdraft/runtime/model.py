@@ -28,6 +28,7 @@ from jetdraft.runtime.asynchronous import AsyncStream
 from jetdraft.runtime.cache import Cache
 from jetdraft.runtime.calibration import Calibration
 from jetdraft.runtime.chat import ChatTemplate, Message, check_messages, read_template
+from jetdraft.runtime.constraint import Vocabulary
 from jetdraft.runtime.drafting import AUTO
 from jetdraft.runtime.follower import Follower
 from jetdraft.runtime.graph import Graph
@@ -141,6 +142,7 @@ class Model:
         self._claim = Lock()
         self._current: Stream | None = None
         self._template: ChatTemplate | None = None
+        self._vocabulary: Vocabulary | None = None if like is None else like._vocabulary
         self._arguments = (
             *(bundle, provider, threads, streams, store, user, table),
             *(drafter_provider, method),
@@ -308,6 +310,17 @@ class Model:
         """Of the target and the drafter."""
         graphs = {"target": self.target, "drafter": self.drafter}
         return {name: graph.cache for name, graph in graphs.items() if graph}
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What texts can be constrained with; twins share it."""
+        if self._vocabulary is None:
+            self._vocabulary = Vocabulary(
+                self.bundle.tokenizer,
+                self.bundle.target.contract.vocab_size,
+                list(self.bundle.eos_token_ids),
+            )
+        return self._vocabulary
 
     def check_idle(self) -> None:
         """Raise `JetdraftError` while a generation uses the buffers."""

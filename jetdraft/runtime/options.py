@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import Any
 
 from jetdraft.contract import CANDIDATES
 from jetdraft.errors import OptionError, VerifierError
+from jetdraft.runtime.constraint import Constraint
 from jetdraft.runtime.drafting import AUTO, MAX_DRAFT_TOKENS, Drafting
 from jetdraft.runtime.sampling import Sampling
 from jetdraft.runtime.shaping import Shaping
@@ -40,7 +42,8 @@ class Options:
 
     The text ends before any of the texts in `stop`, or after `max_seconds`. Logits are
     changed as `Shaping` says. `logprobs` asks for those of the tokens, and of so many
-    others at each place.
+    others at each place. The text is JSON of a `json_schema`, or one of `regex`, or of
+    `grammar` in Lark's notation, as far as `max_new_tokens` let it come.
     """
 
     max_new_tokens: int = 128
@@ -68,9 +71,13 @@ class Options:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logprobs: int | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
     sampling: Sampling = field(init=False)
     shaping: Shaping = field(init=False)
     drafting: Drafting = field(init=False)
+    constraint: Constraint | None = field(init=False)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -105,6 +112,7 @@ class Options:
             self.presence_penalty,
             self.frequency_penalty,
         )
+        self.constraint = Constraint.of(self.json_schema, self.regex, self.grammar)
         self._check_ending()
         self.drafting = Drafting(
             self.tree, self.siblings, self.branching, self.tree_parents, self.verifier
@@ -125,6 +133,11 @@ class Options:
         if self.max_seconds is not None and not self.max_seconds > 0:
             raise OptionError(
                 f"max seconds {self.max_seconds} is out of range; give more than 0"
+            )
+        if self.constraint is not None and self.ignore_eos:
+            raise OptionError(
+                f"a text of a {self.constraint.kind} ends by itself; leave ignore eos "
+                "out"
             )
         if self.logprobs is not None and not 0 <= self.logprobs <= CANDIDATES:
             raise OptionError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 
 from jetdraft.errors import DraftError, MethodError
@@ -45,7 +46,7 @@ class Planner:
     ) -> None:
         self.calibration = calibration
         self.proposers = proposers
-        self.acceptance = {name: Acceptance() for name in proposers}
+        self.acceptance: dict[str, Acceptance] = defaultdict(Acceptance)
         self.costs = Costs(
             target=dict(calibration.target_ms),
             draft={name: p.ms_per_token for name, p in proposers.items()},

@@ -137,6 +137,17 @@ class Rows:
             found.append([*found[parent], parent])
         return found
 
+    @property
+    def paths(self) -> list[list[int]]:
+        """The tokens below the root down to each row, its own included.
+
+        Rows([5, 8, 9], [-1, 0, 0]).paths    # [[], [8], [9]]
+        """
+        found: list[list[int]] = [[]]
+        for token, parent in zip(self.tokens[1:], self.parents[1:], strict=True):
+            found.append([*found[parent], token])
+        return found
+
     def children(self, row: int) -> list[int]:
         """The rows below `row`, in the order they were drafted."""
         return [i for i, parent in enumerate(self.parents) if parent == row]

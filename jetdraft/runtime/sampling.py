@@ -64,20 +64,20 @@ drafting, and at 1 a small drafter doubts too much (docs/log.md)."""
 class Chooser:
     """Chooses a token for each row of an `Answer`; the same object serves a drafter.
 
-    With a `shaper` the target's answers are shaped first.
+    The target's answers go through `shapers` first.
 
     Chooser(Sampling()).choose(answer, [40, 41])   # two tokens
     """
 
-    def __init__(self, sampling: Sampling, shaper: Shaper | None = None) -> None:
+    def __init__(self, sampling: Sampling, shapers: Sequence[Shaper] = ()) -> None:
         self.sampling = sampling
-        self._shaper = shaper
+        self._shapers = shapers
 
     def shape(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """What the tokens after `rows`, below the end of `context`, are chosen from."""
-        if self._shaper is None:
-            return answer
-        return self._shaper.shape(answer, rows, context)
+        for shaper in self._shapers:
+            answer = shaper.shape(answer, rows, context)
+        return answer
 
     def choose(self, answer: Answer, positions: Sequence[int]) -> list[int]:
         """The chosen token of each row.

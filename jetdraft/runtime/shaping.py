@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
+from typing import Protocol
 
 import numpy as np
 
@@ -62,10 +63,18 @@ class Shaping:
         return self != Shaping()
 
 
-class Shaper:
-    """Shapes the answers of one generation.
+class Shaper(Protocol):
+    """Changes what one generation's tokens are chosen from, by their prefix alone."""
 
-    Shaper(shaping, prompt).shape(answer, rows, context)
+    def shape(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
+        """The answer for rows below the end of `context`, the last being the root."""
+        ...
+
+
+class Penalties:
+    """Biases and penalties in one generation.
+
+    Penalties(shaping, prompt).shape(answer, rows, context)
     """
 
     def __init__(self, shaping: Shaping, prompt: Sequence[int]) -> None:
@@ -79,10 +88,8 @@ class Shaper:
         self._counts.update(context[self._counted :])
         self._counted = len(context)
         shaped = [
-            self._row(logits, [rows.tokens[each] for each in (*above[1:], row) if each])
-            for row, (logits, above) in enumerate(
-                zip(answer.logits, rows.ancestors, strict=True)
-            )
+            self._row(logits, path)
+            for logits, path in zip(answer.logits, rows.paths, strict=True)
         ]
         return answer_of(answer, shaped)
 

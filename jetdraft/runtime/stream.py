@@ -13,9 +13,10 @@ from jetdraft.runtime.ending import Ending
 from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.logprobs import Logprob
 from jetdraft.runtime.options import Options
+from jetdraft.runtime.proposers.constrained import constrained
 from jetdraft.runtime.rows import Int64s
 from jetdraft.runtime.sampling import Chooser
-from jetdraft.runtime.shaping import Shaper
+from jetdraft.runtime.shaping import Penalties, Shaper
 from jetdraft.runtime.stats import Stats
 
 if TYPE_CHECKING:
@@ -75,6 +76,14 @@ class Stream:
         _check_model(options, model)
         self._model, self._prompt, self._options = model, prompt, options
         self._proposers = planner.choose(options)
+        self._shapers: list[Shaper] = []
+        if options.shaping.changes:
+            self._shapers.append(Penalties(options.shaping, prompt.tolist()))
+        if options.constraint is not None:
+            matcher = model.vocabulary.matcher(options.constraint, len(prompt))
+            self._shapers.append(matcher)
+            if options.verifier == "walk":
+                self._proposers = constrained(self._proposers, matcher)
         self._controller = planner.controller(options, self._proposers)
         self._ending = Ending(
             model.text.stream(prompt.tolist()),
@@ -132,7 +141,7 @@ class Stream:
 
     def _rounds(self, model: Model, prompt: list[int]) -> Iterator[Piece]:
         options, ending = self._options, self._ending
-        shaping, target = options.shaping, model.target_for(options)
+        target = model.target_for(options)
         if options.verifier != "walk" and model.follower is not None:
             model.follower.forget()  # its probabilities have a say, to the last bit
         generator = Generator(
@@ -147,9 +156,7 @@ class Stream:
         )
         for commit in generator.run(
             prompt,
-            Chooser(
-                options.sampling, Shaper(shaping, prompt) if shaping.changes else None
-            ),
+            Chooser(options.sampling, self._shapers),
             self._controller,
             options.max_new_tokens,
             ending,

@@ -68,9 +68,18 @@ def read_until(fd, wanted, seconds=60.0):
     return shown
 
 
+INTERRUPTIBLE = """
+import signal
+from jetdraft.cli import main
+# A test run in the background of a shell has Ctrl-C ignored, and so have its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
+
+
 def test_ctrl_c_stops_a_reply_and_not_the_program(chatty):
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "jetdraft", "chat", str(chatty)]
+    command = [sys.executable, "-c", INTERRUPTIBLE, "chat", str(chatty)]
     command += ["--max-new-tokens", "200", "--threads", "1"]
     process = subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True

@@ -102,6 +102,36 @@ def test_wrong_endings_and_shapes_are_refused(bundle, given, said):
     assert_refused(jetdraft("generate", bundle, PROMPT, *SHORT, *given), said)
 
 
+def test_constraints_are_files_or_an_expression(bundle, model, tmp_path):
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"enum": ["left", "right"]}')
+    grammar.write_text('start: "go " ("left" | "right")')
+    for given, option in (
+        (("--json-schema", schema), {"json_schema": schema.read_text()}),
+        (("--grammar", grammar), {"grammar": grammar.read_text()}),
+        (("--regex", "[lr]{3}"), {"regex": "[lr]{3}"}),
+    ):
+        result = jetdraft("generate", bundle, PROMPT, *given, *SHORT)
+        assert result.stdout == model.generate(PROMPT, **option).text + "\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "said"),
+    [
+        ("--json-schema", "{", "not JSON"),
+        ("--json-schema", '{"properties": {"a": {"type": "x"}}}', "/properties/a"),
+        ("--grammar", "start: /a/ )", "1(12)"),
+        ("--grammar", None, "cannot be read"),
+        ("--grammar", "\xff", "cannot be read"),
+    ],
+)
+def test_wrong_constraints_are_refused(bundle, tmp_path, option, text, said):
+    file = tmp_path / "constraint"
+    if text is not None:
+        file.write_text(text, encoding="latin-1")
+    assert_refused(jetdraft("generate", bundle, PROMPT, option, file), said)
+
+
 def test_options_reach_the_generation(bundle, model):
     options = {
         "method": "draft",

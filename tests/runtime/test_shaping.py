@@ -8,7 +8,7 @@ import pytest
 from jetdraft.errors import OptionError
 from jetdraft.runtime.graph import Answer
 from jetdraft.runtime.rows import Rows
-from jetdraft.runtime.shaping import Shaper, Shaping
+from jetdraft.runtime.shaping import Penalties, Shaping
 
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
 WAYS = [
@@ -34,7 +34,7 @@ def answer(logits):
 
 
 def shape(shaping, rows, context, prompt):
-    return Shaper(shaping, prompt).shape(answer(LOGITS[: len(rows)]), rows, context)
+    return Penalties(shaping, prompt).shape(answer(LOGITS[: len(rows)]), rows, context)
 
 
 def test_each_rule_by_hand():
@@ -67,8 +67,8 @@ def test_candidates_and_their_sum_follow():
 def test_siblings_see_only_their_own_path():
     tree = Rows([3, 1, 0], [-1, 0, 0])
     logits = np.vstack([LOGITS, LOGITS[:1]])
-    shaper = Shaper(Shaping(presence_penalty=1.0), [2])
-    found = shaper.shape(answer(logits), tree, [2, 3]).logits
+    penalties = Penalties(Shaping(presence_penalty=1.0), [2])
+    found = penalties.shape(answer(logits), tree, [2, 3]).logits
     np.testing.assert_allclose(found[1], LOGITS[1] - [0, 1, 0, 1])
     np.testing.assert_allclose(found[2], LOGITS[0] - [1, 0, 0, 1])
 

@@ -287,6 +287,15 @@ def test_a_row_goes_with_all_below_it(model):
     assert halves._keep(rows, scores, 0.5) == [0, 3, 4]
 
 
+def test_a_constraint_is_kept(model):
+    how = {"token_ids": PROMPT, "regex": "(one|two) [a-z]{3,20}!", "temperature": 0.7}
+    plain = model.generate(method="none", **how)
+    assert plain.finish_reason == "stop"
+    for more in ({"num_draft_tokens": 2}, {}, {"tree": "best", "num_draft_tokens": 4}):
+        found = model.generate(method="stream", **more, **how)
+        assert found.token_ids == plain.token_ids, more
+
+
 def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
     folder = save_checkpoint(tmp_path / "c", llama_config())
     save_streams(folder, replace(SETTINGS, layers=3))
