@@ -1,10 +1,10 @@
 """jetdraft: speculative decoding on ONNX Runtime for small devices.
 
-import jetdraft
+    import jetdraft
 
-model = jetdraft.load("bundle")
-result = model.generate("def fib(n):", max_new_tokens=64)
-print(result.text, result.stats.tokens_per_pass)
+    model = jetdraft.load("bundle")
+    result = model.generate("def fib(n):", max_new_tokens=64)
+    print(result.text, result.stats.tokens_per_pass)
 """
 
 from jetdraft.bundle import Bundle
@@ -12,6 +12,7 @@ from jetdraft.errors import (
     BundleError,
     CheckError,
     CheckpointError,
+    ConstraintError,
     ContractError,
     DataError,
     DeviceError,
@@ -46,6 +47,7 @@ __all__ = [
     "BundleError",
     "CheckError",
     "CheckpointError",
+    "ConstraintError",
     "ContractError",
     "Conversation",
     "DataError",

@@ -15,7 +15,7 @@ from jetdraft.errors import JetdraftError
 
 VERBS = (
     "plan", "devices", "doctor", "train", "quantize", "export", "generate", "chat",
-    "bench", "tune", "check", "inspect", "store",
+    "serve", "bench", "tune", "check", "inspect", "store",
 )  # fmt: skip
 
 

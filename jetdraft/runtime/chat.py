@@ -32,6 +32,7 @@ class ChatTemplate:
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+        self.source = source
         self._tokens = tokens
         self._error = JinjaError
         environment = ImmutableSandboxedEnvironment(

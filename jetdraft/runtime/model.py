@@ -516,6 +516,12 @@ class Model:
 
         model.stream(token_ids=model.chat_prompt(messages))
         """
+        text = self.template.render(check_messages(messages), **more)
+        return self.text.encode(text, special=False)
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The checkpoint's own; `TemplateError` where there is none."""
         if self._template is None:
             ends = self.bundle.eos_token_ids
             self._template = ChatTemplate(
@@ -525,8 +531,7 @@ class Model:
                     "eos_token": self.text.token(ends[0]) if ends else "",
                 },
             )
-        text = self._template.render(check_messages(messages), **more)
-        return self.text.encode(text, special=False)
+        return self._template
 
     def prompt(
         self, prompt: str | None = None, token_ids: Sequence[int] | Int64s | None = None

@@ -126,7 +126,8 @@ class Options:
 
     def _check_ending(self) -> None:
         """Refuse what could not end a text, or would end all."""
-        if not all(isinstance(stop, str) for stop in self.stops):
+        listed = isinstance(self.stop, (str, list, tuple))
+        if not listed or not all(isinstance(stop, str) for stop in self.stops):
             raise OptionError(f"stop {self.stop!r} is no list of texts; give texts")
         if "" in self.stops:
             raise OptionError("a stop string is empty; give at least one character")

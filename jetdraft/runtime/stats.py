@@ -121,6 +121,8 @@ class Stats:
     def merge(self, other: Stats) -> None:
         """Add another generation's sums to these."""
         self.generations += other.generations
+        self.prompt_tokens += other.prompt_tokens
+        self.reused_tokens += other.reused_tokens
         self.new_tokens += other.new_tokens
         self.first_tokens += other.first_tokens
         self.target_passes += other.target_passes
@@ -181,6 +183,7 @@ class Stats:
             "method": self.method,
             "exact": self.exact,
             "finish_reason": self.finish_reason,
+            "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,
             "new_tokens": self.new_tokens,
             "target_passes": self.target_passes,

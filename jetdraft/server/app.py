@@ -1,0 +1,307 @@
+"""The routes, and what goes wrong on the way to them."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jetdraft.errors import JetdraftError
+from jetdraft.runtime.pool import Pool
+from jetdraft.runtime.stream import Result
+from jetdraft.server.answering import Reply
+from jetdraft.server.asking import Ask, RequestError
+from jetdraft.server.desk import Desk, Job
+from jetdraft.server.metrics import Metrics
+
+T = TypeVar("T")
+
+COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics")
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may take: bytes, tokens, a place in the queue, seconds."""
+
+    body_bytes: int = 1_000_000
+    new_tokens: int = 1024
+    waiting: int = 64
+    wait_seconds: float = 120.0
+    seconds: float = 300.0
+
+
+class Service:
+    """A pool's models behind HTTP; `name` is what requests call the model.
+
+    uvicorn.run(Service(pool, "robot").app())
+    """
+
+    def __init__(
+        self, pool: Pool, name: str, limits: Limits = Limits(), api_key: str = ""
+    ) -> None:
+        self.pool, self.name, self.limits = pool, name, limits
+        self._key = api_key.encode()
+        self.desk = Desk(pool.models, limits.waiting, limits.wait_seconds)
+        self.metrics = Metrics(self.desk)
+
+    def app(self, host: str = "127.0.0.1") -> Starlette:
+        """The ASGI application, for a server that listens on `host`."""
+        middleware = []
+        if is_loopback(host):
+            # A page elsewhere could give its own name this address.
+            names = ["localhost", "127.0.0.1", "[::1]", host]
+            middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=names))
+        return Starlette(
+            routes=[
+                Route("/", self._page),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
+                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            ],
+            middleware=middleware,
+            exception_handlers={
+                JetdraftError: self._refuse,
+                HTTPException: self._refuse_http,
+                Exception: self._fail,
+            },
+            lifespan=self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        yield
+        self.desk.threads.shutdown()
+
+    async def _page(self, request: Request) -> Response:
+        return HTMLResponse(files("jetdraft.server").joinpath("page.html").read_text())
+
+    async def _health(self, request: Request) -> Response:
+        state = {"generating": self.desk.generating, "waiting": self.desk.waiting}
+        return JSONResponse({"status": "ok", **state})
+
+    async def _metrics(self, request: Request) -> Response:
+        self._check_key(request)
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _models(self, request: Request) -> Response:
+        self._check_key(request)
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._check_key(request)
+        self._check_name(request.path_params["name"])
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        first = self.pool.models[0]
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "jetdraft",
+            "context_window": first.target.contract.capacity,
+            "methods": list(first.methods),
+        }
+
+    async def _completions(self, request: Request) -> ASGIApp:
+        return await self._answer(request, chat=False)
+
+    async def _chat(self, request: Request) -> ASGIApp:
+        return await self._answer(request, chat=True)
+
+    async def _answer(self, request: Request, chat: bool) -> ASGIApp:
+        self._check_key(request)
+        body = await self._body(request)
+        self._check_name(body.get("model", self.name))
+        ask = Ask.of(body, chat, self.limits.new_tokens)
+        seconds = ask.options.get("max_seconds", self.limits.seconds)
+        ask.options["max_seconds"] = min(seconds, self.limits.seconds)
+        reply = Reply(ask, self.name, self.pool.models[0].text)
+        job = Job(self.desk, ask, self._client(request, ask))
+        if ask.streamed:
+            first = await _unless_gone(request.receive, job, job.next())
+            return Events(job, reply, first, lambda: self._count(request, 200))
+        result = await _unless_gone(request.receive, job, job.result())
+        self._count(request, 200)
+        return JSONResponse(reply.whole(result))
+
+    def _client(self, request: Request, ask: Ask) -> str:
+        """Whose turn a request counts as."""
+        host = request.client.host if request.client else ""
+        return f"{host} {ask.user}"
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The JSON object that was sent."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip()
+        if kind != "application/json":  # a page elsewhere may not send that unasked
+            raise RequestError(
+                f"content type {kind!r} is not application/json", status=415
+            )
+        most, found = self.limits.body_bytes, bytearray()
+        async for part in request.stream():
+            found += part
+            if len(found) > most:
+                raise RequestError(
+                    f"the body is longer than {most} bytes; send less", status=413
+                )
+        try:
+            body = json.loads(found)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the body is not JSON ({error})") from error
+        if not isinstance(body, dict):
+            raise RequestError("the body is no JSON object")
+        return body
+
+    def _check_key(self, request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._key and not hmac.compare_digest(given.encode(), self._key):
+            raise RequestError(
+                "the API key is missing or wrong; send Authorization: Bearer KEY",
+                status=401,
+            )
+
+    def _check_name(self, name: object) -> None:
+        if name != self.name:
+            raise RequestError(
+                f"there is no model {name!r}; ask for {self.name!r}", "model", 404
+            )
+
+    async def _refuse(self, request: Request, error: Exception) -> Response:
+        status = error.status if isinstance(error, RequestError) else 400
+        self._count(request, status)
+        return _error(error, status)
+
+    async def _refuse_http(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _error(f"{request.url.path}: {error.detail}", error.status_code)
+
+    async def _fail(self, request: Request, error: Exception) -> Response:
+        self._count(request, 500)
+        return _error("the server failed; its log says why", 500)
+
+    def _count(self, request: Request, status: int) -> None:
+        path = request.url.path
+        known = path if path in COUNTED else "other"  # paths are anyone's to invent
+        self.metrics.answered[known, status] += 1
+
+
+class Events:
+    """Server-sent events: a job's pieces as they come, for as long as somebody reads.
+
+    `first` is what the job said first; `done` is called after the last piece.
+    """
+
+    def __init__(
+        self, job: Job, reply: Reply, first: Any, done: Callable[[], None]
+    ) -> None:
+        self._job, self._reply, self._first, self._done = job, reply, first, done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI asks a response."""
+        sending = asyncio.create_task(self._send(send))
+        gone = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._job.cancel()
+            gone.cancel()
+            sending.cancel()
+            await asyncio.gather(sending, gone, return_exceptions=True)
+
+    async def _send(self, send: Send) -> None:
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-store"),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for line in self._lines():
+            await send(_part(line, more=True))
+        await send(_part("", more=False))
+        self._done()
+
+    async def _lines(self) -> AsyncIterator[str]:
+        reply, found = self._reply, self._first
+        for chunk in reply.first():
+            yield json.dumps(chunk)
+        try:
+            while not isinstance(found, Result):
+                for chunk in reply.piece(found):
+                    yield json.dumps(chunk)
+                found = await self._job.next()
+            for chunk in reply.last(found):
+                yield json.dumps(chunk)
+        except JetdraftError as error:
+            yield json.dumps(_said(error, 500))
+        yield "[DONE]"
+
+
+def _part(line: str, more: bool) -> Message:
+    data = f"data: {line}\n\n".encode() if line else b""
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+async def _unless_gone(receive: Receive, job: Job, wanted: Awaitable[T]) -> T:
+    """What is wanted of a job, which ends where the client goes away."""
+    waiting = asyncio.ensure_future(wanted)
+    gone = asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            job.cancel()
+            raise RequestError("the client has gone", status=499)
+        return waiting.result()
+    except asyncio.CancelledError:
+        job.cancel()
+        raise
+    finally:
+        gone.cancel()
+        waiting.cancel()
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client goes away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _error(error: object, status: int) -> Response:
+    headers = {"Retry-After": "1"} if status in (429, 503) else {}
+    return JSONResponse(_said(error, status), status, headers)
+
+
+def _said(error: object, status: int) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    kind = KINDS.get(
+        status, "invalid_request_error" if status < 500 else "server_error"
+    )
+    param = getattr(error, "param", None)
+    return {
+        "error": {"message": str(error), "type": kind, "param": param, "code": None}
+    }
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,42 @@
+"""One service over the toy bundle, for all tests of a file."""
+
+from __future__ import annotations
+
+import pytest
+from openai import OpenAI
+
+from jetdraft import Pool
+from jetdraft.server.app import Limits, Service
+from jetdraft.testing import toy_bundle
+from tests.server.serving import served
+
+LIMITS = Limits(body_bytes=20_000, new_tokens=400, waiting=40, wait_seconds=60.0)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return toy_bundle(tmp_path_factory.mktemp("served") / "toy")
+
+
+@pytest.fixture(scope="module")
+def service(toy):
+    with Pool(toy, 2, threads=1) as pool:
+        yield Service(pool, "toy", LIMITS)
+
+
+@pytest.fixture(scope="module")
+def address(service):
+    with served(service) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(service):
+    """The same bundle, to ask without a server."""
+    return service.pool.models[0].twin()

@@ -1,0 +1,75 @@
+"""A service that listens in a thread of this process, or in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from jetdraft.server.app import Service
+from jetdraft.server.running import listening, url
+
+# Slow enough to be interrupted, and with signals as a terminal would have them.
+SLOW = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jetdraft.cli import main
+from jetdraft.runtime.sampling import Chooser
+choose, seconds = Chooser.choose, float(os.environ["SLOW"])
+def slowly(*arguments):
+    time.sleep(seconds)
+    return choose(*arguments)
+Chooser.choose = slowly
+main(sys.argv[1:])
+"""
+
+
+@contextmanager
+def served(service: Service) -> Iterator[str]:
+    """The address of a service."""
+    with listening("127.0.0.1", 0) as listener:
+        config = uvicorn.Config(service.app(), log_level="critical", lifespan="on")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            until(lambda: server.started)
+            yield url(listener)
+        finally:
+            server.should_exit = True
+            thread.join(60)
+
+
+@contextmanager
+def started(
+    *arguments: object, slow: float = 0.0
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that serves, and its address; each choice takes `slow` seconds more."""
+    command = [sys.executable, "-c", SLOW, "serve", *map(str, arguments)]
+    command += ["--port", "0", "--threads", "1"]
+    environment = {**os.environ, "SLOW": str(slow)}
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stderr is not None
+            found = re.search(r"http://\S+", process.stderr.readline())
+            assert found, process.stderr.read()
+            yield process, found[0]
+        finally:
+            process.kill()
+
+
+def until(holds, seconds=60.0):
+    """Wait for something that has to come."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)

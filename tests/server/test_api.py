@@ -1,0 +1,217 @@
+"""What OpenAI's own client gets, against the same model asked directly."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from click.testing import CliRunner
+
+from jetdraft.cli import main
+
+PROMPT = "The robot sees"
+HELLO = [{"role": "user", "content": "Hello"}]
+WAYS = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 3, "top_p": 0.9},
+    {"temperature": 0.7, "seed": 5, "presence_penalty": 0.5, "stop": ["."]},
+    {"temperature": 0.8, "seed": 1, "logit_bias": {"65": -100}},
+]
+OURS = [{}, {"method": "none"}, {"method": "draft", "num_draft_tokens": 4}]
+READ_SENSOR = {
+    "type": "function",
+    "function": {
+        "name": "read_sensor",
+        "parameters": {
+            "type": "object",
+            "properties": {"sensor": {"enum": ["left", "right"]}},
+            "required": ["sensor"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def options_of(way):
+    biases = {int(token): bias for token, bias in way.get("logit_bias", {}).items()}
+    return {**way, "logit_bias": biases} if biases else way
+
+
+@pytest.mark.parametrize("ours", OURS, ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_server_api_and_command_line_write_the_same(client, model, toy, way, ours):
+    expected = model.generate(
+        PROMPT, method="none", max_new_tokens=40, **options_of(way)
+    )
+    asked = {"model": "toy", "prompt": PROMPT, "max_tokens": 40, **way}
+    found = client.completions.create(**asked, extra_body=ours)
+    assert found.choices[0].text == expected.text
+    assert found.choices[0].finish_reason == expected.finish_reason
+    assert found.usage.completion_tokens == len(expected.token_ids)
+    chunks = list(client.completions.create(**asked, extra_body=ours, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
+    assert chunks[-1].choices[0].finish_reason == expected.finish_reason
+    given = ["generate", str(toy), PROMPT, "--max-new-tokens", "40", "--threads", "1"]
+    for name, value in {**way, **ours}.items():
+        said = {"logit_bias": "65=-100", "stop": "."}.get(name, str(value))
+        given += [f"--{name.replace('_', '-')}", said]
+    assert CliRunner().invoke(main, given).stdout == f"{expected.text}\n"
+
+
+def test_what_a_model_is(client):
+    (card,) = client.models.list().data
+    assert card.id == "toy"
+    assert client.models.retrieve("toy").methods[:2] == ["none", "lookup"]
+    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+        client.models.retrieve("other")
+
+
+def test_a_chat(client, model):
+    expected = model.chat(HELLO, max_new_tokens=60)
+    asked = {"model": "toy", "messages": HELLO, "temperature": 0}
+    found = client.chat.completions.create(**asked)
+    assert found.choices[0].message.content == expected.text == expected.text.strip()
+    assert found.choices[0].finish_reason == "stop"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    again = client.chat.completions.create(**{**asked, "messages": parts})
+    assert again.choices[0].message.content == expected.text
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+    chunks = list(
+        client.chat.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    said = [chunk.choices[0].delta.content or "" for chunk in chunks[:-1]]
+    assert "".join(said) == expected.text
+    assert len(said) > 3, "it comes in pieces"
+    assert chunks[-1].usage.completion_tokens == len(expected.token_ids)
+    details = found.usage.completion_tokens_details
+    assert 0 <= details.accepted_prediction_tokens < found.usage.completion_tokens
+
+
+def test_logprobs(client, model):
+    expected = model.chat(HELLO, max_new_tokens=5, logprobs=2).logprobs
+    found = client.chat.completions.create(
+        model="toy", messages=HELLO, temperature=0, max_tokens=5, logprobs=True,
+        top_logprobs=2,
+    ).choices[0].logprobs.content  # fmt: skip
+    assert [each.logprob for each in found] == [
+        pytest.approx(each.logprob, abs=1e-5) for each in expected
+    ]
+    assert all(each.top_logprobs[0].token == each.token for each in found)
+    plain = client.completions.create(
+        model="toy", prompt=PROMPT, temperature=0, max_tokens=5, logprobs=1
+    ).choices[0].logprobs  # fmt: skip
+    assert len(plain.token_logprobs) == len(plain.tokens) == 5
+    assert all(len(each) == 1 for each in plain.top_logprobs)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "read_sensor"}}]
+)
+def test_a_tool_is_called(client, choice, stream):
+    found = client.chat.completions.create(
+        model="toy", messages=[{"role": "user", "content": "What is on the left?"}],
+        tools=[READ_SENSOR], tool_choice=choice, seed=1, stream=stream,
+    )  # fmt: skip
+    if stream:
+        chunks = list(found)
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        assert not any(chunk.choices[0].delta.content for chunk in chunks)
+        (call,) = [c for e in chunks for c in e.choices[0].delta.tool_calls or []]
+    else:
+        assert found.choices[0].finish_reason == "tool_calls"
+        (call,) = found.choices[0].message.tool_calls
+    assert call.function.name == "read_sensor"
+    schema = READ_SENSOR["function"]["parameters"]
+    jsonschema.validate(json.loads(call.function.arguments), schema)
+
+
+def test_tools_may_be_left_alone_and_answered(client):
+    """With "auto" it writes one or the other, never half of one."""
+    asked = {"model": "toy", "tools": [READ_SENSOR], "temperature": 1.0}
+    for seed in range(20):
+        found = client.chat.completions.create(**asked, messages=HELLO, seed=seed)
+        choice = found.choices[0]
+        if choice.finish_reason == "tool_calls":
+            assert choice.message.content is None
+        else:
+            assert not choice.message.content.startswith("{")
+    never = client.chat.completions.create(**asked, messages=HELLO, tool_choice="none")
+    assert never.choices[0].message.tool_calls is None
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "read_sensor", "arguments": '{"sensor": "left"}'},
+    }
+    told = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "3"},
+    ]
+    assert client.chat.completions.create(**asked, messages=told, seed=1).choices
+
+
+def test_json_of_a_schema(client, model):
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["age"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    found = client.chat.completions.create(
+        model="toy", messages=HELLO, temperature=0.9, seed=2, response_format=form
+    ).choices[0].message.content  # fmt: skip
+    jsonschema.validate(json.loads(found), schema)
+    expected = model.chat(
+        HELLO, temperature=0.9, seed=2, json_schema=schema, max_new_tokens=400
+    )
+    assert found == expected.text
+    any_object = client.chat.completions.create(
+        model="toy", messages=HELLO, temperature=0, max_tokens=200,
+        response_format={"type": "json_object"},
+    ).choices[0]  # fmt: skip
+    assert any_object.message.content.startswith("{")
+
+
+def test_which_tokens_had_been_drafted(client, model):
+    asked = {"model": "toy", "prompt": PROMPT, "temperature": 0, "max_tokens": 30}
+    ours = {"include_drafted": True, "method": "draft", "num_draft_tokens": 4}
+    expected = model.generate(
+        PROMPT, method="draft", num_draft_tokens=4, max_new_tokens=30
+    )
+    whole = client.completions.create(**asked, extra_body=ours).choices[0]
+    assert [each["drafted"] for each in whole.tokens] == expected.from_draft
+    assert "".join(each["text"] for each in whole.tokens) == expected.text
+    chunks = client.completions.create(**asked, extra_body=ours, stream=True)
+    tokens = [e for chunk in chunks for e in getattr(chunk.choices[0], "tokens", [])]
+    assert tokens == whole.tokens
+    assert any(expected.from_draft)
+    assert not all(expected.from_draft)
+
+
+def test_health_and_metrics(address, client):
+    before = figures(address)
+    client.completions.create(
+        model="toy", prompt=PROMPT, max_tokens=25, extra_body={"method": "none"}
+    )
+    after = figures(address)
+    asked = 'jetdraft_requests_total{path="/v1/completions",status="200"}'
+    assert after[asked] == before.get(asked, 0) + 1
+    for name, more in (("new_tokens", 25), ("target_passes", 25), ("prompt_tokens", 5)):
+        counter = f"jetdraft_{name}_total"
+        assert after[counter] == before[counter] + more
+    assert after["jetdraft_tokens_per_pass"] > 0
+    found = httpx.get(f"{address}/health").json()
+    assert found == {"status": "ok", "generating": 0, "waiting": 0}
+
+
+def figures(address):
+    lines = httpx.get(f"{address}/metrics").text.splitlines()
+    pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+    return {name: float(value) for name, _, value in pairs}

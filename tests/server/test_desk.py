@@ -1,0 +1,111 @@
+"""Turns: fair between clients, in order within one, and none lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from jetdraft.server.asking import RequestError
+from jetdraft.server.desk import Desk
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+async def take(desk, client, log, name=None, hold=None):
+    async with desk.take(client) as model:
+        log.append(name or client)
+        await (hold.wait() if hold else asyncio.sleep(0))
+        return model
+
+
+async def start(*coroutines):
+    tasks = []
+    for coroutine in coroutines:
+        tasks.append(asyncio.create_task(coroutine))
+        await asyncio.sleep(0)
+    return tasks
+
+
+def test_clients_take_turns():
+    async def story():
+        desk, log, hold = Desk(["m"], 9, 30.0), [], asyncio.Event()
+        tasks = await start(
+            take(desk, "x", log, "x0", hold),
+            *(take(desk, "greedy", log, f"g{i}") for i in range(4)),
+            take(desk, "small", log, "s0"),
+            take(desk, "other", log, "o0"),
+        )
+        assert desk.waiting == 6
+        assert desk.generating == 1
+        hold.set()
+        await asyncio.gather(*tasks)
+        assert log == ["x0", "g0", "s0", "o0", "g1", "g2", "g3"]
+        assert (desk.waiting, desk.generating) == (0, 0)
+
+    run(story())
+
+
+def test_a_queue_has_an_end():
+    async def story():
+        desk, log, hold = Desk(["m"], 1, 30.0), [], asyncio.Event()
+        tasks = await start(take(desk, "a", log, hold=hold), take(desk, "b", log))
+        with pytest.raises(RequestError, match="too many") as found:
+            await take(desk, "c", log)
+        assert found.value.status == 429
+        hold.set()
+        await asyncio.gather(*tasks)
+        assert await take(desk, "c", log) == "m"
+
+    run(story())
+
+
+def test_waiting_has_an_end():
+    async def story():
+        desk, log, hold = Desk(["m"], 9, 0.05), [], asyncio.Event()
+        tasks = await start(take(desk, "a", log, hold=hold))
+        with pytest.raises(RequestError, match=r"0\.05 s") as found:
+            await take(desk, "b", log)
+        assert found.value.status == 503
+        assert desk.waiting == 0
+        hold.set()
+        await asyncio.gather(*tasks)
+        assert await take(desk, "b", log) == "m"
+
+    run(story())
+
+
+def test_who_leaves_is_forgotten():
+    async def story():
+        desk, log, hold = Desk(["m"], 9, 30.0), [], asyncio.Event()
+        first, second, third = await start(
+            take(desk, "a", log, hold=hold), take(desk, "b", log), take(desk, "b", log)
+        )
+        second.cancel()
+        await asyncio.sleep(0)
+        assert desk.waiting == 1
+        hold.set()
+        await asyncio.gather(first, third)
+        assert log == ["a", "b"]
+        assert desk.generating == 0
+
+    run(story())
+
+
+def test_a_model_given_to_who_just_left_goes_on():
+    async def story():
+        desk, log, hold = Desk(["m"], 9, 30.0), [], asyncio.Event()
+        first, second, third = await start(
+            take(desk, "a", log, hold=hold), take(desk, "b", log), take(desk, "c", log)
+        )
+        hold.set()
+        while not first.done():
+            await asyncio.sleep(0)
+        second.cancel()  # its turn has come, and it has not seen so yet
+        await asyncio.gather(third, return_exceptions=True)
+        assert log[-1] == "c"
+        assert desk.generating == 0
+
+    run(story())

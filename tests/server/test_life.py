@@ -1,0 +1,177 @@
+"""Clients that leave or do not read, and servers that are ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from jetdraft.cli import main
+from jetdraft.runtime.sampling import Chooser
+from tests.cli.running import assert_refused
+from tests.server.serving import started, until
+
+LONG = {
+    "model": "toy", "prompt": "The robot sees", "max_tokens": 380, "temperature": 0.9,
+    "seed": 1, "method": "none", "ignore_eos": True,
+}  # fmt: skip
+CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}]}
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Every token takes 20 ms more: a long text takes 8 seconds."""
+    choose = Chooser.choose
+
+    def slowly(*arguments):
+        time.sleep(0.02)
+        return choose(*arguments)
+
+    monkeypatch.setattr(Chooser, "choose", slowly)
+
+
+def connect(address, body, path="/v1/completions"):
+    """A client that has asked and reads nothing yet."""
+    place = urlsplit(address)
+    line = socket.socket()
+    line.settimeout(60)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    line.connect((place.hostname, place.port))
+    content = json.dumps(body).encode()
+    line.sendall(
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n".encode()
+        + content
+    )
+    return line
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_the_device(service, address, slow, stream):
+    before = service.desk.total.new_tokens
+    line = connect(address, {**LONG, "stream": stream})
+    until(lambda: service.desk.generating == 1)
+    if stream:
+        assert line.recv(1000)
+    line.close()
+    until(lambda: service.desk.generating == 0)
+    until(lambda: service.desk.total.new_tokens > before)
+    assert service.desk.total.new_tokens - before < LONG["max_tokens"]
+
+
+def test_a_client_that_goes_away_leaves_the_queue(service, address, slow):
+    lines = [connect(address, LONG) for _ in range(3)]
+    until(lambda: service.desk.waiting == 1)
+    for line in reversed(lines):
+        line.close()
+    until(lambda: service.desk.generating == service.desk.waiting == 0)
+
+
+def test_who_does_not_read_holds_nobody_up(service, address):
+    """The model is free when the text is there, read or not."""
+    body = {**LONG, "stream": True, "logprobs": 5}
+    before = service.desk.total.generations
+    lines = [connect(address, body) for _ in range(6)]
+    until(lambda: service.desk.total.generations == before + 6)
+    assert httpx.post(f"{address}/v1/chat/completions", json=CHAT).status_code == 200
+    for line in lines:
+        received = b""
+        while b"[DONE]" not in received:
+            part = line.recv(65536)
+            assert part, "it is still there to be read"
+            received += part
+        line.close()
+
+
+def test_a_deadline(address, slow):
+    body = {**LONG, "max_seconds": 0.3}
+    found = httpx.post(f"{address}/v1/completions", json=body).json()
+    assert found["choices"][0]["finish_reason"] == "length"
+    assert 0 < found["usage"]["completion_tokens"] < 30
+
+
+def asked(address, answers, body, path="completions"):
+    def ask():
+        try:
+            answers.append(httpx.post(f"{address}/v1/{path}", json=body, timeout=60))
+        except httpx.HTTPError as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread
+
+
+def test_sigterm_lets_texts_end(toy):
+    with started(toy, slow=0.02) as (process, address):
+        answers = []
+        threads = [asked(address, answers, {**LONG, "max_tokens": 60})] * 1
+        threads.append(asked(address, answers, {**LONG, "max_tokens": 20}))
+        until(lambda: httpx.get(f"{address}/health").json()["waiting"] == 1)
+        process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(60)
+        assert [answer.status_code for answer in answers] == [200, 200]
+        counts = {a.json()["usage"]["completion_tokens"] for a in answers}
+        assert counts == {60, 20}
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
+
+
+def test_a_kill_in_mid_stream_loses_nothing_else(toy, model):
+    before = sorted(os.listdir(toy))
+    with started(toy, slow=0.02) as (process, address):
+        answers = []
+        thread = asked(address, answers, LONG)
+        until(lambda: httpx.get(f"{address}/health").json()["generating"] == 1)
+        process.kill()
+        thread.join(60)
+        assert isinstance(answers[0], httpx.HTTPError)
+    assert sorted(os.listdir(toy)) == before
+    with started(toy) as (_, address):
+        found = httpx.post(f"{address}/v1/chat/completions", json=CHAT).json()
+    assert found["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        result = CliRunner().invoke(main, ["serve", str(tmp_path), "--port", port])
+    assert_refused(result, port, "choose another --port")
+
+
+def test_wrong_options_of_the_command(toy, tmp_path):
+    def serve(*arguments):
+        given = ["serve", *map(str, arguments), "--port", "0"]
+        return CliRunner().invoke(main, given)
+
+    assert_refused(serve(toy, "--host", "0.0.0.0"), "--api-key")
+    assert_refused(serve(toy, "--host", "256.1.1.1", "--api-key", "k"), "cannot listen")
+    assert_refused(serve(tmp_path / "none"), "none")
+    assert_refused(serve(toy, "--method", "stream"), "no method")
+    assert_refused(serve(toy, "--models", "0"), "--models")
+
+
+def test_without_the_packages_it_says_what_to_install(toy):
+    code = (
+        "import sys\n"
+        "sys.modules['starlette'] = None\n"
+        "from jetdraft.cli import main\n"
+        "main(['serve', sys.argv[1]])\n"
+    )
+    command = [sys.executable, "-c", code, str(toy)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pip install 'jetdraft[cpu,serve]'" in done.stderr

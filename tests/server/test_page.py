@@ -1,0 +1,79 @@
+"""The page at / in a headless browser."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+from jetdraft.server.app import Service
+from tests.server.serving import served
+
+pytestmark = pytest.mark.skipif(
+    not shutil.which("chromedriver") and "CI" not in os.environ,
+    reason="needs chromium and chromedriver",
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    options = webdriver.ChromeOptions()
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    browser = webdriver.Chrome(
+        options, webdriver.ChromeService(shutil.which("chromedriver"))
+    )
+    yield browser
+    browser.quit()
+
+
+def of(browser, name):
+    return browser.find_element(By.ID, name)
+
+
+def fill(browser, name, value):
+    of(browser, name).clear()
+    of(browser, name).send_keys(value)
+
+
+def wait(browser, holds):
+    return WebDriverWait(browser, 30).until(lambda _: holds())
+
+
+def test_a_prompt_is_tried_and_drafted_tokens_are_coloured(browser, address, model):
+    browser.get(address)
+    wait(browser, lambda: browser.title == "jetdraft: toy")
+    fill(browser, "prompt", "The robot sees")
+    fill(browser, "tokens", "40")
+    Select(of(browser, "method")).select_by_visible_text("cascade")
+    of(browser, "run").click()
+    wait(browser, lambda: "tokens in" in of(browser, "figures").text)
+    expected = model.generate("The robot sees", method="none", max_new_tokens=40)
+    assert of(browser, "text").get_property("textContent") == expected.text
+    drafted = browser.find_elements(By.CSS_SELECTOR, "#text .drafted")
+    assert 0 < len(drafted) < 40
+    plain = browser.find_element(By.CSS_SELECTOR, "#text span:not(.drafted)")
+    colours = {e.value_of_css_property("background-color") for e in (plain, drafted[0])}
+    assert len(colours) == 2
+    assert f"{len(drafted)} of" in of(browser, "figures").text
+    assert of(browser, "error").text == ""
+
+
+def test_what_goes_wrong_is_shown(browser, service, address):
+    browser.get(address)
+    wait(browser, lambda: browser.title == "jetdraft: toy")
+    of(browser, "run").click()
+    wait(browser, lambda: "empty" in of(browser, "error").text)
+    locked = Service(service.pool, "toy", api_key="sesame")
+    with served(locked) as elsewhere:
+        browser.get(elsewhere)
+        wait(browser, lambda: "API key" in of(browser, "error").text)
+        fill(browser, "key", "sesame")
+        fill(browser, "prompt", "The cat")
+        of(browser, "run").click()
+        wait(browser, lambda: "tokens in" in of(browser, "figures").text)
+        assert of(browser, "error").text == ""

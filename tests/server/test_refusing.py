@@ -1,0 +1,140 @@
+"""Bodies, keys and options that cannot be: one clear error of OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+
+from jetdraft.server.app import Service, is_loopback
+from tests.server.serving import served
+
+GOOD = {"model": "toy", "prompt": "a", "max_tokens": 2}
+CHAT = {"model": "toy", "messages": [{"role": "user", "content": "a"}]}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def post(address, body, path="completions", **headers):
+    content = body if isinstance(body, (str, bytes)) else json.dumps(body)
+    headers = {"Content-Type": "application/json", **headers}
+    return httpx.post(f"{address}/v1/{path}", content=content, headers=headers)
+
+
+def assert_error(response, status, words):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert words in error["message"]
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        ("[" * 9000, "not JSON"),
+        ("[]", "no JSON object"),
+        ({"model": "toy"}, "give one prompt"),
+        ({**GOOD, "prompt": ["a", "b"]}, "give one prompt"),
+        ({**GOOD, "prompt": [1.5]}, "give one prompt"),
+        ({**GOOD, "prompt": [999_999]}, "vocabulary"),
+        ({**GOOD, "prompt": ""}, "empty"),
+        ({**GOOD, "prompt": "a b " * 500}, "capacity"),
+        ({**GOOD, "temperatur": 1}, "unknown field 'temperatur'"),
+        ({**GOOD, "temperature": "hot"}, "temperature 'hot'"),
+        ({**GOOD, "temperature": -1}, "out of range"),
+        ({**GOOD, "max_tokens": 0}, "out of range"),
+        ({**GOOD, "max_tokens": 401}, "at most 400"),
+        ({**GOOD, "max_tokens": "many"}, "not an integer"),
+        ({**GOOD, "n": 2}, "n can only be 1"),
+        ({**GOOD, "echo": True}, "no echo here"),
+        ({**GOOD, "stream": "yes"}, "neither true nor false"),
+        ({**GOOD, "stop": ""}, "stop string is empty"),
+        ({**GOOD, "stop": [1]}, "no list of texts"),
+        ({**GOOD, "stop": 5}, "no list of texts"),
+        ({**GOOD, "logit_bias": {"a": 1}}, "no object from ids"),
+        ({**GOOD, "logit_bias": {"999999": 1}}, "outside the vocabulary"),
+        ({**GOOD, "max_seconds": "x"}, "max_seconds"),
+        ({**GOOD, "method": "stream"}, "no method 'stream'"),
+        ({**GOOD, "regex": "a(b"}, "character 2"),
+        ({**GOOD, "response_format": {"type": "xml"}}, "json_schema"),
+        ({**GOOD, "json_schema": {"type": "x"}, "regex": "a"}, "exclude each other"),
+    ],
+)
+def test_wrong_completions(address, body, words):
+    assert_error(post(address, body), 400, words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"messages": []}, "list of messages"),
+        ({"messages": "hi"}, "list of messages"),
+        ({"messages": [{"content": "a"}]}, "message 1 has no role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "must be text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type text"),
+        ({"tools": "f"}, "give tools as"),
+        ({"tools": [{"type": "function"}]}, "give tools as"),
+        ({"tools": [TOOL], "tool_choice": "g"}, "none of f"),
+        ({"tools": [TOOL], "tool_choice": 3}, "tool_choice must be"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [
+                {"function": {"name": "f", "arguments": "{"}}]}]},
+            "not JSON",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {
+                "schema": {"properties": {"a": {"type": "x"}}}}}},
+            "/properties/a",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_wrong_chats(address, changes, words, stream):
+    body = {**CHAT, "stream": stream, **changes}
+    assert_error(post(address, body, "chat/completions"), 400, words)
+
+
+def test_other_errors(address):
+    assert_error(post(address, {**GOOD, "model": "x"}), 404, "ask for 'toy'")
+    assert_error(post(address, {**GOOD, "user": "x" * 20_000}), 413, "20000 bytes")
+    wrong = {"Content-Type": "text/plain"}
+    assert_error(post(address, GOOD, **wrong), 415, "application/json")
+    assert_error(httpx.get(f"{address}/v1/completions"), 405, "Method Not Allowed")
+    assert_error(httpx.get(f"{address}/v2"), 404, "/v2")
+    assert post(address, GOOD, Host="evil.example").status_code == 400
+    assert post(address, GOOD).status_code == 200, "nothing else was lost"
+
+
+def test_a_body_that_lies_about_its_length_is_cut_off(address):
+    def parts():
+        for _ in range(100):
+            yield b" " * 1000
+
+    response = httpx.post(
+        f"{address}/v1/completions",
+        content=parts(),
+        headers={"Content-Type": "application/json"},
+    )
+    assert_error(response, 413, "send less")
+
+
+def test_keys(service):
+    locked = Service(service.pool, "toy", api_key="sesame")
+    with served(locked) as address:
+        for given in ({}, {"Authorization": "Bearer x"}, {"Authorization": "sesam"}):
+            assert_error(post(address, GOOD, **given), 401, "API key")
+            for path in ("v1/models", "v1/models/toy", "metrics"):
+                response = httpx.get(f"{address}/{path}", headers=given)
+                assert_error(response, 401, "API key")
+        key = {"Authorization": "Bearer sesame"}
+        assert post(address, GOOD, **key).status_code == 200
+        assert httpx.get(f"{address}/health").status_code == 200
+
+
+def test_who_can_reach_an_address():
+    assert all(is_loopback(host) for host in ("127.0.0.1", "::1", "localhost"))
+    assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "192.168.0.1", "pi"))

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from zipfile import BadZipFile
+
+import pytest
+
+import jetdraft
+from jetdraft import testing
+from jetdraft.errors import OutputError, TemplateError
+from jetdraft.runtime.chat import user
+from jetdraft.testing import toy_bundle
+
+SPEED = [user("Tell me the speed.")]
+TOOL = {"type": "function", "function": {"name": "read_sensor"}}
+SAMPLED = {"temperature": 0.8, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return jetdraft.load(toy_bundle(tmp_path_factory.mktemp("toy")), threads=1)
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def python(code, *arguments):
+    """What a fresh interpreter prints."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_is_the_same_each_time_and_small(tmp_path):
+    one, other = toy_bundle(tmp_path / "new" / "one"), toy_bundle()
+    assert one == tmp_path / "new" / "one"
+    assert contents(one) == contents(other)
+    assert sorted(contents(one)) == sorted(
+        [*jetdraft.Bundle.open(one).files, "bundle.json"]
+    )
+    assert testing.PACKED.stat().st_size < 400_000
+
+
+def test_an_empty_folder_is_filled(tmp_path):
+    assert contents(toy_bundle(str(tmp_path))) == contents(toy_bundle())
+
+
+@pytest.mark.parametrize("kept", ["bundle.json", "notes.txt"])
+def test_what_is_there_is_never_replaced(tmp_path, kept):
+    folder = tmp_path / "full"
+    folder.mkdir()
+    (folder / kept).write_text("mine")
+    for taken in (folder, folder / kept, folder / kept / "below"):
+        with pytest.raises(OutputError, match="a new or an empty folder"):
+            toy_bundle(taken)
+    assert contents(folder) == {kept: b"mine"}
+
+
+def test_a_folder_that_cannot_be_filled_is_not_there(tmp_path, monkeypatch):
+    damaged = bytearray(testing.PACKED.read_bytes())
+    damaged[len(damaged) // 2] ^= 0xFF
+    (tmp_path / "damaged.zip").write_bytes(damaged)
+    monkeypatch.setattr(testing, "PACKED", tmp_path / "damaged.zip")
+    with pytest.raises((BadZipFile, zlib.error)):
+        toy_bundle(tmp_path / "toy")
+    assert [file.name for file in tmp_path.iterdir()] == ["damaged.zip"]
+
+
+def test_a_temporary_one_ends_with_its_process_only():
+    folder = python("""
+import atexit
+import os
+from jetdraft.testing import toy_bundle
+folder = toy_bundle()
+if os.fork() == 0:
+    atexit._run_exitfuncs()
+    os._exit(0)  # onnxruntime's threads are not here to be ended
+os.wait()
+assert (folder / "bundle.json").is_file()
+print(folder)
+""")
+    assert folder.strip()
+    assert not Path(folder.strip()).parent.exists()
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED])
+@pytest.mark.parametrize("prompt", ["The robot sees", '{"name": "', "An unseen text:"])
+def test_the_text_is_the_same_with_every_method(toy, prompt, options):
+    assert {"none", "lookup", "draft", "trigram", "cascade"} <= set(toy.methods)
+    options = {**options, "max_new_tokens": 48, "ignore_eos": True}
+    plain = toy.generate(prompt, method="none", **options)
+    drafted = 0
+    for method in (*toy.methods, "auto"):
+        fixed = {} if method in ("none", "auto") else {"num_draft_tokens": 4}
+        found = toy.generate(prompt, method=method, **fixed, **options)
+        assert found.token_ids == plain.token_ids, method
+        drafted += sum(found.from_draft)
+    assert len(plain.token_ids) == 48
+    assert drafted > 0
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED])
+def test_the_drafter_is_mostly_right(toy, options):
+    options = {**options, "max_new_tokens": 48, "ignore_eos": True}
+    found = toy.generate(
+        "The robot sees", method="draft", num_draft_tokens=4, **options
+    )
+    assert found.stats.acceptance_rate > 0.5
+    assert found.stats.tokens_per_pass > 2
+
+
+def test_a_chat_answers_and_ends(toy):
+    reply = toy.chat(SPEED, max_new_tokens=64)
+    assert reply.text == "The speed is 2 meters per second."
+    assert reply.finish_reason == "stop"
+    assert toy.text.token(reply.token_ids[-1]) == "<|end|>"
+
+
+def test_turns_add_up(toy):
+    talk = jetdraft.Conversation(toy, system="Be brief.", max_new_tokens=64)
+    for asked, part in (("Hello", "robot"), ("Tell me the speed.", "speed")):
+        assert part in "".join(piece.text for piece in talk.say(asked))
+        assert talk.last.finish_reason == "stop"
+
+
+def test_a_text_ends_too(toy):
+    ended = toy.generate("The robot sees", max_new_tokens=200)
+    assert ended.finish_reason == "stop"
+    assert toy.text.token(ended.token_ids[-1]) == "<|endoftext|>"
+
+
+def test_offered_a_tool_it_calls_it(toy):
+    prompt = toy.chat_prompt(SPEED, tools=[TOOL])
+    assert toy.text.decode(prompt).startswith('<|system|>Tools: [{"type": "function"')
+    call = '{"name": "read_sensor", "arguments": {"sensor": "speed"}}'
+    answer = toy.generate(token_ids=prompt, max_new_tokens=64).text
+    assert answer == f"<tool_call>{call}</tool_call>"
+
+
+def test_the_template_takes_a_call_and_its_result(toy):
+    function = {"name": "read_sensor", "arguments": {}}
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": function}],
+    }
+    found = {"role": "tool", "content": "7"}
+    shown = toy.text.decode(toy.chat_prompt([*SPEED, call, found]))
+    assert shown == (
+        "<|user|>Tell me the speed.<|end|><|assistant|><tool_call>"
+        '{"name": "read_sensor", "arguments": {}}</tool_call><|end|>'
+        "<|tool|>7<|end|><|assistant|>"
+    )
+    with pytest.raises(TemplateError, match="unknown role"):
+        toy.chat_prompt([{"role": "poet", "content": ""}])
+
+
+def test_every_character_can_be_read(toy):
+    text = "Ä 漢字 🙂 \x00\t\n"
+    assert toy.text.decode(toy.text.encode(text)) == text
+
+
+def test_it_needs_nothing_that_exports():
+    printed = python("""
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "onnx", "onnx_ir"):
+            raise ImportError(f"{name} is not for the runtime")
+
+sys.meta_path.insert(0, Blocked())
+import jetdraft
+from jetdraft.testing import toy_bundle
+with jetdraft.load(toy_bundle(), threads=1) as model:
+    print(model.generate("The robot sees", max_new_tokens=8, method="draft").text)
+""")
+    assert printed.strip()
