@@ -1,5 +1,7 @@
 """jetdraft: speculative decoding on ONNX Runtime for small devices.
 
+Usage:
+
     import jetdraft
 
     model = jetdraft.load("bundle")

@@ -46,14 +46,14 @@ from jetdraft.runtime.pool import Pool
 )
 @click.option(
     "--max-wait",
-    type=click.FloatRange(0),
+    type=click.FloatRange(0, min_open=True),
     default=120.0,
     show_default=True,
     help="Seconds that one may wait.",
 )
 @click.option(
     "--max-seconds",
-    type=click.FloatRange(0),
+    type=click.FloatRange(0, min_open=True),
     default=300.0,
     show_default=True,
     help="Seconds that a text may take.",

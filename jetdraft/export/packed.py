@@ -3,7 +3,8 @@
 A method is how a linear layer's tensors hold its matrix [out, in]:
 
 gptq                qweight int32 [in / each, out], packed along the inputs; qzeros are
-                    one less than the zeros, but for "gptq_v2"
+                    one less than the zeros, but for "gptq_v2"; g_idx [in] is each
+                    input's group, which need not ascend (desc_act)
 awq                 qweight int32 [in, out / each], in the order of its GPU kernels
 compressed-tensors  weight_packed int32 [out, in / each], or weight int8 [out, in]
 bitsandbytes        weight int8 [out, in], a scale per output (2208.07339)
@@ -12,7 +13,7 @@ bitsandbytes        weight int8 [out, in], a scale per output (2208.07339)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.streams import WEIGHTS as STREAM_WEIGHTS
-from jetdraft.quant.blocks import Blocks, Bytes, Floats, unpack
+from jetdraft.quant.blocks import Blocks, Bytes, Floats, Order, unpack
 from jetdraft.quant.recipe import BLOCK_SIZES
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -125,13 +126,21 @@ def _gptq(parts: Parts, settings: Settings) -> Blocks | None:
         return None
     bits = int(settings["bits"])
     integers = _words(parts["qweight"].T, bits)
-    order = parts.get("g_idx")
-    if order is not None and (order.diff() < 0).any():
-        raise _CannotHoldError("has its inputs in another order (desc_act)")
     more = np.uint8(settings.get("checkpoint_format") != "gptq_v2")
     zeros = (_words(parts["qzeros"], bits) + more) & np.uint8((1 << bits) - 1)
     group = int(settings["group_size"])
-    return _blocks(integers, parts["scales"].T, zeros.T, bits, group)
+    order = _order(parts.get("g_idx"), group)
+    return _blocks(integers, parts["scales"].T, zeros.T, bits, group, order)
+
+
+def _order(groups: Tensor | None, size: int) -> Order | None:
+    """The inputs group by group, None where they are so already."""
+    if groups is None or size == -1 or not (groups.diff() < 0).any():
+        return None
+    order = np.argsort(groups.numpy(), kind="stable").astype(np.int64)
+    if (groups.numpy()[order] != np.arange(len(order)) // size).any():
+        raise ValueError(f"g_idx has not {size} inputs to a group")
+    return order
 
 
 def _awq(parts: Parts, settings: Settings) -> Blocks | None:
@@ -154,8 +163,6 @@ def _awq(parts: Parts, settings: Settings) -> Blocks | None:
 def _compressed(parts: Parts, settings: Settings) -> Blocks | None:
     if "weight_scale" not in parts:
         return None
-    if "weight_g_idx" in parts:
-        raise _CannotHoldError("has its inputs in another order (actorder)")
     scales, zeros = parts["weight_scale"], None
     if "weight_packed" in parts and "weight_shape" in parts:
         columns = int(parts["weight_shape"][1])
@@ -179,7 +186,8 @@ def _compressed(parts: Parts, settings: Settings) -> Blocks | None:
     rows, groups = integers.shape[1], scales.shape[1]
     if rows % groups:
         raise _CannotHoldError(f"has {groups} scales for {rows} inputs")
-    return _blocks(integers, scales, zeros, bits, rows // groups)
+    order = _order(parts.get("weight_g_idx"), rows // groups)
+    return _blocks(integers, scales, zeros, bits, rows // groups, order)
 
 
 def _int8(parts: Parts, settings: Settings) -> Blocks | None:
@@ -213,12 +221,17 @@ def _unsigned(signed: Tensor) -> Bytes:
 
 
 def _blocks(
-    integers: Bytes, scales: Tensor, zeros: Bytes | None, bits: int, group: int
+    integers: Bytes,
+    scales: Tensor,
+    zeros: Bytes | None,
+    bits: int,
+    group: int,
+    order: Order | None = None,
 ) -> Blocks:
     """Of integers [out, in], so many inputs to a `group`, -1 for all.
 
     `scales` and `zeros` are [out, groups]. A group of any multiple of a block may be
-    told as several blocks with the same scale.
+    told as several blocks with the same scale. `order` has the inputs group by group.
     """
     columns, rows = integers.shape
     group = rows if group == -1 else group
@@ -232,15 +245,16 @@ def _blocks(
     block = whole[0]
     count = -(-rows // block)
     filled = np.zeros((columns, count * block), np.uint8)
-    filled[:, :rows] = integers
+    filled[:, :rows] = integers if order is None else integers[:, order]
     own = np.arange(count) * block // group
     if zeros is not None and (zeros == 1 << (bits - 1)).all():
         zeros = None
     floats: Floats = scales.float().numpy()
-    return Blocks.of(
+    found = Blocks.of(
         filled.reshape(columns, count, block),
         np.ascontiguousarray(floats[:, own]),
         None if zeros is None else np.ascontiguousarray(zeros[:, own]),
         bits,
         rows,
     )
+    return replace(found, order=order)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.floating]
 Bytes = npt.NDArray[np.uint8]
+Order = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Blocks:
     `packed` uint8 [columns, blocks, bytes] holds the integers, the first in the lowest
     bits; `scales` float and `zeros` uint8 [columns, blocks]; without zeros half the
     range is 0. What fills up the last block is never read. With `divisors` float [rows]
-    the matrix is for inputs that are divided by them first.
+    the matrix is for inputs that are divided by them first; with an `order` int64
+    [rows] its row i is for input `order[i]`.
 
         Blocks.of(integers, scales, None, bits=4, rows=384).packed
     """
@@ -30,6 +32,7 @@ class Blocks:
     bits: int
     rows: int
     divisors: Floats | None = None
+    order: Order | None = None
 
     @classmethod
     def of(
@@ -48,12 +51,14 @@ class Blocks:
             np.concatenate(zeros) if zeros else None,
             parts[0].bits,
             parts[0].rows,
+            order=parts[0].order,
         )
 
     @property
-    def form(self) -> tuple[int, int, bool]:
+    def form(self) -> object:
         """What one product can only have one of."""
-        return self.bits, self.block_size, self.zeros is None
+        order = None if self.order is None else self.order.tobytes()
+        return self.bits, self.block_size, self.zeros is None, order
 
     @property
     def integers(self) -> Bytes:
@@ -75,13 +80,15 @@ class Blocks:
 
     @property
     def floats(self) -> Floats:
-        """The matrix that they stand for, [rows, columns], divisions included."""
+        """The matrix that they stand for, [rows, columns], for inputs as they come."""
         middle = 1 << (self.bits - 1)
         zeros = middle if self.zeros is None else self.zeros[..., None].astype(np.int16)
         whole = (self.integers.astype(np.int16) - zeros) * self.scales[..., None]
         floats: Floats = whole.reshape(len(whole), -1)[:, : self.rows].T
         if self.divisors is not None:
             floats = floats / self.divisors[:, None]
+        if self.order is not None:
+            floats = floats[np.argsort(self.order)]
         return floats.astype(self.scales.dtype)
 
 

@@ -19,7 +19,7 @@ from onnx_ir.passes import common
 from jetdraft.editing import PARAMETER, initializer, substitute
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.quant.algorithms import quantize
-from jetdraft.quant.blocks import Blocks, Floats
+from jetdraft.quant.blocks import Blocks, Floats, Order
 from jetdraft.quant.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
 
 _CONTRIB = "com.microsoft"
@@ -66,6 +66,8 @@ class Quantization:
             blocks = self._blocks(source, transposed)
             if blocks is not None and blocks.divisors is not None:
                 _divide_inputs(graph, node, blocks.divisors)
+            if blocks is not None and blocks.order is not None:
+                _reorder_inputs(graph, node, blocks.order)
             if blocks is None:
                 pass
             elif self.standard:
@@ -165,6 +167,17 @@ def _divide_inputs(graph: ir.Graph, node: ir.Node, divisors: Floats) -> None:
     stored = constant.numpy()
     divided = initializer(graph, name, (stored / divisors).astype(stored.dtype))
     norm.replace_input_with(place, divided)
+
+
+def _reorder_inputs(graph: ir.Graph, node: ir.Node, order: Order) -> None:
+    name = f"{node.outputs[0].name}.order"
+    made = ir.node(
+        "Gather",
+        [node.inputs[0], initializer(graph, name, order)],
+        {"axis": -1},
+    )
+    graph.insert_before(node, made)
+    node.replace_input_with(0, made.outputs[0])
 
 
 _NORM_WEIGHTS = {"RMSNormalization": 1, "SkipSimplifiedLayerNormalization": 2}

@@ -49,6 +49,8 @@ class AsyncStream:
 
     async def result(self) -> Result:
         """Run to the end, and what came out in all."""
+        if self._thread._shutdown:
+            return self._stream.result()  # nothing is left to run
         found = await self._in_thread(self._stream.result)
         await self.aclose()
         return found

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 from jetdraft.errors import ConstraintError, OptionError
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
     from jetdraft.runtime.matcher import Matcher
+
+MOST_ITEMS, MOST_STATES = 500, 50_000
+"""Of the library's parser and lexer; the states take up to 2 kB each."""
 
 SPACING = {
     "whitespace_flexible": False,
@@ -48,7 +51,7 @@ class Constraint:
         if len(given) > 1:
             raise OptionError(f"{' and '.join(given)} exclude each other; give one")
         for kind, source in given.items():
-            if not isinstance(source, str):
+            if not isinstance(source, str) or not _is_whole(source):
                 raise OptionError(f"the {kind} {source!r} is not a text; give one")
             return cls(kind, source)
         return None
@@ -87,15 +90,25 @@ class Vocabulary:
 
     def matcher(self, constraint: Constraint, start: int) -> Matcher:
         """For what follows a prompt of `start` tokens; raises `ConstraintError`."""
-        from llguidance import LLMatcher
-
         from jetdraft.runtime.matcher import Matcher
 
-        grammar = _compiled(constraint)
-        if wrong := LLMatcher.validate_grammar(grammar, self._tokenizer):
+        inner = self._inner(constraint)
+        if wrong := inner.get_error():
             raise ConstraintError(self._explained(constraint, wrong))
-        inner = LLMatcher(self._tokenizer, grammar, log_level=0)
         return Matcher(inner, self.size, self.ends, start)
+
+    def _inner(self, constraint: Constraint) -> LLMatcher:
+        """The library's own, which may be in error."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(
+            max_items_in_row=MOST_ITEMS,
+            max_lexer_states=MOST_STATES,
+            verbose_errors=False,
+        )
+        return LLMatcher(
+            self._tokenizer, _compiled(constraint), log_level=0, limits=limits
+        )
 
     def _explained(self, constraint: Constraint, wrong: str) -> str:
         """One line that points at the place."""
@@ -114,13 +127,16 @@ class Vocabulary:
 
     def _place(self, schema: Any, wrong: str) -> str:
         """The path to the innermost part of a schema that is refused for this."""
-        from llguidance import LLMatcher
-
         for path, part in _parts(schema):
-            grammar = _compiled(Constraint("JSON schema", json.dumps(part)))
-            if LLMatcher.validate_grammar(grammar, self._tokenizer) == wrong:
+            inner = self._inner(Constraint("JSON schema", json.dumps(part)))
+            if inner.get_error() == wrong:
                 return path + self._place(part, wrong)
         return ""
+
+
+def _is_whole(text: str) -> bool:
+    """Whether all of its characters are."""
+    return text.isascii() or not any("\ud800" <= each <= "\udfff" for each in text)
 
 
 def _compiled(constraint: Constraint) -> str:
@@ -132,22 +148,26 @@ def _compiled(constraint: Constraint) -> str:
         return LLMatcher.grammar_from_lark(constraint.source)
     try:
         schema = json.loads(constraint.source)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConstraintError(
             f"the JSON schema is not JSON ({error}); mend it"
         ) from error
     if not isinstance(schema, dict):
         raise ConstraintError("the JSON schema is no object; give one, as {} for any")
-    schema = {**schema, "x-guidance": {**SPACING, **schema.get("x-guidance", {})}}
+    own = schema.get("x-guidance", {})
+    if not isinstance(own, dict):
+        raise ConstraintError('the JSON schema\'s "x-guidance" is no object; mend it')
+    schema = {**schema, "x-guidance": {**SPACING, **own}}
     return LLMatcher.grammar_from_json_schema(schema)
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
     """The schemas right inside of one, and the way to them."""
     for key, value in schema.items() if isinstance(schema, dict) else ():
+        named = key in ("properties", "$defs", "definitions", "patternProperties")
         if isinstance(value, list):
             inside = {f"/{key}/{at}": part for at, part in enumerate(value)}
-        elif key in ("properties", "$defs", "definitions", "patternProperties"):
+        elif named and isinstance(value, dict):
             inside = {f"/{key}/{name}": part for name, part in value.items()}
         else:
             inside = {f"/{key}": value}

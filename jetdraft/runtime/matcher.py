@@ -77,13 +77,21 @@ class Matcher:
         """Take what was committed; `ConstraintError` where there is no such text."""
         fresh = context[self._said :]
         if not self._reach(fresh):
-            why = self._inner.get_error() or "no token of the vocabulary fits"
-            raise ConstraintError(
-                f"the constraint cannot be followed ({why.splitlines()[0]}); make it "
-                "simpler"
-            )
+            raise self._error()
         self._said += len(fresh)
         self._taken.clear()
+
+    def _check(self) -> None:
+        """The library's limits leave a mask that would end the text."""
+        if self._inner.is_error():
+            raise self._error()
+
+    def _error(self) -> ConstraintError:
+        why = self._inner.get_error() or "no token of the vocabulary fits"
+        what = why.splitlines()[0]
+        return ConstraintError(
+            f"the constraint cannot be followed ({what}); make it simpler"
+        )
 
     def _reach(self, path: Sequence[int]) -> bool:
         """Go to the place after what was said and some tokens, if those may come."""
@@ -93,6 +101,7 @@ class Matcher:
         if same < len(taken):
             self._inner.rollback(len(taken) - same)
             del taken[same:]
+            self._check()
         fresh = list(path[same:])
         if not self._ends.isdisjoint(fresh):
             return False  # nothing comes after the end
@@ -104,5 +113,7 @@ class Matcher:
         from llguidance.numpy import fill_next_token_bitmask
 
         fill_next_token_bitmask(self._inner, self._bits, 0)
+        self._check()
         bits = np.unpackbits(self._bits[0].view(np.uint8), bitorder="little")
-        return np.where(bits[: self._size].astype(bool), logits, NEVER)
+        allowed = bits[: self._size].astype(bool)
+        return np.where(allowed, np.maximum(logits, NEVER / 2), NEVER)

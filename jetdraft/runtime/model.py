@@ -142,7 +142,6 @@ class Model:
         self._claim = Lock()
         self._current: Stream | None = None
         self._template: ChatTemplate | None = None
-        self._vocabulary: Vocabulary | None = None if like is None else like._vocabulary
         self._arguments = (
             *(bundle, provider, threads, streams, store, user, table),
             *(drafter_provider, method),
@@ -155,7 +154,7 @@ class Model:
         self.provider = self._opening.provider.name
         self._check_streams(streams)
         self.profiles = Profiles(bundle, self.placement, self.threads)
-        self.text = TextCodec(bundle.tokenizer)
+        self.text: TextCodec = TextCodec(bundle.tokenizer) if not like else like.text
         self.store = self._open_store(store, user)
         self.similarity = Similarity(bundle.similarity) if bundle.similarity else None
         given = {} if streams is None else read_streams(Path(streams), bundle)
@@ -313,14 +312,9 @@ class Model:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What texts can be constrained with; twins share it."""
-        if self._vocabulary is None:
-            self._vocabulary = Vocabulary(
-                self.bundle.tokenizer,
-                self.bundle.target.contract.vocab_size,
-                list(self.bundle.eos_token_ids),
-            )
-        return self._vocabulary
+        """What texts can be constrained with."""
+        size = self.bundle.target.contract.vocab_size
+        return self.text.vocabulary(size, tuple(self.bundle.eos_token_ids))
 
     def check_idle(self) -> None:
         """Raise `JetdraftError` while a generation uses the buffers."""
@@ -504,12 +498,20 @@ class Model:
         """
         return AsyncStream(self.stream(prompt, token_ids=token_ids, **options))
 
-    def chat(self, messages: Sequence[Message], **options: Any) -> Result:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        **options: Any,
+    ) -> Result:
         """The assistant's next message; see `Conversation` for several turns.
+
+        `tools`, as OpenAI has them, are shown to the template.
 
         model.chat([{"role": "user", "content": "Hello"}], max_new_tokens=32).text
         """
-        return self.generate(token_ids=self.chat_prompt(messages), **options)
+        more = {"tools": list(tools)} if tools else {}
+        return self.generate(token_ids=self.chat_prompt(messages, **more), **options)
 
     def chat_prompt(self, messages: Sequence[Message], **more: Any) -> list[int]:
         """The ids of messages in the checkpoint's template; `more` is given to it.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from jetdraft.errors import BundleError, PromptError
+from jetdraft.runtime.constraint import Vocabulary
 
 
 class TextCodec:
@@ -18,6 +20,7 @@ class TextCodec:
     """
 
     def __init__(self, file: Path | None) -> None:
+        self._file = file
         self._tokenizer: Tokenizer | None = None
         if file is not None:
             try:
@@ -26,6 +29,11 @@ class TextCodec:
                 raise BundleError(
                     f"{file} is not a tokenizer ({error}); export the bundle again"
                 ) from error
+
+    @cache  # noqa: B019 (a codec lives as long as its models)
+    def vocabulary(self, size: int, ends: tuple[int, ...]) -> Vocabulary:
+        """What texts can be constrained with, read when it is first asked for."""
+        return Vocabulary(self._file, size, list(ends))
 
     @property
     def readable(self) -> bool:

@@ -31,7 +31,8 @@ class Reply:
             "created": int(time.time()),
             "model": name,
         }
-        self._held, self._text = "", ""
+        self._text, self._sent = "", 0
+        self._extras: dict[str, list[Any]] = {}
         self._tokens: TextStream | None = codec.stream([]) if ask.drafted else None
 
     def whole(self, result: Result) -> Json:
@@ -41,7 +42,8 @@ class Reply:
         if self.chat:
             message: Json = {"role": "assistant", "content": result.text}
             if calls:
-                message |= {"content": None, "tool_calls": calls}
+                before = result.text[: self._shown(result.text)].strip()
+                message |= {"content": before or None, "tool_calls": calls}
             choice["message"] = message
         else:
             choice["text"] = result.text
@@ -61,32 +63,45 @@ class Reply:
     def piece(self, piece: Piece) -> list[Json]:
         """The chunks of what a round added, none while it may become a call."""
         self._text += piece.text
-        tools = self.ask.tools
-        if self.chat and tools is not None and tools.begins_call(self._text):
-            self._held += piece.text
-            return []
-        held, self._held = self._held, ""
-        more: Json = {"logprobs": self._logprobs(piece.logprobs)}
+        if "logprobs" in self.ask.options:
+            self._extras.setdefault("logprobs", []).extend(piece.logprobs)
         if self.ask.drafted:
             flags = [i < piece.from_draft for i in range(len(piece.token_ids))]
-            more["tokens"] = self._drafted(piece.token_ids, flags)
-        if not piece.text and not held and not piece.token_ids:
-            return []
-        return [self._chunk({"content": held + piece.text}, **more)]
+            tokens = self._drafted(piece.token_ids, flags)
+            self._extras.setdefault("tokens", []).extend(tokens)
+        return self._content(self._shown(self._text))
 
     def last(self, result: Result) -> list[Json]:
         """The chunks after all text."""
-        calls = self._calls(result.text) if self._held else []
-        chunks = []
+        calls = self._calls(self._text)
         if calls:
             indexed = [{"index": i, **call} for i, call in enumerate(calls)]
-            chunks.append(self._chunk({"tool_calls": indexed}))
-        elif self._held:
-            chunks.append(self._chunk({"content": self._held}))
+            chunks = [self._chunk({"tool_calls": indexed}, **self._taken())]
+        else:
+            chunks = self._content(len(self._text))
         chunks.append(self._chunk({}, finish_reason=_reason(result, calls)))
         if self.ask.usage:
             chunks.append({**chunks[-1], "choices": [], "usage": _usage(result)})
         return chunks
+
+    def _content(self, end: int) -> list[Json]:
+        """What of the text up to there was not sent yet, and what is told beside it."""
+        text, self._sent = self._text[self._sent : end], max(end, self._sent)
+        extras = self._taken() if text or end == len(self._text) else {}
+        return [self._chunk({"content": text}, **extras)] if text or extras else []
+
+    def _taken(self) -> Json:
+        """What is told of the tokens since the last time."""
+        found: Json = {name: told for name, told in self._extras.items() if told}
+        self._extras = {}
+        if "logprobs" in found:
+            found["logprobs"] = self._logprobs(found["logprobs"])
+        return found
+
+    def _shown(self, text: str) -> int:
+        """How much of a text is no call of a tool."""
+        tools = self.ask.tools
+        return tools.shown(text) if self.chat and tools is not None else len(text)
 
     def _chunk(self, delta: Json, **more: Any) -> Json:
         choice: Json = {"index": 0, "finish_reason": None, "logprobs": None, **more}
@@ -113,7 +128,7 @@ class Reply:
         if not found or "logprobs" not in self.ask.options:
             return None
         if self.chat:
-            return {"content": [self._content(each) for each in found]}
+            return {"content": [self._told(each) for each in found]}
         return {
             "tokens": [self.codec.decode([each.token]) for each in found],
             "token_logprobs": [each.logprob for each in found],
@@ -123,13 +138,15 @@ class Reply:
             ],
         }
 
-    def _content(self, each: Logprob) -> Json:
+    def _told(self, each: Logprob) -> Json:
         tops = [self._token(token, value) for token, value in each.top]
         return {**self._token(each.token, each.logprob), "top_logprobs": tops}
 
     def _token(self, token: int, value: float) -> Json:
         text = self.codec.decode([token])
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+        # A part of a character has bytes that its text does not tell.
+        told = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": value, "bytes": told}
 
 
 def _reason(result: Result, calls: Sequence[Json]) -> str:

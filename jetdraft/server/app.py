@@ -9,27 +9,31 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jetdraft.errors import JetdraftError
+from jetdraft.runtime.chat import read_template
 from jetdraft.runtime.pool import Pool
 from jetdraft.runtime.stream import Result
 from jetdraft.server.answering import Reply
 from jetdraft.server.asking import Ask, RequestError
 from jetdraft.server.desk import Desk, Job
 from jetdraft.server.metrics import Metrics
+from jetdraft.server.tools import BEGIN
 
 T = TypeVar("T")
+
+RECEIVE_SECONDS = 30.0
+"""That a body may take to come."""
 
 COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics")
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -56,17 +60,16 @@ class Service:
         self, pool: Pool, name: str, limits: Limits = Limits(), api_key: str = ""
     ) -> None:
         self.pool, self.name, self.limits = pool, name, limits
-        self._key = api_key.encode()
+        self._key, self._local = api_key.encode(), True
         self.desk = Desk(pool.models, limits.waiting, limits.wait_seconds)
         self.metrics = Metrics(self.desk)
+        template = pool.models[0].bundle.chat_template
+        self._marked = template is not None and BEGIN in read_template(template)
 
     def app(self, host: str = "127.0.0.1") -> Starlette:
         """The ASGI application, for a server that listens on `host`."""
-        middleware = []
-        if is_loopback(host):
-            # A page elsewhere could give its own name this address.
-            names = ["localhost", "127.0.0.1", "[::1]", host]
-            middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=names))
+        # With a key a proxy may have any name; without one a page may not.
+        self._local = is_loopback(host) and not self._key
         return Starlette(
             routes=[
                 Route("/", self._page),
@@ -77,7 +80,6 @@ class Service:
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
             ],
-            middleware=middleware,
             exception_handlers={
                 JetdraftError: self._refuse,
                 HTTPException: self._refuse_http,
@@ -89,25 +91,27 @@ class Service:
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         yield
-        self.desk.threads.shutdown()
+        self.desk.threads.shutdown(wait=False)
 
     async def _page(self, request: Request) -> Response:
+        self._admit(request, keyed=False)
         return HTMLResponse(files("jetdraft.server").joinpath("page.html").read_text())
 
     async def _health(self, request: Request) -> Response:
+        self._admit(request, keyed=False)
         state = {"generating": self.desk.generating, "waiting": self.desk.waiting}
         return JSONResponse({"status": "ok", **state})
 
     async def _metrics(self, request: Request) -> Response:
-        self._check_key(request)
+        self._admit(request)
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: Request) -> Response:
-        self._check_key(request)
+        self._admit(request)
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def _model(self, request: Request) -> Response:
-        self._check_key(request)
+        self._admit(request)
         self._check_name(request.path_params["name"])
         return JSONResponse(self._card())
 
@@ -129,17 +133,17 @@ class Service:
         return await self._answer(request, chat=True)
 
     async def _answer(self, request: Request, chat: bool) -> ASGIApp:
-        self._check_key(request)
+        self._admit(request)
         body = await self._body(request)
         self._check_name(body.get("model", self.name))
-        ask = Ask.of(body, chat, self.limits.new_tokens)
+        ask = Ask.of(body, chat, self.limits.new_tokens, self._marked)
         seconds = ask.options.get("max_seconds", self.limits.seconds)
         ask.options["max_seconds"] = min(seconds, self.limits.seconds)
         reply = Reply(ask, self.name, self.pool.models[0].text)
         job = Job(self.desk, ask, self._client(request, ask))
         if ask.streamed:
             first = await _unless_gone(request.receive, job, job.next())
-            return Events(job, reply, first, lambda: self._count(request, 200))
+            return Events(job, reply, first, partial(self._count, request))
         result = await _unless_gone(request.receive, job, job.result())
         self._count(request, 200)
         return JSONResponse(reply.whole(result))
@@ -156,13 +160,13 @@ class Service:
             raise RequestError(
                 f"content type {kind!r} is not application/json", status=415
             )
-        most, found = self.limits.body_bytes, bytearray()
-        async for part in request.stream():
-            found += part
-            if len(found) > most:
-                raise RequestError(
-                    f"the body is longer than {most} bytes; send less", status=413
-                )
+        try:
+            async with asyncio.timeout(RECEIVE_SECONDS):
+                found = await self._received(request)
+        except TimeoutError:
+            raise RequestError("the body did not come in time", status=408) from None
+        except ClientDisconnect:
+            raise RequestError("the client has gone", status=499) from None
         try:
             body = json.loads(found)
         except (ValueError, RecursionError) as error:
@@ -171,9 +175,25 @@ class Service:
             raise RequestError("the body is no JSON object")
         return body
 
-    def _check_key(self, request: Request) -> None:
+    async def _received(self, request: Request) -> bytearray:
+        """The bytes of a body that is not too long."""
+        most, found = self.limits.body_bytes, bytearray()
+        async for part in request.stream():
+            found += part
+            if len(found) > most:
+                raise RequestError(
+                    f"the body is longer than {most} bytes; send less", status=413
+                )
+        return found
+
+    def _admit(self, request: Request, keyed: bool = True) -> None:
+        """Refuse who may not ask; all may, unless `keyed`."""
+        name = request.url.hostname or ""
+        if self._local and not is_loopback(name):
+            # A page in a browser can give a name of its own this address.
+            raise RequestError(f"{name!r} is not this server; ask for localhost")
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._key and not hmac.compare_digest(given.encode(), self._key):
+        if keyed and self._key and not hmac.compare_digest(given.encode(), self._key):
             raise RequestError(
                 "the API key is missing or wrong; send Authorization: Bearer KEY",
                 status=401,
@@ -192,6 +212,7 @@ class Service:
 
     async def _refuse_http(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        self._count(request, error.status_code)
         return _error(f"{request.url.path}: {error.detail}", error.status_code)
 
     async def _fail(self, request: Request, error: Exception) -> Response:
@@ -207,13 +228,14 @@ class Service:
 class Events:
     """Server-sent events: a job's pieces as they come, for as long as somebody reads.
 
-    `first` is what the job said first; `done` is called after the last piece.
+    `first` is what the job said first; `done` is told the status at the end.
     """
 
     def __init__(
-        self, job: Job, reply: Reply, first: Any, done: Callable[[], None]
+        self, job: Job, reply: Reply, first: Any, done: Callable[[int], None]
     ) -> None:
         self._job, self._reply, self._first, self._done = job, reply, first, done
+        self._status = 499
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI asks a response."""
@@ -225,7 +247,10 @@ class Events:
             self._job.cancel()
             gone.cancel()
             sending.cancel()
-            await asyncio.gather(sending, gone, return_exceptions=True)
+            sent, _ = await asyncio.gather(sending, gone, return_exceptions=True)
+            self._done(500 if isinstance(sent, Exception) else self._status)
+        if isinstance(sent, Exception):
+            raise sent
 
     async def _send(self, send: Send) -> None:
         headers = [
@@ -236,7 +261,6 @@ class Events:
         async for line in self._lines():
             await send(_part(line, more=True))
         await send(_part("", more=False))
-        self._done()
 
     async def _lines(self) -> AsyncIterator[str]:
         reply, found = self._reply, self._first
@@ -249,7 +273,9 @@ class Events:
                 found = await self._job.next()
             for chunk in reply.last(found):
                 yield json.dumps(chunk)
+            self._status = 200
         except JetdraftError as error:
+            self._status = 500
             yield json.dumps(_said(error, 500))
         yield "[DONE]"
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jetdraft.errors import JetdraftError
+from jetdraft.errors import ConstraintError, JetdraftError
 from jetdraft.runtime.chat import Message, check_messages
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.options import Options
@@ -27,10 +27,17 @@ READ = (
     *("model", "stream", "stream_options", "include_drafted", "user", "logit_bias"),
     *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n"),
     *("prompt", "echo", "suffix", "best_of"),
-    *("messages", "tools", "tool_choice", "response_format"),
+    *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
 )
-IGNORED = ("metadata", "store", "service_tier", "parallel_tool_calls", "verbosity")
+IGNORED = (
+    *("metadata", "store", "service_tier", "verbosity", "reasoning_effort"),
+    *("safety_identifier", "prompt_cache_key"),
+)
 """Fields of OpenAI's that ask for nothing a device has."""
+
+
+MOST_SOURCE = 8000
+"""Characters of a grammar: reading one may take the cube of that."""
 
 
 class RequestError(JetdraftError):
@@ -63,27 +70,31 @@ class Ask:
     user: str
 
     @classmethod
-    def of(cls, body: Body, chat: bool, most: int) -> Ask:
-        """Of a JSON object; `most` new tokens at a time. Raises `JetdraftError`."""
+    def of(cls, body: Body, chat: bool, most: int, marked: bool = False) -> Ask:
+        """Of a JSON object; `most` new tokens at a time. Raises `JetdraftError`.
+
+        `marked` is that of `Tools`.
+        """
         body = {name: value for name, value in body.items() if value is not None}
         unknown = [n for n in body if n not in (*OPTIONS, *READ, *IGNORED)]
         if unknown:
-            raise RequestError(
-                f"unknown field {unknown[0]!r}; leave it out", unknown[0]
-            )
+            raise RequestError(f"unknown field {unknown[0]!r}; leave it out")
         for name in ("n", "best_of"):
             if body.get(name, 1) != 1:
-                raise RequestError(f"{name} can only be 1; ask again for more", name)
+                raise RequestError(
+                    f"{name} can only be 1; ask again with another seed", name
+                )
         for name in ("echo", "suffix"):
             if body.get(name):
                 raise RequestError(f"there is no {name} here; leave it out", name)
         options = _options(body, chat, most)
         Options(**options)  # refuses what is out of range
+        tools = _tools(body, options, marked)
         stream = body.get("stream_options", {})
         return cls(
             prompt=None if chat else _prompt(body),
             messages=_messages(body) if chat else [],
-            tools=Tools.of(body.get("tools", []), body.get("tool_choice", "auto")),
+            tools=tools,
             options=options,
             streamed=_flag(body, "stream"),
             usage=isinstance(stream, dict) and bool(stream.get("include_usage")),
@@ -97,17 +108,37 @@ class Ask:
             return model.stream(self.prompt, **self.options)
         if self.prompt is not None:
             return model.stream(token_ids=self.prompt, **self.options)
-        options, more = self.options, {}
-        if self.tools is not None:
-            more["tools"] = self.tools.functions
-            options = {**options, "grammar": self.tools.grammar(model.template.source)}
-        return model.stream(
-            token_ids=model.chat_prompt(self.messages, **more), **options
-        )
+        if self.tools is None:
+            ids = model.chat_prompt(self.messages)
+            return model.stream(token_ids=ids, **self.options)
+        ids = model.chat_prompt(self.messages, tools=self.tools.functions)
+        options = {**self.options, "grammar": self.tools.grammar()}
+        try:
+            return model.stream(token_ids=ids, **options)
+        except ConstraintError:
+            self.tools.check(model.vocabulary)  # says which, and where
+            raise
 
 
-def _flag(body: Body, name: str) -> bool:
-    value = body.get(name, False)
+def _tools(body: Body, options: dict[str, Any], marked: bool) -> Tools | None:
+    """The tools, which take over what the options say of JSON."""
+    found = Tools.of(
+        body.get("tools", []),
+        body.get("tool_choice", "auto"),
+        marked=marked,
+        parallel=_flag(body, "parallel_tool_calls", True),
+        schema=options.get("json_schema"),
+    )
+    if found is None:
+        return None
+    if "regex" in options or "grammar" in options:
+        raise RequestError("tools and a regex or grammar exclude each other; give one")
+    options.pop("json_schema", None)
+    return found
+
+
+def _flag(body: Body, name: str, usual: bool = False) -> bool:
+    value = body.get(name, usual)
     if not isinstance(value, bool):
         raise RequestError(f"{name} {value!r} is neither true nor false", name)
     return value
@@ -116,6 +147,12 @@ def _flag(body: Body, name: str) -> bool:
 def _options(body: Body, chat: bool, most: int) -> dict[str, Any]:
     """The keyword arguments of `Model.stream`."""
     found = {name: body[name] for name in OPTIONS if name in body}
+    for name in ("regex", "grammar"):
+        if len(str(found.get(name, ""))) > MOST_SOURCE:
+            raise RequestError(
+                f"the {name} is longer than {MOST_SOURCE} characters; make it simpler",
+                name,
+            )
     found.setdefault("temperature", 1.0)  # as OpenAI's default
     wanted = body.get("max_completion_tokens", body.get("max_tokens"))
     if wanted is None:
@@ -184,8 +221,11 @@ def _message(message: Message) -> Message:
     made = {**message, "content": _text(message.get("content"))}
     if made["role"] == "developer":
         made["role"] = "system"
-    if made.get("tool_calls"):
-        made["tool_calls"] = [_call(call) for call in made["tool_calls"]]
+    calls = made.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise RequestError("a message's tool_calls must be a list", "messages")
+    if calls:
+        made["tool_calls"] = [_call(call) for call in calls]
     return made
 
 
@@ -211,8 +251,8 @@ def _call(call: Any) -> Any:
     match call:
         case {"function": {"name": str(), "arguments": str(arguments)} as function}:
             try:
-                said = json.loads(arguments)
-            except ValueError as error:
+                said = json.loads(arguments or "{}")
+            except (ValueError, RecursionError) as error:
                 raise RequestError(
                     "the arguments of a tool call are not JSON", "messages"
                 ) from error

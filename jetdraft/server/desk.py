@@ -51,14 +51,14 @@ class Desk:
 
     async def _wait(self, client: str) -> Model:
         if self.waiting >= self.most:
-            raise RequestError("too many requests wait; try again later", status=429)
+            self._make_room(client)
         turn: asyncio.Future[Model] = asyncio.get_running_loop().create_future()
         queue = self._waiting.setdefault(client, deque())
         queue.append(turn)
         try:
             async with asyncio.timeout(self.seconds):
                 return await turn
-        except (TimeoutError, asyncio.CancelledError) as error:
+        except (TimeoutError, asyncio.CancelledError, RequestError) as error:
             self._leave(client, turn)
             if isinstance(error, TimeoutError):
                 raise RequestError(
@@ -67,6 +67,16 @@ class Desk:
                 ) from None
             raise
 
+    def _make_room(self, client: str) -> None:
+        """Send away the last of whoever has most in the queue; this one, if so."""
+        full = RequestError("too many requests wait; try again later", status=429)
+        longest = max(self._waiting.values(), key=len, default=deque())
+        if len(longest) <= 1 + len(self._waiting.get(client, ())):
+            raise full
+        turn = longest.pop()
+        if not turn.done():
+            turn.set_exception(full)
+
     def _leave(self, client: str, turn: asyncio.Future[Model]) -> None:
         """Give up waiting; a model that came in the last moment goes on."""
         queue = self._waiting.get(client, deque())
@@ -74,7 +84,7 @@ class Desk:
             queue.remove(turn)
         if not queue:
             self._waiting.pop(client, None)
-        if turn.done() and not turn.cancelled():
+        if turn.done() and not turn.cancelled() and turn.exception() is None:
             self._give(turn.result())
 
     def _give(self, model: Model) -> None:
@@ -100,7 +110,7 @@ class Job:
     def __init__(self, desk: Desk, ask: Ask, client: str) -> None:
         self._desk, self._ask, self._client = desk, ask, client
         self._loop = asyncio.get_running_loop()
-        self._said: asyncio.Queue[Piece | Result | Exception] = asyncio.Queue()
+        self._said: asyncio.Queue[Piece | Result | BaseException] = asyncio.Queue()
         self._stream: Stream | None = None
         self._cancelled = self._running = False
         self._task = asyncio.create_task(self._run())
@@ -108,7 +118,7 @@ class Job:
     async def next(self) -> Piece | Result:
         """What comes next, when it comes."""
         found = await self._said.get()
-        if isinstance(found, Exception):
+        if isinstance(found, BaseException):
             raise found
         return found
 
@@ -133,7 +143,9 @@ class Job:
                 await self._loop.run_in_executor(
                     self._desk.threads, self._generate, model
                 )
-        except Exception as error:  # whoever waits for it must hear
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # whoever waits for it must hear
             self._said.put_nowait(error)
 
     def _generate(self, model: Model) -> None:

@@ -11,6 +11,9 @@ import uvicorn
 from jetdraft.errors import OptionError
 from jetdraft.server.app import Service
 
+SPARE = 64
+"""Connections beyond those that may wait: that read, are idle, or ask for /health."""
+
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
@@ -45,6 +48,7 @@ def run(service: Service, listener: socket.socket, host: str, drain: int) -> Non
         log_level="warning",
         lifespan="on",
         timeout_graceful_shutdown=drain,
+        limit_concurrency=service.limits.waiting + SPARE,
     )
     # uvicorn raises the signal again when all is answered; ended is ended.
     with suppress(KeyboardInterrupt, SystemExit):

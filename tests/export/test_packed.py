@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -221,6 +222,53 @@ def test_a_packed_model_computes_what_its_integers_stand_for(base):
     assert alike > 0.99, "but for int8 activations"
 
 
+def shuffled(seed):
+    """As GPTQ packs with desc_act: the most important inputs are in one group."""
+
+    def pack(integers, scales, zeros, bits):
+        order = np.random.default_rng(seed()).permutation(integers.shape[1])
+        order = np.sort(order.reshape(-1, GROUP)).ravel()
+        placed = np.zeros_like(integers)
+        placed[:, order] = integers
+        parts = gptq(placed, scales, zeros, bits)
+        groups = torch.zeros_like(parts["g_idx"])
+        groups[torch.from_numpy(order)] = parts["g_idx"]
+        return {**parts, "g_idx": groups}
+
+    return pack
+
+
+@pytest.mark.parametrize("flavour", ["contrib", "standard"])
+@pytest.mark.parametrize(
+    ("seed", "products"), [(lambda: 3, 4), (itertools.count().__next__, 7)]
+)
+def test_inputs_in_another_order(base, flavour, seed, products):
+    """With one order q, k and v are one product, with three they are three."""
+    settings = {**FORMATS["gptq"][1], "desc_act": True}
+    integers, scales, zeros = quantize(base, shuffled(seed), settings, symmetric=True)[
+        Q
+    ]
+    model = Checkpoint.load(str(base), torch.float32).model
+    groups = load_file(base / "model.safetensors")[f"{Q}.g_idx"].numpy()
+    order = np.argsort(groups, kind="stable")
+    expected = np.zeros(integers.shape, np.float32)
+    for place, row in enumerate(order):
+        scale, zero = scales[:, place // GROUP], zeros[:, place // GROUP]
+        expected[:, row] = (integers[:, place].astype(np.float32) - zero) * scale
+    found = model.get_submodule(Q).weight.detach().float().numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-2)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        logits = model(ids, use_cache=False).logits[0].numpy()
+    options = ExportOptions(Recipe("none"), flavour=flavour)
+    export(str(base), base.parent / "bundle", None, options)
+    if flavour == "contrib":
+        assert len(packed_matrices(base.parent / "bundle")) == 3 * products
+    ours = jetdraft.load(base.parent / "bundle").target.run(list(range(20))).logits
+    assert np.corrcoef(ours.ravel(), logits.ravel())[0, 1] > 0.99
+
+
 def test_symmetric_ones_have_no_zeros_and_a_standard_graph(base, tmp_path):
     quantize(base, *FORMATS["gptq"], symmetric=True)
     blocks = Checkpoint.load(str(base), torch.float32).packed.blocks
@@ -345,7 +393,7 @@ def test_a_limit_has_nothing_to_raise(base, tmp_path):
     ("method", "settings", "change", "error", "reason"),
     [
         ("gptq", {"bits": 3}, {}, UnsupportedModelError, "has 3 bits"),
-        ("gptq", {}, {"g_idx": lambda x: x.flip(0)}, UnsupportedModelError, "desc_act"),
+        ("gptq", {}, {"g_idx": lambda x: x.flip(0) * 2}, CheckpointError, "to a group"),
         ("gptq", {"quant_method": "quip"}, {}, UnsupportedModelError, "by quip"),
         ("gptq", {}, {"qzeros": lambda x: None}, CheckpointError, "not as gptq writes"),
         ("gptq", {}, {"scales": lambda x: x * torch.nan}, CheckpointError, "finite"),

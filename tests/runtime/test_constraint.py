@@ -227,6 +227,10 @@ def test_what_is_withdrawn_is_forgotten(vocabulary):
         ({"regex": "ab(c"}, ConstraintError, "at character 3: unclosed group"),
         ({"grammar": "start: foo"}, ConstraintError, r'at 1\(8\): unknown name: "foo"'),
         ({"grammar": "start: /a/ )"}, ConstraintError, r"at 1\(12\): expecting"),
+        ({"json_schema": {"x-guidance": 5}}, ConstraintError, "is no object"),
+        ({"json_schema": {"properties": 5}}, ConstraintError, "refused at its root"),
+        ({"json_schema": '{"a":' * 9999}, ConstraintError, "not JSON"),
+        ({"regex": "\udc80"}, OptionError, "not a text"),
         ({"regex": "a", "grammar": "b"}, OptionError, "regex and grammar exclude"),
         ({"regex": 3}, OptionError, "not a text"),
         ({"regex": "a", "ignore_eos": True}, OptionError, "ends by itself"),
@@ -236,6 +240,24 @@ def test_wrong_constraints_are_refused_at_once(model, wrong, error, words):
     with pytest.raises(error, match=words) as found:
         model.stream("a", **wrong)
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("method", ["none", "lookup", "draft"])
+def test_the_library_s_limits_end_in_an_error_and_no_text(model, monkeypatch, method):
+    monkeypatch.setattr("jetdraft.runtime.constraint.MOST_STATES", 60)
+    with pytest.raises(ConstraintError, match=r"cannot be followed|refused"):
+        model.generate("a", regex="[ -~]*a[ -~]{40}!", method=method)
+    assert model.generate("a", max_new_tokens=3).token_ids
+
+
+def test_no_bias_is_below_what_may_not_come(model):
+    size = model.bundle.target.contract.vocab_size
+    biases = dict.fromkeys(range(1, size), -1e31)
+    assert model.generate("a", regex="yes", logit_bias=biases).text == "yes"
+
+
+def test_twins_share_what_was_read_of_the_vocabulary(model):
+    assert model.twin().vocabulary is model.vocabulary
 
 
 def test_without_a_tokenizer_or_an_end_nothing_can_be_constrained(tmp_path):

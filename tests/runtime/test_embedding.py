@@ -94,9 +94,11 @@ def test_an_asynchronous_stream_is_the_same(model):
     async def main():
         async with model.astream(**OPTIONS) as stream:
             pieces = [piece async for piece in stream]
-            return pieces, await asyncio.sleep(0, stream.stats)
+            result = await stream.result()
+            return pieces, await asyncio.sleep(0, stream.stats), result
 
-    pieces, stats = asyncio.run(main())
+    pieces, stats, result = asyncio.run(main())
+    assert result.token_ids == expected.token_ids
     assert [t for piece in pieces for t in piece.token_ids] == expected.token_ids
     assert "".join(piece.text for piece in pieces) == expected.text
     assert stats.finish_reason == "length"

@@ -156,6 +156,37 @@ def test_tools_may_be_left_alone_and_answered(client):
     assert client.chat.completions.create(**asked, messages=told, seed=1).choices
 
 
+def test_tools_beside_a_response_format(client):
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": {"enum": ["yes", "no"]}},
+    }
+    kinds = set()
+    for seed in range(8):
+        choice = client.chat.completions.create(
+            model="toy", messages=HELLO, seed=seed, tools=[READ_SENSOR],
+            response_format=form,
+        ).choices[0]  # fmt: skip
+        kinds.add(choice.finish_reason)
+        if choice.finish_reason == "stop":
+            said = choice.message.content.partition("<tool_call>")[0]
+            assert said in ('"yes"', '"no"')
+    assert kinds <= {"stop", "tool_calls", "length"}
+
+
+def test_logprobs_and_drafts_come_beside_tools_too(client):
+    chunks = list(
+        client.chat.completions.create(
+            model="toy", messages=HELLO, tools=[READ_SENSOR], seed=3, stream=True,
+            logprobs=True, extra_body={"include_drafted": True}, max_tokens=30,
+        )
+    )  # fmt: skip
+    choices = [chunk.choices[0] for chunk in chunks]
+    tokens = [each for c in choices for each in getattr(c, "tokens", None) or []]
+    told = [each for c in choices if c.logprobs for each in c.logprobs.content]
+    assert len(tokens) == len(told) > 0
+
+
 def test_json_of_a_schema(client, model):
     schema = {
         "type": "object",

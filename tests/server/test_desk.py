@@ -62,6 +62,24 @@ def test_a_queue_has_an_end():
     run(story())
 
 
+def test_whoever_fills_the_queue_makes_room():
+    async def story():
+        desk, log, hold = Desk(["m"], 3, 30.0), [], asyncio.Event()
+        tasks = await start(
+            take(desk, "greedy", log, "g0", hold),
+            *(take(desk, "greedy", log, f"g{i}") for i in range(1, 4)),
+            take(desk, "small", log, "s0"),
+        )
+        hold.set()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [isinstance(end, RequestError) for end in ends] == [0, 0, 0, 1, 0]
+        assert ends[3].status == 429
+        assert log == ["g0", "g1", "s0", "g2"]
+        assert (desk.waiting, desk.generating) == (0, 0)
+
+    run(story())
+
+
 def test_waiting_has_an_end():
     async def story():
         desk, log, hold = Desk(["m"], 9, 0.05), [], asyncio.Event()

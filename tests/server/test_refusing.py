@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -12,6 +14,10 @@ from tests.server.serving import served
 
 GOOD = {"model": "toy", "prompt": "a", "max_tokens": 2}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "a"}]}
+WRONG = {
+    "type": "function",
+    "function": {"name": "g", "parameters": {"type": "strung"}},
+}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
@@ -60,6 +66,10 @@ def assert_error(response, status, words):
         ({**GOOD, "max_seconds": "x"}, "max_seconds"),
         ({**GOOD, "method": "stream"}, "no method 'stream'"),
         ({**GOOD, "regex": "a(b"}, "character 2"),
+        ({**GOOD, "regex": "a" * 8001}, "longer than 8000"),
+        ({**GOOD, "regex": "\udc80"}, "not a text"),
+        ({**GOOD, "\udc80": 1}, "unknown field"),
+        ({**GOOD, "json_schema": {"x-guidance": 5}}, "no object"),
         ({**GOOD, "response_format": {"type": "xml"}}, "json_schema"),
         ({**GOOD, "json_schema": {"type": "x"}, "regex": "a"}, "exclude each other"),
     ],
@@ -80,6 +90,14 @@ def test_wrong_completions(address, body, words):
         ({"tools": [{"type": "function"}]}, "give tools as"),
         ({"tools": [TOOL], "tool_choice": "g"}, "none of f"),
         ({"tools": [TOOL], "tool_choice": 3}, "tool_choice must be"),
+        ({"tools": [TOOL], "regex": "a"}, "exclude each other"),
+        ({"tools": [TOOL, WRONG]}, "tool 'g': the JSON schema is refused at /prop"),
+        ({"messages": [{"role": "user", "tool_calls": 5}]}, "must be a list"),
+        (
+            {"messages": [{"role": "user", "tool_calls": [
+                {"function": {"name": "f", "arguments": "[" * 9000}}]}]},
+            "not JSON",
+        ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [
                 {"function": {"name": "f", "arguments": "{"}}]}]},
@@ -105,7 +123,10 @@ def test_other_errors(address):
     assert_error(post(address, GOOD, **wrong), 415, "application/json")
     assert_error(httpx.get(f"{address}/v1/completions"), 405, "Method Not Allowed")
     assert_error(httpx.get(f"{address}/v2"), 404, "/v2")
-    assert post(address, GOOD, Host="evil.example").status_code == 400
+    for host in ("evil.example", "192.168.0.1:8080"):
+        assert_error(post(address, GOOD, Host=host), 400, "ask for localhost")
+        page = httpx.get(f"{address}/", headers={"Host": host})
+        assert_error(page, 400, "ask for localhost")
     assert post(address, GOOD).status_code == 200, "nothing else was lost"
 
 
@@ -120,6 +141,17 @@ def test_a_body_that_lies_about_its_length_is_cut_off(address):
         headers={"Content-Type": "application/json"},
     )
     assert_error(response, 413, "send less")
+
+
+def test_a_body_that_does_not_come(address, monkeypatch):
+    monkeypatch.setattr("jetdraft.server.app.RECEIVE_SECONDS", 0.1)
+    place = urlsplit(address)
+    with socket.create_connection((place.hostname, place.port), timeout=60) as line:
+        line.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+        )
+        assert line.recv(1000).startswith(b"HTTP/1.1 408 ")
 
 
 def test_keys(service):
