@@ -45,7 +45,7 @@ def derived(
 
     def read() -> ir.TensorProtocol:
         arrays = [constant.numpy() for constant in constants]
-        return ir.tensor(np.ascontiguousarray(function(*arrays)), dtype=dtype)
+        return ir.tensor(function(*arrays), dtype=dtype)
 
     found = ir.Shape(shape)
     value = ir.Value(

@@ -12,6 +12,7 @@ awq      rounds to nearest after scaling up the inputs that are large, which are
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -47,10 +48,18 @@ def rtn(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> B
         block_size=block_size, is_symmetric=True, bits=bits
     )
     quantizer = DefaultWeightOnlyQuantizer(config)
-    packed, scales, _ = quantizer.qbits_block_quant(np.ascontiguousarray(matrix))
+    packed, scales, _ = quantizer.qbits_block_quant(_by_rows(matrix))
     columns, rows = matrix.shape[1], matrix.shape[0]
     scales = scales.reshape(columns, -1)
     return Blocks(packed.reshape(*scales.shape, -1), scales, None, bits, rows)
+
+
+def _by_rows(matrix: Floats) -> Floats:
+    """The same in C order; torch turns a matrix three times as fast as numpy."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it could be written to, and is not
+        turned: Floats = torch.from_numpy(matrix).contiguous().numpy()
+    return turned
 
 
 def k_quant(
