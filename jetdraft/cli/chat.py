@@ -17,7 +17,7 @@ from jetdraft.cli.options import (
     sampling_options,
 )
 from jetdraft.errors import JetdraftError
-from jetdraft.runtime.chat import Conversation
+from jetdraft.runtime.chat import Conversation, user
 from jetdraft.runtime.model import load
 
 HELP = """/stats       what the last reply cost
@@ -47,22 +47,25 @@ def command(
     threads: int | None,
     streams: Path | None,
     **options: Any,
-) -> None:
+) -> int:
     """Talk to BUNDLE's model, a line at a time; /help lists what else there is."""
     with load(
         bundle, provider, threads, streams, drafter_provider=drafter_provider
     ) as model:
         talk = Conversation(model, system, drop_oldest, **options)
-        model.chat_prompt([{"role": "user", "content": ""}])  # is there a template?
+        # Is there a template, and can the options be?
+        model.stream(token_ids=model.chat_prompt([user("")]), **options)
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401
+        failed = False
         for line in iter(_line, None):
             if line.startswith("/"):
                 if _obey(talk, *line.split(maxsplit=1)):
-                    return
+                    break
             elif line.strip():
-                _answer(talk, line)
+                failed |= not _answer(talk, line)
+    return 2 if failed and not sys.stdin.isatty() else 0
 
 
 def _line() -> str | None:
@@ -77,7 +80,7 @@ def _line() -> str | None:
         return ""
 
 
-def _answer(talk: Conversation, line: str) -> None:
+def _answer(talk: Conversation, line: str) -> bool:
     """Print a reply as it comes; an error ends the turn, not the program."""
     try:
         for piece in talk.say(line):
@@ -86,8 +89,9 @@ def _answer(talk: Conversation, line: str) -> None:
         pass  # what was said stays
     except JetdraftError as error:
         click.echo(f"error: {error}", err=True)
-        return
+        return False
     click.echo()
+    return True
 
 
 def _obey(talk: Conversation, order: str, file: str = "") -> bool:

@@ -19,6 +19,11 @@ Message = dict[str, Any]
 """A `role` and a `content`, as transformers' templates have them."""
 
 
+KEPT = 0.75
+"""Of the capacity is filled after turns were dropped: then all is read again, and the
+next turns should not drop some too."""
+
+
 class ChatTemplate:
     """Renders messages with a Jinja template in a sandbox that can change nothing.
 
@@ -129,6 +134,8 @@ class Conversation:
         A reply that is cut off, by `cancel` or by not reading on, stays as far as it
         came.
         """
+        if not isinstance(text, str):
+            raise PromptError(f"{text!r} is no text; give what the user says")
         asked = [*self.messages, user(text)]
         given = {**self.options, **options}
         asked, prompt = self._fitting(asked, given)
@@ -188,18 +195,22 @@ class Conversation:
         capacity = self.model.bundle.target.contract.capacity
         wanted = int(options.get("max_new_tokens", 128))
         first = len(self._opening)
+        room = capacity
         while True:
             prompt = self.model.chat_prompt(asked)
-            if len(prompt) + (wanted if self.drop_oldest else 0) <= capacity:
-                return asked, prompt
+            needed = len(prompt) + (wanted if self.drop_oldest else 0)
             turns = [i for i, m in enumerate(asked[first:], first) if _is_user(m)]
-            if not self.drop_oldest or len(turns) < 2:
+            last = not self.drop_oldest or len(turns) < 2
+            if needed <= room or (last and needed <= capacity):
+                return asked, prompt
+            if last:
                 raise PromptError(
                     f"the conversation has {len(prompt)} tokens, the capacity is "
                     f"{capacity}; reset it, let the oldest turns be dropped "
                     "(drop_oldest), or export with a larger --capacity"
                 )
             asked = asked[:first] + asked[turns[1] :]
+            room = int(KEPT * capacity)
 
 
 def _is_user(message: Message) -> bool:

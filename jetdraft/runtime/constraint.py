@@ -117,10 +117,10 @@ class Vocabulary:
             return f"the JSON schema is refused at {where}: {_line(wrong)}; change it"
         lines = wrong.splitlines()
         what = lines[0].rstrip(":")
-        caret = next((at for at in lines[1:] if at.strip() == "^"), None)
+        caret = next((at for at in lines[1:] if at.strip(" ^") == "" and at), None)
         if constraint.kind == "regex" and caret is not None:
             # The library shows the expression four spaces in.
-            what = f"character {len(caret) - 4}: {_line(wrong)}"
+            what = f"character {caret.index('^') - 3}: {_line(wrong)}"
         return (
             f"the {constraint.kind} is refused at {what.removeprefix('at ')}; mend it"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields
 from pathlib import Path
 from threading import Lock
@@ -30,6 +30,7 @@ from jetdraft.runtime.calibration import Calibration
 from jetdraft.runtime.chat import ChatTemplate, Message, check_messages, read_template
 from jetdraft.runtime.constraint import Vocabulary
 from jetdraft.runtime.drafting import AUTO
+from jetdraft.runtime.ending import Ending
 from jetdraft.runtime.follower import Follower
 from jetdraft.runtime.graph import Graph
 from jetdraft.runtime.opening import Opening
@@ -140,7 +141,7 @@ class Model:
         _check_types(store=store, table=table, streams=streams, user=user)
         self.bundle = bundle
         self._claim = Lock()
-        self._current: Stream | None = None
+        self._current: Ending | None = None
         self._template: ChatTemplate | None = None
         self._arguments = (
             *(bundle, provider, threads, streams, store, user, table),
@@ -322,11 +323,11 @@ class Model:
             raise JetdraftError(_BUSY)
 
     @contextmanager
-    def claimed(self, stream: Stream) -> Iterator[None]:
+    def claimed(self, ending: Ending) -> Iterator[None]:
         """Generate alone; `JetdraftError` where another generation is under way."""
         if not self._claim.acquire(blocking=False):
             raise JetdraftError(_BUSY)
-        self._current = stream
+        self._current = ending
         try:
             yield
         finally:
@@ -337,7 +338,7 @@ class Model:
         """End the generation under way at its next round; any thread may ask."""
         current = self._current
         if current is not None:
-            current.cancel()
+            current.cancelled.set()
 
     def twin(self) -> Model:
         """Another model of the same bundle, with buffers of its own.
@@ -360,8 +361,10 @@ class Model:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if vars(self):
-            self.close()
+        # An error on the way out is more than a stream that somebody still has.
+        with suppress(JetdraftError) if error[0] else nullcontext():
+            if vars(self):
+                self.close()
 
     def calibrate(self, again: bool = False) -> Calibration:
         """The measured width classes and pass times of this machine.

@@ -64,7 +64,7 @@ class Options:
     prune_threshold: float | str | None = None
     stopping: str | None = None
     stop_threshold: float | None = None
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = None
     max_seconds: float | None = None
     logit_bias: Mapping[int, float] | None = None
     repetition_penalty: float = 1.0
@@ -122,11 +122,11 @@ class Options:
     @property
     def stops(self) -> tuple[str, ...]:
         """The texts in `stop`."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def _check_ending(self) -> None:
         """Refuse what could not end a text, or would end all."""
-        listed = isinstance(self.stop, (str, list, tuple))
+        listed = isinstance(self.stop, (str, list, tuple, type(None)))
         if not listed or not all(isinstance(stop, str) for stop in self.stops):
             raise OptionError(f"stop {self.stop!r} is no list of texts; give texts")
         if "" in self.stops:
@@ -170,6 +170,10 @@ class Options:
                 isinstance(given, bool) or not isinstance(given, kind)
             ):
                 raise OptionError(f"{name} {given!r} is not {what}; give {what}")
+        if not isinstance(self.logit_bias, (Mapping, type(None))):
+            raise OptionError(
+                f"logit_bias {self.logit_bias!r} is no mapping; give {{id: number}}"
+            )
         if not isinstance(self.method, str):
             raise OptionError(
                 f'method {self.method!r} is not a text; give one, as in "draft,lookup"'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from queue import Empty, LifoQueue
 from typing import Any
@@ -55,4 +55,5 @@ class Pool:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        with suppress(JetdraftError) if error[0] else nullcontext():
+            self.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jetdraft.errors import OptionError
-from jetdraft.runtime.ending import Ending
+from jetdraft.runtime.ending import CANCELLED, Ending
 from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.logprobs import Logprob
 from jetdraft.runtime.options import Options
@@ -58,12 +58,52 @@ class Result:
 class Stream:
     """A generation under way: an iterator of `Piece`, with `stats` that fill up.
 
-    Any thread may `cancel` it.
+    Any thread may `cancel` it. Leaving a loop over it ends it, if nobody else has it;
+    who keeps it uses `with`, or `close`.
 
     stream = model.stream("def fib(n):")
     text = "".join(piece.text for piece in stream)
     stream.result().finish_reason
     """
+
+    def __init__(self, model: Model, prompt: Int64s, options: Options) -> None:
+        self._generation = _Generation(model, prompt, options)
+        self._pieces = self._generation.run()
+
+    @property
+    def stats(self) -> Stats:
+        """Of the generation, filled as it goes."""
+        return self._generation.stats
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def cancel(self) -> None:
+        """End it at the next round, with finish reason "cancelled"."""
+        self._generation.ending.cancelled.set()
+
+    def close(self) -> None:
+        """End it now; the model is free again."""
+        self._pieces.close()
+
+    def result(self) -> Result:
+        """Run to the end, and what came out in all."""
+        for _ in self._pieces:
+            pass
+        return self._generation.result()
+
+
+class _Generation:
+    """What a stream runs. Nothing here knows the stream, so that goes when left."""
 
     def __init__(self, model: Model, prompt: Int64s, options: Options) -> None:
         planner = model.planner
@@ -74,41 +114,27 @@ class Stream:
             plain_ms=planner.costs.pass_ms(min(planner.widths(options))),
         )
         _check_model(options, model)
-        self._model, self._prompt, self._options = model, prompt, options
+        self._model, self._prompt, self._options = model, prompt.tolist(), options
         self._proposers = planner.choose(options)
         self._shapers: list[Shaper] = []
         if options.shaping.changes:
-            self._shapers.append(Penalties(options.shaping, prompt.tolist()))
+            self._shapers.append(Penalties(options.shaping, self._prompt))
         if options.constraint is not None:
             matcher = model.vocabulary.matcher(options.constraint, len(prompt))
             self._shapers.append(matcher)
             if options.verifier == "walk":
                 self._proposers = constrained(self._proposers, matcher)
         self._controller = planner.controller(options, self._proposers)
-        self._ending = Ending(
-            model.text.stream(prompt.tolist()),
+        self.ending = Ending(
+            model.text.stream(self._prompt),
             () if options.ignore_eos else model.bundle.eos_token_ids,
             options.stops,
             options.max_seconds,
         )
         self._seen: list[Piece] = []
-        self._pieces = self._run()
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self._pieces
-
-    def cancel(self) -> None:
-        """End it at the next round, with finish reason "cancelled"."""
-        self._ending.cancelled.set()
-
-    def close(self) -> None:
-        """End it now; the model is free again."""
-        self._pieces.close()
 
     def result(self) -> Result:
-        """Run to the end, and what came out in all."""
-        for _ in self._pieces:
-            pass
+        """What came out until now."""
         pieces = self._seen
         return Result(
             text="".join(piece.text for piece in pieces),
@@ -128,19 +154,24 @@ class Stream:
             ),
         )
 
-    def _run(self) -> Running[Piece, None, None]:
-        model, prompt = self._model, self._prompt.tolist()
-        with model.claimed(self):
-            for piece in self._rounds(model, prompt):
-                self._seen.append(piece)
-                paused = time.perf_counter()
-                yield piece
-                self.stats.waited_seconds += time.perf_counter() - paused
+    def run(self) -> Running[Piece, None, None]:
+        """Piece by piece, alone on the model."""
+        model = self._model
+        with model.claimed(self.ending):
+            try:
+                for piece in self._rounds(model):
+                    self._seen.append(piece)
+                    paused = time.perf_counter()
+                    yield piece
+                    self.stats.waited_seconds += time.perf_counter() - paused
+            except GeneratorExit:
+                self.stats.finish_reason = self.ending.reason or CANCELLED
+                raise
             said = [token for piece in self._seen for token in piece.token_ids]
-            model.remember(prompt, said)
+            model.remember(self._prompt, said)
 
-    def _rounds(self, model: Model, prompt: list[int]) -> Iterator[Piece]:
-        options, ending = self._options, self._ending
+    def _rounds(self, model: Model) -> Iterator[Piece]:
+        options, ending = self._options, self.ending
         target = model.target_for(options)
         if options.verifier != "walk" and model.follower is not None:
             model.follower.forget()  # its probabilities have a say, to the last bit
@@ -155,7 +186,7 @@ class Stream:
             model.planner.prefills,
         )
         for commit in generator.run(
-            prompt,
+            self._prompt,
             Chooser(options.sampling, self._shapers),
             self._controller,
             options.max_new_tokens,

@@ -20,8 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jetdraft.errors import JetdraftError
-from jetdraft.runtime.chat import read_template
+from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.pool import Pool
 from jetdraft.runtime.stream import Result
 from jetdraft.server.answering import Reply
@@ -49,6 +48,11 @@ class Limits:
     wait_seconds: float = 120.0
     seconds: float = 300.0
 
+    def __post_init__(self) -> None:
+        for name in ("wait_seconds", "seconds"):
+            if not getattr(self, name) > 0.0:  # nor is NaN
+                raise OptionError(f"a limit of {getattr(self, name)} s is none")
+
 
 class Service:
     """A pool's models behind HTTP; `name` is what requests call the model.
@@ -64,7 +68,8 @@ class Service:
         self.desk = Desk(pool.models, limits.waiting, limits.wait_seconds)
         self.metrics = Metrics(self.desk)
         template = pool.models[0].bundle.chat_template
-        self._marked = template is not None and BEGIN in read_template(template)
+        # A broken template is its owner's business, and told before anybody asks.
+        self._marked = bool(template) and BEGIN in pool.models[0].template.source
 
     def app(self, host: str = "127.0.0.1") -> Starlette:
         """The ASGI application, for a server that listens on `host`."""
@@ -173,7 +178,7 @@ class Service:
             raise RequestError(f"the body is not JSON ({error})") from error
         if not isinstance(body, dict):
             raise RequestError("the body is no JSON object")
-        return body
+        return {name: value for name, value in body.items() if value is not None}
 
     async def _received(self, request: Request) -> bytearray:
         """The bytes of a body that is not too long."""
@@ -192,8 +197,9 @@ class Service:
         if self._local and not is_loopback(name):
             # A page in a browser can give a name of its own this address.
             raise RequestError(f"{name!r} is not this server; ask for localhost")
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if keyed and self._key and not hmac.compare_digest(given.encode(), self._key):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.strip().encode(), self._key)
+        if keyed and self._key and not (right and scheme.lower() == "bearer"):
             raise RequestError(
                 "the API key is missing or wrong; send Authorization: Bearer KEY",
                 status=401,

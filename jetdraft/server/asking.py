@@ -75,7 +75,6 @@ class Ask:
 
         `marked` is that of `Tools`.
         """
-        body = {name: value for name, value in body.items() if value is not None}
         unknown = [n for n in body if n not in (*OPTIONS, *READ, *IGNORED)]
         if unknown:
             raise RequestError(f"unknown field {unknown[0]!r}; leave it out")

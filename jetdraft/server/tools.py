@@ -64,6 +64,8 @@ class Tools:
                 raise OptionError(
                     'tool_choice must be "auto", "none", "required" or a function'
                 )
+        if not functions and choice not in ("auto", "none"):
+            raise OptionError(f"tool_choice {choice!r} needs tools; give some")
         if not functions or choice == "none":
             return None
         found = cls(functions, choice, **more)
@@ -83,7 +85,8 @@ class Tools:
         if self.marked and self.parallel:
             calls = "call (GAP BEGIN call)*"
         if self.choice == "auto":
-            start = f"answer | before {calls}" if self.marked else "answer | call"
+            before = "BEGIN" if self.schema is not None else "before"
+            start = f"answer | {before} {calls}" if self.marked else "answer | call"
         else:
             start = f"BEGIN {calls}" if self.marked else "call"
         answer = TEXT[self.marked]

@@ -208,6 +208,7 @@ def test_help_lists_the_verbs_in_the_order_of_use():
         "export",
         "generate",
         "chat",
+        "serve",
         "bench",
         "tune",
         "check",

@@ -225,6 +225,8 @@ def test_what_is_withdrawn_is_forgotten(vocabulary):
         ),
         ({"json_schema": {"uniqueItems": True}}, ConstraintError, "uniqueItems"),
         ({"regex": "ab(c"}, ConstraintError, "at character 3: unclosed group"),
+        ({"regex": "x{2,1}"}, ConstraintError, "character 2: invalid repetition"),
+        ({"regex": "abcdef\\1"}, ConstraintError, "character 7: backreferences"),
         ({"grammar": "start: foo"}, ConstraintError, r'at 1\(8\): unknown name: "foo"'),
         ({"grammar": "start: /a/ )"}, ConstraintError, r"at 1\(12\): expecting"),
         ({"json_schema": {"x-guidance": 5}}, ConstraintError, "is no object"),

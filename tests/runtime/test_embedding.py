@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -86,6 +87,40 @@ def test_one_generation_at_a_time_over_threads(model):
         with pytest.raises(JetdraftError, match="already generating"):
             other.result()
     assert len(stream.result().token_ids) == 80
+
+
+def test_leaving_a_loop_frees_the_model(model):
+    def first():
+        for piece in model.stream(**OPTIONS):
+            return piece
+        raise AssertionError
+
+    assert first().token_ids
+    for _ in model.stream(**OPTIONS):
+        break
+    assert model.generate(**OPTIONS).finish_reason == "length"
+
+
+def test_a_stream_that_is_left_says_so(model):
+    with model.stream(**OPTIONS) as stream:
+        next(stream)
+    assert stream.result().finish_reason == "cancelled"
+    assert len(stream.result().token_ids) < 80
+    model.check_idle()
+
+
+def test_an_error_on_the_way_out_is_not_hidden(bundle):
+    def fail_in(context):
+        with context as opened:
+            with opened.take() if context is pool else nullcontext(opened) as other:
+                kept = other.stream(**OPTIONS)
+                next(kept)
+            raise ZeroDivisionError
+
+    pool = jetdraft.Pool(bundle, 1, threads=1)
+    for context in (jetdraft.load(bundle, threads=1), pool):
+        with pytest.raises(ZeroDivisionError):
+            fail_in(context)
 
 
 def test_an_asynchronous_stream_is_the_same(model):

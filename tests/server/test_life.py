@@ -16,8 +16,10 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
+from jetdraft.bundle import Bundle
 from jetdraft.cli import main
 from jetdraft.runtime.sampling import Chooser
+from jetdraft.testing import toy_bundle
 from tests.cli.running import assert_refused
 from tests.server.serving import started, until
 
@@ -162,6 +164,12 @@ def test_wrong_options_of_the_command(toy, tmp_path):
     assert_refused(serve(tmp_path / "none"), "none")
     assert_refused(serve(toy, "--method", "stream"), "no method")
     assert_refused(serve(toy, "--models", "0"), "--models")
+    assert_refused(serve(toy, "--max-wait", "nan"), "a limit of nan s")
+    broken = toy_bundle(tmp_path / "broken")
+    manifest = Bundle.open(broken)
+    manifest.chat_template.write_text("{% for m in messages %}")
+    manifest.save()
+    assert_refused(serve(broken), "chat template is broken")
 
 
 def test_without_the_packages_it_says_what_to_install(toy):

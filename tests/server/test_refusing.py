@@ -89,6 +89,7 @@ def test_wrong_completions(address, body, words):
         ({"tools": "f"}, "give tools as"),
         ({"tools": [{"type": "function"}]}, "give tools as"),
         ({"tools": [TOOL], "tool_choice": "g"}, "none of f"),
+        ({"tool_choice": "required"}, "needs tools"),
         ({"tools": [TOOL], "tool_choice": 3}, "tool_choice must be"),
         ({"tools": [TOOL], "regex": "a"}, "exclude each other"),
         ({"tools": [TOOL, WRONG]}, "tool 'g': the JSON schema is refused at /prop"),
@@ -127,6 +128,7 @@ def test_other_errors(address):
         assert_error(post(address, GOOD, Host=host), 400, "ask for localhost")
         page = httpx.get(f"{address}/", headers={"Host": host})
         assert_error(page, 400, "ask for localhost")
+    assert post(address, {**GOOD, "model": None}).status_code == 200
     assert post(address, GOOD).status_code == 200, "nothing else was lost"
 
 
@@ -162,7 +164,7 @@ def test_keys(service):
             for path in ("v1/models", "v1/models/toy", "metrics"):
                 response = httpx.get(f"{address}/{path}", headers=given)
                 assert_error(response, 401, "API key")
-        key = {"Authorization": "Bearer sesame"}
+        key = {"Authorization": "bearer sesame"}
         assert post(address, GOOD, **key).status_code == 200
         assert httpx.get(f"{address}/health").status_code == 200
 

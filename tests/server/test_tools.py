@@ -44,6 +44,10 @@ def allowed(model, tools, text):
             {MARKED: True, f"{MARKED}{MARKED}": False, "Hello": False, OTHER: False},
         ),
         ({"schema": {"const": 5}}, {"5": True, CALL: True, "Hello": False}),
+        (
+            {"schema": {"const": 5}, "marked": True},
+            {"5": True, MARKED: True, f"Hi {MARKED}": False, "Hello": False},
+        ),
     ],
 )  # fmt: skip
 def test_what_may_be_written(model, options, texts):
