@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from jetdraft.bundle import Bundle
+from jetdraft.bundle import CHAT_TEMPLATE, MANIFEST
 from jetdraft.cli import main
 from jetdraft.runtime.sampling import Chooser
 from jetdraft.testing import toy_bundle
@@ -166,9 +167,14 @@ def test_wrong_options_of_the_command(toy, tmp_path):
     assert_refused(serve(toy, "--models", "0"), "--models")
     assert_refused(serve(toy, "--max-wait", "nan"), "a limit of nan s")
     broken = toy_bundle(tmp_path / "broken")
-    manifest = Bundle.open(broken)
-    manifest.chat_template.write_text("{% for m in messages %}")
-    manifest.save()
+    template = b"{% for m in messages %}"
+    (broken / CHAT_TEMPLATE).write_bytes(template)
+    manifest = json.loads((broken / MANIFEST).read_text())
+    manifest["files"][CHAT_TEMPLATE] = {
+        "bytes": len(template),
+        "sha256": hashlib.sha256(template).hexdigest(),
+    }
+    (broken / MANIFEST).write_text(json.dumps(manifest))
     assert_refused(serve(broken), "chat template is broken")
 
 
