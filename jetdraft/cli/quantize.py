@@ -78,6 +78,8 @@ def command(
     output.mkdir(parents=True, exist_ok=True)
     found.write(output)
     _show(found)
+    for line in optional("quant.bars", "quantizing", "export").bars(found):
+        click.echo(line)
     if not report.draw(found, output / "front.png"):
         click.echo("no picture was drawn: pip install matplotlib", err=True)
 
