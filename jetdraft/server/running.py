@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -50,6 +51,8 @@ def run(service: Service, listener: socket.socket, host: str, drain: int) -> Non
         timeout_graceful_shutdown=drain,
         limit_concurrency=service.limits.waiting + SPARE,
     )
+    # It warns of every piece that a client which has left did not get.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     # uvicorn raises the signal again when all is answered; ended is ended.
     with suppress(KeyboardInterrupt, SystemExit):
         uvicorn.Server(config).run(sockets=[listener])
