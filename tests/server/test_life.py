@@ -68,7 +68,6 @@ def test_a_client_that_goes_away_frees_the_device(service, address, slow, stream
         assert line.recv(1000)
     line.close()
     until(lambda: service.desk.generating == 0)
-    until(lambda: service.desk.total.new_tokens > before)
     assert service.desk.total.new_tokens - before < LONG["max_tokens"]
 
 
