@@ -132,7 +132,8 @@ def _tools(body: Body, options: dict[str, Any], marked: bool) -> Tools | None:
         return None
     if "regex" in options or "grammar" in options:
         raise RequestError("tools and a regex or grammar exclude each other; give one")
-    options.pop("json_schema", None)
+    if not isinstance(options.pop("json_schema", {}), dict):
+        raise RequestError("beside tools json_schema must be an object", "json_schema")
     return found
 
 

@@ -92,6 +92,7 @@ def test_wrong_completions(address, body, words):
         ({"tool_choice": "required"}, "needs tools"),
         ({"tools": [TOOL], "tool_choice": 3}, "tool_choice must be"),
         ({"tools": [TOOL], "regex": "a"}, "exclude each other"),
+        ({"tools": [TOOL], "json_schema": "{}"}, "must be an object"),
         ({"tools": [TOOL, WRONG]}, "tool 'g': the JSON schema is refused at /prop"),
         ({"messages": [{"role": "user", "tool_calls": 5}]}, "must be a list"),
         (
