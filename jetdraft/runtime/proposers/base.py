@@ -57,3 +57,20 @@ class Proposer(Protocol):
         last accepted one, whose chosen token ends that context.
         """
         ...
+
+
+class ModelFree:
+    """What proposers without a model share: drafts cost nothing to speak of, and all
+    they know is the context.
+
+        class RecallProposer(ModelFree): ...
+    """
+
+    kind = Kind.DETERMINISTIC
+    session_seconds = 0.0
+    ms_per_token = 0.0
+    streams = 0
+    branches = False
+
+    def observe(self, length: int, answer: Answer, row: int) -> None:
+        """Nothing to learn."""

@@ -7,23 +7,18 @@ from collections.abc import Sequence
 from jetdraft.runtime.costs import WIDEST
 from jetdraft.runtime.graph import Answer
 from jetdraft.runtime.matcher import Matcher
-from jetdraft.runtime.proposers.base import Proposer
-from jetdraft.runtime.rows import Kind, Rows
+from jetdraft.runtime.proposers.base import ModelFree, Proposer
+from jetdraft.runtime.rows import Rows
 from jetdraft.runtime.sampling import Chooser
 
 
-class ForcedProposer:
+class ForcedProposer(ModelFree):
     """Drafts the tokens that a constraint leaves no choice about.
 
     ForcedProposer(matcher).propose(context, budget=8)   # after {"na: me":
     """
 
     name = "forced"
-    kind = Kind.DETERMINISTIC
-    session_seconds = 0.0
-    ms_per_token = 0.0
-    streams = 0
-    branches = False
     max_draft_tokens = WIDEST - 1
 
     def __init__(self, matcher: Matcher) -> None:
@@ -40,9 +35,6 @@ class ForcedProposer:
     ) -> Rows:
         """What must come next, if anything must."""
         return Rows.chain([context[-1], *self._matcher.forced(context, budget)])
-
-    def observe(self, length: int, answer: Answer, row: int) -> None:
-        """Nothing to learn."""
 
 
 class ConstrainedProposer:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from jetdraft.runtime.graph import Answer
-from jetdraft.runtime.rows import Kind, Rows
+from jetdraft.runtime.proposers.base import ModelFree
+from jetdraft.runtime.rows import Rows
 from jetdraft.runtime.sampling import Chooser
 from jetdraft.runtime.store import Entry, ResponseStore
 from jetdraft.runtime.suffix import ROOT, SuffixAutomaton
@@ -20,7 +20,7 @@ MOST_INDEXED = 32768
 """Tokens of earlier responses that are searched; each takes half a kilobyte."""
 
 
-class LookupProposer:
+class LookupProposer(ModelFree):
     """Matches endings in prompt and output, and in the responses of a `store`.
 
     A draft is no longer than its match, up to `max_match` tokens, since longer matches
@@ -30,11 +30,6 @@ class LookupProposer:
     """
 
     name = "lookup"
-    kind = Kind.DETERMINISTIC
-    session_seconds = 0.0
-    ms_per_token = 0.0
-    streams = 0
-    branches = False
 
     def __init__(self, max_match: int = 16, store: ResponseStore | None = None) -> None:
         self.max_draft_tokens = max_match
@@ -68,9 +63,6 @@ class LookupProposer:
             other, other_score = self._earlier.after(drafted, count)
             draft = other if other_score > score else draft
         return draft
-
-    def observe(self, length: int, answer: Answer, row: int) -> None:
-        """Nothing to learn: the context is all it knows."""
 
 
 class _Own:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 
 from jetdraft.runtime.costs import WIDEST
-from jetdraft.runtime.graph import Answer
-from jetdraft.runtime.rows import Kind, Rows
+from jetdraft.runtime.proposers.base import ModelFree
+from jetdraft.runtime.rows import Rows
 from jetdraft.runtime.sampling import Chooser
 from jetdraft.runtime.similarity import Similarity
 from jetdraft.runtime.store import ResponseStore
@@ -35,18 +35,13 @@ AHEAD = 64
 """Tokens of a response in which a lost place is looked for."""
 
 
-class RecallProposer:
+class RecallProposer(ModelFree):
     """Follows what was answered to the most similar requests of a `store`.
 
     RecallProposer(store, similarity).propose(context, budget=8)
     """
 
     name = "recall"
-    kind = Kind.DETERMINISTIC
-    session_seconds = 0.0
-    ms_per_token = 0.0
-    streams = 0
-    branches = False
     max_draft_tokens = WIDEST - 1
 
     def __init__(self, store: ResponseStore, similarity: Similarity) -> None:
@@ -89,9 +84,6 @@ class RecallProposer:
         best = max(self._scripts, key=lambda script: script.agreed, default=None)
         draft = [] if best is None else best.following(budget)
         return Rows.chain([context[-1], *draft])
-
-    def observe(self, length: int, answer: Answer, row: int) -> None:
-        """Nothing to learn: the context is all it knows."""
 
 
 class Script:

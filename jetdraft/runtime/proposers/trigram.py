@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetdraft.runtime.costs import WIDEST
-from jetdraft.runtime.graph import Answer
-from jetdraft.runtime.rows import Kind, Rows
+from jetdraft.runtime.proposers.base import ModelFree
+from jetdraft.runtime.rows import Rows
 from jetdraft.runtime.sampling import Chooser
 from jetdraft.runtime.search import TreeSearch
 from jetdraft.runtime.trigram import Trigrams
 
 
-class TrigramProposer:
+class TrigramProposer(ModelFree):
     """Follows the likeliest successor, or searches for a tree when asked for one.
 
     What a generation teaches the table serves the next ones too.
@@ -21,10 +21,6 @@ class TrigramProposer:
     """
 
     name = "trigram"
-    kind = Kind.DETERMINISTIC
-    session_seconds = 0.0
-    ms_per_token = 0.0
-    streams = 0
     branches = True
     max_draft_tokens = WIDEST - 1
 
@@ -58,6 +54,3 @@ class TrigramProposer:
                 break
             chain.append(max(after, key=lambda token: (after[token], -token)))
         return Rows.chain(chain[1:])
-
-    def observe(self, length: int, answer: Answer, row: int) -> None:
-        """Learned with the next context."""
