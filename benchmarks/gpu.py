@@ -27,13 +27,13 @@ import numpy as np
 from kernels import Bench, Shape, table
 
 import jetdraft
+from jetdraft.bench import benchmark
 from jetdraft.devices.detection import detect
 from jetdraft.devices.providers import PROVIDERS, presence
-from jetdraft.quant.recipe import Recipe
-from jetdraft.runtime import benchmark
-from jetdraft.runtime.captures import Captures
-from jetdraft.runtime.graph import Graph
-from jetdraft.runtime.ort import ort
+from jetdraft.ort import ort
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.passes.captures import Captures
+from jetdraft.runtime.passes.graph import Graph
 
 WIDTHS = (1, 2, 3, 4, 5, 8, 16, 32, 64)
 TURNS = 15

@@ -38,8 +38,8 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from jetdraft.export.checkpoint import weights_sha256
-from jetdraft.export.streams import SETTINGS, WEIGHTS, read_settings
+from jetdraft.checkpoints.checkpoint import weights_sha256
+from jetdraft.checkpoints.streamed import SETTINGS, WEIGHTS, read_settings
 
 NOISE = 1e-6
 SPREAD = 0.02  # as Llama is initialised

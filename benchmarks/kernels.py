@@ -18,8 +18,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from jetdraft.devices.providers import PROVIDERS
-from jetdraft.runtime.ort import ort
-from jetdraft.runtime.tensor import Memory
+from jetdraft.ort import ort
+from jetdraft.runtime.passes.tensor import Memory
 
 TURNS = 30
 CONTRIB = "com.microsoft"

@@ -29,9 +29,9 @@ import click
 import numpy as np
 
 import jetdraft
-from jetdraft.runtime.acceptance import Acceptance
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.measured.rates import Acceptance
 from jetdraft.runtime.proposers import DraftProposer
-from jetdraft.runtime.rows import Rows
 
 PLAIN = {"method": "none"}
 WIDTH_1 = {"method": "none", "exact": False}

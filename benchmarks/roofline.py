@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 
-from jetdraft.devices.fit import Error, fit, leave_one_out, read, runtime_mb
+from fit import Error, fit, leave_one_out, read, runtime_mb
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ import click
 import jsonschema
 
 import jetdraft
+from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
-from jetdraft.runtime.stats import Stats
 
 
 def _object(**properties: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import click
 import numpy as np
 
 import jetdraft
-from jetdraft.runtime.stats import Stats
+from jetdraft.runtime.measured.stats import Stats
 
 SIZES = (3, 7, 15)
 SHAPES = ("chain", "best", "heap", "threshold", "rerank", "comb", "merged")

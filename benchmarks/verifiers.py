@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 import jetdraft
-from jetdraft.runtime.graph import Graph
-from jetdraft.runtime.verifiers import rejection
+from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.sampling import rejection
 
 Doubles = npt.NDArray[np.float64]
 MOST = 8

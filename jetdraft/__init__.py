@@ -32,14 +32,14 @@ from jetdraft.errors import (
     UnsupportedModelError,
     VerifierError,
 )
-from jetdraft.runtime.asynchronous import AsyncStream
-from jetdraft.runtime.chat import Conversation
-from jetdraft.runtime.logprobs import Logprob
+from jetdraft.runtime.async_stream import AsyncStream
+from jetdraft.runtime.conversation import Conversation
+from jetdraft.runtime.generation import Piece, Result, Stream
+from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model, load
-from jetdraft.runtime.options import Options
+from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.pool import Pool
-from jetdraft.runtime.stats import Stats
-from jetdraft.runtime.stream import Piece, Result, Stream
+from jetdraft.runtime.sampling.logprobs import Logprob
 
 __version__ = "0.1.0"
 

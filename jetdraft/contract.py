@@ -39,6 +39,9 @@ from jetdraft.errors import ContractError
 CANDIDATES = 64
 """K: how many candidates per row a graph returns, unless the vocabulary is smaller."""
 
+WIDEST = 16
+"""Rows of the widest pass that a controller plans."""
+
 HIDDEN = -1e4
 """Added to the score of a slot that a row may not see; fits float16."""
 

@@ -9,7 +9,7 @@ import pytest
 
 import jetdraft
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.quant.recipe import Recipe
+from jetdraft.recipe import Recipe
 from tests.tiny import drafter_config, llama_config, save_checkpoint
 
 

@@ -21,7 +21,7 @@ import jsonschema
 import pytest
 
 import jetdraft
-from jetdraft.runtime.sampling import Chooser
+from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.testing import toy_bundle
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

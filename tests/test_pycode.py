@@ -6,7 +6,7 @@ import pytest
 
 import jetdraft
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.quant.recipe import Recipe
+from jetdraft.recipe import Recipe
 
 FOLDER = Path(__file__).parent.parent / "examples" / "pycode"
 PROMPT = "class Queue:\n    def __init__(self, items):\n        self.items = "

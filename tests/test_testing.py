@@ -11,7 +11,7 @@ import pytest
 import jetdraft
 from jetdraft import testing
 from jetdraft.errors import OutputError, TemplateError
-from jetdraft.runtime.chat import user
+from jetdraft.runtime.text.template import user
 from jetdraft.testing import toy_bundle
 
 SPEED = [user("Tell me the speed.")]

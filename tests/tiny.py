@@ -17,8 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from jetdraft.export.checkpoint import Checkpoint, weights_sha256
-from jetdraft.export.streams import (
+from jetdraft.checkpoints.checkpoint import Checkpoint, weights_sha256
+from jetdraft.checkpoints.streamed import (
     SETTINGS,
     WEIGHTS,
     Streamed,

@@ -10,6 +10,8 @@ from typing import Any
 import click
 import numpy as np
 
+from jetdraft.bench import benchmark
+from jetdraft.bench.energy import Meter
 from jetdraft.cli.options import (
     bundle_argument,
     integers,
@@ -17,11 +19,9 @@ from jetdraft.cli.options import (
     sampling_options,
 )
 from jetdraft.devices.detection import detect
-from jetdraft.devices.energy import Meter
-from jetdraft.runtime import benchmark
+from jetdraft.runtime.drafts.noise import Int64s
 from jetdraft.runtime.model import Model, load
-from jetdraft.runtime.options import Options
-from jetdraft.runtime.rows import Int64s
+from jetdraft.runtime.planning.options import Options
 
 DEFAULT_PROMPTS = (
     "def fibonacci(n):\n    ",

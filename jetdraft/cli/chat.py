@@ -17,8 +17,9 @@ from jetdraft.cli.options import (
     sampling_options,
 )
 from jetdraft.errors import JetdraftError
-from jetdraft.runtime.chat import Conversation, user
+from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.model import load
+from jetdraft.runtime.text.template import user
 
 HELP = """/stats       what the last reply cost
 /reset       start again

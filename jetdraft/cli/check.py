@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
+from jetdraft.bench.verification import compare_methods
 from jetdraft.cli.options import bundle_argument, runtime_options
 from jetdraft.errors import CheckError
 from jetdraft.runtime.model import Model, load
-from jetdraft.runtime.verification import compare_methods
 
 
 @click.command("check")

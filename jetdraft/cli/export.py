@@ -15,7 +15,7 @@ from jetdraft.devices.device import Device
 from jetdraft.devices.plan import Question, plan, refusal
 from jetdraft.devices.providers import AUTO, PROVIDERS, fastest
 from jetdraft.errors import OptionError
-from jetdraft.quant.recipe import (
+from jetdraft.recipe import (
     ALGORITHMS,
     BLOCK_SIZES,
     CALIBRATED_DEFAULT,

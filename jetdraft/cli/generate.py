@@ -19,9 +19,9 @@ from jetdraft.cli.options import (
     runtime_options,
     sampling_options,
 )
+from jetdraft.runtime.generation import Result
+from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import load
-from jetdraft.runtime.stats import Stats
-from jetdraft.runtime.stream import Result
 
 
 @click.command("generate")

@@ -10,7 +10,7 @@ import numpy as np
 
 from jetdraft.bundle import Bundle, GraphEntry
 from jetdraft.cli.options import bundle_argument
-from jetdraft.quant.recipe import Recipe
+from jetdraft.recipe import Recipe
 
 
 @click.command("inspect")

@@ -11,9 +11,9 @@ import click
 
 from jetdraft.devices.providers import PROVIDERS
 from jetdraft.errors import JetdraftError
-from jetdraft.runtime.drafting import AUTO, SIBLINGS, TREES
-from jetdraft.runtime.stopping import NAMES
-from jetdraft.runtime.verifiers import VERIFIERS
+from jetdraft.runtime.planning.drafting import AUTO, SIBLINGS, TREES
+from jetdraft.runtime.proposers.draft_stops import NAMES
+from jetdraft.runtime.sampling.verifiers import VERIFIERS
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -11,7 +11,7 @@ import click
 
 from jetdraft.cli.options import optional
 from jetdraft.errors import OptionError, OutputError
-from jetdraft.quant.recipe import COMPARED, COMPARED_DRAFTERS, Recipe
+from jetdraft.recipe import COMPARED, COMPARED_DRAFTERS, Recipe
 
 
 @click.command("quantize")

@@ -11,8 +11,8 @@ import click
 from jetdraft.bundle import Bundle
 from jetdraft.cli.options import bundle_argument
 from jetdraft.errors import StoreError
-from jetdraft.runtime.store import ResponseStore
-from jetdraft.runtime.text import TextCodec
+from jetdraft.runtime.history.store import ResponseStore
+from jetdraft.runtime.text.codec import TextCodec
 
 file_argument = click.argument("file", type=click.Path(path_type=Path))
 user_option = click.option("--user", default="", help="Whose entries.")

@@ -79,7 +79,7 @@ def streams(
 ) -> int:
     """Add speculative streams to TARGET, a checkpoint folder or hub id."""
     training = optional("train.streams", "training", "train")
-    from jetdraft.export.streams import StreamSettings
+    from jetdraft.checkpoints.streamed import StreamSettings
 
     run = training.StreamTraining(
         target,

@@ -11,9 +11,9 @@ import click
 
 from jetdraft.cli.options import bundle_argument, picture, runtime_options
 from jetdraft.errors import OutputError
-from jetdraft.runtime import tuning
 from jetdraft.runtime.model import Model, load
-from jetdraft.runtime.tuning import Tuning
+from jetdraft.runtime.planning import tuning
+from jetdraft.runtime.planning.tuning import Tuning
 
 
 @click.command("tune")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jetdraft.errors import DeviceError, OptionError
-from jetdraft.quant.recipe import Recipe
+from jetdraft.recipe import Recipe
 
 FOLDER = Path(__file__).with_name("profiles")
 QUANTIZATIONS = {"none", "int8", "int4", "fp8", "fp4"}

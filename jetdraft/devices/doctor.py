@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jetdraft.devices.detection import Machine, detect
 from jetdraft.devices.providers import PROVIDERS, Presence, presence
-from jetdraft.runtime.ort import ort
+from jetdraft.ort import ort
 
 LEAST_FREE_MB = 1000.0
 OLDEST_ORT = (1, 29)

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jetdraft.contract import WIDEST
 from jetdraft.devices.device import Device, PowerMode
 from jetdraft.devices.dimensions import Dimensions
 from jetdraft.devices.roofline import FITTED, RUNTIME_MB, Load
 from jetdraft.errors import DeviceError, OptionError
-from jetdraft.runtime.costs import WIDEST
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 60, 64)
 SYSTEM_MB = 1500.0

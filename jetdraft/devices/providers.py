@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from jetdraft.bundle import CONTRIB, STANDARD
 from jetdraft.devices.probe import RAN
 from jetdraft.errors import ProviderError
-from jetdraft.runtime.ort import ort
+from jetdraft.ort import ort
 
 AUTO = "auto"
 """The first of `PROVIDERS`, from the fastest down, that runs a bundle here."""

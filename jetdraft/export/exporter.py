@@ -32,25 +32,25 @@ from jetdraft.bundle import (
     check_pair,
     writing,
 )
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.parameters import keep_weights
+from jetdraft.checkpoints.streamed import LOSSLESS, SHARED, Streamed, stream_weights
 from jetdraft.contract import StepContract
 from jetdraft.devices.providers import Provider, known
 from jetdraft.errors import OptionError, PairError, UnsupportedModelError
-from jetdraft.export.checkpoint import Checkpoint
+from jetdraft.export.embeddings import write_similarity
 from jetdraft.export.fusion import fuse
-from jetdraft.export.parameters import keep_weights
+from jetdraft.export.kv import cache_scales, quantize_cache
 from jetdraft.export.seams import check_seams
-from jetdraft.export.similarity import write_similarity
 from jetdraft.export.split import drop_early_exit, write_halves
 from jetdraft.export.standard import standardize
 from jetdraft.export.step import kv_shapes, trace
-from jetdraft.export.streams import LOSSLESS, SHARED, Streamed, stream_weights
 from jetdraft.export.tree import write_compaction, write_tree
 from jetdraft.quant.blocks import Floats
-from jetdraft.quant.cache import cache_scales, quantize_cache
 from jetdraft.quant.calibration import Windows, own_attention, second_moments
-from jetdraft.quant.recipe import Recipe
 from jetdraft.quant.sensitivity import Limit, Sensitivity
 from jetdraft.quant.weights import Quantization
+from jetdraft.recipe import Recipe
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 NUMPY = {"fp32": "float32", "fp16": "float16"}

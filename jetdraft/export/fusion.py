@@ -19,7 +19,7 @@ import onnxruntime
 from onnx_ir.passes import common
 
 from jetdraft.contract import StepContract
-from jetdraft.editing import PARAMETER, derived, initializer, substitute
+from jetdraft.edits import PARAMETER, derived, initializer, substitute
 
 _CONTRIB = "com.microsoft"
 

@@ -12,9 +12,14 @@ from typing import Any
 
 import torch
 
+from jetdraft.checkpoints.attention import (
+    IMPLEMENTATION,
+    HandThrough,
+    StepState,
+    attending,
+)
 from jetdraft.contract import StepContract
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.attention import IMPLEMENTATION, HandThrough, StepState, attending
 from jetdraft.export.step import Step, dtype_of, refusal
 
 _LEAST_TOKENS = 24

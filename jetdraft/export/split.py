@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from jetdraft.contract import SplitContract, TensorSpec
-from jetdraft.editing import substitute
+from jetdraft.edits import substitute
 from jetdraft.export.step import EARLY, PARENTS
 from jetdraft.export.tree import BIAS_INPUT, attentions, value_of
 

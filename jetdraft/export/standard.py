@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from jetdraft.editing import initializer, substitute
+from jetdraft.edits import initializer, substitute
 from jetdraft.errors import UnsupportedModelError
 
 OPSET = 24

@@ -12,11 +12,11 @@ from typing import Any
 import onnx_ir
 import torch
 
+from jetdraft.checkpoints.attention import HandThrough, StepState, attending
+from jetdraft.checkpoints.parameters import keep_weights, simplify
+from jetdraft.checkpoints.streamed import Streamed
 from jetdraft.contract import ANSWERS, PROBES, ROWS, StepContract, TensorSpec
 from jetdraft.errors import JetdraftError, UnsupportedModelError
-from jetdraft.export.attention import HandThrough, StepState, attending
-from jetdraft.export.parameters import keep_weights, simplify
-from jetdraft.export.streams import Streamed
 
 OPSET = 23
 # Different sizes, so that the tracer does not take two axes for the same.

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from jetdraft.contract import StepContract, TensorSpec
-from jetdraft.editing import initializer
+from jetdraft.edits import initializer
 from jetdraft.export.standard import branch
 
 _COMPACTION_OPSET = 24

@@ -29,7 +29,7 @@ from onnxruntime.quantization.neural_compressor.weight_only import (
 )
 
 from jetdraft.quant.blocks import Blocks, Floats
-from jetdraft.quant.recipe import Recipe
+from jetdraft.recipe import Recipe
 
 DAMPING = 0.01
 """Of the mean second moment, added to all: the paper's value."""

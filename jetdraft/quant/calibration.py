@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from jetdraft.errors import DataError
 from jetdraft.quant.blocks import Floats
-from jetdraft.train.texts import read_text
+from jetdraft.texts import read_text
 
 WINDOW = 256
 """Tokens of a piece of text that is run at once."""

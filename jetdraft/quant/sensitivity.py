@@ -19,7 +19,7 @@ from jetdraft.errors import OptionError
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.blocks import Blocks, Floats
 from jetdraft.quant.calibration import Windows
-from jetdraft.quant.recipe import HEAD, SYMMETRIC, Recipe, Unit, unit_of
+from jetdraft.recipe import HEAD, SYMMETRIC, Recipe, Unit, unit_of
 
 TOKENS = 512
 """How many of the text are compared; their logits are kept."""

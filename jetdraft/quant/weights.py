@@ -16,11 +16,11 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from jetdraft.editing import PARAMETER, initializer, substitute
+from jetdraft.edits import PARAMETER, initializer, substitute
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.blocks import Blocks, Floats, Order
-from jetdraft.quant.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
+from jetdraft.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
 
 _CONTRIB = "com.microsoft"
 Progress = Callable[[int, int], None]

@@ -26,18 +26,18 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from jetdraft.runtime.controller import Controller
-from jetdraft.runtime.ending import Ending
-from jetdraft.runtime.graph import Answer, Graph
-from jetdraft.runtime.logprobs import Logprob
-from jetdraft.runtime.prefix import Prefix
-from jetdraft.runtime.probes import Probing
+from jetdraft.runtime.drafts.probes import Probing
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.measured.stats import Round, Stats
+from jetdraft.runtime.passes.graph import Answer, Graph
+from jetdraft.runtime.passes.halves import PrunedGraph
+from jetdraft.runtime.passes.prefix import Prefix
+from jetdraft.runtime.planning.controller import Controller
 from jetdraft.runtime.proposers import Proposer
-from jetdraft.runtime.pruning import PrunedGraph
-from jetdraft.runtime.rows import Rows
-from jetdraft.runtime.sampling import Chooser
-from jetdraft.runtime.stats import Round, Stats
-from jetdraft.runtime.verifiers import Verifier, Walk
+from jetdraft.runtime.sampling.chooser import Chooser
+from jetdraft.runtime.sampling.logprobs import Logprob
+from jetdraft.runtime.sampling.verifiers import Verifier, Walk
+from jetdraft.runtime.text.stops import Ending
 
 
 @dataclass(frozen=True)

@@ -23,22 +23,26 @@ from jetdraft.errors import (
     PromptError,
     ProviderError,
 )
-from jetdraft.runtime import saved, tuning
-from jetdraft.runtime.asynchronous import AsyncStream
-from jetdraft.runtime.cache import Cache
-from jetdraft.runtime.calibration import Calibration
-from jetdraft.runtime.chat import ChatTemplate, Message, check_messages, read_template
-from jetdraft.runtime.constraint import Vocabulary
-from jetdraft.runtime.drafting import AUTO
-from jetdraft.runtime.ending import Ending
-from jetdraft.runtime.follower import Follower
-from jetdraft.runtime.graph import Graph
-from jetdraft.runtime.opening import Opening
-from jetdraft.runtime.options import Options
-from jetdraft.runtime.planner import Planner
-from jetdraft.runtime.prefix import Prefix
-from jetdraft.runtime.profiles import Profiles
-from jetdraft.runtime.prompt import check_ids
+from jetdraft.runtime.async_stream import AsyncStream
+from jetdraft.runtime.drafts.noise import Int64s
+from jetdraft.runtime.generation import Result, Stream
+from jetdraft.runtime.history.similarity import Similarity
+from jetdraft.runtime.history.store import Entry, ResponseStore
+from jetdraft.runtime.history.trigrams import Counts, Trigrams
+from jetdraft.runtime.measured.profiles import Profiles
+from jetdraft.runtime.measured.widths import Calibration
+from jetdraft.runtime.passes import prefix_file as saved
+from jetdraft.runtime.passes.cache import Cache
+from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.halves import PrunedGraph
+from jetdraft.runtime.passes.opener import Opening
+from jetdraft.runtime.passes.prefix import Prefix
+from jetdraft.runtime.passes.session import default_threads
+from jetdraft.runtime.planning import tuning
+from jetdraft.runtime.planning.drafting import AUTO
+from jetdraft.runtime.planning.options import Options
+from jetdraft.runtime.planning.planner import Planner
+from jetdraft.runtime.planning.tuning import Tuning
 from jetdraft.runtime.proposers import (
     CascadeProposer,
     DraftProposer,
@@ -48,16 +52,18 @@ from jetdraft.runtime.proposers import (
     StreamProposer,
     TrigramProposer,
 )
-from jetdraft.runtime.pruning import PrunedGraph
-from jetdraft.runtime.rows import Int64s
-from jetdraft.runtime.session import default_threads
-from jetdraft.runtime.similarity import Similarity
-from jetdraft.runtime.stopping import AcceptanceHead
-from jetdraft.runtime.store import Entry, ResponseStore
-from jetdraft.runtime.stream import Result, Stream
-from jetdraft.runtime.text import TextCodec
-from jetdraft.runtime.trigram import Counts, Trigrams
-from jetdraft.runtime.tuning import Tuning
+from jetdraft.runtime.proposers.draft_stops import AcceptanceHead
+from jetdraft.runtime.proposers.follower import Follower
+from jetdraft.runtime.text.codec import TextCodec
+from jetdraft.runtime.text.constraint import Vocabulary
+from jetdraft.runtime.text.prompt import check_ids
+from jetdraft.runtime.text.stops import Ending
+from jetdraft.runtime.text.template import (
+    ChatTemplate,
+    Message,
+    check_messages,
+    read_template,
+)
 
 OFF = "off"
 """In place of the drafter's provider: no drafter."""

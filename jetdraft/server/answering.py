@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
-from jetdraft.runtime.logprobs import Logprob
-from jetdraft.runtime.stream import Piece, Result
-from jetdraft.runtime.text import TextCodec, TextStream
+from jetdraft.runtime.generation import Piece, Result
+from jetdraft.runtime.sampling.logprobs import Logprob
+from jetdraft.runtime.text.codec import TextCodec, TextStream
 from jetdraft.server.asking import Ask
 from jetdraft.server.tools import Tools
 

@@ -21,8 +21,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jetdraft.errors import JetdraftError, OptionError
+from jetdraft.runtime.generation import Result
 from jetdraft.runtime.pool import Pool
-from jetdraft.runtime.stream import Result
 from jetdraft.server.answering import Reply
 from jetdraft.server.asking import Ask, RequestError
 from jetdraft.server.desk import Desk, Job

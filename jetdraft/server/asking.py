@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jetdraft.errors import ConstraintError, JetdraftError
-from jetdraft.runtime.chat import Message, check_messages
+from jetdraft.runtime.generation import Stream
 from jetdraft.runtime.model import Model
-from jetdraft.runtime.options import Options
-from jetdraft.runtime.stream import Stream
+from jetdraft.runtime.planning.options import Options
+from jetdraft.runtime.text.template import Message, check_messages
 from jetdraft.server.tools import Tools
 
 Body = Mapping[str, Any]

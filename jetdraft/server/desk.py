@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
+from jetdraft.runtime.generation import Piece, Result, Stream
+from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
-from jetdraft.runtime.stats import Stats
-from jetdraft.runtime.stream import Piece, Result, Stream
 from jetdraft.server.asking import Ask, RequestError
 
 

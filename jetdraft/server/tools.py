@@ -13,7 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from jetdraft.errors import ConstraintError, OptionError
-from jetdraft.runtime.constraint import SPACING, Constraint, Vocabulary
+from jetdraft.runtime.text.constraint import SPACING, Constraint, Vocabulary
 
 Schema = dict[str, Any]
 

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 
 from jetdraft.errors import DataError, MethodError, OutputError
 from jetdraft.files import replacing
-from jetdraft.runtime.binding import Floats
-from jetdraft.runtime.graph import Answer
+from jetdraft.runtime.drafts.noise import Int64s
 from jetdraft.runtime.model import Model
+from jetdraft.runtime.passes.binding import Floats
+from jetdraft.runtime.passes.graph import Answer
 from jetdraft.runtime.proposers import DraftProposer
-from jetdraft.runtime.rows import Int64s
-from jetdraft.runtime.stopping import REPEATED, AcceptanceHead, Stopping
+from jetdraft.runtime.proposers.draft_stops import REPEATED, AcceptanceHead, Stopping
 
 LOOK_EVERY = 10
 """Steps between looks at what was held out."""

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from jetdraft.errors import DataError
-from jetdraft.train.texts import read_bytes, read_text
+from jetdraft.texts import read_bytes, read_text
 
 IGNORED = -100
 """The label of tokens that are not learned."""

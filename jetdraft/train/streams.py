@@ -19,16 +19,13 @@ from safetensors.torch import save as serialized
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from jetdraft.errors import (
-    CheckpointError,
-    DataError,
-    OptionError,
-    OutputError,
-    TrainingError,
+from jetdraft.checkpoints.checkpoint import (
+    Checkpoint,
+    checkpoint_folder,
+    weights_sha256,
 )
-from jetdraft.export.checkpoint import Checkpoint, checkpoint_folder, weights_sha256
-from jetdraft.export.parameters import convert
-from jetdraft.export.streams import (
+from jetdraft.checkpoints.parameters import convert
+from jetdraft.checkpoints.streamed import (
     SETTINGS,
     SHARED,
     UNFINISHED,
@@ -40,10 +37,17 @@ from jetdraft.export.streams import (
     decoder_layers,
     stream_weights,
 )
+from jetdraft.errors import (
+    CheckpointError,
+    DataError,
+    OptionError,
+    OutputError,
+    TrainingError,
+)
 from jetdraft.files import replacing
-from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.data import Corpus
 from jetdraft.train.losses import Losses, losses
+from jetdraft.train.stream_attention import IMPLEMENTATION
 
 STATE = "training.pt"
 WARM_UP = 0.03

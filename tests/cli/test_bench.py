@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from jetdraft.bench.energy import Meter
 from jetdraft.bundle import Bundle
-from jetdraft.devices.energy import Meter
 from tests.cli.running import assert_refused, jetdraft
 from tests.devices.trees import POWER, write
 

@@ -13,7 +13,7 @@ import pytest
 
 import jetdraft as package
 from tests.cli.running import assert_refused, jetdraft
-from tests.runtime.test_chat import TEMPLATE, with_template
+from tests.runtime.test_conversation import TEMPLATE, with_template
 
 GIVEN = ("--max-new-tokens", "8", "--threads", "1")
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from jetdraft.bench.verification import Comparison
 from jetdraft.cli import check
-from jetdraft.runtime.verification import Comparison
 from tests.cli.running import assert_refused, jetdraft
 
 

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from jetdraft.bundle import Bundle
-from jetdraft.quant.recipe import Recipe
+from jetdraft.recipe import Recipe
 from tests.cli.running import jetdraft
 from tests.tiny import (
     VOCAB_SIZE,

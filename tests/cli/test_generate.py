@@ -309,7 +309,7 @@ SLOW = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from jetdraft.cli import main
-from jetdraft.runtime.sampling import Chooser
+from jetdraft.runtime.sampling.chooser import Chooser
 choose, rounds = Chooser.choose, 0
 def slowly(*arguments):
     global rounds

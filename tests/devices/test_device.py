@@ -6,7 +6,7 @@ import pytest
 
 from jetdraft.devices.device import FOLDER, Device
 from jetdraft.errors import DeviceError
-from jetdraft.quant.recipe import Recipe
+from jetdraft.recipe import Recipe
 
 ALL = [
     "agx-orin-32gb",

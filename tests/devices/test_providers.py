@@ -20,8 +20,8 @@ from jetdraft.devices.providers import (
     reason_of,
 )
 from jetdraft.errors import ProviderError
-from jetdraft.runtime import session
-from jetdraft.runtime.session import _check_provider
+from jetdraft.runtime.passes import session
+from jetdraft.runtime.passes.session import _check_provider
 from tests.cli.running import assert_refused, jetdraft
 from tests.devices.trees import ORIN_NANO, THOR, write
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from jetdraft.devices.dimensions import Dimensions
-from jetdraft.devices.fit import fit, leave_one_out, read, runtime_mb
+from fit import fit, leave_one_out, read, runtime_mb
 from jetdraft.devices.roofline import BYTES, FITTED, RUNTIME_MB, Load
 from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 

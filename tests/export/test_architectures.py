@@ -12,15 +12,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contract import StepContract
 from jetdraft.errors import CheckpointError, UnsupportedModelError
-from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.fusion import fuse
 from jetdraft.export.seams import check_seams
 from jetdraft.export.step import Step, kv_shapes, trace
-from jetdraft.runtime.engines import Engines
-from jetdraft.runtime.graph import Graph
-from jetdraft.runtime.session import open_session
+from jetdraft.runtime.passes.engines import Engines
+from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.session import open_session
 from tests.tiny import SIZES, VOCAB_SIZE, llama_config, save_checkpoint
 
 CAPACITY = 64

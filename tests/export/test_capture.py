@@ -10,9 +10,9 @@ import onnx
 import pytest
 
 from jetdraft.bundle import FLAVOURS, Bundle
+from jetdraft.checkpoints.streamed import StreamSettings
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.export.streams import StreamSettings
-from jetdraft.quant.recipe import Recipe
+from jetdraft.recipe import Recipe
 from tests.tiny import llama_config, save_checkpoint, save_streams
 
 READ_ON_HOST = {

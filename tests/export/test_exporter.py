@@ -22,7 +22,7 @@ from jetdraft.errors import (
 )
 from jetdraft.export import exporter
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.quant.recipe import Recipe
+from jetdraft.recipe import Recipe
 from tests.tiny import (
     VOCAB_SIZE,
     WORDS,

@@ -9,10 +9,10 @@ from onnx import helper, numpy_helper
 from transformers import MistralConfig
 
 import jetdraft
+from jetdraft.checkpoints.streamed import StreamSettings
 from jetdraft.errors import OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.export.streams import StreamSettings
-from jetdraft.quant.recipe import Recipe
+from jetdraft.recipe import Recipe
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as run
 from tests.tiny import SIZES, llama_config, save_checkpoint, save_streams

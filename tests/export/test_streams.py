@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import jetdraft
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.streamed import LOSSLESS, SHARED, Streams, StreamSettings
 from jetdraft.errors import CheckpointError, OptionError
-from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.export.streams import LOSSLESS, SHARED, Streams, StreamSettings
-from jetdraft.quant.recipe import Recipe
-from jetdraft.runtime.probes import Probing
-from jetdraft.train.attention import IMPLEMENTATION
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.drafts.probes import Probing
+from jetdraft.train.stream_attention import IMPLEMENTATION
 from tests.tiny import llama_config, save_checkpoint, save_streams
 
 SETTINGS = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)

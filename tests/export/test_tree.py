@@ -5,7 +5,7 @@ import transformers
 
 from jetdraft.bundle import Bundle
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.quant.recipe import Recipe
+from jetdraft.recipe import Recipe
 from tests.tiny import save_checkpoint
 
 

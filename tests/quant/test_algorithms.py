@@ -6,8 +6,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from jetdraft.quant.algorithms import ALGORITHMS
-from jetdraft.quant.recipe import ALGORITHMS as NAMES
-from jetdraft.quant.recipe import SYMMETRIC
+from jetdraft.recipe import ALGORITHMS as NAMES
+from jetdraft.recipe import SYMMETRIC
 
 ROWS, COLUMNS = 72, 24
 """Rows are no multiple of any block size but the smallest."""

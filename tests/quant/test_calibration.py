@@ -5,12 +5,12 @@ import pytest
 import torch
 
 import jetdraft
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.streamed import StreamSettings
 from jetdraft.errors import DataError
-from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.export.streams import StreamSettings
 from jetdraft.quant.calibration import Windows, second_moments
-from jetdraft.quant.recipe import Recipe
+from jetdraft.recipe import Recipe
 from tests.tiny import llama_config, save_checkpoint, save_streams
 
 LAYER = [f"self_attn.{name}_proj" for name in "qkvo"]

@@ -6,13 +6,13 @@ import pytest
 import torch
 from onnx import numpy_helper
 
+from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.errors import OptionError
-from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.calibration import Windows, own_attention
-from jetdraft.quant.recipe import HEAD, Recipe
 from jetdraft.quant.sensitivity import Limit, Sensitivity
+from jetdraft.recipe import HEAD, Recipe
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as command
 from tests.tiny import llama_config, save_checkpoint

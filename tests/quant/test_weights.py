@@ -9,14 +9,14 @@ import onnxruntime
 import pytest
 import torch
 
+from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contract import StepContract
 from jetdraft.errors import CheckpointError, OptionError
-from jetdraft.export.checkpoint import Checkpoint
 from jetdraft.export.fusion import fuse
 from jetdraft.export.step import kv_shapes, trace
 from jetdraft.quant.algorithms import ALGORITHMS
-from jetdraft.quant.recipe import BLOCK_SIZES, HEAD, Recipe
 from jetdraft.quant.weights import Quantization
+from jetdraft.recipe import BLOCK_SIZES, HEAD, Recipe
 from tests.tiny import VOCAB_SIZE, drafter_config, save_checkpoint
 
 HEAD_NAME = "lm_head.weight"

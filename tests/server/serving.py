@@ -21,7 +21,7 @@ SLOW = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from jetdraft.cli import main
-from jetdraft.runtime.sampling import Chooser
+from jetdraft.runtime.sampling.chooser import Chooser
 choose, seconds = Chooser.choose, float(os.environ["SLOW"])
 def slowly(*arguments):
     time.sleep(seconds)

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from jetdraft.bundle import CHAT_TEMPLATE, MANIFEST
 from jetdraft.cli import main
-from jetdraft.runtime.sampling import Chooser
+from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.testing import toy_bundle
 from tests.cli.running import assert_refused
 from tests.server.serving import started, until

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from jetdraft.runtime.constraint import Constraint
+from jetdraft.runtime.text.constraint import Constraint
 from jetdraft.server.tools import Tools
 
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from jetdraft.export.checkpoint import Checkpoint
-from jetdraft.export.streams import StreamSettings
-from jetdraft.train.attention import IMPLEMENTATION
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.streamed import StreamSettings
 from jetdraft.train.data import Example, collate
 from jetdraft.train.losses import losses
+from jetdraft.train.stream_attention import IMPLEMENTATION
 from tests.tiny import llama_config, save_checkpoint, save_streams
 
 GAMMA = 3

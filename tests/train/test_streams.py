@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import jetdraft
+from jetdraft.checkpoints.streamed import StreamSettings
 from jetdraft.errors import (
     CheckpointError,
     DataError,
@@ -19,8 +20,7 @@ from jetdraft.errors import (
     TrainingError,
 )
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.export.streams import StreamSettings
-from jetdraft.quant.recipe import Recipe
+from jetdraft.recipe import Recipe
 from jetdraft.train import streams as training
 from jetdraft.train.data import IGNORED, Corpus, Example, collate
 from jetdraft.train.streams import StreamTraining, TrainingOptions

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jetdraft.runtime.follower import Follower
+from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.proposers.draft import DraftProposer
+from jetdraft.runtime.proposers.follower import Follower
 from jetdraft.runtime.proposers.lookup import LookupProposer
-from jetdraft.runtime.rows import Rows
-from jetdraft.runtime.sampling import Chooser
+from jetdraft.runtime.sampling.chooser import Chooser
 
 REVIEWED = 5
 """Drafted tokens that come from the drafter; those behind them are not reviewed."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jetdraft.runtime.costs import WIDEST
-from jetdraft.runtime.graph import Answer
-from jetdraft.runtime.matcher import Matcher
-from jetdraft.runtime.proposers.base import ModelFree, Proposer
-from jetdraft.runtime.rows import Rows
-from jetdraft.runtime.sampling import Chooser
+from jetdraft.contract import WIDEST
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.passes.graph import Answer
+from jetdraft.runtime.proposers.proposer import ModelFree, Proposer
+from jetdraft.runtime.sampling.chooser import Chooser
+from jetdraft.runtime.text.matcher import Matcher
 
 
 class ForcedProposer(ModelFree):

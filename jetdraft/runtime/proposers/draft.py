@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jetdraft.runtime.follower import Follower
-from jetdraft.runtime.graph import Answer
-from jetdraft.runtime.rows import Kind, Rows
-from jetdraft.runtime.sampling import Chooser, Sampling
-from jetdraft.runtime.stopping import Stopping
+from jetdraft.runtime.drafts.rows import Kind, Rows
+from jetdraft.runtime.passes.graph import Answer
+from jetdraft.runtime.proposers.draft_stops import Stopping
+from jetdraft.runtime.proposers.follower import Follower
+from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
 
 class DraftProposer:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from jetdraft.runtime.proposers.base import ModelFree
-from jetdraft.runtime.rows import Rows
-from jetdraft.runtime.sampling import Chooser
-from jetdraft.runtime.store import Entry, ResponseStore
-from jetdraft.runtime.suffix import ROOT, SuffixAutomaton
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.history.store import Entry, ResponseStore
+from jetdraft.runtime.history.suffix import ROOT, SuffixAutomaton
+from jetdraft.runtime.proposers.proposer import ModelFree
+from jetdraft.runtime.sampling.chooser import Chooser
 
 MOST_INDEXED = 32768
 """Tokens of earlier responses that are searched; each takes half a kilobyte."""

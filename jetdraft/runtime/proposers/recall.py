@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
-from jetdraft.runtime.costs import WIDEST
-from jetdraft.runtime.proposers.base import ModelFree
-from jetdraft.runtime.rows import Rows
-from jetdraft.runtime.sampling import Chooser
-from jetdraft.runtime.similarity import Similarity
-from jetdraft.runtime.store import ResponseStore
+from jetdraft.contract import WIDEST
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.history.similarity import Similarity
+from jetdraft.runtime.history.store import ResponseStore
+from jetdraft.runtime.proposers.proposer import ModelFree
+from jetdraft.runtime.sampling.chooser import Chooser
 
 ALIKE = 0.8
 """The cosine from which on requests count as similar."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jetdraft.runtime.graph import Answer, Graph
-from jetdraft.runtime.rows import Kind, Rows
-from jetdraft.runtime.sampling import Chooser, Sampling
-from jetdraft.runtime.shapes import Shape, Sparse, Tree
+from jetdraft.runtime.drafts.rows import Kind, Rows
+from jetdraft.runtime.passes.graph import Answer, Graph
+from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+from jetdraft.runtime.trees import Shape, Sparse, Tree
 
 
 class StreamProposer:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jetdraft.runtime.costs import WIDEST
-from jetdraft.runtime.proposers.base import ModelFree
-from jetdraft.runtime.rows import Rows
-from jetdraft.runtime.sampling import Chooser
-from jetdraft.runtime.search import TreeSearch
-from jetdraft.runtime.trigram import Trigrams
+from jetdraft.contract import WIDEST
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.history.search import TreeSearch
+from jetdraft.runtime.history.trigrams import Trigrams
+from jetdraft.runtime.proposers.proposer import ModelFree
+from jetdraft.runtime.sampling.chooser import Chooser
 
 
 class TrigramProposer(ModelFree):

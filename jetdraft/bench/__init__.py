@@ -1,0 +1,1 @@
+"""Measurements for people: bench, equality of texts, the recipes report, energy."""

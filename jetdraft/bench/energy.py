@@ -1,0 +1,95 @@
+"""Energy from a Jetson's INA3221 power monitors, through sysfs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from jetdraft.bench.benchmark import Metering
+
+MONITORS = "sys/bus/i2c/drivers/ina3221"
+TOTALS = ("VDD_IN", "VIN_SYS_5V0", "VIN")
+"""Rails that feed the whole module, by name; others are parts of it."""
+
+INTERVAL = 0.05
+
+
+@dataclass(frozen=True)
+class Rail:
+    """A measured rail: files with millivolts and milliamperes."""
+
+    name: str
+    volts: Path
+    amperes: Path
+
+    def watts(self) -> float:
+        """Now; raises `OSError` or `ValueError` if it cannot be read."""
+        return int(self.volts.read_text()) * int(self.amperes.read_text()) * 1e-6
+
+
+def rails(root: Path = Path("/")) -> list[Rail]:
+    """The rails there are; none on machines without the monitors."""
+    found = []
+    for label in sorted((root / MONITORS).glob("*/hwmon/hwmon*/in*_label")):
+        number = label.name.removeprefix("in").removesuffix("_label")
+        folder = label.parent
+        volts, amperes = folder / f"in{number}_input", folder / f"curr{number}_input"
+        if volts.is_file() and amperes.is_file():
+            found.append(Rail(label.read_text().strip(), volts, amperes))
+    return found
+
+
+def totals(root: Path = Path("/")) -> list[Rail]:
+    """The rails whose sum is the module's power: the one that feeds it, or all."""
+    every = rails(root)
+    return [rail for rail in every if rail.name in TOTALS][:1] or every
+
+
+class Meter(Metering):
+    """Adds up energy while its block runs; `joules` is None where nothing measures.
+
+    with Meter() as meter:
+        model.generate("def fib(n):")
+    meter.joules
+    """
+
+    def __init__(self, root: Path = Path("/"), interval: float = INTERVAL) -> None:
+        super().__init__()
+        self._rails = totals(root)
+        self._interval = interval
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Meter:
+        if self._rails:
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Read once more and stop."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        """Trapezoids between readings; a rail that vanishes ends the measurement."""
+        joules, before, watts = 0.0, time.perf_counter(), self._watts()
+        done = False
+        while watts is not None and not done:
+            done = self._stop.wait(self._interval)
+            now, next_watts = time.perf_counter(), self._watts()
+            if next_watts is None:
+                self.joules = None  # a part of it would be too little
+                return
+            joules += (now - before) * (watts + next_watts) / 2
+            before, watts = now, next_watts
+            self.joules = joules
+
+    def _watts(self) -> float | None:
+        try:
+            return sum(rail.watts() for rail in self._rails)
+        except (OSError, ValueError):
+            return None

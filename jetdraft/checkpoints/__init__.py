@@ -1,0 +1,1 @@
+"""Reading checkpoints: Hugging Face folders, packed weights, streams."""

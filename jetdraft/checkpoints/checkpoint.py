@@ -1,0 +1,340 @@
+"""Reading a Hugging Face checkpoint: its model, tokenizer and special tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from optimum.exporters.tasks import TasksManager
+from safetensors import SafetensorError, safe_open
+from transformers.initialization import no_init_weights
+
+from jetdraft.checkpoints.attention import IMPLEMENTATION
+from jetdraft.checkpoints.packed import PackedWeights
+from jetdraft.checkpoints.parameters import compute_in, convert
+from jetdraft.checkpoints.streamed import (
+    SETTINGS,
+    SHARED,
+    Streamed,
+    StreamSettings,
+    load_streams,
+    read_settings,
+)
+from jetdraft.checkpoints.streamed import WEIGHTS as STREAM_WEIGHTS
+from jetdraft.errors import CheckpointError, UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded decoder and what the bundle keeps of its folder.
+
+    `tokenizer` is the text of a tokenizer.json, or None where the checkpoint has no
+    tokenizer; `chat_template` likewise.
+
+        checkpoint = Checkpoint.load("examples/pycode/target", torch.float32)
+    """
+
+    source: str
+    model: Any
+    tokenizer: str | None
+    chat_template: str | None
+    eos_token_ids: tuple[int, ...]
+    packed: PackedWeights | None = None
+    streams: StreamSettings | None = None
+
+    @classmethod
+    def load(cls, source: str, dtype: torch.dtype) -> Checkpoint:
+        """Load a local folder or a hub id; raise `CheckpointError` with the reason.
+
+        It computes in `dtype`, whatever type its weights are stored in.
+        """
+        _check_folder(source)
+        with _quiet():
+            config = _load_config(source)
+            packed = _read_packed(source, config)
+            model = _load_model(source, config, packed)
+            compute_in(model, dtype)
+            tokenizer = _load_tokenizer(source)
+        return cls(
+            source=source,
+            model=model,
+            tokenizer=tokenizer and tokenizer.backend_tokenizer.to_str(),
+            chat_template=getattr(tokenizer, "chat_template", None),
+            eos_token_ids=_eos_token_ids(model),
+            packed=packed and replace(packed, floats={}),
+            streams=read_settings(checkpoint_folder(source)),
+        )
+
+    @property
+    def head(self) -> str:
+        """The name of the LM head's weight."""
+        return self.names()[id(self.model.get_output_embeddings().weight)]
+
+    def names(self) -> dict[int, str]:
+        """The names of all weights, by their ids; a linear layer's is its own."""
+        found = {id(weight): name for name, weight in self.model.named_parameters()}
+        for name, layer in self.model.named_modules():
+            if isinstance(layer, torch.nn.Linear):
+                found[id(layer.weight)] = f"{name}.weight"
+        return found
+
+    def with_streams(self, scale: float) -> Streamed:
+        """Its model inside the streams that were trained for it.
+
+        LoRA of the shared mode goes into the weights, times `scale`.
+        """
+        assert self.streams is not None
+        if self.packed is not None and self.streams.mode == SHARED:
+            raise CheckpointError(
+                f"{self.source} is quantized already, so nothing can be added to its "
+                "weights; train streams of mode lossless"
+            )
+        convert(self.model, torch.float32)  # what was tuned is added to them
+        folder = checkpoint_folder(self.source)
+        if weights_sha256(folder) != self.streams.base:
+            raise CheckpointError(
+                f"the streams in {self.source} were trained for other weights than lie "
+                "beside them; train them again"
+            )
+        return load_streams(self.model, self.streams, folder, scale)
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the LM head."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def parameters(self) -> int:
+        """How many weights the model has, tied ones once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+
+def _check_folder(source: str) -> None:
+    """A local path must be a folder with a config; anything else may be a hub id."""
+    path = Path(source)
+    looks_local = path.exists() or source.startswith((".", "/", "~"))
+    # A hub id has one slash, and its owner is no folder here.
+    looks_local = looks_local or source.count("/") != 1 or path.parent.is_dir()
+    if not looks_local:
+        return
+    if not path.is_dir():
+        raise CheckpointError(
+            f"no checkpoint folder at {source}; give a folder or a hub id like org/name"
+        )
+    if not (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{source} has no config.json; give a folder that save_pretrained wrote"
+        )
+
+
+def checkpoint_folder(source: str) -> Path:
+    """Where a checkpoint's files are; those of a hub id are in the hub's cache."""
+    if Path(source).is_dir():
+        return Path(source)
+    for name in (SETTINGS, STREAM_WEIGHTS):
+        # Streams are not among what transformers fetches; most have none.
+        transformers.utils.cached_file(
+            source, name, _raise_exceptions_for_missing_entries=False
+        )
+    return Path(transformers.utils.cached_file(source, "config.json")).parent
+
+
+def weights_sha256(folder: Path) -> str:
+    """One hash over the weight files of a checkpoint."""
+    digest = hashlib.sha256()
+    files = [f for f in folder.glob("*.safetensors") if f.name != STREAM_WEIGHTS]
+    if not files:
+        raise CheckpointError(
+            f"{folder} has no safetensors weights, which streams are tied to; save it "
+            "again with save_pretrained"
+        )
+    for file in sorted(files):
+        with file.open("rb") as handle:
+            digest.update(hashlib.file_digest(handle, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _load_config(source: str) -> Any:
+    with _as_checkpoint_error(source):
+        config = transformers.AutoConfig.from_pretrained(source)
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{source} is an encoder-decoder; only decoders can be exported"
+        )
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "use_bidirectional_attention", False):
+        raise UnsupportedModelError(
+            f"{source} attends in both directions; only causal decoders can be exported"
+        )
+    return config
+
+
+def _read_packed(source: str, config: Any) -> PackedWeights | None:
+    """The integers of a checkpoint that is quantized already, which are kept."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    # transformers would look for a GPU's kernels.
+    del config.quantization_config
+    with _as_checkpoint_error(source):
+        folder = Path(source)
+        if not folder.is_dir():
+            wanted = ["*.safetensors", "*.json"]
+            folder = Path(snapshot_download(source, allow_patterns=wanted))
+        return PackedWeights.read(folder, settings)
+
+
+def _check_names(source: str, packed: PackedWeights, model: Any) -> None:
+    """Integers under names that the model has not would be left out unseen."""
+    known = dict(model.named_parameters(remove_duplicate=False))
+    unknown = sorted(packed.blocks.keys() - known.keys())
+    if unknown:
+        raise CheckpointError(
+            f"{source} has quantized weights {unknown[0]!r} and {len(unknown) - 1} "
+            "more that its architecture has not under these names; save it again with "
+            "the transformers of today"
+        )
+
+
+def _stored_dtype(source: str) -> torch.dtype:
+    """That of all floats in a folder's files, whatever config.json says."""
+    found = set()
+    for file in Path(source).glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names = opened.keys() if file.name != STREAM_WEIGHTS else ()
+            found |= {opened.get_slice(name).get_dtype() for name in names}
+    floats = {name for name in found if name.startswith(("F", "BF"))}
+    return (
+        _DTYPES.get(floats.pop(), torch.float32) if len(floats) == 1 else torch.float32
+    )
+
+
+_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _load_model(source: str, config: Any, packed: PackedWeights | None) -> Any:
+    """The model through optimum, with our attention in it and weights as stored."""
+    kind = config.model_type
+    try:
+        model_class = TasksManager.get_model_class_for_task(
+            "text-generation", "pt", model_type=kind, library="transformers"
+        )
+    except (KeyError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{source} is a {kind!r} model, which optimum cannot load for text "
+            "generation; export a decoder-only language model"
+        ) from error
+    with _as_checkpoint_error(source):
+        if packed is not None:
+            # The class of a family wants a folder, which would bring its own weights.
+            with no_init_weights():
+                model_class = type(model_class.from_config(config))
+        model, info = model_class.from_pretrained(
+            None if packed else source,
+            config=config,
+            state_dict=packed.floats if packed else None,
+            dtype=_stored_dtype(source),
+            output_loading_info=True,
+            # Otherwise the reason goes to a log that is silenced here.
+            ignore_mismatched_sizes=True,
+        )
+    if info["mismatched_keys"]:
+        name, found, expected = sorted(info["mismatched_keys"])[0]
+        raise CheckpointError(
+            f"the weights of {source} do not fit its config.json ({name} is "
+            f"{list(found)}, expected {list(expected)}); fetch it again"
+        )
+    if info["missing_keys"]:
+        # transformers fills them with random numbers, with a warning.
+        raise CheckpointError(
+            f"{source} lacks the weights {sorted(info['missing_keys'])[0]!r} and "
+            f"{len(info['missing_keys']) - 1} more; fetch it again"
+        )
+    if not model._supports_attention_backend:
+        raise UnsupportedModelError(
+            f"the attention of {type(model).__name__} does not go through "
+            "transformers' AttentionInterface; export another architecture"
+        )
+    if packed is not None:
+        _check_names(source, packed, model)
+        with contextlib.suppress(OSError):  # there need not be one
+            model.generation_config = transformers.GenerationConfig.from_pretrained(
+                source
+            )
+    model.set_attn_implementation(IMPLEMENTATION)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _load_tokenizer(source: str) -> Any:
+    """The fast tokenizer, or None for a checkpoint that has none."""
+    path = Path(source)
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if path.is_dir() and not any((path / name).is_file() for name in names):
+        return None
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # tokenizers raises bare exceptions
+        raise CheckpointError(
+            f"the tokenizer of {source} cannot be read ({_first_line(error)}); check "
+            "the folder or the hub id"
+        ) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise CheckpointError(
+            f"the tokenizer of {source} has no tokenizer.json form; convert it first"
+        )
+    return tokenizer
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    for config in (model.generation_config, model.config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    return ()
+
+
+@contextlib.contextmanager
+def _as_checkpoint_error(source: str) -> Iterator[None]:
+    """Turn whatever a loader raises into one line."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"the weights of {source} are damaged ({error}); fetch them again"
+        ) from error
+    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            f"cannot load {source} ({_first_line(error)}); check the folder or the "
+            "hub id"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars or warnings of the loaders on our terminal."""
+    logging_state = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    bars = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS")
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.disable(logging_state)
+        if bars is None:
+            transformers.utils.logging.enable_progress_bar()

@@ -1,0 +1,260 @@
+"""Checkpoints that are quantized already: their integers go into the graph as they are.
+
+A method is how a linear layer's tensors hold its matrix [out, in]:
+
+gptq                qweight int32 [in / each, out], packed along the inputs; qzeros are
+                    one less than the zeros, but for "gptq_v2"; g_idx [in] is each
+                    input's group, which need not ascend (desc_act)
+awq                 qweight int32 [in, out / each], in the order of its GPU kernels
+compressed-tensors  weight_packed int32 [out, in / each], or weight int8 [out, in]
+bitsandbytes        weight int8 [out, in], a scale per output (2208.07339)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from jetdraft.checkpoints.streamed import WEIGHTS as STREAM_WEIGHTS
+from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.quant.blocks import Blocks, Bytes, Floats, Order, unpack
+from jetdraft.recipe import BLOCK_SIZES
+
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where in a packed word of eight each column is."""
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """The tensors of a quantized checkpoint.
+
+    `blocks` are its integers by the weight's name, `floats` all that is not quantized,
+    and what the integers stand for, nearly: only what runs in torch computes with them.
+
+        PackedWeights.read(Path("model-gptq"), config.quantization_config).blocks
+    """
+
+    method: str
+    blocks: dict[str, Blocks]
+    floats: dict[str, Tensor]
+
+    @classmethod
+    def read(cls, folder: Path, settings: Mapping[str, Any]) -> PackedWeights:
+        """Read all files; raises `CheckpointError` for what MatMulNBits cannot hold."""
+        method = str(settings.get("quant_method"))
+        if method not in METHODS:
+            raise UnsupportedModelError(
+                f"{folder} is quantized by {method}, which cannot be exported; choose "
+                f"a checkpoint by {', '.join(METHODS)}, or one without"
+            )
+        blocks: dict[str, Blocks] = {}
+        floats: dict[str, Tensor] = {}
+        for prefix, parts in _by_layer(_tensors(folder)).items():
+            name = f"{prefix.removesuffix('.weight')}.weight"
+            try:
+                found = METHODS[method](parts, settings)
+            except _CannotHoldError as error:
+                raise UnsupportedModelError(
+                    f"the weight {name} of {folder} {error}, which MatMulNBits cannot "
+                    "hold; choose another quantized checkpoint, or one without"
+                ) from None
+            except _MALFORMED as error:
+                raise CheckpointError(
+                    f"the weight {name} of {folder} is not as {method} writes it "
+                    f"({error}); fetch the checkpoint again"
+                ) from error
+            if found is None:
+                floats |= {f"{prefix}.{part}": x for part, x in parts.items()}
+                continue
+            if not np.isfinite(found.scales).all():
+                raise CheckpointError(
+                    f"the weight {name} of {folder} has scales that are not finite; "
+                    "fetch the checkpoint again"
+                )
+            blocks[name] = found
+            floats[name] = torch.from_numpy(found.floats.T).half()
+            if "bias" in parts:
+                floats[f"{prefix}.bias"] = parts["bias"]
+        return cls(method, blocks, floats)
+
+
+class _CannotHoldError(Exception):
+    """What of a matrix has no place in MatMulNBits."""
+
+
+_MALFORMED = (
+    *(KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError),
+)
+"""What comes of tensors and settings that are not as they should be."""
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint by name, mapped from its files."""
+    files = [f for f in folder.glob("*.safetensors") if f.name != STREAM_WEIGHTS]
+    if not files:
+        raise CheckpointError(
+            f"{folder} has no safetensors weights; save it again with save_pretrained"
+        )
+    found: dict[str, Tensor] = {}
+    for file in sorted(files):
+        found |= load_file(file)
+    return found
+
+
+def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each module, by the last part of their names."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        prefix, _, part = name.rpartition(".")
+        found.setdefault(prefix, {})[part] = tensor
+    return found
+
+
+Parts = Mapping[str, Tensor]
+Settings = Mapping[str, Any]
+
+
+def _gptq(parts: Parts, settings: Settings) -> Blocks | None:
+    if "qweight" not in parts:
+        return None
+    bits = int(settings["bits"])
+    integers = _words(parts["qweight"].T, bits)
+    more = np.uint8(settings.get("checkpoint_format") != "gptq_v2")
+    zeros = (_words(parts["qzeros"], bits) + more) & np.uint8((1 << bits) - 1)
+    group = int(settings["group_size"])
+    order = _order(parts.get("g_idx"), group)
+    return _blocks(integers, parts["scales"].T, zeros.T, bits, group, order)
+
+
+def _order(groups: Tensor | None, size: int) -> Order | None:
+    """The inputs group by group, None where they are so already."""
+    if groups is None or size == -1 or not (groups.diff() < 0).any():
+        return None
+    order = np.argsort(groups.numpy(), kind="stable").astype(np.int64)
+    if (groups.numpy()[order] != np.arange(len(order)) // size).any():
+        raise ValueError(f"g_idx has not {size} inputs to a group")
+    return order
+
+
+def _awq(parts: Parts, settings: Settings) -> Blocks | None:
+    if "qweight" not in parts:
+        return None
+    if settings.get("version", "gemm").lower() != "gemm":
+        raise _CannotHoldError(f"is packed for {settings['version']} kernels")
+    bits = int(settings["bits"])
+    if bits != 4:
+        raise _CannotHoldError(f"has {bits} bits")
+    weights, zeros = (
+        _words(parts[part], bits).reshape(len(parts[part]), -1, 8)[..., _AWQ_ORDER]
+        for part in ("qweight", "qzeros")
+    )
+    integers, zeros = (x.reshape(len(x), -1).T for x in (weights, zeros))
+    group = int(settings["group_size"])
+    return _blocks(integers, parts["scales"].T, zeros, bits, group)
+
+
+def _compressed(parts: Parts, settings: Settings) -> Blocks | None:
+    if "weight_scale" not in parts:
+        return None
+    scales, zeros = parts["weight_scale"], None
+    if "weight_packed" in parts and "weight_shape" in parts:
+        columns = int(parts["weight_shape"][1])
+        bits = 32 * parts["weight_packed"].shape[1] // columns
+        known = {
+            int(group["weights"]["num_bits"])
+            for group in settings["config_groups"].values()
+        }
+        if bits not in known:
+            raise _CannotHoldError(f"has {min(known)} bits")
+        integers = _words(parts["weight_packed"], bits)[:, :columns]
+        if "weight_zero_point" in parts:
+            packed = parts["weight_zero_point"].T
+            zeros = _words(packed, bits)[:, : len(integers)].T
+    elif "weight" in parts and parts["weight"].dtype == torch.int8:
+        bits, integers = 8, _unsigned(parts["weight"])
+        if "weight_zero_point" in parts:
+            zeros = _unsigned(parts["weight_zero_point"])
+    else:
+        raise _CannotHoldError("is no integers")
+    rows, groups = integers.shape[1], scales.shape[1]
+    if rows % groups:
+        raise _CannotHoldError(f"has {groups} scales for {rows} inputs")
+    order = _order(parts.get("weight_g_idx"), rows // groups)
+    return _blocks(integers, scales, zeros, bits, rows // groups, order)
+
+
+def _int8(parts: Parts, settings: Settings) -> Blocks | None:
+    if "SCB" in parts:
+        scales = parts["SCB"].float()[:, None] / 127
+        return _blocks(_unsigned(parts["weight"]), scales, None, 8, -1)
+    if "absmax" in parts:
+        raise _CannotHoldError("has four bits that are no integers (nf4 or fp4)")
+    return None
+
+
+METHODS: dict[str, Callable[[Parts, Settings], Blocks | None]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "bitsandbytes": _int8,
+}
+"""By transformers' names; None of what is not quantized."""
+
+
+def _words(packed: Tensor, bits: int) -> Bytes:
+    """The integers in int32 [n, m], uint8 [n, m * 32 / bits], the lowest first."""
+    if bits not in (2, 4, 8):
+        raise _CannotHoldError(f"has {bits} bits")
+    whole = np.ascontiguousarray(packed.numpy(), "<i4")
+    return unpack(whole.view(np.uint8), bits)
+
+
+def _unsigned(signed: Tensor) -> Bytes:
+    return (signed.to(torch.int16) + 128).to(torch.uint8).numpy()
+
+
+def _blocks(
+    integers: Bytes,
+    scales: Tensor,
+    zeros: Bytes | None,
+    bits: int,
+    group: int,
+    order: Order | None = None,
+) -> Blocks:
+    """Of integers [out, in], so many inputs to a `group`, -1 for all.
+
+    `scales` and `zeros` are [out, groups]. A group of any multiple of a block may be
+    told as several blocks with the same scale. `order` has the inputs group by group.
+    """
+    columns, rows = integers.shape
+    group = rows if group == -1 else group
+    wanted = (columns, -(-rows // group))
+    shapes = {tuple(scales.shape)} | ({zeros.shape} if zeros is not None else set())
+    if shapes != {wanted}:
+        raise ValueError(f"scales or zeros are {shapes}, not {wanted}")
+    whole = [b for b in reversed(BLOCK_SIZES) if group >= rows or group % b == 0]
+    if not whole:
+        raise _CannotHoldError(f"has {group} weights to a scale")
+    block = whole[0]
+    count = -(-rows // block)
+    filled = np.zeros((columns, count * block), np.uint8)
+    filled[:, :rows] = integers if order is None else integers[:, order]
+    own = np.arange(count) * block // group
+    if zeros is not None and (zeros == 1 << (bits - 1)).all():
+        zeros = None
+    floats: Floats = scales.float().numpy()
+    found = Blocks.of(
+        filled.reshape(columns, count, block),
+        np.ascontiguousarray(floats[:, own]),
+        None if zeros is None else np.ascontiguousarray(zeros[:, own]),
+        bits,
+        rows,
+    )
+    return replace(found, order=order)

@@ -1,0 +1,85 @@
+"""Integer KV buffers: attention reads and writes them, with a scale per channel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from jetdraft.contract import StepContract
+from jetdraft.edits import initializer
+from jetdraft.export.step import Step, dtype_of
+from jetdraft.export.tree import attentions, value_of
+from jetdraft.quant.blocks import Floats
+from jetdraft.quant.calibration import Windows
+
+SCALE_INPUTS = 12, 13
+"""Of GroupQueryAttention: those of keys and of values."""
+
+PAST_KEY = 3
+
+
+def cache_scales(
+    model: Any, contract: StepContract, windows: Windows, bits: int
+) -> list[Floats]:
+    """The scales of all buffers in the contract's order, float32 [kv_heads * head_dim].
+
+    The largest key and value of each channel over a text become the largest integer.
+    """
+    step = Step(model, contract)
+    largest: list[torch.Tensor] = []
+    with torch.no_grad():
+        for ids in windows.ids[:, : contract.capacity]:
+            found = [x.abs().amax(2)[0].flatten() for x in _buffers(step, ids[None])]
+            pairs = zip(largest, found, strict=True) if largest else ()
+            largest = [torch.maximum(*pair) for pair in pairs] or found
+    most = (1 << (bits - 1)) - 1
+    return [(x.clamp(min=1e-6) / most).float().numpy() for x in largest]
+
+
+def _buffers(step: Step, ids: torch.Tensor) -> list[torch.Tensor]:
+    """What a pass over a window leaves in the buffers, of float contracts."""
+    contract, rows = step.contract, ids.shape[1]
+    dtype = dtype_of(contract)
+    past = [torch.zeros(spec.sized(), dtype=dtype) for spec in contract.buffers("past")]
+    outputs = step(
+        ids,
+        torch.arange(rows)[None],
+        torch.zeros(1, dtype=torch.int32),
+        torch.tensor([rows], dtype=torch.int32),
+        torch.tensor([rows - 1]),
+        past,
+    )
+    buffers: list[torch.Tensor] = outputs[-len(past) :]
+    return buffers
+
+
+def quantize_cache(
+    model: ir.Model, contract: StepContract, scales: list[Floats], bits: int
+) -> StepContract:
+    """Let the attentions of a traced graph keep integers; the contract of the result.
+
+    int8, or two int4 in a byte.
+    """
+    quantized, graph = replace(contract, kv_bits=bits), model.graph
+    for side, values in (("past", graph.inputs), ("present", graph.outputs)):
+        named = {value.name: value for value in values}
+        for spec in quantized.buffers(side):
+            wanted, value = value_of(spec), named[spec.name]
+            value.type, value.shape = wanted.type, wanted.shape
+    for node in attentions(graph):
+        past = node.inputs[PAST_KEY]
+        assert past is not None
+        layer = int(str(past.name).partition(".")[2])
+        node.resize_inputs(max(SCALE_INPUTS) + 1)
+        for place, kind in enumerate("kv"):
+            array = scales[2 * layer + place]
+            scale = initializer(graph, f"{kind}_scale.{layer}", array)
+            node.replace_input_with(SCALE_INPUTS[place], scale)
+            node.attributes[f"{kind}_quant_type"] = ir.AttrString(
+                f"{kind}_quant_type", "PER_CHANNEL"
+            )
+        node.attributes["kv_cache_bit_width"] = ir.AttrInt64("kv_cache_bit_width", bits)
+    return quantized

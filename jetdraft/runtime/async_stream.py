@@ -1,0 +1,86 @@
+"""The asyncio twin of a stream: rounds run in a thread, the loop stays free."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from jetdraft.runtime.generation import Piece, Result, Stream
+from jetdraft.runtime.measured.stats import Stats
+
+T = TypeVar("T")
+
+
+class AsyncStream:
+    """An asynchronous iterator of `Piece`, and a context manager that ends it.
+
+    A task that is cancelled while it waits frees the model at the end of the round.
+
+    async with model.astream("def fib(n):") as stream:
+        async for piece in stream:
+            print(piece.text, end="")
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._pieces = iter(stream)
+        self._thread = ThreadPoolExecutor(1, "jetdraft")
+
+    @property
+    def stats(self) -> Stats:
+        """Of the generation, filled as it goes."""
+        return self._stream.stats
+
+    def cancel(self) -> None:
+        """End it at the next round, with finish reason "cancelled"."""
+        self._stream.cancel()
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> Piece:
+        piece = await self._in_thread(lambda: next(self._pieces, None))
+        if piece is None:
+            await self.aclose()
+            raise StopAsyncIteration
+        return piece
+
+    async def result(self) -> Result:
+        """Run to the end, and what came out in all."""
+        if self._thread._shutdown:
+            return self._stream.result()  # nothing is left to run
+        found = await self._in_thread(self._stream.result)
+        await self.aclose()
+        return found
+
+    async def aclose(self) -> None:
+        """End it; the model is free again when this returns."""
+        self._stream.cancel()
+        if not self._thread._shutdown:
+            await asyncio.shield(self._submit(self._stream.close))
+            self._thread.shutdown(wait=False)
+
+    def __del__(self) -> None:
+        # Nobody will read on: the model is free when the round under way has ended.
+        self._stream.cancel()
+        if not self._thread._shutdown:
+            self._thread.submit(self._stream.close)
+            self._thread.shutdown(wait=False)
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        try:
+            return await self._submit(work)
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+
+    def _submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)

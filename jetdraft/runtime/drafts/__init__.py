@@ -1,0 +1,1 @@
+"""Plain data: rows of a draft, distributions, noise and probes."""

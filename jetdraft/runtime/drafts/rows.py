@@ -1,0 +1,187 @@
+"""The rows of a pass, and the walk that verifies them.
+
+Plain lists, not arrays: a round handles a few rows, and between two passes that stream
+all the weights through the caches every numpy call costs ten microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from jetdraft.errors import DraftError
+from jetdraft.runtime.drafts.distribution import Distribution
+
+
+def without_gaps(path: Sequence[int]) -> int:
+    """How many rows of a path from row 0 on lie side by side in the buffer."""
+    return next((i for i, row in enumerate(path) if row != i), len(path))
+
+
+class Kind(Enum):
+    """How the children of a row came about, which decides who may verify them.
+
+    `DETERMINISTIC` by their rank, `COUPLED` with the target's own noise, `REPLACED` by
+    independent draws, `DISTINCT` by draws without replacement, `TOP_AND_ONE` the best
+    of the drafter and, last, one drawn from the others.
+    """
+
+    DETERMINISTIC = "deterministic"
+    COUPLED = "coupled"
+    REPLACED = "with-replacement"
+    DISTINCT = "without-replacement"
+    TOP_AND_ONE = "top-and-one"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A root and the draft below it.
+
+    Row 0 is the root, its parent -1, and a parent comes before its children.
+    `drawn_from` has the distribution that a row's children were drawn from.
+
+        Rows.chain([5, 8, 9]).depths  # [0, 1, 2]
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    kind: Kind = Kind.DETERMINISTIC
+    drawn_from: Mapping[int, Distribution] = field(default_factory=dict)
+
+    @classmethod
+    def chain(cls, tokens: list[int], kind: Kind = Kind.DETERMINISTIC) -> Rows:
+        """Each row the child of the one before."""
+        return cls(tokens, list(range(-1, len(tokens) - 1)), kind)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def drafted(self) -> int:
+        """How many rows are proposals."""
+        return len(self.tokens) - 1
+
+    def first(self, drafted: int) -> Rows:
+        """The root and the first `drafted` rows below it."""
+        if drafted >= self.drafted:
+            return self
+        end = drafted + 1
+        return Rows(self.tokens[:end], self.parents[:end], self.kind, self.drawn_from)
+
+    def only(self, kept: Sequence[int]) -> Rows:
+        """Some rows, ascending, with the parents of all of them among them."""
+        if len(kept) == len(self.tokens):
+            return self
+        place = {row: i for i, row in enumerate(kept)}
+        return Rows(
+            [self.tokens[row] for row in kept],
+            [-1] + [place[self.parents[row]] for row in kept[1:]],
+            self.kind,
+            {place[row]: q for row, q in self.drawn_from.items() if row in place},
+        )
+
+    def under(self, path: list[int]) -> Rows:
+        """The same rows at the end of a chain of `path` tokens."""
+        if not path:
+            return self
+        shift = len(path)
+        parents = [*range(-1, shift), *(parent + shift for parent in self.parents[1:])]
+        drawn = {row + shift: q for row, q in self.drawn_from.items()}
+        return Rows(path + self.tokens, parents, self.kind, drawn)
+
+    def depth_first(self) -> Rows:
+        """The same tree with each row's first child right after it.
+
+        So the first path of all lies without gaps in the buffer, as a chain does.
+        """
+        if self.is_chain:
+            return self
+        order, waiting = [], [0]
+        while waiting:
+            row = waiting.pop()
+            order.append(row)
+            waiting += reversed(self.children(row))
+        place = {row: i for i, row in enumerate(order)}
+        return Rows(
+            [self.tokens[row] for row in order],
+            [-1] + [place[self.parents[row]] for row in order[1:]],
+            self.kind,
+            {place[row]: q for row, q in self.drawn_from.items()},
+        )
+
+    def check(self) -> None:
+        """Raise `DraftError` unless this is a tree with parents before children."""
+        if not self.tokens or len(self.tokens) != len(self.parents):
+            raise DraftError("a draft needs a root, and a parent for every row")
+        for row, parent in enumerate(self.parents):
+            if (parent != -1) if row == 0 else not 0 <= parent < row:
+                raise DraftError(
+                    f"row {row} of the draft has parent {parent}; the root's is -1 and "
+                    "parents come before their children"
+                )
+
+    @property
+    def ancestors(self) -> list[list[int]]:
+        """Each row's ancestors, root first."""
+        found: list[list[int]] = [[]]
+        for parent in self.parents[1:]:
+            found.append([*found[parent], parent])
+        return found
+
+    @property
+    def paths(self) -> list[list[int]]:
+        """The tokens below the root down to each row, its own included.
+
+        Rows([5, 8, 9], [-1, 0, 0]).paths    # [[], [8], [9]]
+        """
+        found: list[list[int]] = [[]]
+        for token, parent in zip(self.tokens[1:], self.parents[1:], strict=True):
+            found.append([*found[parent], token])
+        return found
+
+    def children(self, row: int) -> list[int]:
+        """The rows below `row`, in the order they were drafted."""
+        return [i for i, parent in enumerate(self.parents) if parent == row]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each row is the child of the one before."""
+        return self.parents == list(range(-1, len(self.parents) - 1))
+
+    @property
+    def depths(self) -> list[int]:
+        """Distance to the root per row."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    def ranks(self, path: Sequence[int]) -> list[tuple[int, int]]:
+        """Which sibling went on at each row of a path, and of how many.
+
+        The last row has none that did, for which their number stands; a leaf is left
+        out.
+
+            Rows([5, 8, 9], [-1, 0, 0]).ranks([0, 2])    # [(1, 2)]
+        """
+        below = [self.children(row) for row in path]
+        found = [
+            (siblings.index(row), len(siblings))
+            for siblings, row in zip(below, path[1:], strict=False)
+        ]
+        left = len(below[-1])
+        return [*found, (left, left)] if left else found
+
+    def walk(self, chosen: Sequence[int]) -> list[int]:
+        """The accepted rows, root first.
+
+        From the root, go to the child that carries the token chosen for the current
+        row, as far as there is one. `chosen` has a token per row.
+        """
+        path = [0]
+        for row in range(1, len(self.tokens)):
+            here = path[-1]
+            if self.parents[row] == here and self.tokens[row] == chosen[here]:
+                path.append(row)
+        return path

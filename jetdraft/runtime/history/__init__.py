@@ -1,0 +1,1 @@
+"""What was seen before: suffixes, trigrams, stored responses, similar requests."""

@@ -1,0 +1,1 @@
+"""What was measured on this machine: pass times, width classes, acceptance."""

@@ -1,0 +1,1 @@
+"""One pass of one graph: sessions, bindings, KV buffers."""

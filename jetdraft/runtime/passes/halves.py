@@ -1,0 +1,264 @@
+"""A target in two halves, between which rows that look wrong are dropped.
+
+Speculative Streaming's early exit (2402.11131, 3.1.3): after the lower half the pruning
+adapter, the norm and the head say how likely each drafted token is after its parent.
+Where that is below a threshold, the row and all below it never enter the upper half,
+and so carry no streams.
+
+    keep the root; keep c if its parent is kept and p_early(c | parent) >= threshold
+
+With the walk, dropping a row can only shorten what is accepted, never change it.
+Verifiers that look at what was drafted would be biased by it.
+
+The threshold is given, or follows from what rounds have shown and the measured times of
+the upper half.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from jetdraft.contract import SplitContract, check_tensors
+from jetdraft.ort import ort
+from jetdraft.runtime.drafts.probes import NO_PROBES, Probes, Probing
+from jetdraft.runtime.drafts.rows import Rows, without_gaps
+from jetdraft.runtime.measured.curve import Costs
+from jetdraft.runtime.passes.binding import Bound
+from jetdraft.runtime.passes.cache import Cache
+from jetdraft.runtime.passes.graph import Answer, answer_of
+from jetdraft.runtime.passes.prune_threshold import Threshold
+
+_TURNS = 3
+
+
+class HalfCaches:
+    """The caches of both halves, which always hold the same tokens."""
+
+    def __init__(self, lower: Cache, upper: Cache) -> None:
+        self.lower = lower
+        self.upper = upper
+
+    @property
+    def length(self) -> int:
+        """Committed rows."""
+        return self.lower.length
+
+    @property
+    def capacity(self) -> int:
+        """Rows that fit."""
+        return self.lower.capacity
+
+    @property
+    def room(self) -> int:
+        """Rows that still fit."""
+        return self.lower.room
+
+    @property
+    def seconds(self) -> float:
+        """Time spent moving rows."""
+        return self.lower.seconds + self.upper.seconds
+
+    def advance(self, rows: int) -> None:
+        """Count the next rows as committed."""
+        self.lower.advance(rows)
+        self.upper.advance(rows)
+
+    def rewind(self, length: int) -> None:
+        """Go back to `length` committed rows."""
+        self.lower.rewind(length)
+        self.upper.rewind(length)
+
+
+class PrunedGraph:
+    """Runs drafts like a `Graph`, through both halves.
+
+    The `threshold` is the least probability that keeps a row: at 0 all stay, above 1
+    only the root. `widths` are those that the upper half may use.
+
+        graph = PrunedGraph(lower, upper, contract, lower_moves, upper_moves)
+        graph.prepare(0.1, [2, 4, 6, 8])
+        rows, answer = graph.verify(rows, width=8)
+    """
+
+    def __init__(
+        self,
+        lower: ort.InferenceSession,
+        upper: ort.InferenceSession,
+        contract: SplitContract,
+        lower_compaction: ort.InferenceSession,
+        upper_compaction: ort.InferenceSession,
+    ) -> None:
+        for session, inputs, outputs, name in (
+            (lower, contract.lower_inputs, contract.lower_outputs, "lower half"),
+            (upper, contract.upper_inputs, contract.upper_outputs, "upper half"),
+        ):
+            check_tensors(inputs, session.get_inputs(), f"the {name}'s inputs")
+            check_tensors(outputs, session.get_outputs(), f"the {name}'s outputs")
+        self.halves = contract
+        self.contract = contract.whole
+        self.cache = HalfCaches(
+            Cache(contract.lower, lower_compaction),
+            Cache(contract.upper, upper_compaction),
+        )
+        self.threshold = 0.0
+        self.widths: Sequence[int] = ()
+        self.adaptive: Threshold | None = None
+        self.probing = Probing()
+        self.seconds = 0.0
+        self.passes = 0
+        self._sessions = lower, upper
+        self._lower: dict[int, Bound] = {}
+        self._upper: dict[tuple[int, int, Probes], Bound] = {}
+        self._kept: list[int] = []
+        self._draft: tuple[Rows, list[float], float] = Rows.chain([0]), [], 0.0
+        self._costs: Costs | None = None
+
+    def prepare(self, threshold: float | None, widths: Sequence[int]) -> None:
+        """Set the threshold, None for one that adapts, and the allowed widths."""
+        self.widths = sorted(widths)
+        self.adaptive = Threshold() if threshold is None else None
+        self.threshold = threshold or 0.0
+        if threshold is None and self._costs is None:
+            self._costs = self._measure()
+
+    def _measure(self) -> Costs:
+        """The upper half's time by width, and what a probe adds to it."""
+        self.cache.rewind(0)
+        times = {width: self._upper_ms(width, NO_PROBES) for width in self.widths}
+        probes = Probing(self.contract.streams).of(self.widths[0])
+        added = self._upper_ms(self.widths[0], probes) - times[self.widths[0]]
+        return Costs(times, {}, max(added, 0.0) / probes.total)
+
+    def _upper_ms(self, width: int, probes: Probes) -> float:
+        rows, times = Rows.chain([0] * width), []
+        below = self._run_lower(rows, width)
+        for _ in range(_TURNS):
+            before = self.seconds
+            self._run_upper(rows, below, list(range(width)), (width, width, probes))
+            times.append(self.seconds - before)
+        return 1e3 * min(times)
+
+    def run(
+        self, tokens: Sequence[int], last_only: bool = True, width: int = 0
+    ) -> Answer:
+        """A pass of a prefill: nothing is pruned or drafted, the last row answered."""
+        assert last_only
+        rows, width = Rows.chain(list(tokens)), max(width, len(tokens))
+        below = self._run_lower(rows, width)
+        everyone = list(range(len(rows)))
+        return self._run_upper(rows, below, everyone, (width, 1, NO_PROBES))
+
+    def verify(self, rows: Rows, width: int) -> tuple[Rows, Answer]:
+        """Run a draft: the rows that were kept, and the answer for them."""
+        rows.check()
+        if self.adaptive is not None:
+            self.threshold = self.adaptive.choose()
+        before = self.seconds
+        below = self._run_lower(rows, width)
+        scores = below.arrays["scores"][0].tolist()
+        self._draft = rows, scores, 1e3 * (self.seconds - before)
+        self._kept = self._keep(rows, scores, self.threshold)
+        kept = rows.only(self._kept)
+        width = self.widths[bisect_left(self.widths, len(kept))]
+        probes = self.probing.of(len(kept))
+        if width + probes.total > self.cache.room:
+            probes = NO_PROBES
+        answer = self._run_upper(kept, below, self._kept, (width, width, probes))
+        return kept, answer.first(len(kept))
+
+    def commit(self, path: Sequence[int], exact: bool) -> int:
+        """Commit the rows of a path; how many of them, see `Graph.commit`.
+
+        A row has one place in the lower half's buffers and another in the upper's.
+        """
+        lower = [self._kept[row] for row in path]
+        if self.adaptive is not None:
+            self.adaptive.observe(self.threshold, lambda t: self._would(lower, t))
+        if not exact:
+            self.cache.lower.compact(lower)
+            self.cache.upper.compact(path)
+            return len(path)
+        proven = without_gaps(lower)
+        self.cache.advance(proven)
+        return proven
+
+    def _would(self, path: list[int], threshold: float) -> tuple[float, float]:
+        """Tokens and milliseconds of the last round, had that been the threshold.
+
+        `path` has the rows of the whole draft that were accepted.
+        """
+        assert self._costs is not None
+        rows, scores, spent = self._draft
+        kept = self._keep(rows, scores, threshold)
+        width = self.widths[bisect_left(self.widths, len(kept))]
+        probes = self.probing.of(len(kept)).total
+        upper = self._costs.pass_ms(width) + probes * self._costs.probe
+        return sum(row in kept for row in path), spent + upper
+
+    def _keep(self, rows: Rows, scores: Sequence[float], threshold: float) -> list[int]:
+        least = math.log(threshold) if threshold else -math.inf
+        kept = [0]
+        for row in range(1, len(rows)):
+            if rows.parents[row] in kept and scores[row] >= least:
+                kept.append(row)
+        return kept
+
+    def _run_lower(self, rows: Rows, width: int) -> Bound:
+        """The lower half over a draft."""
+        if width not in self._lower:
+            self._lower[width] = Bound(
+                self._sessions[0],
+                self.halves.lower_inputs,
+                self.halves.lower_outputs,
+                self.cache.lower.buffers,
+                width,
+                0,
+                0,
+            )
+        bound, padding = self._lower[width], width - len(rows)
+        bound.arrays["input_ids"][0] = rows.tokens + rows.tokens[-1:] * padding
+        bound.arrays["parents"][:] = [0, *rows.parents[1:], *[0] * padding]
+        self._place(bound, rows, padding, NO_PROBES)
+        return bound
+
+    def _run_upper(
+        self, rows: Rows, below: Bound, kept: list[int], key: tuple[int, int, Probes]
+    ) -> Answer:
+        """The upper half over what is kept of a draft.
+
+        `key` holds the width, how many rows are answered for, and the probes.
+        """
+        width, answers, probes = key
+        if key not in self._upper:
+            self._upper[key] = Bound(
+                self._sessions[1],
+                self.halves.upper_inputs,
+                self.halves.upper_outputs,
+                self.cache.upper.buffers,
+                width,
+                answers,
+                probes.total,
+            )
+            arrays = self._upper[key].arrays
+            arrays["answer_rows"][:] = range(width - answers, width)
+            arrays["probe_rows"][:] = probes.rows
+            arrays["probe_ids"][:] = probes.ids
+        bound, padding = self._upper[key], width - len(rows)
+        hidden = below.arrays["hidden"][0]
+        bound.arrays["hidden"][0] = hidden[kept + kept[-1:] * padding]
+        self._place(bound, rows, padding, probes)
+        self.passes += 1
+        return answer_of(bound.tensors, self.halves.upper, probes)
+
+    def _place(self, bound: Bound, rows: Rows, padding: int, probes: Probes) -> None:
+        """Set positions and what rows see, and run."""
+        cursor = self.cache.length
+        depths = [*rows.depths, *[0] * padding]
+        bound.arrays["position_ids"][0] = [cursor + depth for depth in depths]
+        seen = [*rows.ancestors, *[[]] * padding]
+        bound.show_only([*seen, *probes.seen(seen)], cursor)
+        bound.cursor[0] = cursor
+        bound.total_length[0] = self.contract.capacity
+        self.seconds += bound.run()

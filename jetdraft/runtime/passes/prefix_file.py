@@ -1,0 +1,69 @@
+"""A prefix on disk: the rows of a text that many prompts begin with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jetdraft.errors import BundleError, OutputError
+from jetdraft.files import read_arrays, replacing
+from jetdraft.runtime.passes.cache import Cache
+
+TOKENS, IDENTITY = "tokens", "identity"
+
+
+def save(
+    file: Path, tokens: list[int], caches: dict[str, Cache], identity: dict[str, Any]
+) -> None:
+    """Write the rows of `tokens`, which all caches hold, and what they depend on.
+
+    Raises `OutputError`.
+    """
+    arrays: dict[str, Any] = {
+        TOKENS: np.array(tokens, np.int64),
+        IDENTITY: np.array(json.dumps(identity, sort_keys=True)),
+    }
+    for owner, cache in caches.items():
+        stored = cache.stored(len(tokens))
+        arrays |= {f"{owner}/{name}": rows for name, rows in stored.items()}
+    try:
+        with replacing(file) as partial, partial.open("wb") as handle:
+            np.savez(handle, **arrays)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {file} ({error.strerror}); choose another place"
+        ) from error
+
+
+def load(
+    file: Path, caches: dict[str, Cache], identity: dict[str, Any]
+) -> tuple[list[int], bool]:
+    """Put rows into all caches: their tokens, and whether they were computed here.
+
+    Raises `BundleError` for rows of another bundle.
+    """
+    refusal = BundleError(f"{file} is no saved prefix; save it again")
+    arrays = read_arrays(file, refusal)
+    try:
+        found = json.loads(str(arrays[IDENTITY]))
+        tokens: list[int] = arrays[TOKENS].tolist()
+    except (KeyError, ValueError) as error:
+        raise refusal from error
+    if not isinstance(found, dict) or found.get("bundle") != identity["bundle"]:
+        raise BundleError(
+            f"{file} was saved with another bundle; save it again with this one"
+        )
+    wanted = {
+        f"{owner}/{name}": (*buffer.shape()[:2], len(tokens), buffer.shape()[3])
+        for owner, cache in caches.items()
+        for name, buffer in cache.buffers.items()
+    }
+    if any(name not in arrays or arrays[name].shape != wanted[name] for name in wanted):
+        raise refusal
+    for owner, cache in caches.items():
+        own = {name: arrays[f"{owner}/{name}"] for name in cache.buffers}
+        cache.restore(own, len(tokens))
+    return tokens, found == identity

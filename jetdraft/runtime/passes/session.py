@@ -1,0 +1,122 @@
+"""Making onnxruntime sessions that do not fight for cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from jetdraft.devices.providers import AT_HAND, PROVIDERS, presence
+from jetdraft.errors import ContractError, OptionError, ProviderError
+from jetdraft.ort import ort
+
+MOST_THREADS_PER_CORE = 8
+"""More only wait for each other, for minutes where they are many."""
+
+SIZE_OPERATORS = {"Shape", "Size", "Squeeze", "Unsqueeze", "Cast", "Concat"}
+SIZE_OPERATORS |= {"Range", "Add", "Expand"}
+"""What a provider may leave to the CPU, where the sizes of a pass are computed."""
+
+
+def default_threads() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def open_session(
+    file: Path,
+    provider: str,
+    threads: int = 1,
+    spinning: bool = False,
+    weights: Mapping[str, npt.NDArray[np.generic]] | None = None,
+    shared: Mapping[str, ort.OrtValue] | None = None,
+    provider_options: Mapping[str, str] | None = None,
+) -> ort.InferenceSession:
+    """A session on `file`; one without `spinning` threads leaves idle cores alone.
+
+    `weights` take the place of the graph's own of those names, and so do `shared` ones,
+    which lie where the provider computes and must outlive the session. Raises
+    `ProviderError` if anything but the provider would compute.
+    """
+    full = PROVIDERS[provider].full
+    options = _options(provider, threads, spinning)
+    weights = weights or {}
+    try:
+        options.add_external_initializers(
+            list(weights),
+            [ort.OrtValue.ortvalue_from_numpy(w) for w in weights.values()],
+        )
+        for name, value in (shared or {}).items():
+            options.add_initializer(name, value)
+        # The fallback of the Python package prints, and opens another session.
+        session = ort.InferenceSession(
+            str(file),
+            options,
+            providers=[(full, dict(provider_options or {}))],
+            enable_fallback=0,
+        )
+    except Exception as error:  # onnxruntime raises its own, underived exceptions
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if provider != "cpu":
+            raise ProviderError(
+                f"{full} cannot load {file} ({reason}); {AT_HAND}"
+            ) from error
+        raise ContractError(
+            f"onnxruntime cannot load {file} ({reason}); export the bundle again with "
+            "this version"
+        ) from error
+    _check_provider(session, provider, file)
+    return session
+
+
+def _options(provider: str, threads: int, spinning: bool) -> ort.SessionOptions:
+    _check_threads(threads)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # A pattern is allocated at the first run, which may be inside of a capture.
+    options.enable_mem_pattern = PROVIDERS[provider].memory == "cpu"
+    for name, value in (
+        ("session.intra_op.allow_spinning", str(int(spinning))),
+        # Of integers that a DequantizeLinear gives to a MatMul, as `Recipe` has it too.
+        ("session.qdq_matmulnbits_accuracy_level", "4"),
+        ("session.record_ep_graph_assignment_info", "1"),
+    ):
+        options.add_session_config_entry(name, value)
+    return options
+
+
+def _check_threads(threads: int) -> None:
+    most = MOST_THREADS_PER_CORE * (os.cpu_count() or 1)
+    if not isinstance(threads, int) or not 1 <= threads <= most:
+        raise OptionError(
+            f"threads {threads!r} is out of range; give 1 to {most} on this machine"
+        )
+
+
+def _check_provider(session: ort.InferenceSession, provider: str, file: Path) -> None:
+    """Raise `ProviderError` if onnxruntime silently fell back to the CPU."""
+    full = PROVIDERS[provider].full
+    if session.get_providers()[0] != full:
+        reason = presence(provider).reason or "onnxruntime left it out"
+        raise ProviderError(f"{full} cannot be used here: {reason}; {AT_HAND}")
+    elsewhere = elsewhere_of(session, full) - SIZE_OPERATORS
+    if elsewhere:
+        raise ProviderError(
+            f"{full} has no kernels for {', '.join(sorted(elsewhere))} of {file}; "
+            "export the bundle for this provider"
+        )
+
+
+def elsewhere_of(session: ort.InferenceSession, full: str) -> set[str]:
+    """The operators that a provider of that full name does not run."""
+    return {
+        node.op_type
+        for part in session.get_provider_graph_assignment_info()
+        for node in part.get_nodes()
+        if part.ep_name != full
+    }

@@ -1,0 +1,1 @@
+"""Who drafts how much: options, methods, planner, controller."""

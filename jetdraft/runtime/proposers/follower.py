@@ -1,0 +1,91 @@
+"""A drafter's graph that keeps up with the public sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jetdraft.runtime.passes.graph import Answer, Graph
+from jetdraft.runtime.passes.prefix import common
+
+
+class Follower:
+    """Knows which tokens the cache holds, so that a draft may turn out wrong.
+
+    `feed` runs tokens and remembers them; `follow` drops what differs from a sequence
+    and feeds the rest of it.
+
+        answer = Follower(graph).follow([5, 8, 9])   # for what comes after 9
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._fed: list[int] = []
+        self._passes = -1
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a new sequence; what it has in common with the last one stays."""
+        if self.graph.passes != self._passes:
+            self.forget()  # somebody else has used the buffers
+            return
+        kept = common(self._fed, prompt)
+        del self._fed[kept:]
+        self.graph.cache.rewind(kept)
+
+    def restore(self, tokens: Sequence[int]) -> None:
+        """The cache holds the rows of these tokens, put there by somebody else."""
+        self._fed = list(tokens)
+        self._passes = self.graph.passes
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        self.graph.cache.rewind(0)
+        self._fed.clear()
+
+    def follow(self, context: Sequence[int]) -> Answer:
+        """The answer for the last row of `context`."""
+        self._keep(context)
+        widest = self.graph.contract.max_width
+        while True:
+            rest = context[len(self._fed) : len(self._fed) + widest]
+            answer = self.feed(rest)
+            if len(self._fed) == len(context):
+                return answer
+
+    def review(self, context: Sequence[int], guess: Sequence[int]) -> Answer:
+        """The answers for the last row of `context` and for each of a guess after it.
+
+        The guess stays in the cache as far as the next context agrees with it.
+        """
+        self._keep(context)
+        if len(context) + len(guess) - len(self._fed) > self.graph.contract.max_width:
+            self.follow(context[:-1])
+        fresh = len(context) - len(self._fed)
+        answer = self.feed([*context[len(self._fed) :], *guess], last_only=False)
+        return answer.rows(slice(fresh - 1, None))
+
+    def feed(self, tokens: Sequence[int], last_only: bool = True) -> Answer:
+        """Run tokens after what is there; the answer for the last, or for all."""
+        answer = self.graph.run(tokens, last_only)
+        self.graph.cache.advance(len(tokens))
+        self._fed += tokens
+        self._passes = self.graph.passes
+        return answer
+
+    def _keep(self, context: Sequence[int]) -> None:
+        """Drop what differs from a context."""
+        kept = self._agreement(context)
+        del self._fed[kept:]
+        self.graph.cache.rewind(kept)
+
+    def _agreement(self, context: Sequence[int]) -> int:
+        """How many tokens may stay: at least the last of `context` is fed again.
+
+        Tokens are only ever in doubt while a pass is under way, so those that lie more
+        than the widest pass back agree.
+        """
+        most = min(len(self._fed), len(context) - 1)
+        start = max(0, most - 2 * self.graph.contract.max_width)
+        for index, token in enumerate(context[start:most], start):
+            if self._fed[index] != token:
+                return index
+        return most

@@ -1,0 +1,1 @@
+"""An answer becomes a token: choosing, penalties, verifiers."""

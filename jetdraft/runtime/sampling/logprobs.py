@@ -1,0 +1,35 @@
+"""How likely a model finds what was chosen, exactly: by the logsumexp of all logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jetdraft.runtime.passes.graph import Answer
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """The natural logarithm of a token's probability, and of the `top` tokens'.
+
+    As the model alone has it, before temperature, filters, biases and penalties. `top`
+    has (id, logprob) pairs, best first.
+
+        Logprob.of(answer, row=0, token=42, top=5).logprob
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, answer: Answer, row: int, token: int, top: int) -> Logprob:
+        """Of the token chosen after a row of an answer; `top` is at most K."""
+        total = float(answer.logsumexp[row])
+        ids = answer.candidates[row].tolist()
+        values = answer.candidate_logits[row].tolist()
+        if token in ids:
+            own = values[ids.index(token)]
+        else:
+            own = float(answer.logits[row, token])
+        best = zip(ids[:top], values[:top], strict=True)
+        return cls(token, own - total, tuple((i, value - total) for i, value in best))

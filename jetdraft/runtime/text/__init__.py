@@ -1,0 +1,1 @@
+"""Between text and tokens: codec, prompt, stops, constraint, template."""

@@ -1,0 +1,99 @@
+"""When a generation ends, and the text that it may show until then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from threading import Event
+
+from jetdraft.runtime.text.codec import TextStream
+
+STOP, CANCELLED, DEADLINE = "stop", "cancelled", "deadline"
+
+
+class Ending:
+    """Watches one generation for end-of-text tokens, stop strings, time and a wish.
+
+    Stop strings are looked for token by token, so that they end the text at the same
+    token whatever was drafted; they and what comes after are never shown, nor is a text
+    that may become one. `seconds` count from now on.
+
+        ending = Ending(model.text.stream(prompt), eos_token_ids, ["\\n\\n"])
+        ending.keep([5, 8, 9])         # those before the end
+        ending.take()                  # the text that is certain so far
+    """
+
+    def __init__(
+        self,
+        text: TextStream,
+        eos_token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        seconds: float | None = None,
+    ) -> None:
+        self.reason = ""
+        self.cancelled = Event()
+        self._text = text
+        self._eos = frozenset(eos_token_ids)
+        self._stop = tuple(stop)
+        self._until = None if seconds is None else time.perf_counter() + seconds
+        self._held = ""
+        self._shown = ""
+
+    def interrupted(self) -> bool:
+        """Whether to end before another pass."""
+        if self.cancelled.is_set():
+            self.reason = CANCELLED
+        elif self._until is not None and time.perf_counter() >= self._until:
+            self.reason = DEADLINE
+        return bool(self.reason)
+
+    def keep(self, tokens: list[int]) -> list[int]:
+        """The tokens up to and including the one that ends the text, or all."""
+        if not self._stop:
+            end = next((i for i, t in enumerate(tokens, 1) if t in self._eos), None)
+            self.reason = self.reason if end is None else STOP
+            kept = tokens[:end]
+            self._shown += self._text.push(kept)
+            return kept
+        for end, token in enumerate(tokens, start=1):
+            self._hold(self._text.push([token]))
+            if token in self._eos:
+                self.reason = STOP
+            if self.reason:
+                return tokens[:end]
+        return tokens
+
+    def take(self) -> str:
+        """The text since the last time; all that is left, once there is a reason."""
+        shown, self._shown = self._shown, ""
+        return shown
+
+    def rest(self) -> str:
+        """What is left to show when no more tokens come."""
+        self._hold(self._text.rest())
+        shown, self._held = self._shown + self._held, ""
+        self._shown = ""
+        return shown
+
+    def _hold(self, text: str) -> None:
+        """Show as much as cannot be the beginning of a stop string."""
+        held = self._held + text
+        places = [at for stop in self._stop if (at := held.find(stop)) >= 0]
+        if places:
+            self.reason = STOP
+            self._shown, self._held = self._shown + held[: min(places)], ""
+            self._text = _ENDED
+            return
+        kept = max((_overlap(held, stop) for stop in self._stop), default=0)
+        cut = len(held) - kept
+        self._shown, self._held = self._shown + held[:cut], held[cut:]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The longest end of a text that a stop string begins with."""
+    most = min(len(text), len(stop) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+_ENDED = TextStream(None, [])
+"""Gives no text."""

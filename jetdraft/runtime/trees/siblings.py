@@ -1,0 +1,51 @@
+"""Which tokens become the children of a row, for each kind of draft."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jetdraft.runtime.drafts.distribution import Distribution
+from jetdraft.runtime.drafts.rows import Kind
+from jetdraft.runtime.sampling.chooser import Sampling
+
+_SALT = 0x6A09E667F3BCC908
+"""Keeps a draft's draws apart from the noise that chooses the target's tokens."""
+
+
+def siblings(
+    kind: Kind,
+    q: Distribution,
+    count: int,
+    sampling: Sampling,
+    position: int,
+    family: int = 0,
+) -> list[int]:
+    """At most `count` children drawn from `q` for `position`, in order.
+
+    Families of different numbers draw independently: a shape may decide whether one
+    grows by what another drew, which must say nothing of what the one will draw.
+
+    `q` has its tokens best first. The k best of log q + noise are k draws without
+    replacement (Gumbel-top-k, Kool et al. 1903.06059); with the target's own noise
+    they are the coupled siblings, which for greedy decoding are simply q's best.
+    """
+    salt = sampling.seed + _SALT + (family << 8)
+    if kind is Kind.REPLACED:
+        return [q.draw(salt + i, position) for i in range(count)]
+    if kind is Kind.TOP_AND_ONE:
+        return _top_and_one(q, count, salt, position)
+    count = min(count, int(np.count_nonzero(q.probabilities)))
+    coupled = kind is Kind.COUPLED and sampling.temperature > 0
+    if kind is Kind.DISTINCT or coupled:
+        seed = sampling.seed if coupled else salt
+        order = np.argsort(-q.scores(seed, position), kind="stable")
+        return [int(token) for token in q.ids[order[:count]]]
+    return [int(token) for token in q.ids[:count]]
+
+
+def _top_and_one(q: Distribution, count: int, seed: int, position: int) -> list[int]:
+    fixed = [int(token) for token in q.ids[: count - 1]]
+    rest = Distribution(q.ids[count - 1 :], q.probabilities[count - 1 :])
+    if not rest.probabilities.any():
+        return fixed
+    return [*fixed, rest.draw(seed, position)]

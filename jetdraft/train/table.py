@@ -1,0 +1,36 @@
+"""Counting a trigram table in a corpus; no torch needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jetdraft.bundle import Bundle
+from jetdraft.errors import DataError, OutputError
+from jetdraft.files import replacing
+from jetdraft.runtime.history.trigrams import Counts
+from jetdraft.runtime.text.codec import TextCodec
+from jetdraft.texts import read_text
+
+
+def count(corpus: Sequence[Path], bundle: Bundle, output: Path) -> Counts:
+    """Read text files with a bundle's tokenizer and write the table to `output`.
+
+    Raises `DataError` or `OutputError`; the table appears whole or not at all.
+
+        count([Path("notes.txt")], Bundle.open("bundle"), Path("notes.npz"))
+    """
+    if output.exists():
+        raise OutputError(f"{output} exists; choose another file")
+    codec = TextCodec(bundle.tokenizer)
+    table = Counts.of([codec.encode(read_text(file)) for file in corpus])
+    if not len(table.pairs):
+        raise DataError("the corpus has fewer than three tokens; give more")
+    try:
+        with replacing(output) as partial:
+            table.save(partial, bundle.tokenizer_sha256)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {output} ({error.strerror}); choose another file"
+        ) from error
+    return table

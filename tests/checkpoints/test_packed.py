@@ -1,0 +1,435 @@
+"""Checkpoints by every method that is read, packed here bit by bit from its layout."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from compressed_tensors.compressors import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from onnx import numpy_helper
+from safetensors.torch import load_file, save_file
+
+import jetdraft
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.quant.sensitivity import Limit
+from jetdraft.recipe import Recipe
+from tests.cli.running import assert_refused
+from tests.cli.running import jetdraft as command
+from tests.tiny import llama_config, save_checkpoint
+
+GROUP = 32
+Q = "model.layers.0.self_attn.q_proj"
+AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The column that each place of a word holds."""
+
+
+def words(values, bits, order=None):
+    """Along the last axis, several to an int32, the first in the lowest bits."""
+    each = 32 // bits
+    rows = values.reshape(-1, values.shape[-1])
+    found = np.zeros((len(rows), values.shape[-1] // each), np.uint32)
+    for row, line in enumerate(rows):
+        for place in range(values.shape[-1]):
+            word, inside = divmod(place, each)
+            column = word * each + (order[inside] if order else inside)
+            found[row, word] |= np.uint32(line[column]) << np.uint32(bits * inside)
+    return torch.from_numpy(found.view(np.int32))
+
+
+def gptq(integers, scales, zeros, bits):
+    """Zeros are stored less one."""
+    return {
+        "qweight": words(integers.T.copy().T, bits).T.contiguous(),
+        "qzeros": words((zeros.T - 1) & ((1 << bits) - 1), bits),
+        "scales": torch.from_numpy(scales.T.copy()),
+        "g_idx": torch.arange(integers.shape[1], dtype=torch.int32) // GROUP,
+    }
+
+
+def gptq_v2(integers, scales, zeros, bits):
+    parts = gptq(integers, scales, zeros, bits)
+    return {**parts, "qzeros": words(zeros.T.copy(), bits)}
+
+
+def awq(integers, scales, zeros, bits):
+    return {
+        "qweight": words(integers.T.copy(), bits, AWQ),
+        "qzeros": words(zeros.T.copy(), bits, AWQ),
+        "scales": torch.from_numpy(scales.T.copy()),
+    }
+
+
+def compressed(integers, scales, zeros, bits):
+    """By the library itself, from what the integers stand for."""
+    signed = integers.astype(np.float32) - zeros.repeat(GROUP, 1)
+    floats = torch.from_numpy(signed * scales.astype(np.float32).repeat(GROUP, 1))
+    arguments = QuantizationArgs(
+        num_bits=bits, symmetric=False, strategy="group", group_size=GROUP
+    )
+    offset = 1 << (bits - 1)
+    parts = {
+        "weight": floats,
+        "weight_scale": torch.from_numpy(scales.astype(np.float32)),
+        "weight_zero_point": torch.from_numpy(zeros.astype(np.int16) - offset).to(
+            torch.int8
+        ),
+    }
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    return PackedQuantizationCompressor.compress(parts, scheme)
+
+
+FORMATS = {
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP}),
+    "gptq 8": (gptq, {"quant_method": "gptq", "bits": 8, "group_size": GROUP}),
+    "gptq_v2": (
+        gptq_v2,
+        {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": GROUP,
+            "checkpoint_format": "gptq_v2",
+        },
+    ),
+    "awq": (
+        awq,
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
+    ),
+    **{
+        f"compressed {bits}": (
+            compressed,
+            {
+                "quant_method": "compressed-tensors",
+                "bits": bits,
+                "config_groups": {"group_0": {"weights": {"num_bits": bits}}},
+            },
+        )
+        for bits in (4, 8)
+    },
+}
+
+
+def random(shape, bits, symmetric=False, seed=0):
+    """Integers, scales that a half can hold, and zeros."""
+    numbers = np.random.default_rng(seed)
+    columns, rows = shape
+    integers = numbers.integers(0, 1 << bits, shape, dtype=np.uint8)
+    scales = numbers.uniform(0.5, 1.5, (columns, rows // GROUP)) / (1 << bits)
+    near = (1 << bits) // 2
+    zeros = numbers.integers(near - 2, near + 3, scales.shape).astype(np.uint8)
+    if symmetric:
+        zeros[:] = near
+    return integers, scales.astype(np.float16), zeros
+
+
+def linear(folder):
+    """The names and shapes of all linear layers but the head."""
+    tensors = load_file(folder / "model.safetensors")
+    return {
+        name.removesuffix(".weight"): tuple(tensor.shape)
+        for name, tensor in tensors.items()
+        if "_proj" in name
+    }
+
+
+def quantize(folder, pack, settings, symmetric=False):
+    """Replace a checkpoint's linear layers; their integers, scales and zeros."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    found = {}
+    for seed, (name, shape) in enumerate(linear(folder).items()):
+        found[name] = random(shape, settings["bits"], symmetric, seed)
+        del tensors[f"{name}.weight"]
+        parts = pack(*found[name], settings["bits"])
+        tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = settings
+    (folder / "config.json").write_text(json.dumps(config))
+    return found
+
+
+@pytest.fixture
+def base(tmp_path):
+    return save_checkpoint(tmp_path / "base", llama_config(intermediate_size=96))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_integers_are_read_as_they_were_packed(base, name):
+    pack, settings = FORMATS[name]
+    expected = quantize(base, pack, settings)
+    found = Checkpoint.load(str(base), torch.float32).packed
+    assert found.method == settings["quant_method"]
+    assert set(found.blocks) == {f"{layer}.weight" for layer in expected}
+    for layer, (integers, scales, zeros) in expected.items():
+        blocks = found.blocks[f"{layer}.weight"]
+        np.testing.assert_array_equal(blocks.integers.reshape(integers.shape), integers)
+        np.testing.assert_array_equal(blocks.scales, scales.astype(np.float32))
+        np.testing.assert_array_equal(blocks.zeros, zeros)
+
+
+def packed_matrices(bundle):
+    """The weights of all MatMulNBits, of which q, k and v are one."""
+    graph = onnx.load(bundle / "target.onnx").graph
+    constants = {each.name: each for each in graph.initializer}
+    nodes = [node for node in graph.node if node.op_type == "MatMulNBits"]
+    return [
+        [numpy_helper.to_array(constants[name]) for name in node.input[1:]]
+        for node in nodes
+    ]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_they_go_straight_into_the_graph(base, name):
+    """Whatever the recipe says of the rest: integers, scales and zeros."""
+    pack, settings = FORMATS[name]
+    expected = quantize(base, pack, settings)
+    export(str(base), base.parent / "bundle", None, ExportOptions(Recipe("none")))
+    products = packed_matrices(base.parent / "bundle")
+    bits, layers = settings["bits"], [f"model.layers.{i}" for i in range(3)]
+    together = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]]
+    together += [["self_attn.o_proj"], ["mlp.gate_proj", "mlp.up_proj"]]
+    together += [["mlp.down_proj"]]
+    joined = [[f"{layer}.{n}" for n in names] for layer in layers for names in together]
+    assert len(products) == len(joined)
+    for (packed, scales, zeros), names in zip(products, joined, strict=True):
+        parts = zip(*(expected[name] for name in names), strict=True)
+        integers, wanted, offsets = (np.concatenate(part) for part in parts)
+        whole = words(integers, bits).numpy().view(np.uint8)
+        np.testing.assert_array_equal(packed.reshape(whole.shape), whole)
+        np.testing.assert_array_equal(scales, wanted.astype(np.float32))
+        found = np.stack([(zeros >> s) & ((1 << bits) - 1) for s in range(0, 8, bits)])
+        found = found.transpose(1, 2, 0).reshape(len(zeros), -1)
+        np.testing.assert_array_equal(found[:, : offsets.shape[1]], offsets)
+
+
+def test_a_packed_model_computes_what_its_integers_stand_for(base):
+    quantize(base, *FORMATS["gptq"])
+    checkpoint = Checkpoint.load(str(base), torch.float32)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        checkpoint.model.set_attn_implementation("eager")
+        expected = checkpoint.model(ids, use_cache=False).logits[0].numpy()
+    export(str(base), base.parent / "bundle", None, ExportOptions(Recipe("none")))
+    found = jetdraft.load(base.parent / "bundle").target.run(list(range(20))).logits
+    alike = np.corrcoef(found.ravel(), expected.ravel())[0, 1]
+    assert alike > 0.99, "but for int8 activations"
+
+
+def shuffled(seed):
+    """As GPTQ packs with desc_act: the most important inputs are in one group."""
+
+    def pack(integers, scales, zeros, bits):
+        order = np.random.default_rng(seed()).permutation(integers.shape[1])
+        order = np.sort(order.reshape(-1, GROUP)).ravel()
+        placed = np.zeros_like(integers)
+        placed[:, order] = integers
+        parts = gptq(placed, scales, zeros, bits)
+        groups = torch.zeros_like(parts["g_idx"])
+        groups[torch.from_numpy(order)] = parts["g_idx"]
+        return {**parts, "g_idx": groups}
+
+    return pack
+
+
+@pytest.mark.parametrize("flavour", ["contrib", "standard"])
+@pytest.mark.parametrize(
+    ("seed", "products"), [(lambda: 3, 4), (itertools.count().__next__, 7)]
+)
+def test_inputs_in_another_order(base, flavour, seed, products):
+    """With one order q, k and v are one product, with three they are three."""
+    settings = {**FORMATS["gptq"][1], "desc_act": True}
+    integers, scales, zeros = quantize(base, shuffled(seed), settings, symmetric=True)[
+        Q
+    ]
+    model = Checkpoint.load(str(base), torch.float32).model
+    groups = load_file(base / "model.safetensors")[f"{Q}.g_idx"].numpy()
+    order = np.argsort(groups, kind="stable")
+    expected = np.zeros(integers.shape, np.float32)
+    for place, row in enumerate(order):
+        scale, zero = scales[:, place // GROUP], zeros[:, place // GROUP]
+        expected[:, row] = (integers[:, place].astype(np.float32) - zero) * scale
+    found = model.get_submodule(Q).weight.detach().float().numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-2)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        logits = model(ids, use_cache=False).logits[0].numpy()
+    options = ExportOptions(Recipe("none"), flavour=flavour)
+    export(str(base), base.parent / "bundle", None, options)
+    if flavour == "contrib":
+        assert len(packed_matrices(base.parent / "bundle")) == 3 * products
+    ours = jetdraft.load(base.parent / "bundle").target.run(list(range(20))).logits
+    assert np.corrcoef(ours.ravel(), logits.ravel())[0, 1] > 0.99
+
+
+def test_symmetric_ones_have_no_zeros_and_a_standard_graph(base, tmp_path):
+    quantize(base, *FORMATS["gptq"], symmetric=True)
+    blocks = Checkpoint.load(str(base), torch.float32).packed.blocks
+    assert all(each.zeros is None for each in blocks.values())
+    options = ExportOptions(Recipe("none"), flavour="standard")
+    export(str(base), tmp_path / "standard", None, options)
+    export(str(base), tmp_path / "contrib", None, ExportOptions(Recipe("none")))
+    logits = [
+        jetdraft.load(tmp_path / name).target.run([5, 8, 9]).logits
+        for name in ("standard", "contrib")
+    ]
+    assert np.abs(logits[0] - logits[1]).max() < 0.05 * np.abs(logits[0]).max()
+
+
+def test_a_standard_graph_has_no_zeros(base, tmp_path):
+    quantize(base, *FORMATS["gptq"])
+    options = ExportOptions(Recipe("none"), flavour="standard")
+    with pytest.raises(OptionError, match="quantized with zeros"):
+        export(str(base), tmp_path / "bundle", None, options)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_scale_per_output_becomes_blocks_with_the_same_scale(base):
+    """As bitsandbytes and int-quantized have it."""
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    weight = tensors[f"{Q}.weight"]
+    largest = weight.abs().amax(1)
+    signed = (weight / largest[:, None] * 127).round().to(torch.int8)
+    tensors |= {f"{Q}.weight": signed, f"{Q}.SCB": largest}
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "bitsandbytes",
+        "load_in_8bit": True,
+    }
+    (base / "config.json").write_text(json.dumps(config))
+    found = Checkpoint.load(str(base), torch.float32)
+    [blocks] = found.packed.blocks.values()
+    assert np.abs(blocks.floats.T - weight.numpy()).max() <= float(largest.max()) / 253
+    bundle = base.parent / "bundle"
+    export(str(base), bundle, None, ExportOptions(Recipe("none")))
+    assert len(packed_matrices(bundle)) == 1, "k and v stay floats, so do not join q"
+
+
+def rewrite(base, **changes):
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    for part, change in changes.items():
+        tensors[f"{Q}.{part}"] = change(tensors.get(f"{Q}.{part}"))
+    save_file({k: v for k, v in tensors.items() if v is not None}, file)
+
+
+def test_a_last_group_may_be_shorter(base):
+    """96 inputs in groups of 64: the scale changes once, after 64."""
+    quantize(base, *FORMATS["gptq"])
+    name = "model.layers.0.mlp.down_proj"
+    tensors = load_file(base / "model.safetensors")
+    for part in ("scales", "qzeros"):
+        for layer in linear_of(tensors):
+            tensors[f"{layer}.{part}"] = tensors[f"{layer}.{part}"][
+                : -(-(96 if "down" in layer else 64) // 64)
+            ].clone()
+    for layer in linear_of(tensors):
+        tensors.pop(f"{layer}.g_idx")
+    save_file(tensors, base / "model.safetensors")
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"]["group_size"] = 64
+    (base / "config.json").write_text(json.dumps(config))
+    found = Checkpoint.load(str(base), torch.float32).packed.blocks[f"{name}.weight"]
+    scales = tensors[f"{name}.scales"].float().numpy().T
+    assert found.block_size == 64
+    np.testing.assert_array_equal(found.scales, scales)
+
+
+def linear_of(tensors):
+    return [n.removesuffix(".qweight") for n in tensors if n.endswith(".qweight")]
+
+
+def test_integers_of_one_byte_are_read_too(base):
+    """int-quantized, by channel, with zeros."""
+    file = base / "model.safetensors"
+    tensors, random = load_file(file), np.random.default_rng(0)
+    shape = tuple(tensors[f"{Q}.weight"].shape)
+    signed = torch.from_numpy(random.integers(-128, 128, shape).astype(np.int8))
+    scales = torch.from_numpy(random.uniform(0.01, 0.02, (64, 1)).astype(np.float32))
+    zeros = torch.from_numpy(random.integers(-9, 9, (64, 1)).astype(np.int8))
+    tensors |= {f"{Q}.weight": signed, f"{Q}.weight_scale": scales}
+    save_file({**tensors, f"{Q}.weight_zero_point": zeros}, file)
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    (base / "config.json").write_text(json.dumps(config))
+    [blocks] = Checkpoint.load(str(base), torch.float32).packed.blocks.values()
+    expected = (signed.float() - zeros.float()) * scales
+    np.testing.assert_allclose(blocks.floats.T, expected.numpy(), rtol=1e-6)
+
+
+def test_names_that_the_model_has_not_are_refused(base):
+    quantize(base, *FORMATS["gptq"])
+    tensors = load_file(base / "model.safetensors")
+    renamed = {name.removeprefix("model."): x for name, x in tensors.items()}
+    save_file(renamed, base / "model.safetensors")
+    with pytest.raises(CheckpointError, match="not under these names"):
+        Checkpoint.load(str(base), torch.float32)
+
+
+def test_the_ends_of_text_are_those_of_the_generation_config(base):
+    quantize(base, *FORMATS["gptq"])
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 7]}))
+    assert Checkpoint.load(str(base), torch.float32).eos_token_ids == (0, 7)
+
+
+def test_a_limit_has_nothing_to_raise(base, tmp_path):
+    quantize(base, *FORMATS["gptq"])
+    (tmp_path / "text.txt").write_text("def f(self):\n    return self.x\n" * 30)
+    options = ExportOptions(calibration=tmp_path / "text.txt", limit=Limit(max_kl=1.0))
+    with pytest.raises(OptionError, match="have the bits"):
+        export(str(base), tmp_path / "bundle", None, options)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "change", "error", "reason"),
+    [
+        ("gptq", {"bits": 3}, {}, UnsupportedModelError, "has 3 bits"),
+        ("gptq", {}, {"g_idx": lambda x: x.flip(0) * 2}, CheckpointError, "to a group"),
+        ("gptq", {"quant_method": "quip"}, {}, UnsupportedModelError, "by quip"),
+        ("gptq", {}, {"qzeros": lambda x: None}, CheckpointError, "not as gptq writes"),
+        ("gptq", {}, {"scales": lambda x: x * torch.nan}, CheckpointError, "finite"),
+        ("gptq", {}, {"scales": lambda x: x[:0]}, CheckpointError, "q_proj"),
+        ("awq", {"version": "marlin"}, {}, UnsupportedModelError, "marlin kernels"),
+        ("awq", {"bits": 8}, {}, UnsupportedModelError, "has 8 bits"),
+        ("awq", {"bits": None}, {}, CheckpointError, "not as awq writes"),
+        ("awq", {"version": None}, {}, CheckpointError, "not as awq writes"),
+        ("gptq", {"group_size": 24}, {}, CheckpointError, "scales or zeros"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(
+    base, method, settings, change, error, reason
+):
+    pack, usual = FORMATS[method]
+    quantize(base, pack, usual)
+    rewrite(base, **change)
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(error, match=reason):
+        Checkpoint.load(str(base), torch.float32)
+    output = base.parent / "bundle"
+    assert_refused(command("export", base, "-o", output))
+    assert not output.exists()
+
+
+def test_four_bits_of_bitsandbytes_are_no_integers(base):
+    quantize(base, *FORMATS["gptq"])
+    tensors = load_file(base / "model.safetensors")
+    kept = {k: v for k, v in tensors.items() if "_proj" not in k}
+    kept[f"{Q}.weight"] = torch.zeros(2048, 1, dtype=torch.uint8)
+    kept[f"{Q}.weight.absmax"] = torch.zeros(64)
+    save_file(kept, base / "model.safetensors")
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes"}
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="nf4"):
+        Checkpoint.load(str(base), torch.float32)

@@ -1,0 +1,91 @@
+"""Weights that stay as they are stored."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+import transformers
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.contract import StepContract
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.export.step import kv_shapes, trace
+from jetdraft.recipe import Recipe
+from tests.tiny import SIZES, llama_config, save_checkpoint
+
+IDS = torch.arange(30)[None]
+
+
+@pytest.fixture
+def half(tmp_path):
+    """A checkpoint whose file holds halves."""
+    folder = save_checkpoint(tmp_path / "half", llama_config())
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.half().save_pretrained(folder)
+    return folder
+
+
+def logits(model):
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        return model(IDS, use_cache=False).logits
+
+
+def test_halves_are_computed_with_in_single_precision(half):
+    model = Checkpoint.load(str(half), torch.float32).model
+    whole = transformers.AutoModelForCausalLM.from_pretrained(half, dtype=torch.float32)
+    assert torch.equal(logits(model), logits(whole))
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+
+
+def test_they_are_halves_again_when_a_pass_fails(half):
+    model = Checkpoint.load(str(half), torch.float32).model
+    with pytest.raises(IndexError):
+        model(torch.tensor([[1 << 20]]))
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+    assert torch.isfinite(logits(model)).all()
+
+
+def test_what_a_model_computes_for_itself_is_not_rounded(tmp_path):
+    """Gemma multiplies its embeddings with the root of their size."""
+    config = transformers.Gemma3TextConfig(**{**SIZES, "hidden_size": 72}, head_dim=16)
+    folder = save_checkpoint(tmp_path / "gemma", config, tokenizer=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
+    found = Checkpoint.load(str(folder), torch.float32).model
+    whole = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32
+    )
+    assert torch.equal(logits(found), logits(whole))
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert not torch.equal(logits(rounded.float()), logits(whole)), "it would matter"
+
+
+def test_a_traced_graph_holds_no_copy_of_a_matrix(half):
+    checkpoint = Checkpoint.load(str(half), torch.float32)
+    contract = StepContract(
+        checkpoint.vocab_size, 64, 8, "float32", kv_shapes(checkpoint.model)
+    )
+    graph = trace(checkpoint.model, contract, checkpoint.names()).graph
+    matrices = [
+        value.const_value
+        for value in graph.initializers.values()
+        if value.const_value is not None and len(value.const_value.shape) == 2
+    ]
+    assert len(matrices) == 1 + 3 * 7
+    assert all(isinstance(each, ir.LazyTensor) for each in matrices)
+
+
+def test_a_bundle_of_halves_is_that_of_the_same_numbers_in_single(half, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(half, dtype="float32")
+    model.save_pretrained(tmp_path / "single")
+    options = ExportOptions(Recipe("int4", 32))
+    for name in ("half", "single"):
+        export(str(tmp_path / name), tmp_path / f"{name}-bundle", None, options)
+    one, other = (
+        np.fromfile(tmp_path / f"{name}-bundle" / "target.onnx.data", np.uint8)
+        for name in ("half", "single")
+    )
+    np.testing.assert_array_equal(one, other)

@@ -1,0 +1,73 @@
+"""The noise must be uniform and independent across positions, ids and seeds.
+
+Statistics here are deterministic: the noise is a pure function, so a bound that holds
+once holds always. The bounds are the 99.99% points of chi-square.
+"""
+
+import numpy as np
+import pytest
+
+from jetdraft.runtime.drafts.noise import gumbel, uniforms
+
+BINS = 64
+LIMIT_63 = 117.0  # chi-square, 63 degrees of freedom, p = 1e-4, rounded up
+POSITIONS = np.arange(400)[:, None]
+IDS = np.arange(1000)[None, :]
+
+
+def chi_square(counts):
+    expected = counts.sum() / counts.size
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def pair_counts(first, second, bins=8):
+    """How often (first, second) fall into each cell of a bins x bins grid."""
+    counts, _, _ = np.histogram2d(
+        first.ravel(), second.ravel(), bins=bins, range=[[0, 1], [0, 1]]
+    )
+    return counts
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 12345, 2**63, -1])
+def test_uniform(seed):
+    values = uniforms(seed, POSITIONS, IDS)
+    assert values.min() > 0
+    assert values.max() < 1
+    counts, _ = np.histogram(values, bins=BINS, range=(0, 1))
+    assert chi_square(counts) < LIMIT_63
+
+
+@pytest.mark.parametrize("lag", [1, 2, 7])
+def test_independent_across_positions(lag):
+    values = uniforms(3, POSITIONS, IDS)
+    assert chi_square(pair_counts(values[:-lag], values[lag:])) < LIMIT_63
+
+
+@pytest.mark.parametrize("lag", [1, 2, 64])
+def test_independent_across_ids(lag):
+    values = uniforms(3, POSITIONS, IDS)
+    assert chi_square(pair_counts(values[:, :-lag], values[:, lag:])) < LIMIT_63
+
+
+@pytest.mark.parametrize("other", [4, 5, 3 + (1 << 32)])
+def test_independent_across_seeds(other):
+    first, second = uniforms(3, POSITIONS, IDS), uniforms(other, POSITIONS, IDS)
+    assert chi_square(pair_counts(first, second)) < LIMIT_63
+
+
+def test_no_position_and_id_trade_places():
+    """(position, id) pairs with equal sums or products must not collide."""
+    values = uniforms(0, np.arange(300)[:, None], np.arange(300)[None, :])
+    assert len(np.unique(values)) == values.size
+
+
+def test_does_not_depend_on_what_is_asked_with_it():
+    whole = gumbel(9, POSITIONS, IDS)
+    part = gumbel(9, np.array([[17]]), np.array([[5, 900, 3]]))
+    assert part.tolist() == [[whole[17, 5], whole[17, 900], whole[17, 3]]]
+
+
+def test_gumbel_moments():
+    values = gumbel(1, POSITIONS, IDS)
+    assert values.mean() == pytest.approx(0.5772, abs=0.01)
+    assert values.var() == pytest.approx(np.pi**2 / 6, abs=0.02)

@@ -1,0 +1,160 @@
+"""Trigram tables, the tree search over them, and what they propose."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+
+from jetdraft.errors import StoreError
+from jetdraft.runtime.history import trigrams as trigram
+from jetdraft.runtime.history.search import TreeSearch, puct
+from jetdraft.runtime.history.trigrams import (
+    MOST_SUCCESSORS,
+    MOST_WEIGHT,
+    Counts,
+    Trigrams,
+)
+from jetdraft.runtime.proposers import TrigramProposer
+from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+
+
+def documents(seed=0):
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 6, size).tolist() for size in (200, 90, 3, 2, 1, 0)]
+
+
+def by_hand(texts):
+    seen = defaultdict(Counter)
+    for text in texts:
+        for one, two, three in zip(text, text[1:], text[2:], strict=False):
+            seen[one, two][three] += 1
+    return seen
+
+
+def test_shares_are_those_of_the_corpus():
+    counts, expected = Counts.of(documents()), by_hand(documents())
+    assert len(counts.pairs) == len(expected)
+    for pair, after in expected.items():
+        shares = {token: times / after.total() for token, times in after.items()}
+        assert counts.successors(*pair) == pytest.approx(shares)
+
+
+def test_only_the_most_frequent_successors_are_kept():
+    text = [t for c in range(30) for _ in range(1 + c % 20) for t in (900, 901, c)]
+    kept = Counts.of([text]).successors(900, 901)
+    assert len(kept) == MOST_SUCCESSORS
+    assert {18, 19} <= set(kept)
+    assert 0 not in kept
+
+
+def test_large_ids_keep_apart():
+    counts = Counts.of([[2**31, 5, 7], [5, 2**31, 8]])
+    assert counts.successors(2**31, 5) == {7: 1.0}
+    assert counts.successors(5, 2**31) == {8: 1.0}
+    assert counts.successors(5, 5) == {}
+
+
+def test_a_table_comes_back_from_its_file(tmp_path):
+    counts = Counts.of(documents())
+    counts.save(tmp_path / "table.npz", "tokens")
+    again = Counts.load(tmp_path / "table.npz", "tokens", 300)
+    for name, array in vars(counts).items():
+        assert np.array_equal(getattr(again, name), array)
+        assert getattr(again, name).dtype == array.dtype
+
+
+def test_bad_tables_are_refused(tmp_path):
+    file = tmp_path / "table.npz"
+    Counts.of(documents()).save(file, "other")
+    with pytest.raises(StoreError, match="another tokenizer"):
+        Counts.load(file, "tokens", 300)
+    file.write_bytes(b"no table")
+    with pytest.raises(StoreError, match="cannot read a table"):
+        Counts.load(file, "tokens", 300)
+    with pytest.raises(StoreError, match="cannot read a table"):
+        Counts.load(tmp_path / "missing.npz", "tokens", 300)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *(
+            (name, lambda a: a[:3])
+            for name in ("pairs", "offsets", "tokens", "weights")
+        ),
+        *((name, lambda a: a[::-1]) for name in ("pairs", "offsets")),
+        *((name, lambda a: a * 0) for name in ("pairs", "offsets", "weights")),
+        ("pairs", lambda a: a.astype(np.float64)),
+        ("tokens", lambda a: a + np.uint32(300)),
+        ("weights", lambda a: a * np.nan),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(tmp_path, name, damage):
+    file = tmp_path / "table.npz"
+    Counts.of(documents()).save(file, "tokens")
+    arrays = dict(np.load(file))
+    np.savez(file, **{**arrays, name: damage(arrays[name])})
+    with pytest.raises(StoreError, match="cannot read a table"):
+        Counts.load(file, "tokens", 300)
+
+
+def test_decoding_adds_to_the_table(monkeypatch):
+    trigrams = Trigrams(Counts.of([[1, 2, 3], [1, 2, 4]]))
+    trigrams.learn([1, 2, 4])
+    assert trigrams.successors(1, 2) == pytest.approx({3: 0.5, 4: 0.54})
+    for _ in range(100):
+        trigrams.learn([1, 2, 4])
+    assert trigrams.successors(1, 2)[4] == MOST_WEIGHT
+    monkeypatch.setattr(trigram, "MOST_LEARNED", 2)
+    trigrams.learn([7, 8, 9])
+    trigrams.learn([8, 8, 9])
+    assert trigrams.successors(1, 2) == pytest.approx({3: 0.5, 4: 0.5})
+
+
+def test_the_golden_value_of_the_search():
+    assert puct(3.2, 2, 10, 0.25) == pytest.approx(10.260687, abs=1e-6)
+    assert puct(0.0, 0, 10, 0.25) == float("inf")
+
+
+TABLE = {(1, 2): {3: 0.7, 4: 0.3}, (2, 3): {5: 1.0}, (2, 4): {6: 1.0}}
+
+
+def test_a_search_finds_the_likely_tree_and_repeats_it():
+    search = TreeSearch(lambda one, two: TABLE.get((one, two), {}))
+    tokens, parents = search.run(1, 2, budget=4)
+    assert sorted(tokens) == [3, 4, 5, 6]
+    pairs = {
+        (token, ([2, *tokens])[p]) for token, p in zip(tokens, parents, strict=True)
+    }
+    assert pairs == {(3, 2), (4, 2), (5, 3), (6, 4)}
+    assert tokens[0] == 3
+    assert search.run(1, 2, budget=4) == (tokens, parents)
+    assert search.run(1, 2, budget=2)[0] == tokens[:2]
+    assert search.run(9, 9, budget=2) == ([], [])
+
+
+def test_a_rollout_scores_what_it_adds():
+    """After 3 the sure 5 follows, and nothing after it: 1 and its share are added."""
+    search = TreeSearch(lambda one, two: TABLE.get((one, two), {}), iterations=1)
+    search.run(1, 2, budget=1)
+    first = search._nodes[1]
+    assert (first.token, first.visits) == (3, 1)
+    assert first.score == pytest.approx(1.0 + 0.7 + 1.0)
+
+
+def test_drafts_follow_the_likeliest_successor():
+    proposer = TrigramProposer(Trigrams(Counts.of([[1, 2, 3, 4, 5], [1, 2, 3]])))
+    proposer.begin([1, 2], Chooser(Sampling()))
+    assert proposer.propose([1, 2], 3).tokens == [2, 3, 4, 5]
+    assert proposer.propose([9], 3).tokens == [9]
+    tree = proposer.propose([1, 2], 3, parents=[0, 1, 0])
+    assert tree.tokens == [2, 3, 4, 5]
+
+
+def test_a_repeated_text_is_learned():
+    proposer = TrigramProposer(Trigrams())
+    text = [5, 9, 7, 3, 8, 6] * 3
+    proposer.begin(text, Chooser(Sampling()))
+    assert proposer.propose(text, 4).tokens[1:] == [5, 9, 7, 3]

@@ -1,0 +1,59 @@
+import pytest
+
+from jetdraft.runtime.measured.stats import Round, Share, Stats
+
+
+def round_of(drafted, accepted):
+    return Round(
+        method="draft" if drafted else "none",
+        width=drafted + 1,
+        drafted=drafted,
+        ranks=[(0, 1)] * accepted + [(1, 1)] * (accepted < drafted),
+        target_seconds=0.0,
+        draft_seconds=0.0,
+    )
+
+
+def test_metrics_have_the_meaning_the_design_gives_them():
+    stats = Stats("draft", exact=True, prompt_tokens=4)
+    for drafted, accepted in ((3, 3), (3, 1), (3, 0), (0, 0)):
+        stats.add(round_of(drafted, accepted), accepted + 1)
+    # Evaluated: 3 of 3; the right and the wrong one; the wrong one; none.
+    assert stats.evaluated_by_position == [3, 2, 1]
+    assert stats.accepted_by_position == [2 / 3, 1 / 2, 1.0]
+    assert stats.acceptance_rate == pytest.approx(4 / 6)
+    assert stats.tokens_per_pass == pytest.approx(8 / 4)
+    assert stats.new_tokens == stats.target_passes + stats.accepted_tokens
+    assert stats.rounds_by_choice == {"draft:3": 3, "none": 1}
+
+
+def test_nothing_drafted_has_no_rate():
+    stats = Stats("none", exact=True, prompt_tokens=4)
+    stats.add(round_of(0, 0), 1)
+    assert stats.acceptance_rate is None
+    assert stats.to_json()["accepted_by_position"] == []
+
+
+def test_merge_adds_generations():
+    one, two = (Stats("draft", exact=True, prompt_tokens=4) for _ in range(2))
+    one.add(round_of(1, 1), 2)
+    two.add(round_of(3, 3), 4)
+    one.merge(two)
+    assert one.evaluated_by_position == [2, 1, 1]
+    assert one.new_tokens == 6
+    assert one.rounds_by_choice == {"draft:1": 1, "draft:3": 1}
+
+
+def test_what_each_method_did():
+    stats = Stats("auto", exact=True, prompt_tokens=4, plain_ms=2.0)
+    drafted = round_of(3, 2)._replace(target_seconds=0.004, draft_seconds=0.001)
+    stats.add(drafted, 3)
+    stats.add(drafted, 3)
+    stats.add(round_of(0, 0)._replace(target_seconds=0.002, off="it rains"), 1)
+    other = Stats("auto", exact=True, prompt_tokens=4, plain_ms=2.0)
+    other.add(round_of(0, 0)._replace(target_seconds=0.003, off="it rains"), 1)
+    stats.merge(other)
+    assert stats.by_method["draft"] == Share(2, 6, 4, 6, pytest.approx(2.0))
+    assert stats.by_method["none"] == Share(2, 0, 0, 2, pytest.approx(-1.0))
+    assert stats.off == {"it rains": 2}
+    assert stats.to_json()["by_method"]["draft"]["saved_ms"] == pytest.approx(2.0)

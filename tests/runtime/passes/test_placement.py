@@ -1,0 +1,216 @@
+"""What runs on a GPU, run here: the same code, with another provider behind it.
+
+The memory is staged as if it were a device's, graphs are "captured" under ids that the
+CPU provider does not look at, and chains and trees have sessions of their own.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import jetdraft
+from jetdraft.checkpoints.streamed import StreamSettings
+from jetdraft.devices import providers
+from jetdraft.devices.providers import PROVIDERS, Presence, Provider
+from jetdraft.errors import MethodError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.measured.widths import measure
+from jetdraft.runtime.passes import opener as opening
+from jetdraft.runtime.passes.captures import Captures
+from jetdraft.runtime.passes.session import open_session
+from jetdraft.runtime.passes.shared_weights import shared_weights
+from jetdraft.runtime.passes.tensor import Memory
+from jetdraft.runtime.planning.options import Options
+from tests.tiny import llama_config, save_checkpoint, save_streams
+
+PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
+CPU = PROVIDERS["cpu"].full
+WAYS = [
+    {"method": "none"},
+    {"method": "lookup"},
+    {"method": "draft", "num_draft_tokens": 4},
+    {"method": "draft", "tree": "best", "num_draft_tokens": 6},
+    {"method": "auto"},
+    {"method": "draft", "temperature": 0.9, "seed": 3},
+    {"method": "lookup", "temperature": 1.2, "seed": 5, "top_p": 0.95},
+    {"method": "draft", "num_draft_tokens": 7, "max_new_tokens": 286},
+    {"method": "draft", "exact": False, "tree": "best", "num_draft_tokens": 6},
+]
+
+
+@pytest.fixture(scope="module", params=["cuda", "tensorrt"])
+def bundle(pair, tmp_path_factory, request):
+    """A bundle for a GPU, whose drafter stays on the CPU."""
+    output = tmp_path_factory.mktemp("placed") / request.param
+    options = ExportOptions(
+        Recipe("int8", 32),
+        provider=request.param,
+        drafter_provider="cpu",
+        capacity=320,
+        max_width=64,
+    )
+    return export(str(pair.target), output, str(pair.drafter), options)
+
+
+def pretend(monkeypatch, name):
+    """Put the CPU provider in the place of another."""
+    real = PROVIDERS[name]
+    fake = Provider(name, CPU, "cpu", real.flavour, real.dtype)
+    monkeypatch.setitem(PROVIDERS, name, fake)
+    runs = Presence(name, compiled=True, runs=True)
+    monkeypatch.setattr(providers, "presence", lambda name: runs)
+    monkeypatch.setattr(opening, "WIDTHS", (4, 8))
+
+
+@pytest.fixture
+def pretended(bundle, monkeypatch):
+    """The bundle, where its provider is really the CPU's."""
+    pretend(monkeypatch, bundle.provider)
+    return jetdraft.load(bundle.path, threads=1)
+
+
+def text(model, **way):
+    given = {"max_new_tokens": 60, "ignore_eos": True, **way}
+    return model.generate(token_ids=PROMPT, **given).token_ids
+
+
+def test_a_bundle_for_a_gpu_is_fp16(bundle):
+    assert bundle.target.contract.dtype == "float16"
+    assert bundle.drafter.contract.dtype == "float32"
+    assert bundle.drafter_provider == "cpu"
+    assert (
+        bundle.flavour == {"cuda": "contrib", "tensorrt": "standard"}[bundle.provider]
+    )
+
+
+def test_the_text_is_that_of_the_cpu(bundle, pretended):
+    plain = jetdraft.load(bundle.path, provider="cpu", threads=1)
+    assert pretended.placement == f"{bundle.provider}+cpu"
+    for way in WAYS:
+        kept = ("temperature", "seed", "top_p", "max_new_tokens")
+        settings = {key: value for key, value in way.items() if key in kept}
+        expected = text(plain, method="none", **settings)
+        assert text(pretended, **way) == expected, way
+
+
+def test_only_candidates_come_to_the_host(pretended):
+    graph = pretended.target
+    assert graph.memory == Memory("cpu", copies=True)
+    graph.cache.rewind(0)
+    answer = graph.run(PROMPT[:8])
+    source = answer._source
+    assert source.stale
+    seen = np.take_along_axis(answer.logits, answer.candidates, 1)
+    assert not source.stale
+    assert np.array_equal(seen, answer.candidate_logits)
+    before = answer.logits.copy()
+    graph.run(PROMPT[8:16])
+    assert source.stale
+    assert not np.array_equal(answer.logits, before)
+
+
+def test_pruning_is_refused(bundle, pretended):
+    with pytest.raises(MethodError, match="not on "):
+        pretended.target_for(Options(method="stream", prune_threshold=0.1))
+
+
+def test_passes_are_captured_by_size_and_length(bundle, pretended):
+    if bundle.provider != "cuda":
+        assert pretended.target.captures is None
+        return
+    captures = pretended.target.captures
+    text(pretended, method="none")
+    captures.ids.clear()
+    text(pretended, method="none", max_new_tokens=250)
+    [(_, length)] = captures.ids
+    assert length == 320, "an exact generation knows one length"
+    text(pretended, method="none", exact=False, max_new_tokens=250)
+    assert {length for _, length in captures.ids} == {256, 320}
+
+
+def test_each_engine_has_a_width(bundle, pretended):
+    engines = pretended.target.engines
+    if bundle.provider == "cuda":
+        assert engines.width(3, room=100) == 3
+        assert engines.chain.session is not engines.any.session
+        return
+    assert [engines.width(rows, room=100) for rows in (1, 4, 5, 9)] == [4, 4, 8, 9]
+    widths = set(pretended.planner.calibration.target_ms)
+    assert widths == {4, 8, *range(9, 17)}, "others would be filled up to these"
+    assert engines.of(8, branching=True) is engines.fixed[8]
+    assert engines.of(9, branching=True) is engines.any
+
+
+def test_a_new_size_runs_eagerly_first():
+    captures = Captures()
+
+    def number(key):
+        return captures.run_options(key).get_run_config_entry("gpu_graph_id")
+
+    assert [number(key) for key in ("a", "b", "a", "b", "a", None)] == [
+        *("-1", "-1", "1", "2", "1", "-1")
+    ]
+
+
+def test_trees_that_round_otherwise_are_not_exact(bundle, pretended):
+    assert pretended.planner.calibration.trees_agree
+    if bundle.provider != "cuda":
+        return
+    graph, other = pretended.target, jetdraft.load(bundle.path, "cpu", 1).target
+    file = bundle.path / bundle.target.tree_file
+    own = shared_weights(file, "cpu")
+    arrays = {name: value.numpy() for name, value in own.items()}
+    scales = next(name for name, w in arrays.items() if w.dtype == np.float16)
+    swapped = open_session(file, "cpu", weights={scales: 2 * arrays[scales]})
+    graph.engines.any = replace(graph.engines.any, session=swapped)
+    graph._bindings.clear()
+    assert not measure(graph, None).trees_agree
+    assert measure(other, None).trees_agree
+    known = pretended.planner.calibration
+    pretended.planner.calibration = replace(known, trees_agree=False)
+    tree = {"method": "draft", "tree": "best"}
+    with pytest.raises(MethodError, match="passes that branch"):
+        text(pretended, **tree)
+    assert text(pretended, exact=False, **tree)
+    drafted = pretended.generate(token_ids=PROMPT, method="auto", max_new_tokens=40)
+    assert drafted.token_ids == text(pretended, method="none", max_new_tokens=40)
+
+
+def test_a_drafter_that_was_off_is_measured_when_it_is_on(bundle, tmp_path):
+    copy = shutil.copytree(bundle.path, tmp_path / "copy")
+    shutil.rmtree(copy / "profiles", ignore_errors=True)
+    off = jetdraft.load(copy, "cpu", threads=1, drafter_provider="off")
+    assert off.placement == "cpu+off"
+    assert text(jetdraft.load(copy, "cpu", threads=1), method="draft")
+
+
+def test_a_drafter_goes_where_the_caller_goes(bundle):
+    """A bundle's choice for its drafter belongs to its choice for the target."""
+    assert jetdraft.load(bundle.path, "cpu", threads=1).placement == "cpu"
+
+
+@pytest.mark.parametrize("scheme", ["int4", "none"])
+def test_streams_and_integers_of_four_bits(tmp_path, monkeypatch, scheme):
+    """Probes are staged too; packed integers of a standard graph are not shared."""
+    flavour = "contrib" if scheme == "none" else "standard"
+    save_checkpoint(tmp_path / "c", llama_config())
+    settings = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)
+    save_streams(tmp_path / "c", settings)
+    options = ExportOptions(
+        Recipe(scheme, 32), provider="cuda", flavour=flavour, capacity=192, max_width=64
+    )
+    export(str(tmp_path / "c"), tmp_path / "b", options=options)
+    plain = jetdraft.load(tmp_path / "b", "cpu", threads=1)
+    pretend(monkeypatch, "cuda")
+    model = jetdraft.load(tmp_path / "b", threads=1)
+    assert model.target.memory.copies
+    for way in ({}, {"temperature": 1.1, "seed": 2, "top_p": 0.9}):
+        expected = text(plain, method="none", **way)
+        for tree in ("chain", "best"):
+            found = text(model, method="stream", tree=tree, num_draft_tokens=3, **way)
+            assert found == expected

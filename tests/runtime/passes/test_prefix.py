@@ -1,0 +1,250 @@
+"""What stays in the buffers saves time and never changes a text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import jetdraft
+from jetdraft.errors import BundleError, OutputError
+from jetdraft.runtime.generator import Generator
+from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.measured.widths import _prefills_agree, prefill_widths
+from jetdraft.runtime.passes.prefix import common
+from jetdraft.runtime.planning.controller import Fixed
+from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+from jetdraft.runtime.text.codec import TextStream
+from jetdraft.runtime.text.stops import Ending
+
+RANDOM = np.random.default_rng(4)
+IDS = RANDOM.integers(0, 288, 151).tolist()
+OTHER = RANDOM.integers(0, 288, 40).tolist()
+OPTIONS = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.9, "seed": 3}
+METHODS = [
+    {"method": "none"},
+    {"method": "draft", "num_draft_tokens": 3},
+    {"method": "draft", "tree": "best", "num_draft_tokens": 7},
+    {"method": "lookup", "num_draft_tokens": 2},
+    {"method": "auto"},
+]
+
+
+@pytest.fixture(scope="module")
+def kept(bundle):
+    """A model that keeps rows on this machine."""
+    model = jetdraft.load(bundle, threads=1)
+    assert model.planner.prefills == [64, 32], "measured at load"
+    return model
+
+
+def fresh(model, ids, **options):
+    """What the model says without anything kept."""
+    model.forget()
+    result = model.generate(token_ids=ids, **{**OPTIONS, **options})
+    assert result.stats.reused_tokens == 0
+    return result.token_ids
+
+
+@pytest.mark.parametrize("way", METHODS, ids=str)
+@pytest.mark.parametrize("length", [1, 2, 17, 33, 64, 65, 100, 150])
+def test_a_prompt_goes_on_where_the_last_one_left_off(kept, way, length):
+    """Turn by turn as in a conversation, and after an edit in the middle."""
+    prompt, before = IDS[:length], OTHER
+    for turn in range(3):
+        expected = fresh(kept, prompt, **way, seed=turn)
+        kept.forget()
+        kept.generate(token_ids=before, **{**OPTIONS, **way})
+        found = kept.generate(token_ids=prompt, **{**OPTIONS, **way, "seed": turn})
+        assert found.token_ids == expected
+        if turn == 1:
+            assert found.stats.reused_tokens >= length
+        before = prompt
+        prompt = [*prompt, *found.token_ids[:7], *OTHER[: 3 + turn]]
+        if turn == 1 and length > 20:
+            prompt[length // 2] = (prompt[length // 2] + 1) % 288
+    if length > 20:
+        assert found.stats.reused_tokens == length // 2
+
+
+def test_only_what_is_new_is_read(kept):
+    kept.forget()
+    first = kept.generate(token_ids=IDS, **OPTIONS, method="none")
+    before = kept.target.passes
+    longer = [*IDS, *first.token_ids, *OTHER[:9]]
+    second = kept.generate(token_ids=longer, **OPTIONS, method="none")
+    assert second.stats.reused_tokens == len(IDS) + 39
+    assert kept.target.passes - before == 1 + second.stats.target_passes
+
+
+def test_the_same_prompt_again_reads_one_token(kept):
+    expected = fresh(kept, IDS)
+    again = kept.generate(token_ids=IDS, **OPTIONS)
+    assert again.stats.reused_tokens == len(IDS) - 1
+    assert again.token_ids == expected
+
+
+def test_rows_of_other_widths_are_not_taken(kept):
+    expected = fresh(kept, IDS)
+    kept.forget()
+    kept.generate(token_ids=IDS[:80], **OPTIONS, exact=False, method="none")
+    found = kept.generate(token_ids=IDS, **OPTIONS)
+    assert found.stats.reused_tokens == 0
+    assert found.token_ids == expected
+    loose = kept.generate(token_ids=IDS, **OPTIONS, exact=False)
+    assert loose.stats.reused_tokens == len(IDS) - 1
+
+
+def test_what_somebody_else_has_written_over_is_read_again(kept):
+    expected = fresh(kept, IDS)
+    kept.target.cache.rewind(0)
+    kept.target.run(OTHER)
+    found = kept.generate(token_ids=IDS, **OPTIONS)
+    assert found.stats.reused_tokens == 0
+    assert found.token_ids == expected
+
+
+def test_a_cancelled_prompt_keeps_what_was_read(kept):
+    expected = fresh(kept, IDS)
+    kept.forget()
+    stream = kept.stream(token_ids=IDS, **OPTIONS)
+    next(iter(stream))
+    stream.close()
+    found = kept.generate(token_ids=IDS, **OPTIONS)
+    assert found.stats.reused_tokens == len(IDS) - 1
+    assert found.token_ids == expected
+    kept.generate(token_ids=IDS[:50], **OPTIONS, max_seconds=1e-9)
+    assert kept.generate(token_ids=IDS, **OPTIONS).token_ids == expected
+
+
+def test_up_to_the_last_row_of_the_buffers(kept):
+    whole = (IDS * 2)[:254]
+    for length in (250, 253, 254):
+        expected = fresh(kept, whole[:length], max_new_tokens=9)
+        kept.generate(token_ids=whole[:249], **OPTIONS)
+        options = {**OPTIONS, "max_new_tokens": 9}
+        found = kept.generate(token_ids=whole[:length], **options)
+        assert found.token_ids == expected
+
+
+def test_common_beginnings():
+    assert common([], [1]) == 0
+    assert common([1, 2, 3], [1, 2, 4, 5]) == 2
+    assert common([1, 2], [1, 2, 3]) == 2
+
+
+def test_a_prefix_is_kept_on_disk(bundle, kept, tmp_path):
+    """Another process would read the same file: here, another model."""
+    file = tmp_path / "prefix.npz"
+    kept.save_prefix(file, IDS[:90])
+    expected = fresh(kept, IDS, method="draft")
+    other = jetdraft.load(bundle, threads=1)
+    other.load_prefix(file)
+    found = other.generate(token_ids=IDS, **OPTIONS, method="draft")
+    assert found.stats.reused_tokens == 90
+    assert found.token_ids == expected
+
+
+def test_a_prefix_of_another_machine_is_not_exact(bundle, kept, tmp_path):
+    file = tmp_path / "prefix.npz"
+    kept.save_prefix(file, IDS[:90])
+    with np.load(file) as stored:
+        arrays = dict(stored)
+    machine = json.loads(str(arrays["identity"]))
+    arrays["identity"] = np.array(json.dumps({**machine, "threads": 99}))
+    np.savez(file, **arrays)
+    kept.load_prefix(file)
+    assert kept.generate(token_ids=IDS, **OPTIONS).stats.reused_tokens == 0
+    kept.load_prefix(file)
+    loose = kept.generate(token_ids=IDS, **OPTIONS, exact=False)
+    assert loose.stats.reused_tokens == 90
+
+
+def test_prefixes_that_are_none_are_refused(kept, tmp_path):
+    file = tmp_path / "prefix.npz"
+    expected = fresh(kept, IDS)
+    file.write_text("nonsense")
+    with pytest.raises(BundleError, match="no saved prefix"):
+        kept.load_prefix(file)
+    kept.save_prefix(file, IDS[:90])
+    with np.load(file) as stored:
+        arrays = dict(stored)
+    machine = json.loads(str(arrays["identity"]))
+    for change, words in (
+        ({"identity": np.array(json.dumps({**machine, "bundle": "x"}))}, "another"),
+        ({"identity": np.array("{")}, "no saved prefix"),
+        ({"tokens": arrays["tokens"][:5]}, "no saved prefix"),
+    ):
+        np.savez(file, **{**arrays, **change})
+        with pytest.raises(BundleError, match=words):
+            kept.load_prefix(file)
+    with pytest.raises(OutputError, match="cannot write"):
+        kept.save_prefix(tmp_path / "no" / "where.npz", IDS[:9])
+    assert kept.generate(token_ids=IDS, **OPTIONS).token_ids == expected
+
+
+def test_where_filling_up_has_no_room_less_is_read(kept):
+    """254 of 256 rows are held, and 8 is the narrowest width above 2."""
+    prompt = (IDS * 2)[:256]
+    graph, seen = kept.target, []
+    kept.forget()
+    run = graph.run
+
+    def spy(tokens, last_only=False, width=0):
+        seen.append((len(tokens), width))
+        return run(tokens, last_only, width)
+
+    graph.run = spy
+    try:
+        generator = Generator(graph, [2, 8], [], prefills=[64, 32])
+        ending, stats = Ending(TextStream(None, []), []), Stats("none", True, 256)
+        chooser, none = Chooser(Sampling()), Fixed(None, 0)
+        assert list(generator.run(prompt, chooser, none, 1, ending, stats)) == []
+    finally:
+        del graph.run
+    assert sum(tokens for tokens, _ in seen) == 255
+    assert seen[-4:] == [(8, 8), (8, 8), (8, 8), (7, 8)]
+    assert graph.cache.length == 255
+
+
+@pytest.mark.parametrize(
+    ("most", "widths"),
+    [(16, []), (31, []), (64, [64, 32]), (100, [96, 48]), (128, [128, 64, 32])],
+)
+def test_prompts_are_read_in_multiples_of_the_widest_draft(kept, most, widths):
+    contract = replace(kept.bundle.target.contract, max_width=most)
+    assert prefill_widths(contract) == widths
+
+
+def test_a_width_whose_last_row_differs_does_not_agree(kept):
+    graph, run = kept.target, kept.target.run
+    widths = kept.planner.calibration.exact_widths
+    assert _prefills_agree(graph, widths)
+
+    def odd(tokens, last_only=False, width=0):
+        answer = run(tokens, last_only, width)
+        if len(tokens) == 32:
+            answer.logits[-1, 0] += 1e-6 + abs(answer.logits[-1, 0]) * 1e-6
+        return answer
+
+    graph.run = odd
+    try:
+        assert not _prefills_agree(graph, widths)
+    finally:
+        del graph.run
+        kept.forget()
+
+
+def test_a_prefix_as_long_as_the_buffers(bundle, kept, tmp_path):
+    whole = (IDS * 2)[:256]
+    kept.forget()
+    kept.save_prefix(tmp_path / "prefix.npz", whole)
+    expected = fresh(kept, whole[:255], max_new_tokens=1)
+    other = jetdraft.load(bundle, threads=1)
+    other.load_prefix(tmp_path / "prefix.npz")
+    options = {**OPTIONS, "max_new_tokens": 1}
+    found = other.generate(token_ids=whole[:255], **options)
+    assert found.stats.reused_tokens == 254
+    assert found.token_ids == expected

@@ -1,0 +1,349 @@
+import random
+
+import pytest
+
+from jetdraft.runtime.drafts.probes import Probing
+from jetdraft.runtime.measured.curve import Costs
+from jetdraft.runtime.measured.rates import Acceptance
+from jetdraft.runtime.measured.stats import Round
+from jetdraft.runtime.planning.controller import PLAIN, Adaptive, Fixed
+from jetdraft.runtime.proposers import LookupProposer
+
+WIDTHS = range(2, 17)
+
+
+class Named(LookupProposer):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+
+def outcome(method="draft", drafted=3, accepted=0, ms=1.0, width=4, draft_ms=0.1):
+    return Round(
+        method=method,
+        width=width,
+        drafted=drafted,
+        ranks=[(0, 1)] * accepted + [(1, 1)] * (accepted < drafted),
+        target_seconds=ms / 1e3,
+        draft_seconds=draft_ms * drafted / 1e3,
+        asked={method: (drafted, draft_ms * drafted / 1e3)} if drafted else {},
+    )
+
+
+def adaptive(slope=0.1, draft_ms=0.05, widths=WIDTHS):
+    costs = Costs({w: 1 + slope * (w - 1) for w in range(1, 17)}, {"draft": draft_ms})
+    return Adaptive([Named("draft")], costs, {"draft": Acceptance()}, widths, 15)
+
+
+def test_fixed_keeps_its_length_and_respects_room():
+    proposer = Named("draft")
+    fixed = Fixed(proposer, 4)
+    assert fixed.plan(10, {}).budget == 4
+    assert fixed.plan(2, {}).budget == 2
+    assert fixed.plan(10, {proposer: 0}) == PLAIN
+    assert Fixed(None, 0).plan(10, {}) == PLAIN
+
+
+def test_good_drafts_get_longer():
+    controller = adaptive()
+    before = controller.plan(15, {}).budget
+    for _ in range(30):
+        budget = controller.plan(15, {}).budget
+        controller.observe(outcome(drafted=budget, accepted=budget))
+    assert controller.plan(15, {}).budget > before
+
+
+def test_bad_drafts_are_switched_off():
+    controller = adaptive(slope=0.3, draft_ms=0.2)
+    off = 0
+    for _ in range(60):
+        plan = controller.plan(15, {})
+        off += plan == PLAIN
+        method = "draft" if plan.budget else "none"
+        controller.observe(outcome(method, drafted=plan.budget))
+    assert off > 30
+
+
+def test_what_was_off_is_tried_again():
+    controller = adaptive(slope=0.3, draft_ms=0.2)
+    for _ in range(20):
+        controller.observe(outcome(drafted=1))
+    assert controller.plan(15, {}) == PLAIN
+    for _ in range(1000):
+        controller.observe(outcome(method="none", drafted=0, width=2))
+    assert controller.plan(15, {}) != PLAIN
+
+
+def test_a_row_that_is_carried_anyway_is_free():
+    """Two rows are the narrowest exact pass, so one drafted row costs no pass time."""
+    controller = adaptive(slope=5.0, draft_ms=0.01)
+    assert controller.plan(15, {}).budget == 1
+    assert adaptive(slope=5.0, widths=range(1, 17)).plan(15, {}) == PLAIN
+
+
+def test_barren_proposers_are_passed_over():
+    costs = Costs(dict.fromkeys(range(1, 17), 1.0), {})
+    first, second = Named("a"), Named("b")
+    acceptance = {"a": Acceptance(), "b": Acceptance()}
+    controller = Adaptive([first, second], costs, acceptance, WIDTHS, 15)
+    plan = controller.plan(15, {})
+    other = second if plan.proposer is first else first
+    assert controller.plan(15, {plan.proposer: 0}).proposer is other
+    assert controller.plan(15, {first: 0, second: 0}) == PLAIN
+
+
+@pytest.mark.parametrize("room", [1, 2, 5])
+def test_room_limits_the_draft(room):
+    assert adaptive(slope=0.0, draft_ms=0.0).plan(room, {}).budget == room
+
+
+def test_costs_between_and_beyond_measured_widths():
+    costs = Costs({2: 2.0, 4: 4.0}, {})
+    assert costs.pass_ms(3) == pytest.approx(3.0)
+    assert costs.pass_ms(6) == pytest.approx(6.0)
+    assert costs.pass_ms(1) == pytest.approx(1.0)
+
+
+def test_costs_follow_the_clock_but_not_one_stall():
+    costs = Costs({2: 2.0, 4: 4.0}, {"draft": 0.1})
+    costs.learn(outcome(width=4, ms=400.0))
+    assert costs.target[4] < 4.2
+    for _ in range(200):
+        costs.learn(outcome(width=4, ms=5.0))
+    assert costs.target[4] == pytest.approx(5.0, rel=0.05)
+
+
+def test_rates_of_unseen_positions_take_after_the_one_before():
+    acceptance = Acceptance()
+    for _ in range(200):
+        acceptance.observe(outcome(drafted=2, accepted=1))
+    first, second, third = acceptance.rates(3)
+    assert first > 0.95
+    assert second < 0.1
+    assert third == pytest.approx(second)
+
+
+# --- streams --------------------------------------------------------------------------
+
+
+class Streaming(Named):
+    """Drafts of up to four tokens, read off probes."""
+
+    streams = 4
+
+    def __init__(self):
+        super().__init__("stream")
+        self.max_draft_tokens = 4
+
+
+def streaming(probe, slope=0.0, rate=0.9, others=()):
+    """A controller whose streams are right at that rate, and always have been."""
+    costs = Costs({w: 1 + slope * (w - 1) for w in range(1, 17)}, {}, probe)
+    proposers = [Streaming(), *others]
+    acceptance = {proposer.name: Acceptance() for proposer in proposers}
+    for known in acceptance.values():
+        known.places.well, known.places.seen = [1000 * rate] * 4, [1000.0] * 4
+    return Adaptive(proposers, costs, acceptance, WIDTHS, 15)
+
+
+def test_fixed_streams_are_carried_whether_or_not_there_is_a_draft():
+    proposer = Streaming()
+    fixed = Fixed(proposer, 3)
+    assert fixed.plan(10, {}).probing == Probing(3)
+    nothing = fixed.plan(10, {proposer: 0})
+    assert (nothing.proposer, nothing.probing) == (None, Probing(3))
+    assert Fixed(Named("draft"), 3).plan(10, {}).probing == Probing()
+
+
+def test_free_probes_go_to_every_row():
+    plan = streaming(probe=0.0).plan(15, {})
+    assert plan.proposer.name == "stream"
+    assert (plan.budget, plan.probing) == (4, Probing(4))
+
+
+def test_dear_probes_go_to_the_last_row_only():
+    plan = streaming(probe=0.03, slope=0.05).plan(15, {})
+    assert plan.probing.last_only
+
+
+def test_probes_that_do_not_pay_are_left_out():
+    assert streaming(probe=5.0).plan(15, {}) == PLAIN
+    assert streaming(probe=0.0, rate=0.0).plan(15, {}) == PLAIN
+
+
+def test_a_round_without_an_offer_prepares_the_next():
+    controller = streaming(probe=0.01)
+    stream = controller.proposers[0]
+    plan = controller.plan(15, {stream: 0})
+    assert plan.proposer is None
+    assert plan.probing.streams == 4
+
+
+def test_another_proposer_may_draft_while_probes_prepare():
+    controller = streaming(probe=0.001, others=[Named("lookup")])
+    controller.acceptance["lookup"].places.well = [500.0] * 4
+    plan = controller.plan(15, {controller.proposers[0]: 0})
+    assert plan.proposer.name == "lookup"
+    assert plan.probing.streams
+
+
+# --- trees ----------------------------------------------------------------------------
+
+
+class Branching(Streaming):
+    """Streams that can be asked for trees."""
+
+    branches = True
+
+    def __init__(self):
+        super().__init__()
+        self.max_draft_tokens = 15
+
+
+def branching(slope, rate=0.5, exact=True, allowed=True):
+    costs = Costs({w: 1 + slope * (w - 1) for w in range(1, 17)}, {}, 0.0)
+    known = Acceptance()
+    known.places.well, known.places.seen = [1000 * rate] * 4, [1000.0] * 4
+    streams = Branching()
+    return Adaptive([streams], costs, {streams.name: known}, WIDTHS, 15, exact, allowed)
+
+
+def test_free_rows_become_branches():
+    plan = branching(slope=0.0).plan(15, {})
+    assert plan.budget == 15
+    assert len(plan.parents) == 15
+    assert plan.parents.count(0) > 1
+
+
+def test_rows_that_cost_do_not_branch():
+    assert branching(slope=0.2).plan(15, {}).parents is None
+
+
+def test_drafts_that_are_always_right_do_not_branch():
+    assert branching(slope=0.02, rate=1.0).plan(15, {}).parents is None
+
+
+def test_trees_are_for_those_who_allow_them():
+    assert branching(slope=0.0, allowed=False).plan(15, {}).parents is None
+
+
+def test_a_branch_is_worth_less_where_it_must_be_proven():
+    """With rows at these times a tree pays without proofs, and not with them."""
+    assert branching(slope=0.1, exact=False).plan(15, {}).parents is not None
+    assert branching(slope=0.1, exact=True).plan(15, {}).parents is None
+
+
+def test_siblings_that_are_never_right_are_given_up():
+    controller = branching(slope=0.02)
+    assert controller.plan(15, {}).parents is not None
+    for _ in range(60):
+        controller.acceptance["stream"].siblings.observe([True] * 3)
+    assert controller.plan(15, {}).parents is None
+
+
+def test_what_a_tree_tells_of_its_siblings():
+    acceptance = Acceptance()
+    second = outcome("stream", drafted=7)._replace(ranks=[(0, 2), (1, 2), (3, 3)])
+    for _ in range(200):
+        acceptance.observe(second)
+    assert acceptance.rates(3) == pytest.approx([1.0, 0.0, 0.0], abs=0.1)
+    # Half of the misses the second sibling was right, and the third never.
+    assert acceptance.shares(2) == pytest.approx([0.5, 0.0], abs=0.05)
+
+
+def test_the_price_of_a_probe_is_learned():
+    costs = Costs({4: 4.0}, {}, probe=0.0)
+    for _ in range(500):
+        costs.learn(outcome(width=4, ms=6.0)._replace(probes=8))
+    assert costs.probe == pytest.approx(0.25, rel=0.05)
+    assert costs.target[4] == 4.0
+
+
+# --- over a long generation -----------------------------------------------------------
+
+
+CPU, FLAT = 0.235, 0.05
+"""What a row adds to a pass: on the CPU a quarter of a narrow one."""
+
+
+def simulate(rate_at, rounds, seed, slope=CPU, widths=range(1, 17), draft_ms=0.04):
+    """Draft lengths and tokens per ms, were a token of round n right at rate_at(n).
+
+    The speed is relative to rounds without a draft.
+    """
+    chance = random.Random(seed)
+    curve = {w: 1 + slope * (w - 1) for w in range(1, 17)}
+    costs = Costs(dict(curve), {"draft": draft_ms})
+    acceptance = {"draft": Acceptance()}
+    controller = Adaptive([Named("draft")], costs, acceptance, widths, 15)
+    lengths, tokens, spent = [], 0, 0.0
+    for number in range(rounds):
+        drafted = controller.plan(15, {}).budget
+        accepted = 0
+        while accepted < drafted and chance.random() < rate_at(number):
+            accepted += 1
+        width = max(drafted + 1, min(widths))
+        method = "draft" if drafted else "none"
+        controller.observe(
+            outcome(method, drafted, accepted, curve[width], width, draft_ms)
+        )
+        lengths.append(drafted)
+        tokens += accepted + 1
+        spent += curve[width] + draft_ms * drafted
+    return lengths, tokens / spent * curve[min(widths)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("slope", [CPU, FLAT])
+@pytest.mark.parametrize("widths", [range(1, 17), WIDTHS], ids=["any", "exact"])
+def test_acceptance_that_falls_leads_to_off_within_32_rounds(seed, slope, widths):
+    lengths, _ = simulate(lambda n: 0.95 if n < 200 else 0.0, 300, seed, slope, widths)
+    assert min(lengths[100:200]) > 0
+    # And stays off, but for a try now and then.
+    assert sum(length == 0 for length in lengths[232:]) > 0.8 * len(lengths[232:])
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("widths", [range(1, 17), WIDTHS], ids=["any", "exact"])
+def test_an_early_unlucky_streak_is_not_for_ever(seed, widths):
+    lengths, _ = simulate(lambda n: 0.0 if n < 60 else 0.9, 600, seed, widths=widths)
+    assert 0 in lengths[:60]
+    drafting = [length > 0 for length in lengths[-200:]]
+    assert sum(drafting) > 190
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("slope", [CPU, FLAT])
+@pytest.mark.parametrize("draft_ms", [0.01, 0.04])
+@pytest.mark.parametrize("widths", [range(1, 17), WIDTHS], ids=["any", "exact"])
+def test_a_drafter_that_is_never_right_costs_two_percent(seed, slope, draft_ms, widths):
+    assert simulate(lambda n: 0.0, 600, seed, slope, widths, draft_ms)[1] > 0.98
+
+
+def test_a_bad_run_that_chance_explains_changes_little():
+    """A drafter that is right half of the time is not given up."""
+    lengths, speed = simulate(lambda n: 0.5, 3000, 1)
+    assert speed > 1.15
+    assert sum(length == 0 for length in lengths) < 0.15 * len(lengths)
+
+
+def test_what_a_proposer_takes_is_learned_whoever_won():
+    costs = Costs({2: 2.0}, {"draft": 0.5, "lookup": 0.0})
+    costs.learn(outcome()._replace(asked={"lookup": (0, 0.003)}))
+    assert costs.draft["lookup"] == 0.0  # of nothing there is no price per token
+    asked = {"lookup": (1, 0.003), "draft": (2, 0.001)}
+    costs.learn(outcome()._replace(asked=asked))
+    assert costs.draft == {"draft": 0.5, "lookup": pytest.approx(3.0)}
+    for _ in range(200):
+        costs.learn(outcome()._replace(asked={"lookup": (4, 0.0004)}))
+    assert costs.draft["lookup"] == pytest.approx(0.1, rel=0.05)
+
+
+def test_trees_cost_what_was_measured_of_trees():
+    controller = branching(slope=0.0)
+    assert controller.plan(15, {}).parents is not None
+    controller.costs.tree = dict.fromkeys(range(2, 33), 9.0)
+    assert controller.plan(15, {}).parents is None
+    assert controller.costs.tree_ms(4, exact=True) == 9.0
+    controller.costs.compaction = 1.0
+    assert controller.costs.tree_ms(4, exact=False) == 10.0

@@ -1,0 +1,92 @@
+"""A cascade drafts what its drafter would, in fewer of its passes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.passes.engines import Engines
+from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.session import open_session
+from jetdraft.runtime.proposers import (
+    CascadeProposer,
+    DraftProposer,
+    LookupProposer,
+)
+from jetdraft.runtime.proposers.cascade import REVIEWED
+from jetdraft.runtime.proposers.follower import Follower
+from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+
+PROMPT = np.random.default_rng(5).integers(0, 288, 30).tolist()
+WAYS = [Sampling(), Sampling(temperature=0.9, seed=4)]
+
+
+class Told(LookupProposer):
+    """Says what it is told to, the first `right` tokens of which are right."""
+
+    def __init__(self, truth, right):
+        super().__init__()
+        self.truth, self.right = truth, right
+
+    def propose(self, context, budget, parents=None):
+        self.length = len(context)
+        return Rows.chain([context[-1], *self.after([], budget)])
+
+    def after(self, drafted, count):
+        rest = self.truth[self.length + len(drafted) :][:count]
+        wrong = [(t + 1) % 288 for t in rest[self.right :]]
+        return rest[: self.right] + wrong
+
+
+def graph(model):
+    entry = model.bundle.drafter
+    session = open_session(model.bundle.path / entry.file, "cpu", 1)
+    return Graph(Engines(session, entry.contract))
+
+
+@pytest.mark.parametrize("sampling", WAYS, ids=str)
+@pytest.mark.parametrize("right", [0, 1, 2, 3, 9])
+def test_reviewed_tokens_are_the_drafters_own(model, sampling, right):
+    chooser = Chooser(sampling)
+    alone = DraftProposer(Follower(graph(model)))
+    alone.begin(PROMPT, chooser)
+    truth = [*PROMPT, *alone.propose(PROMPT, 12).tokens[1:]]
+    cascade = CascadeProposer(Follower(graph(model)), Told(truth, right))
+    cascade.begin(PROMPT, chooser)
+    for length in range(len(PROMPT), len(PROMPT) + 4):
+        found = cascade.propose(truth[:length], REVIEWED).tokens[1:]
+        assert found == truth[length : length + REVIEWED]
+
+
+def test_right_guesses_save_passes(model):
+    chooser = Chooser(Sampling())
+    alone = DraftProposer(Follower(graph(model)))
+    alone.begin(PROMPT, chooser)
+    truth = [*PROMPT, *alone.propose(PROMPT, 12).tokens[1:]]
+    cascade = CascadeProposer(Follower(graph(model)), Told(truth, 9))
+    cascade.begin(PROMPT, chooser)
+    cascade.propose(PROMPT, REVIEWED)
+    assert cascade.graph.passes == 1
+    assert alone.graph.passes == 12
+
+
+def test_the_tail_is_not_reviewed(model):
+    truth = [*PROMPT, *range(100, 120)]
+    cascade = CascadeProposer(Follower(graph(model)), Told(truth, 0))
+    cascade.begin(PROMPT, Chooser(Sampling()))
+    found = cascade.propose(PROMPT, REVIEWED + 3).tokens[1:]
+    start = len(PROMPT) + REVIEWED
+    assert found[REVIEWED:] == [t + 1 for t in truth[start : start + 3]]
+
+
+@pytest.mark.parametrize("way", [{}, {"temperature": 0.9, "seed": 4}], ids=str)
+@pytest.mark.parametrize("method", ["cascade", "trigram", "draft,cascade,trigram"])
+def test_the_text_is_that_of_plain_decoding(model, method, way):
+    how = {"token_ids": PROMPT, "max_new_tokens": 80, "ignore_eos": True, **way}
+    plain = model.generate(method="none", **how)
+    assert model.generate(method=method, **how).token_ids == plain.token_ids
+    if "," not in method:
+        fixed = model.generate(method=method, num_draft_tokens=7, **how)
+        assert fixed.token_ids == plain.token_ids
+        assert fixed.stats.drafted_tokens > 0

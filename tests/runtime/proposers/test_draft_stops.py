@@ -1,0 +1,139 @@
+"""Drafts that end where the drafter doubts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jetdraft.errors import OptionError, StoreError
+from jetdraft.runtime.passes.graph import Answer
+from jetdraft.runtime.proposers.draft_stops import (
+    REPEATED,
+    AcceptanceHead,
+    Confidence,
+    Learned,
+    Product,
+)
+
+PROMPT = np.random.default_rng(6).integers(0, 288, 24).tolist()
+HOW = {"token_ids": PROMPT, "max_new_tokens": 60, "ignore_eos": True}
+
+
+def sure(probability, hidden=None):
+    """An answer whose best candidate has that probability."""
+    logits = np.log(np.array([[probability, 1 - probability]], np.float32))
+    return Answer(np.array([[4, 5]]), logits, np.zeros(1, np.float32), logits, hidden)
+
+
+def test_confidence_looks_at_the_last_token():
+    rule = Confidence(0.6)
+    rule.begin()
+    assert [rule.stop(sure(p)) for p in (0.7, 0.61, 0.59)] == [False, False, True]
+
+
+def test_product_looks_at_all_of_them():
+    rule = Product(0.5)
+    for _ in range(2):
+        rule.begin()
+        assert [rule.stop(sure(p)) for p in (0.8, 0.8, 0.7)] == [False, False, True]
+
+
+def constant_head(bias, size=3):
+    zeros = np.zeros((size, size), np.float32)
+    return AcceptanceHead(zeros, zeros[0], np.float32(bias), np.float32(1.0))
+
+
+def test_a_head_multiplies_its_rates():
+    """Rates of one half: after two tokens a rejection is likelier than 0.7."""
+    rule = Learned(constant_head(0.0), 0.7)
+    rule.begin()
+    hidden = np.ones((1, 3), np.float32)
+    assert [rule.stop(sure(0.5, hidden)) for _ in range(2)] == [False, True]
+
+
+def test_a_rate_is_that_of_the_written_formula():
+    random = np.random.default_rng(0)
+    block, out, x = (
+        random.normal(size=shape).astype(np.float32) for shape in ((4, 4), (4,), (4,))
+    )
+    head = AcceptanceHead(block, out, np.float32(0.3), np.float32(0.5))
+    y = 0.5 * x.astype(float)
+    for _ in range(REPEATED):
+        z = block @ y
+        y = y + z * (1 / (1 + np.exp(-z)))
+    assert head.rate(x) == pytest.approx(1 / (1 + np.exp(-(out @ y + 0.3))), abs=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["confidence", "product"])
+@pytest.mark.parametrize("way", [{}, {"temperature": 0.9, "seed": 4}], ids=str)
+def test_thresholds_shorten_drafts_and_change_no_text(model, rule, way):
+    plain = model.generate(method="none", **HOW, **way)
+    drafted = []
+    for threshold in (0.0, 0.02, 1.0):
+        found = model.generate(
+            method="draft", num_draft_tokens=6, stopping=rule,
+            stop_threshold=threshold, **HOW, **way,
+        )  # fmt: skip
+        assert found.token_ids == plain.token_ids
+        drafted.append(found.stats.drafted_tokens / found.stats.target_passes)
+    assert drafted == sorted(drafted, reverse=True)
+    assert drafted[0] > 5
+    assert drafted[-1] <= 1
+
+
+@pytest.mark.parametrize(("bias", "length"), [(99.0, 6), (-99.0, 1)])
+def test_a_head_that_always_says_the_same(model, monkeypatch, bias, length):
+    size = model.drafter.contract.hidden_size
+    head = constant_head(bias, size)
+    monkeypatch.setattr(AcceptanceHead, "load", lambda *given: head)
+    found = model.generate(
+        method="draft", num_draft_tokens=6, stopping="learned", **HOW
+    )
+    assert found.stats.rounds_by_choice.get(f"draft:{length}", 0) > 10
+    assert model.generate(method="none", **HOW).token_ids == found.token_ids
+
+
+def test_rules_do_not_outlive_their_generation(model):
+    model.generate(method="draft", stopping="confidence", **HOW)
+    found = model.generate(method="draft", num_draft_tokens=5, **HOW)
+    assert set(found.stats.rounds_by_choice) <= {f"draft:{n}" for n in range(1, 6)} | {
+        "none"
+    }
+    assert found.stats.rounds_by_choice["draft:5"] > 20
+
+
+def test_a_head_of_another_bundle_is_refused(tmp_path):
+    file = tmp_path / "head.npz"
+    constant_head(0.0).save(file, "one")
+    assert AcceptanceHead.load(file, "one", 3).rate(np.zeros(3, np.float32)) == 0.5
+    with pytest.raises(StoreError, match="another bundle"):
+        AcceptanceHead.load(file, "two", 3)
+    with pytest.raises(StoreError, match="no acceptance head"):
+        AcceptanceHead.load(file, "one", 4)
+    broken = replace(constant_head(0.0), bias=np.array(np.nan, np.float32))
+    broken.save(tmp_path / "broken.npz", "one")
+    with pytest.raises(StoreError, match="no acceptance head"):
+        AcceptanceHead.load(tmp_path / "broken.npz", "one", 3)
+    file.write_bytes(b"nothing")
+    with pytest.raises(StoreError, match="no acceptance head"):
+        AcceptanceHead.load(file, "one", 3)
+    with pytest.raises(StoreError, match="train acceptance"):
+        AcceptanceHead.load(tmp_path / "missing.npz", "one", 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stopping": "never"}, "unknown stopping"),
+        ({"stop_threshold": 0.5}, "give both"),
+        ({"stopping": "confidence", "stop_threshold": 1.5}, "out of range"),
+        ({"stopping": "confidence", "method": "lookup"}, "chains of method draft"),
+        ({"stopping": "product", "method": "draft", "tree": "best"}, "chains of"),
+        ({"stopping": "product", "stop_threshold": "x"}, "not a number"),
+    ],
+)
+def test_bad_options(model, options, words):
+    with pytest.raises(OptionError, match=words):
+        model.generate(**HOW, **options)

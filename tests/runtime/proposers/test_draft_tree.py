@@ -1,0 +1,256 @@
+"""Branching drafts: same logits, same cache, same text."""
+
+import numpy as np
+import pytest
+
+import jetdraft
+from jetdraft.errors import DraftError
+from jetdraft.runtime.drafts.rows import Kind, Rows
+from jetdraft.runtime.generator import Generator
+from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.planning.controller import Fixed
+from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+from jetdraft.runtime.sampling.verifiers import Walk
+from tests.runtime.test_generation import ending
+
+PROMPT = np.random.default_rng(8).integers(0, 288, 20)
+SAMPLINGS = [Sampling(), Sampling(0.8, seed=1), Sampling(1.2, seed=3, top_k=40)]
+
+
+@pytest.fixture(scope="module")
+def float_model(pair, tmp_path_factory):
+    """The pair unquantized: no activation rounding between a tree and a chain."""
+    from jetdraft.export.exporter import ExportOptions, export
+    from jetdraft.recipe import Recipe
+
+    output = tmp_path_factory.mktemp("float") / "bundle"
+    options = ExportOptions(Recipe("none"), capacity=256, max_width=64)
+    export(str(pair.target), output, str(pair.drafter), options)
+    return jetdraft.load(output, threads=1)
+
+
+def random_parents(random, rows):
+    return [-1, *(int(random.integers(0, row)) for row in range(1, rows))]
+
+
+def run_tree(graph, rows):
+    return graph.run_branches(rows.tokens, rows.depths, rows.ancestors)
+
+
+def prefill(graph, tokens):
+    graph.cache.rewind(0)
+    graph.run(tokens, last_only=True)
+    graph.cache.advance(len(tokens))
+
+
+def paths(rows):
+    leaves = set(range(len(rows))) - set(rows.parents)
+    return [[*rows.ancestors[leaf], leaf] for leaf in leaves]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_path_has_the_logits_of_a_chain(float_model, seed):
+    random = np.random.default_rng(seed)
+    graph = float_model.target
+    tokens = random.integers(0, 288, 12).tolist()
+    rows = Rows(tokens, random_parents(random, 12)).depth_first()
+    prefill(graph, PROMPT)
+    logits = run_tree(graph, rows).logits.copy()
+    for path in paths(rows):
+        prefill(graph, PROMPT)
+        chain = graph.run([rows.tokens[row] for row in path]).logits
+        np.testing.assert_allclose(logits[path], chain, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_without_gaps_are_those_of_a_chain_bit_by_bit(model, seed):
+    """What an exact generation rests on."""
+    random = np.random.default_rng(seed)
+    graph, width = model.target, 8
+    tokens = random.integers(0, 288, width).tolist()
+    rows = Rows(tokens, random_parents(random, width)).depth_first()
+    spine = next(i for i in range(1, width) if rows.parents[i] != i - 1 or i == 7)
+    prefill(graph, PROMPT)
+    logits = run_tree(graph, rows).logits[:spine].copy()
+    prefill(graph, PROMPT)
+    chain = graph.run(rows.tokens[:spine] + [7] * (width - spine)).logits[:spine]
+    assert np.array_equal(logits, chain)
+
+
+def test_a_chain_after_a_tree_sees_everything_again(model):
+    graph = model.target
+    prefill(graph, PROMPT)
+    before = graph.run([1, 2, 3, 4]).logits.copy()
+    run_tree(graph, Rows([1, 2, 3, 4], [-1, 0, 0, 0]))
+    assert np.array_equal(graph.run([1, 2, 3, 4]).logits, before)
+
+
+@pytest.mark.parametrize("path", [[0], [0, 1], [0, 2], [0, 3, 5], [0, 1, 4, 6]])
+def test_the_cache_after_a_commit_is_that_of_a_fresh_prefill(float_model, path):
+    graph = float_model.target
+    parents = [-1, 0, 0, 0, 1, 3, 4]
+    rows = Rows([9, 8, 7, 6, 5, 4, 3], parents)
+    prefill(graph, PROMPT)
+    run_tree(graph, rows)
+    graph.cache.compact(path)
+    length = len(PROMPT) + len(path)
+    assert graph.cache.length == length
+    buffers = graph.cache.buffers.values()
+    compacted = [buffer.numpy()[:, :, :length].copy() for buffer in buffers]
+    prefill(graph, np.append(PROMPT, [rows.tokens[row] for row in path]))
+    for found, buffer in zip(compacted, buffers, strict=True):
+        np.testing.assert_allclose(found, buffer.numpy()[:, :, :length], atol=1e-4)
+
+
+def test_compaction_moves_nothing_else(model):
+    cache = model.target.cache
+    prefill(model.target, PROMPT)
+    run_tree(model.target, Rows([9, 8, 7, 6], [-1, 0, 0, 2]))
+    before = [buffer.numpy().copy() for buffer in cache.buffers.values()]
+    cache.compact([0, 2, 3])
+    for old, buffer in zip(before, cache.buffers.values(), strict=True):
+        new = buffer.numpy()
+        np.testing.assert_array_equal(new[:, :, 21:23], old[:, :, 22:24])
+        new[:, :, 21:23] = old[:, :, 21:23]
+        np.testing.assert_array_equal(new, old)
+
+
+class Branching:
+    """Random trees around the known text, with equal siblings and dead ends."""
+
+    name = "branching"
+    kind = Kind.DETERMINISTIC
+    session_seconds = 0.0
+    ms_per_token = 0.0
+    max_draft_tokens = 15
+    streams = 0
+
+    def __init__(self, truth):
+        self.truth = np.concatenate([PROMPT, truth]).tolist()
+
+    def begin(self, prompt, chooser):
+        pass
+
+    def propose(self, context, budget, parents=None):
+        random = np.random.default_rng(len(context))
+        parents = random_parents(random, budget + 1)
+        depths = Rows([0] * (budget + 1), parents).depths
+        tokens = [int(context[-1])]
+        for depth in depths[1:]:
+            at = len(context) + depth - 1
+            right = random.random() < 0.7 and at < len(self.truth)
+            tokens.append(self.truth[at] if right else int(random.integers(288)))
+        rows = Rows(tokens, parents)
+        return rows.depth_first() if random.random() < 0.5 else rows
+
+    def observe(self, length, answer, row):
+        pass
+
+
+def generate(
+    model, sampling, proposer=None, tokens=150, eos=(), exact=True, verifier=None
+):
+    stats = Stats("test", exact=exact, prompt_tokens=len(PROMPT))
+    proposers = [proposer] if proposer else []
+    widths = model.planner.calibration.exact_widths
+    generator = Generator(model.target, widths, proposers, verifier, exact)
+    run = generator.run(
+        PROMPT, Chooser(sampling), Fixed(proposer, 7), tokens, ending(eos), stats
+    )
+    return [token for commit in run for token in commit.token_ids], stats
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return {sampling: generate(model, sampling)[0] for sampling in SAMPLINGS}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_the_text_is_that_of_plain_decoding(model, plain, sampling):
+    ids, stats = generate(model, sampling, Branching(plain[sampling]))
+    assert ids == plain[sampling]
+    assert stats.tokens_per_pass > 1.5
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_compacted_branches_give_the_same_text(float_model, sampling):
+    expected, _ = generate(float_model, sampling)
+    ids, stats = generate(float_model, sampling, Branching(expected), exact=False)
+    assert ids == expected
+    assert stats.tokens_per_pass > 1.5
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 8])
+def test_the_length_limit_inside_a_branch(model, plain, limit):
+    proposer = Branching(plain[SAMPLINGS[1]])
+    ids, _ = generate(model, SAMPLINGS[1], proposer, tokens=limit)
+    assert ids == plain[SAMPLINGS[1]][:limit]
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_end_of_text_inside_a_branch(model, plain, at):
+    text = plain[SAMPLINGS[2]]
+    eos = next(t for i, t in enumerate(text) if i >= at and text.index(t) == i)
+    ids, stats = generate(model, SAMPLINGS[2], Branching(text), eos=(eos,))
+    assert ids == text[: text.index(eos) + 1]
+    assert stats.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_capacity_ends_the_text(model, exact):
+    expected, _ = generate(model, SAMPLINGS[0], tokens=10_000)
+    proposer = Branching(np.array(expected))
+    ids, stats = generate(model, SAMPLINGS[0], proposer, tokens=10_000, exact=exact)
+    assert len(ids) == len(expected)
+    assert stats.finish_reason == "length"
+    assert model.target.cache.length <= model.target.cache.capacity
+
+
+class Broken(Branching):
+    def propose(self, context, budget, parents=None):
+        return Rows([int(context[-1]), 1, 2], [-1, 2, 0])
+
+
+def test_a_parent_after_its_child_is_refused(model, plain):
+    with pytest.raises(DraftError, match="parents come before"):
+        generate(model, SAMPLINGS[0], Broken(plain[SAMPLINGS[0]]))
+
+
+class Rounding(Walk):
+    """As if rounding had flipped the choice of every row beyond a gap."""
+
+    def choose(self, rows, answer, positions, chooser):
+        chosen = super().choose(rows, answer, positions, chooser)
+        gaps = (row for row, parent in enumerate(rows.parents) if parent != row - 1)
+        first = next(gaps, len(chosen))
+        return [*chosen[:first], *((token + 1) % 288 for token in chosen[first:])]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_no_choice_beyond_a_gap_is_ever_committed(model, plain, sampling):
+    ids, stats = generate(
+        model, sampling, Branching(plain[sampling]), verifier=Rounding()
+    )
+    assert ids == plain[sampling]
+    assert stats.tokens_per_pass > 1.3
+
+
+def test_what_was_drafted_comes_first_in_a_round(model, plain):
+    """Also where the draft begins with what a branch left to be proven."""
+    stats = Stats("test", exact=True, prompt_tokens=len(PROMPT))
+    proposer = Branching(plain[SAMPLINGS[0]])
+    generator = Generator(
+        model.target, model.planner.calibration.exact_widths, [proposer]
+    )
+    run = generator.run(
+        PROMPT, Chooser(SAMPLINGS[0]), Fixed(proposer, 7), 100, ending(), stats
+    )
+    drafted = 0
+    for commit in run:
+        assert 0 <= commit.accepted <= len(commit.token_ids)
+        drafted += commit.accepted
+    assert drafted >= stats.accepted_tokens - 7
+    for evaluated, accepted in zip(
+        stats.evaluated_by_position, stats.accepted_counts, strict=True
+    ):
+        assert accepted <= evaluated

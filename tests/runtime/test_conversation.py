@@ -1,0 +1,181 @@
+"""Conversations: what a template makes of messages, and turns that go on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+import jetdraft
+from jetdraft.bundle import CHAT_TEMPLATE, Bundle
+from jetdraft.errors import JetdraftError, OptionError, PromptError, TemplateError
+from jetdraft.runtime.conversation import Conversation
+from jetdraft.runtime.text.template import ChatTemplate, user
+
+TEMPLATE = """\
+{%- for message in messages %}
+{%- if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}
+<{{ message.role }}>{{ message.content }}{{ eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+OPTIONS = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0.8, "seed": 1}
+
+
+def with_template(bundle, folder, source):
+    """A copy of a bundle with a chat template."""
+    others = shutil.ignore_patterns("bundle.json", "profiles")
+    shutil.copytree(bundle, folder, ignore=others)
+    (folder / CHAT_TEMPLATE).write_text(source)
+    replace(Bundle.open(bundle), path=folder, files={}).save()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chatty(bundle, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat") / "bundle"
+    return with_template(bundle, folder, TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def talker(chatty):
+    return jetdraft.load(chatty, threads=1)
+
+
+def test_a_template_renders_as_transformers_does():
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [{"role": "system", "content": "Ä {x}"}, user("a\nb")]
+    source = (
+        TEMPLATE + "{{ messages | tojson }}{% for i in [1, 2] %}{% break %}{% endfor %}"
+    )
+    [expected], _ = render_jinja_template(
+        [messages], chat_template=source, add_generation_prompt=True, eos_token="<e>"
+    )
+    assert ChatTemplate(source, {"eos_token": "<e>"}).render(messages) == expected
+
+
+def test_a_template_can_change_nothing():
+    unsafe = "{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}"
+    for source in unsafe:
+        with pytest.raises(TemplateError):
+            ChatTemplate(source, {}).render([user("a")])
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ a | nothing }}", "{% for x %}"])
+def test_a_broken_template_is_refused_with_its_line(source):
+    with pytest.raises(TemplateError, match="line 2"):
+        ChatTemplate(f"a\n{source}", {})
+
+
+def test_the_reason_of_a_template_is_told():
+    with pytest.raises(TemplateError, match="no tools here"):
+        ChatTemplate(TEMPLATE, {}).render([{"role": "tool", "content": "x"}])
+
+
+def test_a_chat_is_a_generation_from_the_rendered_prompt(talker):
+    messages = [{"role": "system", "content": "s"}, user("hello")]
+    end = talker.text.token(0)
+    ids = talker.text.encode(f"<system>s{end}<user>hello{end}<assistant>")
+    assert talker.chat_prompt(messages) == ids
+    found = talker.chat(messages, **OPTIONS)
+    assert found.token_ids == talker.generate(token_ids=ids, **OPTIONS).token_ids
+
+
+def test_turns_add_up_and_keep_their_rows(talker):
+    talk, read = Conversation(talker, system="be brief", **OPTIONS), 0
+    for turn in range(3):
+        before = list(talk.messages)
+        text = "".join(piece.text for piece in talk.say(f"turn {turn}"))
+        assert talk.last.text == text
+        assert talk.messages[:-2] == before
+        assert [m["role"] for m in talk.messages[-2:]] == ["user", "assistant"]
+        # The reply of a random model is read again: its text has other tokens.
+        assert talk.last.stats.reused_tokens >= read
+        read = talk.last.prompt_tokens
+    again = jetdraft.load(talker.bundle.path, threads=1)
+    assert again.chat(talk.messages[:-1], **OPTIONS).text == talk.last.text
+    talk.reset()
+    assert talk.messages == [{"role": "system", "content": "be brief"}]
+
+
+def test_a_reply_that_is_cut_off_stays_as_far_as_it_came(talker):
+    talk = Conversation(talker, **{**OPTIONS, "max_new_tokens": 60})
+    pieces = talk.say("hello")
+    first = next(pieces)
+    talk.cancel()
+    rest = "".join(piece.text for piece in pieces)
+    assert talk.last.finish_reason == "cancelled"
+    assert talk.messages[-1]["content"] == first.text + rest
+    pieces = talk.say("more")
+    next(pieces)
+    pieces.close()
+    assert len(talk.messages) == 4
+    assert talker.generate("a", max_new_tokens=1).token_ids, "the model is free"
+
+
+def test_full_buffers_say_so_or_lose_the_oldest_turns(talker):
+    talk = Conversation(talker, system="s", **OPTIONS)
+    long = "the self return " * 9
+    for _ in range(2):
+        list(talk.say(long))
+    with pytest.raises(PromptError, match="let the oldest turns be dropped"):
+        talk.say(long * 6)
+    kept = list(talk.messages)
+    dropping = Conversation(talker, system="s", drop_oldest=True, **OPTIONS)
+    dropping.messages = kept
+    for turn in range(3):
+        list(dropping.say(f"{turn} {long}"))
+        assert dropping.messages[0]["role"] == "system"
+        assert dropping.messages[1]["role"] == "user"
+        assert dropping.last.finish_reason == "length"
+        assert len(dropping.last.token_ids) == 12
+    with pytest.raises(PromptError, match="the capacity is 256"):
+        list(dropping.say(long * 9))
+
+
+def test_a_conversation_is_kept_in_a_file(talker, tmp_path):
+    talk = Conversation(talker, **OPTIONS)
+    list(talk.say("hällo"))
+    talk.save(tmp_path / "talk.json")
+    other = Conversation(talker, **OPTIONS)
+    other.load(tmp_path / "talk.json")
+    assert other.messages == talk.messages
+    for wrong in ("{", "[]", '[{"content": "x"}]', "3"):
+        (tmp_path / "wrong.json").write_text(wrong)
+        with pytest.raises((OptionError, PromptError)):
+            other.load(tmp_path / "wrong.json")
+    with pytest.raises(OptionError, match="cannot write"):
+        talk.save(tmp_path / "no" / "where.json")
+    assert other.messages == talk.messages
+
+
+@pytest.mark.parametrize("messages", [None, [], "hi", [3], [{"content": "x"}]])
+def test_messages_that_are_none_are_refused(talker, messages):
+    with pytest.raises(PromptError):
+        talker.chat(messages)
+
+
+def test_without_a_template_a_chat_is_refused(model):
+    with pytest.raises(TemplateError, match="no chat template"):
+        model.chat([user("hello")])
+
+
+def test_a_saved_conversation_is_json(talker, tmp_path):
+    talk = Conversation(talker, **OPTIONS)
+    list(talk.say("a"))
+    talk.save(tmp_path / "talk.json")
+    assert json.loads((tmp_path / "talk.json").read_text()) == talk.messages
+
+
+def test_a_turn_that_never_began_says_nothing(talker):
+    talk = Conversation(talker, **OPTIONS)
+    other = talker.stream("a", max_new_tokens=50, ignore_eos=True)
+    next(iter(other))
+    with pytest.raises(JetdraftError, match="already generating"):
+        list(talk.say("hello"))
+    assert talk.messages == []
+    other.close()
+    list(talk.say("hello"))
+    assert len(talk.messages) == 2

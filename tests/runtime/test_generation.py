@@ -1,0 +1,192 @@
+"""Whatever is proposed, the text is that of plain decoding."""
+
+import numpy as np
+import pytest
+
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.generator import Generator
+from jetdraft.runtime.measured.curve import Costs
+from jetdraft.runtime.measured.rates import Acceptance
+from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.planning.controller import Adaptive, Fixed
+from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+from jetdraft.runtime.text.codec import TextStream
+from jetdraft.runtime.text.stops import Ending
+
+PROMPT = np.random.default_rng(8).integers(0, 288, 20)
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.8, seed=1),
+    Sampling(temperature=0.8, seed=2),
+    Sampling(temperature=1.2, seed=3, top_k=40, top_p=0.95),
+]
+
+
+class Scripted:
+    """Proposes from the known text: `wrong[i]` of each draft's tokens are spoiled."""
+
+    session_seconds = 0.0
+    max_draft_tokens = 15
+    streams = 0
+
+    def __init__(self, truth, spoil):
+        self.name = "scripted"
+        self.truth = np.concatenate([PROMPT, truth])
+        self.spoil = spoil
+
+    def begin(self, prompt, chooser):
+        self.expected = len(prompt)
+
+    def propose(self, context, budget, parents=None):
+        assert len(context) == self.expected, "the public sequence is out of step"
+        tokens = self.truth[len(context) : len(context) + budget].copy()
+        tokens = self.spoil(tokens, len(context))
+        return Rows.chain([int(context[-1]), *tokens.tolist()])
+
+    def observe(self, length, answer, row):
+        # A guess that held has the row after it accepted, whose answer this is.
+        assert answer.logits.shape[0] > row
+        self.expected = length
+
+
+def always_right(tokens, at):
+    return tokens
+
+
+def always_wrong(tokens, at):
+    return (tokens + 1) % 288
+
+
+def empty(tokens, at):
+    return tokens[:0]
+
+
+def sometimes_right(tokens, at):
+    """Right for a varying number of tokens, then wrong: every outcome 0..K."""
+    spoiled = tokens.copy()
+    right = np.random.default_rng(at).integers(len(tokens) + 1)
+    spoiled[right:] += 1
+    return spoiled % 288
+
+
+SPOILS = [always_right, always_wrong, empty, sometimes_right]
+
+
+def ending(eos=()):
+    return Ending(TextStream(None, []), eos)
+
+
+def generate(model, sampling, proposer=None, length=4, tokens=200, eos=(), widths=None):
+    stats = Stats("test", exact=True, prompt_tokens=len(PROMPT))
+    proposers = [proposer] if proposer else []
+    generator = Generator(
+        model.target, widths or model.planner.calibration.exact_widths, proposers
+    )
+    ids = []
+    for commit in generator.run(
+        PROMPT, Chooser(sampling), Fixed(proposer, length), tokens, ending(eos), stats
+    ):
+        ids += commit.token_ids
+    return ids, stats
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return {sampling: generate(model, sampling)[0] for sampling in SAMPLINGS}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("spoil", SPOILS)
+@pytest.mark.parametrize("length", [1, 4, 15])
+def test_the_text_is_that_of_plain_decoding(model, plain, sampling, spoil, length):
+    proposer = Scripted(plain[sampling], spoil)
+    ids, stats = generate(model, sampling, proposer, length)
+    assert ids == plain[sampling]
+    assert stats.new_tokens == 200
+    if spoil is always_right:
+        assert stats.acceptance_rate == 1.0
+        assert stats.target_passes == -(-200 // (length + 1))
+    if spoil in (always_wrong, empty):
+        assert stats.accepted_tokens == 0
+        assert stats.target_passes == 200
+    if spoil is sometimes_right and length == 4:
+        accepted = stats.accepted_counts
+        seen = stats.evaluated_by_position
+        assert all(0 < a < e for a, e in zip(accepted, seen, strict=True))
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_tokens_are_passes_plus_accepted(model, plain, spoil):
+    proposer = Scripted(plain[SAMPLINGS[0]], spoil)
+    _, stats = generate(model, SAMPLINGS[0], proposer, 3, tokens=100)
+    # The length limit may cut the last round short.
+    cut = stats.target_passes + stats.accepted_tokens - stats.new_tokens
+    assert 0 <= cut <= 3
+    assert sum(stats.rounds_by_choice.values()) == stats.target_passes
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+@pytest.mark.parametrize("limit", range(1, 9))
+def test_the_length_limit_inside_a_draft(model, plain, spoil, limit):
+    proposer = Scripted(plain[SAMPLINGS[1]], spoil)
+    ids, stats = generate(model, SAMPLINGS[1], proposer, 5, tokens=limit)
+    assert ids == plain[SAMPLINGS[1]][:limit]
+    assert stats.finish_reason == "length"
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+@pytest.mark.parametrize("at", range(6))
+def test_end_of_text_inside_a_draft(model, plain, spoil, at):
+    text = plain[SAMPLINGS[2]]
+    eos = next(t for i, t in enumerate(text) if i >= at and text.index(t) == i)
+    proposer = Scripted(text, spoil)
+    ids, stats = generate(model, SAMPLINGS[2], proposer, 5, eos=(eos,))
+    assert ids == text[: text.index(eos) + 1]
+    assert stats.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_the_capacity_ends_the_text_and_is_never_passed(model, spoil):
+    room = model.target.cache.capacity - len(PROMPT)
+    full, stats = generate(model, SAMPLINGS[0], tokens=10_000)
+    assert len(full) == room
+    assert stats.finish_reason == "length"
+    ids, _ = generate(
+        model, SAMPLINGS[0], Scripted(np.array(full), spoil), 7, tokens=10_000
+    )
+    assert ids == full
+
+
+def test_the_cursor_is_one_less_than_the_sequence(model, plain):
+    generate(model, SAMPLINGS[0], Scripted(plain[SAMPLINGS[0]], sometimes_right))
+    assert model.target.cache.length <= len(PROMPT) + 200 - 1
+
+
+@pytest.mark.parametrize("widths", [[2, 3, 4, 5], [2, 4, 8], [4, 6], [3]])
+def test_only_the_widths_of_a_class_are_used(model, plain, widths, monkeypatch):
+    used, run = [], model.target.run
+    monkeypatch.setattr(
+        model.target,
+        "run",
+        lambda t, **o: (used.append(o.get("width")), run(t, **o))[1],
+    )
+    text = plain[SAMPLINGS[0]]
+    proposer = Scripted(text, sometimes_right)
+    ids, _ = generate(model, SAMPLINGS[0], proposer, 4, widths=widths)
+    assert ids == text
+    assert set(used[1:]) <= set(widths)  # the first pass is the prefill
+
+
+def test_adaptive_control_does_not_change_the_text(model, plain):
+    proposer = Scripted(plain[SAMPLINGS[3]], sometimes_right)
+    widths = model.planner.calibration.exact_widths
+    costs = Costs({w: 1 + 0.05 * w for w in range(1, 17)}, {})
+    acceptance = {proposer.name: Acceptance()}
+    adaptive = Adaptive([proposer], costs, acceptance, widths, 15)
+    stats = Stats("test", exact=True, prompt_tokens=len(PROMPT))
+    run = Generator(model.target, widths, [proposer]).run(
+        PROMPT, Chooser(SAMPLINGS[3]), adaptive, 200, ending(),
+        stats,
+    )  # fmt: skip
+    assert [t for c in run for t in c.token_ids] == plain[SAMPLINGS[3]]
+    assert len(stats.rounds_by_choice) > 1

@@ -1,0 +1,285 @@
+"""Constrained texts: always what was asked for, and the same with every method."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import jsonschema
+import numpy as np
+import pytest
+
+from jetdraft.errors import ConstraintError, OptionError
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.passes.graph import Answer
+from jetdraft.runtime.proposers.constrained import ForcedProposer
+from jetdraft.runtime.text.constraint import Constraint, Vocabulary
+from jetdraft.runtime.text.matcher import NEVER
+from tests.tiny import END_OF_TEXT, save_tokenizer
+
+ROBOT = {
+    "type": "object",
+    "properties": {
+        "action": {"enum": ["move", "turn", "stop"]},
+        "speed": {"type": "integer", "minimum": 0, "maximum": 99},
+        "names": {
+            "type": "array",
+            "items": {"type": "string", "maxLength": 6},
+            "maxItems": 2,
+        },
+        "ready": {"type": "boolean"},
+    },
+    "required": ["action", "speed", "names", "ready"],
+    "additionalProperties": False,
+}
+WAYS = [
+    {"json_schema": ROBOT},
+    {"regex": "(yes|no|perhaps), [a-z]{2,12}\\."},
+    {"grammar": 'start: item (", " item){1,5}\nitem: /[a-z]{1,4}/ "=" /[0-9]{2}/\n'},
+]
+METHODS = [
+    {"method": "draft", "num_draft_tokens": 4},
+    {"method": "draft", "tree": "best", "num_draft_tokens": 7},
+    {"method": "lookup", "num_draft_tokens": 3},
+    {"method": "trigram", "num_draft_tokens": 5},
+    {"method": "draft,lookup"},
+    {"method": "auto"},
+]
+
+
+def holds(way, text):
+    """Whether a text is what was asked for, by somebody else's judgement."""
+    if "json_schema" in way:
+        jsonschema.validate(json.loads(text), way["json_schema"])
+        return True
+    if "regex" in way:
+        return re.fullmatch(way["regex"], text)
+    return re.fullmatch(r"[a-z]{1,4}=\d\d(, [a-z]{1,4}=\d\d){1,5}", text)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way)))
+def test_the_same_text_with_every_method(model, way, temperature):
+    options = {"temperature": temperature, "max_new_tokens": 120, **way}
+    for seed in range(3):
+        prompt = f"robot {seed}:"
+        given = {**options, "seed": seed}
+        plain = model.generate(prompt, method="none", **given)
+        assert plain.finish_reason == "stop"
+        assert holds(way, plain.text), plain.text
+        for method in METHODS:
+            found = model.generate(prompt, **method, **given)
+            assert found.token_ids == plain.token_ids, method
+            assert found.text == plain.text
+
+
+def schemas(count):
+    """Schemas of chance, each of which has texts of bounded length only."""
+    random = np.random.default_rng(11)
+
+    def schema(depth):
+        kind = random.integers(0, 7 if depth else 5)
+        name = "".join(random.choice(list("abcxyz"), random.integers(1, 5)))
+        if kind == 0:
+            return {"type": "integer", "minimum": 0, "maximum": 9999}
+        if kind == 1:
+            return {"type": "string", "maxLength": int(random.integers(0, 9))}
+        if kind == 2:
+            return {"enum": [name, 7, None, True]}
+        if kind == 3:
+            return {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}
+        if kind == 4:
+            return {"const": {"fixed": [name]}}
+        if kind == 5:
+            return {"type": "array", "items": schema(depth - 1), "maxItems": 2}
+        names = [f"{name}{i}" for i in range(random.integers(1, 4))]
+        return {
+            "type": "object",
+            "properties": {name: schema(depth - 1) for name in names},
+            "required": names[: random.integers(0, len(names) + 1)],
+            "additionalProperties": False,
+        }
+
+    return [schema(2) for _ in range(count)]
+
+
+def test_two_hundred_schemas_are_kept(model):
+    forced = 0
+    for seed, schema in enumerate(schemas(200)):
+        found = model.generate(
+            f"{seed}:", json_schema=schema, temperature=1.0, seed=seed,
+            max_new_tokens=200,
+        )  # fmt: skip
+        assert found.finish_reason == "stop", schema
+        jsonschema.validate(json.loads(found.text), schema)
+        forced += "forced" in found.stats.by_method
+    assert forced > 20
+
+
+def test_what_must_come_is_drafted_for_free(model):
+    text = {"const": "abcdefghijklmnopqrstuvwxyz"}
+    one = model.generate("x", method="none", json_schema=text)
+    found = model.generate("x", method="auto", json_schema=text)
+    assert found.text == one.text == '"abcdefghijklmnopqrstuvwxyz"'
+    share = found.stats.by_method["forced"]
+    assert share.accepted_tokens == share.drafted_tokens > 20
+    assert found.stats.target_passes < one.stats.target_passes / 3
+
+
+def test_beside_penalties_biases_stops_and_logprobs(model):
+    options = {
+        "json_schema": ROBOT, "repetition_penalty": 1.3, "temperature": 0.8, "seed": 4,
+        "max_new_tokens": 150, "logprobs": 2, "top_p": 0.9,
+    }  # fmt: skip
+    plain = model.generate("a", method="none", **options)
+    assert holds(WAYS[0], plain.text)
+    found = model.generate("a", method="draft", **options)
+    assert found.token_ids == plain.token_ids
+    assert all(each.logprob <= 0 for each in found.logprobs)
+    cut = model.generate("a", **options, stop=', "speed"')
+    assert cut.text == plain.text.partition(', "speed"')[0]
+
+
+def test_another_verifier_keeps_the_constraint(model):
+    drawn = {
+        "method": "draft", "tree": "k-ary", "branching": [1, 1, 1],
+        "siblings": "with-replacement", "verifier": "rejection", "exact": False,
+    }  # fmt: skip
+    for seed in range(5):
+        found = model.generate(
+            "a", json_schema=ROBOT, temperature=0.9, seed=seed, max_new_tokens=150,
+            **drawn,
+        )  # fmt: skip
+        assert holds(WAYS[0], found.text)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    folder = save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return Vocabulary(folder / "tokenizer.json", 300, [0])
+
+
+def ids(text):
+    """Of the tiny tokenizer: end-of-text, then the bytes as they are sorted."""
+    return [0 if part == END_OF_TEXT else ord(part) - 32 for part in text]
+
+
+def answer(rows):
+    logits = np.random.default_rng(0).normal(size=(rows, 300)).astype(np.float32)
+    order = np.argsort(-logits, kind="stable")[:, :5]
+    best = np.take_along_axis(logits, order, 1)
+    return Answer(order, best, np.zeros(rows, np.float32), logits)
+
+
+def test_each_row_is_masked_after_its_own_path(vocabulary):
+    matcher = vocabulary.matcher(Constraint("regex", "ab|cd?"), start=1)
+    a, b, c, d = ids("abcd")
+    rows = Rows([9, a, c, b, b], [-1, 0, 0, 1, 2])
+    given = answer(5)
+    found = matcher.shape(given, rows, [9]).logits
+    allowed = [set(np.flatnonzero(row > NEVER)) for row in found]
+    assert allowed[:4] == [{a, c}, {b}, {d, 0}, {0}]
+    np.testing.assert_array_equal(found[4], given.logits[4], "b may not follow c")
+    assert matcher.allowed(rows, [9]).tokens == [9, a, c, b]
+    assert matcher.allowed(Rows.chain([9, a, 0]), [9]).tokens == [9, a]
+    assert matcher.allowed(Rows.chain([9, c, 0]), [9]).tokens == [9, c, 0]
+    again = matcher.shape(answer(2), Rows.chain([c, d]), [9, c]).logits
+    assert set(np.flatnonzero(again[0] > NEVER)) == {d, 0}
+    with pytest.raises(ConstraintError, match="cannot be followed"):
+        matcher.shape(answer(1), Rows.chain([b]), [9, c, b])
+
+
+def test_what_is_withdrawn_is_forgotten(vocabulary):
+    """A context may end with tokens that are not proven yet."""
+    matcher = vocabulary.matcher(Constraint("regex", "abcdef|xyz"), start=2)
+    propose = ForcedProposer(matcher).propose
+    a, b, x = ids("abx")
+    assert propose([7, 7], 5).tokens == [7]
+    assert propose([7, 7, a, b], 2).tokens == [b, *ids("cd")]
+    assert propose([7, 7, x], 9).tokens == [x, *ids("yz")]
+    assert propose([7, 7, b], 9).tokens == [b], "that cannot come"
+    assert propose([7, 7, *ids("abcdef")], 9).tokens == ids("f")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        ({"json_schema": "{"}, ConstraintError, "not JSON .*line 1"),
+        ({"json_schema": "[1]"}, ConstraintError, "is no object"),
+        ({"json_schema": {"type": "strin"}}, ConstraintError, "its root: Invalid type"),
+        (
+            {"json_schema": {"properties": {"a": {"items": {"type": "strin"}}}}},
+            ConstraintError,
+            "at /properties/a/items: Invalid type: strin",
+        ),
+        (
+            {
+                "json_schema": {
+                    "anyOf": [{"type": "null"}, {"type": "string", "pattern": "(("}]
+                }
+            },
+            ConstraintError,
+            "at /anyOf/1: unclosed group",
+        ),
+        ({"json_schema": {"uniqueItems": True}}, ConstraintError, "uniqueItems"),
+        ({"regex": "ab(c"}, ConstraintError, "at character 3: unclosed group"),
+        ({"regex": "x{2,1}"}, ConstraintError, "character 2: invalid repetition"),
+        ({"regex": "abcdef\\1"}, ConstraintError, "character 7: backreferences"),
+        ({"grammar": "start: foo"}, ConstraintError, r'at 1\(8\): unknown name: "foo"'),
+        ({"grammar": "start: /a/ )"}, ConstraintError, r"at 1\(12\): expecting"),
+        ({"json_schema": {"x-guidance": 5}}, ConstraintError, "is no object"),
+        ({"json_schema": {"properties": 5}}, ConstraintError, "refused at its root"),
+        ({"json_schema": '{"a":' * 9999}, ConstraintError, "not JSON"),
+        ({"regex": "\udc80"}, OptionError, "not a text"),
+        ({"regex": "a", "grammar": "b"}, OptionError, "regex and grammar exclude"),
+        ({"regex": 3}, OptionError, "not a text"),
+        ({"regex": "a", "ignore_eos": True}, OptionError, "ends by itself"),
+    ],
+)
+def test_wrong_constraints_are_refused_at_once(model, wrong, error, words):
+    with pytest.raises(error, match=words) as found:
+        model.stream("a", **wrong)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("method", ["none", "lookup", "draft"])
+def test_the_library_s_limits_end_in_an_error_and_no_text(model, monkeypatch, method):
+    monkeypatch.setattr("jetdraft.runtime.text.constraint.MOST_STATES", 60)
+    with pytest.raises(ConstraintError, match=r"cannot be followed|refused"):
+        model.generate("a", regex="[ -~]*a[ -~]{40}!", method=method)
+    assert model.generate("a", max_new_tokens=3).token_ids
+
+
+def test_no_bias_is_below_what_may_not_come(model):
+    size = model.bundle.target.contract.vocab_size
+    biases = dict.fromkeys(range(1, size), -1e31)
+    assert model.generate("a", regex="yes", logit_bias=biases).text == "yes"
+
+
+def test_twins_share_what_was_read_of_the_vocabulary(model):
+    assert model.twin().vocabulary is model.vocabulary
+
+
+def test_without_a_tokenizer_or_an_end_nothing_can_be_constrained(tmp_path):
+    with pytest.raises(ConstraintError, match="no tokenizer"):
+        Vocabulary(None, 300, [0])
+    file = save_tokenizer(tmp_path) / "tokenizer.json"
+    with pytest.raises(ConstraintError, match="no end-of-text"):
+        Vocabulary(file, 300, [])
+    with pytest.raises(ConstraintError, match="cannot be constrained"):
+        Vocabulary(file, 9, [0])
+
+
+def test_without_the_library_it_says_what_to_install(bundle):
+    code = (
+        "import sys, jetdraft\n"
+        "sys.modules['llguidance'] = None\n"
+        "model = jetdraft.load(sys.argv[1], threads=1)\n"
+        "try: model.generate('a', regex='b')\n"
+        "except jetdraft.JetdraftError as error: print(error)\n"
+    )
+    command = [sys.executable, "-c", code, str(bundle)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "pip install 'jetdraft[structured]'" in done.stdout

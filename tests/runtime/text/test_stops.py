@@ -1,0 +1,142 @@
+"""Stop strings, deadlines and cancellation end a text at the same token always."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jetdraft.errors import OptionError
+from jetdraft.runtime.text.stops import Ending
+
+IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
+OPTIONS = {
+    "token_ids": IDS, "max_new_tokens": 120, "ignore_eos": True, "temperature": 1.0,
+    "seed": 3,
+}  # fmt: skip
+METHODS = [
+    {"method": "none"},
+    {"method": "draft", "num_draft_tokens": 4},
+    {"method": "lookup", "num_draft_tokens": 3},
+    {"method": "auto"},
+]
+
+
+class Letters:
+    """Text of tokens that are letters."""
+
+    def push(self, ids):
+        return "".join(map(chr, ids))
+
+    def rest(self):
+        return ""
+
+
+def shown(stop, tokens, rounds):
+    """The text shown after each round, and what was kept."""
+    ending, texts, kept = Ending(Letters(), [], stop), [], []
+    for start in range(0, len(tokens), rounds):
+        if ending.reason:
+            break
+        kept += ending.keep([ord(c) for c in tokens[start : start + rounds]])
+        texts.append(ending.take())
+    return texts, "".join(map(chr, kept)), ending
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 7, 40])
+@pytest.mark.parametrize(
+    ("stop", "text", "kept"),
+    [
+        (["STOP"], "one two ", "one two STOP"),
+        (["wo", "STOP"], "one t", "one two"[:7]),
+        (["P th"], "one two STO", "one two STOP th"),
+        (["absent", "no"], "one two STOP three", "one two STOP three"),
+        (["ee"], "one two STOP thr", "one two STOP three"),
+        (["e t", "ne"], "o", "one"),
+    ],
+)
+def test_what_is_shown_never_holds_a_stop_string(stop, text, kept, rounds):
+    texts, found, ending = shown(stop, "one two STOP three", rounds)
+    assert "".join(texts) + ending.rest() == text
+    assert found == kept
+    assert bool(ending.reason) == (text != "one two STOP three")
+
+
+def test_what_may_become_a_stop_string_is_held_back():
+    texts, _, ending = shown(["aab"], "xaac", 1)
+    assert texts == ["x", "", "", "aac"]
+    texts, _, ending = shown(["aab"], "xaa", 1)
+    assert texts == ["x", "", ""]
+    assert ending.rest() == "aa"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_same_end_with_every_method(model, seed):
+    options = {**OPTIONS, "seed": seed}
+    text = model.generate(**options, method="none").text
+    middle = len(text) // 2
+    stop = text[middle : middle + 3]
+    results = [model.generate(**options, stop=stop, **way) for way in METHODS]
+    for found in results:
+        assert found.token_ids == results[0].token_ids
+        assert found.text == text[: text.index(stop)]
+        assert found.finish_reason == found.stats.finish_reason == "stop"
+        assert found.stats.new_tokens == len(found.token_ids)
+        assert len(found.from_draft) == len(found.token_ids)
+
+
+def test_pieces_never_show_what_the_result_does_not(model):
+    text = model.generate(**OPTIONS).text
+    stop = text[40:44]
+    stream = model.stream(**OPTIONS, stop=[stop, "never"])
+    pieces = "".join(piece.text for piece in stream)
+    assert pieces == stream.result().text == text[: text.index(stop)]
+
+
+def test_any_thread_may_cancel(model):
+    stream = model.stream(**OPTIONS)
+    pieces = iter(stream)
+    next(pieces)
+    thread = threading.Thread(target=model.cancel)
+    thread.start()
+    thread.join()
+    result = stream.result()
+    assert result.finish_reason == "cancelled"
+    assert 0 < len(result.token_ids) < 120
+    whole = model.generate(**OPTIONS).token_ids
+    assert whole[: len(result.token_ids)] == result.token_ids
+    model.cancel()  # nothing to cancel, nothing happens
+
+
+def test_a_deadline_ends_a_text(model):
+    stream = model.stream(**OPTIONS, max_seconds=0.05)
+    next(iter(stream))
+    time.sleep(0.1)
+    result = stream.result()
+    assert result.finish_reason == "deadline"
+    assert 0 < len(result.token_ids) < 120
+
+
+def test_a_deadline_may_pass_before_the_first_token(model):
+    result = model.generate(**OPTIONS, max_seconds=1e-9)
+    assert (result.token_ids, result.finish_reason) == ([], "deadline")
+    assert result.stats.time_to_first_token == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"stop": ""}, "a stop string is empty"),
+        ({"stop": ["a", ""]}, "a stop string is empty"),
+        ({"stop": [3]}, "no list of texts"),
+        ({"max_seconds": 0}, "max seconds 0"),
+        ({"max_seconds": "1"}, "not a number"),
+        ({"logprobs": 65}, "logprobs 65 is out of range"),
+        ({"logprobs": -1}, "logprobs -1 is out of range"),
+    ],
+)
+def test_wrong_values_are_refused(model, wrong, words):
+    with pytest.raises(OptionError, match=words):
+        model.generate(token_ids=IDS, **wrong)

@@ -1,0 +1,248 @@
+"""Shapes of draft trees, over a drafter that is a table."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jetdraft.errors import DraftError
+from jetdraft.runtime.drafts.distribution import Distribution
+from jetdraft.runtime.drafts.rows import Kind
+from jetdraft.runtime.sampling.chooser import Sampling
+from jetdraft.runtime.sampling.rejection import recursive
+from jetdraft.runtime.trees import (
+    Best,
+    Comb,
+    Heap,
+    Kary,
+    Merged,
+    Rerank,
+    Sparse,
+    Threshold,
+    Tree,
+)
+from jetdraft.runtime.trees.fixed import RANK_RATES, most_likely
+
+VOCABULARY = 12
+RANDOM = np.random.default_rng(5)
+TABLE = RANDOM.dirichlet(np.full(VOCABULARY, 0.3), VOCABULARY)
+SHAPES = [
+    (Best(), Kind.COUPLED),
+    (Best(), Kind.DETERMINISTIC),
+    (Heap(), Kind.DISTINCT),
+    (Heap(), Kind.COUPLED),
+    (Threshold(), Kind.DISTINCT),
+    (Threshold(), Kind.DETERMINISTIC),
+    (Rerank(), Kind.COUPLED),
+    (Comb(), Kind.DETERMINISTIC),
+    (Merged(), Kind.DETERMINISTIC),
+    (Merged(), Kind.COUPLED),
+    (Kary((2, 2, 1)), Kind.REPLACED),
+    (Kary((2, 2, 1)), Kind.TOP_AND_ONE),
+    (Sparse((0, 0, 1, 1, 2)), Kind.DETERMINISTIC),
+]
+
+
+def after(token):
+    """The drafter's distribution after a token, best first as a graph gives it."""
+    order = np.argsort(-TABLE[token], kind="stable")
+    return Distribution(order, TABLE[token][order])
+
+
+def grow(shape, kind, budget=10, sampling=None):
+    sampling = sampling or Sampling(1.0, seed=3)
+    tree = Tree(kind, sampling, position=30, budget=budget, tokens=[4])
+    found, asked = {0: after(4)}, []
+    while rows := shape.grow(tree, found):
+        assert len(set(rows)) == len(rows)
+        asked += rows
+        found = {row: after(tree.tokens[row]) for row in rows}
+    return tree, asked, shape.finish(tree)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 5, 15])
+@pytest.mark.parametrize(("shape", "kind"), SHAPES)
+def test_every_shape_makes_a_tree_within_its_budget(shape, kind, budget):
+    _, asked, rows = grow(shape, kind, budget)
+    rows.check()
+    rows.depth_first().check()
+    assert rows.tokens[0] == 4
+    assert rows.drafted <= budget
+    assert len(asked) == len(set(asked)), "a row was asked about twice"
+
+
+@pytest.mark.parametrize(("shape", "kind"), SHAPES)
+def test_siblings_differ_unless_they_are_replaced(shape, kind):
+    _, _, rows = grow(shape, kind)
+    for row in range(len(rows)):
+        tokens = [rows.tokens[child] for child in rows.children(row)]
+        assert kind is Kind.REPLACED or len(set(tokens)) == len(tokens)
+
+
+@pytest.mark.parametrize(("shape", "kind"), SHAPES)
+def test_the_same_seed_grows_the_same_tree(shape, kind):
+    assert grow(shape, kind)[2].tokens == grow(shape, kind)[2].tokens
+
+
+def test_a_static_tree_has_the_given_parents_in_order_of_levels():
+    _, _, rows = grow(Sparse((0, 0, 1, 1, 2)), Kind.DETERMINISTIC)
+    assert rows.parents == [-1, 0, 0, 1, 1, 2]
+    best = after(4).ids
+    assert rows.tokens[1:3] == best[:2].tolist()
+    assert rows.tokens[5] == after(best[1]).ids[0]
+
+
+@pytest.mark.parametrize("parents", [(1,), (0, 2), (0, -1), ()])
+def test_a_static_tree_with_wrong_parents_is_refused(parents):
+    with pytest.raises(DraftError, match="parent"):
+        Sparse(parents)
+
+
+def test_the_most_likely_tree_has_the_largest_products():
+    """Compared with all rows of all paths of ranks up to a depth."""
+    others = [rate / (1 - RANK_RATES[0]) for rate in RANK_RATES[1:]]
+    parents, chances = most_likely(12, [RANK_RATES[0]] * 12, others)
+    values = [1.0]
+    ranks = {}
+    for parent in parents:
+        rank = ranks.get(parent, 0)
+        ranks[parent] = rank + 1
+        values.append(values[parent] * RANK_RATES[rank])
+    every, level = [], [1.0]
+    for _ in range(12):
+        level = sorted((v * rate for v in level for rate in RANK_RATES), reverse=True)
+        level = level[:40]
+        every += level
+    best = sorted(every, reverse=True)[:12]
+    assert sorted(values[1:], reverse=True) == pytest.approx(best)
+    assert chances == pytest.approx(values[1:])
+
+
+def test_k_ary_levels():
+    _, _, rows = grow(Kary((3, 2)), Kind.DETERMINISTIC, budget=9)
+    assert np.bincount(rows.depths).tolist() == [1, 3, 6]
+
+
+def test_k_ary_of_ones_is_a_chain():
+    _, _, rows = grow(Kary((1, 1, 1)), Kind.REPLACED, budget=3)
+    assert rows.is_chain
+
+
+def reaches(tree):
+    """Every row's reach, from the definition: mass left by elders, times its share."""
+    found = [1.0]
+    for row in range(1, len(tree.tokens)):
+        parent = tree.parents[row]
+        mass = TABLE[tree.tokens[parent]]
+        elders = [tree.tokens[r] for r in range(1, row) if tree.parents[r] == parent]
+        left = 1.0 - mass[elders].sum()
+        # tried if all elders fail: each fails with the rest's share
+        tried, rest = found[parent], 1.0
+        for elder in elders:
+            tried *= 1.0 - mass[elder] / rest
+            rest -= mass[elder]
+        found.append(tried * mass[tree.tokens[row]] / left)
+    return found
+
+
+def tried(tree):
+    """The reach with which each row was put in: before its own token is known."""
+    own = reaches(tree)
+    shares = []
+    for row in range(1, len(tree.tokens)):
+        parent = tree.parents[row]
+        mass = TABLE[tree.tokens[parent]]
+        elders = [tree.tokens[r] for r in range(1, row) if tree.parents[r] == parent]
+        left = 1.0 - mass[elders].sum()
+        shares.append(own[row] / (mass[tree.tokens[row]] / left))
+    return shares
+
+
+def test_the_heap_puts_rows_in_by_falling_reach():
+    tree, _, _ = grow(Heap(), Kind.DISTINCT, budget=15)
+    order = tried(tree)
+    assert all(a >= b - 1e-9 for a, b in itertools.pairwise(order))
+
+
+def test_the_threshold_takes_what_reaches_one_in_budget():
+    tree, _, _ = grow(Threshold(), Kind.DISTINCT, budget=15)
+    assert min(tried(tree)) >= 1 / 15 - 1e-9
+
+
+def test_a_comb_branches_along_its_first_path_only():
+    tree, asked, rows = grow(Comb(), Kind.DETERMINISTIC, budget=15)
+    spine = {0, *asked}
+    assert {rows.parents[row] for row in range(1, len(rows))} <= spine
+    for row in sorted(spine)[:-1]:
+        sure = TABLE[tree.tokens[row]].max()
+        extra = next(count for limit, count in Comb.EXTRA if sure <= limit)
+        assert len(rows.children(row)) in (1 + extra, rows.drafted - row)
+
+
+def test_rerank_keeps_the_best_products():
+    shape = Rerank()
+    tree, _, rows = grow(shape, Kind.DETERMINISTIC, budget=6)
+
+    def product(tokens):
+        return float(np.prod([TABLE[a][b] for a, b in itertools.pairwise(tokens)]))
+
+    def path(of, row):
+        return [of.tokens[r] for r in [*of.ancestors[row], row]]
+
+    kept = [product(path(rows, row)) for row in range(1, len(rows))]
+    grown = [product(path(tree.rows(), r)) for r in range(1, len(tree.tokens))]
+    assert sorted(kept) == pytest.approx(sorted(grown)[-6:])
+
+
+def test_merged_without_merging_drafts_what_is_sure_enough():
+    never = Merged(repeat=99)
+    _, _, rows = grow(never, Kind.DETERMINISTIC, budget=12)
+    assert never._same == {}
+    assert rows.drafted <= 12
+
+
+def test_merged_asks_less_for_the_same_rows():
+    """With merging on one token alone, repeated words are drafted once."""
+    _, asked, rows = grow(Merged(repeat=0), Kind.DETERMINISTIC, budget=15)
+    _, alone, _ = grow(Merged(repeat=99), Kind.DETERMINISTIC, budget=15)
+    assert len(asked) < len(alone)
+    for row in range(1, len(rows)):
+        follows = after(rows.tokens[rows.parents[row]]).ids[:3]
+        assert rows.tokens[row] in follows
+
+
+@pytest.mark.parametrize(
+    ("shape", "second"),
+    [(Heap(), [0.5, 0.3, 0.2]), (Threshold(), [0.7, 0.2, 0.1]), (Kary((2, 1)), None)],
+)
+def test_a_shape_that_looks_at_draws_does_not_bias_them(shape, second):
+    """Whether a row gets children may depend on what its cousins drew.
+
+    Two levels, all of the verifier's randomness summed exactly, the draft's by seeds.
+    """
+    q = [np.array([0.6, 0.4, 0.0]), np.array(second or [0.5, 0.3, 0.2])]
+    p = [np.array([0.5, 0.5, 0.0]), np.array([0.3, 0.4, 0.3])]
+    drafters = [Distribution(np.argsort(-x), np.sort(x)[::-1]) for x in q]
+    samples = []
+    for seed in range(3000):
+        tree = Tree(Kind.DISTINCT, Sampling(1.0, seed=seed), 30, 4, [0])
+        found = {0: drafters[0]}
+        while rows := shape.grow(tree, found):
+            found = {row: drafters[1] for row in rows if tree.depths[row] == 1}
+        joint = np.zeros((2, 3))
+        rows = shape.finish(tree)
+        first = given(p[0], q[0], rows, 0)
+        for token in (0, 1):
+            below = [r for r in rows.children(0) if rows.tokens[r] == token]
+            after_it = given(p[1], q[1], rows, below[0]) if below else p[1]
+            joint[token] = first[token] * after_it
+        samples.append(joint)
+    mean = np.mean(samples, axis=0)
+    error = np.std(samples, axis=0) / np.sqrt(len(samples))
+    expected = p[0][:2, None] * p[1]
+    assert (np.abs(mean - expected) <= 4.5 * error + 1e-9).all()
+
+
+def given(p, q, rows, row):
+    children = [rows.tokens[child] for child in rows.children(row)]
+    return recursive(p, q, children, replaced=False) if children else p
