@@ -66,3 +66,6 @@ class Probing:
             return NO_PROBES
         first = rows - 1 if self.last_only else 0
         return Probes(tuple(range(first, rows)), self.streams)
+
+
+NO_PROBING = Probing()
