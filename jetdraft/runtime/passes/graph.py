@@ -15,7 +15,7 @@ from jetdraft.runtime.drafts.rows import Rows, without_gaps
 from jetdraft.runtime.passes.binding import Bound, Floats
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.captures import Captures
-from jetdraft.runtime.passes.engines import Engine, Engines
+from jetdraft.runtime.passes.step_sessions import StepSession, StepSessions
 from jetdraft.runtime.passes.tensor import HOST, Memory, Tensor
 
 SHORTEST = 256
@@ -86,14 +86,14 @@ class Graph:
     `lengths`, ascending up to the capacity, `total_length` is the least that holds a
     pass; without, it is counted. Without `captures` no CUDA graph is captured.
 
-        graph = Graph(Engines(session, contract))
+        graph = Graph(StepSessions(session, contract))
         answer = graph.run([5, 8])      # rows 0 and 1 of an empty cache
         graph.cache.advance(2)
     """
 
     def __init__(
         self,
-        engines: Engines,
+        engines: StepSessions,
         compaction: ort.InferenceSession | None = None,
         memory: Memory = HOST,
         captures: Captures | None = None,
@@ -255,7 +255,7 @@ class _Size:
 class _Binding(Bound):
     """What a pass of one width binds, and its answer."""
 
-    def __init__(self, graph: Graph, engine: Engine, size: _Size) -> None:
+    def __init__(self, graph: Graph, engine: StepSession, size: _Size) -> None:
         contract, probes = engine.contract, size.probes
         super().__init__(
             engine.session,

@@ -42,7 +42,7 @@ class Proposer(Protocol):
     ) -> Rows:
         """At most `budget` >= 1 rows below the root, `context[-1]`.
 
-        `parents`, which only one that `branches` is given, says how: see `Sparse`.
+        `parents`, which only one that `branches` is given, says how: see `Static`.
 
         `context` is the public sequence, prompt and committed tokens; it may end with
         some that are not proven yet and can still be withdrawn. Only the root comes

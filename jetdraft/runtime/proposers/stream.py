@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.passes.graph import Answer, Graph
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
-from jetdraft.runtime.trees import Shape, Sparse, Tree
+from jetdraft.runtime.trees import Shape, Static, Tree
 
 
 class StreamProposer:
@@ -52,7 +52,7 @@ class StreamProposer:
         if self._ready is None or self._ready[0] != len(context):
             return Rows.chain([root], self.kind)
         streams = self._ready[1]
-        shape = self.shape if parents is None else Sparse(parents)
+        shape = self.shape if parents is None else Static(parents)
         if shape is not None:
             tree = Tree(self.kind, self._chooser.sampling, len(context), budget, [root])
             return self._grow(tree, shape, streams)
