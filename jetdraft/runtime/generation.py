@@ -16,8 +16,9 @@ from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.proposers.constrained import constrained
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.sampling.logprobs import Logprob
-from jetdraft.runtime.sampling.penalties import Penalties, Shaper
-from jetdraft.runtime.text.stops import CANCELLED, Ending
+from jetdraft.runtime.sampling.penalties import PenaltyProcessor
+from jetdraft.runtime.sampling.processor import LogitsProcessor
+from jetdraft.runtime.text.stops import CANCELLED, StopWatcher
 
 if TYPE_CHECKING:
     from jetdraft.runtime.model import Model
@@ -116,16 +117,16 @@ class _Generation:
         _check_model(options, model)
         self._model, self._prompt, self._options = model, prompt.tolist(), options
         self._proposers = planner.choose(options)
-        self._shapers: list[Shaper] = []
+        self._processors: list[LogitsProcessor] = []
         if options.shaping.changes:
-            self._shapers.append(Penalties(options.shaping, self._prompt))
+            self._processors.append(PenaltyProcessor(options.shaping, self._prompt))
         if options.constraint is not None:
             matcher = model.vocabulary.matcher(options.constraint, len(prompt))
-            self._shapers.append(matcher)
+            self._processors.append(matcher)
             if options.verifier == "walk":
                 self._proposers = constrained(self._proposers, matcher)
         self._controller = planner.controller(options, self._proposers)
-        self.ending = Ending(
+        self.ending = StopWatcher(
             model.text.stream(self._prompt),
             () if options.ignore_eos else model.bundle.eos_token_ids,
             options.stops,
@@ -187,7 +188,7 @@ class _Generation:
         )
         for commit in generator.run(
             self._prompt,
-            Chooser(options.sampling, self._shapers),
+            Chooser(options.sampling, self._processors),
             self._controller,
             options.max_new_tokens,
             ending,

@@ -37,7 +37,7 @@ from jetdraft.runtime.proposers import Proposer
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.sampling.logprobs import Logprob
 from jetdraft.runtime.sampling.verifiers import Verifier, Walk
-from jetdraft.runtime.text.stops import Ending
+from jetdraft.runtime.text.stops import StopWatcher
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Generator:
         chooser: Chooser,
         controller: Controller,
         max_new_tokens: int,
-        ending: Ending,
+        ending: StopWatcher,
         stats: Stats,
     ) -> Iterator[Commit]:
         """Yield what each round commits, until a limit or the end.
@@ -127,7 +127,7 @@ class Generator:
         limit: int,
         controller: Controller,
         chooser: Chooser,
-        ending: Ending,
+        ending: StopWatcher,
         stats: Stats,
         start: float,
     ) -> Iterator[Commit]:
@@ -158,7 +158,7 @@ class Generator:
         stats.session_seconds = self._session_seconds() - self._prefilled
         stats.decode_seconds = elapsed - stats.time_to_first_token
 
-    def _prefill(self, prompt: Sequence[int], kept: int, ending: Ending) -> None:
+    def _prefill(self, prompt: Sequence[int], kept: int, ending: StopWatcher) -> None:
         """Put all but the last prompt token into the cache, in wide passes."""
         cache = self.target.cache
         cache.rewind(kept)
@@ -200,7 +200,7 @@ class Generator:
         whole = self._with_carried(context, rows)
         whole, answer = self.target.verify(whole, self._width(len(whole)))
         positions = [len(context) + depth for depth in whole.depths]
-        shaped = chooser.shape(answer, whole, context)
+        shaped = chooser.process(answer, whole, context)
         chosen = self.verifier.choose(whole, shaped, positions, chooser)
         path = whole.walk(chosen)
         # Each accepted token is the one chosen before it.

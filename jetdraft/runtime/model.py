@@ -35,7 +35,7 @@ from jetdraft.runtime.passes import prefix_file as saved
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.halves import PrunedGraph
-from jetdraft.runtime.passes.opener import Opening
+from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.session import default_threads
 from jetdraft.runtime.planning import tuning
@@ -57,7 +57,7 @@ from jetdraft.runtime.proposers.follower import Follower
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.constraint import Vocabulary
 from jetdraft.runtime.text.prompt import check_ids
-from jetdraft.runtime.text.stops import Ending
+from jetdraft.runtime.text.stops import StopWatcher
 from jetdraft.runtime.text.template import (
     ChatTemplate,
     Message,
@@ -147,7 +147,7 @@ class Model:
         _check_types(store=store, table=table, streams=streams, user=user)
         self.bundle = bundle
         self._claim = Lock()
-        self._current: Ending | None = None
+        self._current: StopWatcher | None = None
         self._template: ChatTemplate | None = None
         self._arguments = (
             *(bundle, provider, threads, streams, store, user, table),
@@ -185,7 +185,7 @@ class Model:
 
     def _places(
         self, provider: str | None, drafter_provider: str | None
-    ) -> tuple[Opening, Opening | None]:
+    ) -> tuple[Opener, Opener | None]:
         """Where the target runs, and the drafter."""
         bundle = self.bundle
         own = bundle.provider if provider is None else provider
@@ -211,9 +211,9 @@ class Model:
 
     def _placed(
         self, entry: GraphEntry, provider: str, threads: int, spinning: bool
-    ) -> Opening:
+    ) -> Opener:
         graph = (self.bundle.flavour, entry.contract.dtype)
-        return Opening(self.bundle, choose(provider, [graph]), threads, spinning)
+        return Opener(self.bundle, choose(provider, [graph]), threads, spinning)
 
     def _check_streams(self, given: str | Path | None) -> None:
         """TensorRT builds weights into its engines."""
@@ -223,7 +223,7 @@ class Model:
                 "choose --provider cuda"
             )
 
-    def _beside(self, asked: str) -> Opening | None:
+    def _beside(self, asked: str) -> Opener | None:
         """Where the drafter runs."""
         entry = self.bundle.drafter
         if asked not in (OFF, AUTO_PROVIDER, *PROVIDERS):
@@ -329,7 +329,7 @@ class Model:
             raise JetdraftError(_BUSY)
 
     @contextmanager
-    def claimed(self, ending: Ending) -> Iterator[None]:
+    def claimed(self, ending: StopWatcher) -> Iterator[None]:
         """Generate alone; `JetdraftError` where another generation is under way."""
         if not self._claim.acquire(blocking=False):
             raise JetdraftError(_BUSY)

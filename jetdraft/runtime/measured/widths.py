@@ -128,7 +128,7 @@ def decoding_widths(graph: Graph) -> list[int]:
     limit, room = graph.contract.max_width, graph.contract.capacity
     rows = min(_ROWS, room - 1 - _starts(graph)[0])
     widest = min(WIDEST, limit, rows)
-    return [w for w in range(1, widest + 1) if graph.engines.width(w, room) == w]
+    return [w for w in range(1, widest + 1) if graph.sessions.width(w, room) == w]
 
 
 def _survey(graph: Graph) -> tuple[dict[int, np.ndarray], dict[int, float]]:
@@ -218,7 +218,7 @@ def _probes_agree(graph: Graph, widths: list[int]) -> bool:
 
 def _trees_agree(graph: Graph, widths: list[int]) -> bool:
     """Whether a chain's rows have the same bits in a branching pass."""
-    if not graph.contract.tree or graph.engines.chain is graph.engines.any:
+    if not graph.contract.tree or graph.sessions.chain is graph.sessions.any:
         return True
     return _agree(graph, widths, [(NO_PROBING, True)])
 

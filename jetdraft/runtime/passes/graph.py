@@ -15,7 +15,7 @@ from jetdraft.runtime.passes.answer import Answer, answer_of
 from jetdraft.runtime.passes.binding import Bound, Floats
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.captures import Captures
-from jetdraft.runtime.passes.engines import Engine, Engines
+from jetdraft.runtime.passes.step_sessions import StepSession, StepSessions
 from jetdraft.runtime.passes.tensor import HOST, Memory
 
 SHORTEST = 256
@@ -30,20 +30,20 @@ class Graph:
     them that holds the pass; otherwise it is the exact length. Without `captures` no
     CUDA graph is captured.
 
-        graph = Graph(Engines(session, contract))
+        graph = Graph(StepSessions(session, contract))
         answer = graph.run([5, 8])      # rows 0 and 1 of an empty cache
         graph.cache.advance(2)
     """
 
     def __init__(
         self,
-        engines: Engines,
+        sessions: StepSessions,
         compaction: ort.InferenceSession | None = None,
         memory: Memory = HOST,
         captures: Captures | None = None,
     ) -> None:
-        self.engines = engines
-        self.contract = engines.any.contract
+        self.sessions = sessions
+        self.contract = sessions.any.contract
         self.memory = memory
         self.captures = captures
         self.lengths: Sequence[int] = ()
@@ -83,7 +83,7 @@ class Graph:
         width = max(width, rows)
         last_only = last_only and rows > 1
         if not last_only:
-            width = self.engines.width(width, room)
+            width = self.sessions.width(width, room)
         probes = NO_PROBES if last_only else _fitting(probing, rows, room - width)
         size = _Size(width, 1 if last_only else width, probes, branching=False)
         binding = self._binding(size, room)
@@ -141,7 +141,7 @@ class Graph:
         if not self.contract.tree:
             raise ValueError("a chain graph cannot run branches; use a tree graph")
         rows, cursor, room = len(tokens), self.cache.length, self.cache.room - filled
-        width = self.engines.width(max(width, rows), room)
+        width = self.sessions.width(max(width, rows), room)
         probes = _fitting(probing, rows, room - width)
         binding = self._binding(_Size(width, width, probes, branching=True), room)
         padding = width - rows
@@ -158,8 +158,8 @@ class Graph:
                 f"{self.contract.max_width} at most"
             )
         if size not in self._bindings:
-            engine = self.engines.of(size.width, size.branching)
-            self._bindings[size] = _Binding(self, engine, size)
+            own = self.sessions.of(size.width, size.branching)
+            self._bindings[size] = _Binding(self, own, size)
         return self._bindings[size]
 
     def _run(self, binding: _Binding, cursor: int) -> Answer:
@@ -208,10 +208,10 @@ class _Size:
 class _Binding(Bound):
     """The inputs and outputs of passes of one size, and their answer."""
 
-    def __init__(self, graph: Graph, engine: Engine, size: _Size) -> None:
-        contract, probes = engine.contract, size.probes
+    def __init__(self, graph: Graph, own: StepSession, size: _Size) -> None:
+        contract, probes = own.contract, size.probes
         super().__init__(
-            engine.session,
+            own.session,
             contract.inputs,
             contract.outputs,
             graph.cache.buffers,

@@ -17,10 +17,10 @@ from jetdraft.runtime.trees import (
     Heap,
     Kary,
     Merged,
+    ReachThreshold,
     Rerank,
     Shape,
-    Sparse,
-    Threshold,
+    Static,
 )
 
 AUTO, CHAIN = "auto", "chain"
@@ -29,9 +29,9 @@ MAX_DRAFT_TOKENS = WIDEST - 1
 
 _DEFAULT_ROWS = 7
 _ADAPTIVE = {
-    shape.name: shape for shape in (Best, Heap, Threshold, Rerank, Comb, Merged)
+    shape.name: shape for shape in (Best, Heap, ReachThreshold, Rerank, Comb, Merged)
 }
-TREES = (AUTO, CHAIN, *_ADAPTIVE, Kary.name, Sparse.name)
+TREES = (AUTO, CHAIN, *_ADAPTIVE, Kary.name, Static.name)
 """The shapes of a draft."""
 
 SIBLINGS = tuple(kind.value for kind in Kind)
@@ -63,7 +63,7 @@ class Drafting:
         _one_of("verifier", self.verifier, tuple(VERIFIERS), VerifierError)
         for name, given, tree in (
             ("branching", self.branching, Kary.name),
-            ("tree parents", self.tree_parents, Sparse.name),
+            ("tree parents", self.tree_parents, Static.name),
         ):
             if (given is not None) != (self.tree == tree):
                 raise OptionError(f"{name} and a {tree} tree go together; give both")
@@ -127,7 +127,7 @@ class Drafting:
         if self.branching is not None:
             return Kary(self.branching)
         if self.tree_parents is not None:
-            return Sparse(self.tree_parents)
+            return Static(self.tree_parents)
         shape: Any = _ADAPTIVE[self.tree]()
         return shape  # type: ignore[no-any-return]
 

@@ -12,7 +12,7 @@ from jetdraft.errors import OptionError, VerifierError
 from jetdraft.runtime.planning.drafting import AUTO, MAX_DRAFT_TOKENS, Drafting
 from jetdraft.runtime.proposers.draft_stops import NAMES
 from jetdraft.runtime.sampling.chooser import Sampling
-from jetdraft.runtime.sampling.penalties import Shaping
+from jetdraft.runtime.sampling.penalties import Penalties
 from jetdraft.runtime.text.constraint import Constraint
 
 NONE = "none"
@@ -41,7 +41,7 @@ class Options:
     given `stop_threshold`.
 
     The text ends before any of the texts in `stop`, or after `max_seconds`. Logits are
-    changed as `Shaping` says. `logprobs` asks for those of the tokens, and of so many
+    changed as `Penalties` says. `logprobs` asks for those of the tokens, and of so many
     others at each place. The text is JSON of a `json_schema`, or one of `regex`, or of
     `grammar` in Lark's notation, as far as `max_new_tokens` let it come.
     """
@@ -75,7 +75,7 @@ class Options:
     regex: str | None = None
     grammar: str | None = None
     sampling: Sampling = field(init=False)
-    shaping: Shaping = field(init=False)
+    shaping: Penalties = field(init=False)
     drafting: Drafting = field(init=False)
     constraint: Constraint | None = field(init=False)
 
@@ -106,7 +106,7 @@ class Options:
         self.sampling = Sampling(
             self.temperature, self.top_k, self.top_p, self.min_p, self.seed
         )
-        self.shaping = Shaping(
+        self.shaping = Penalties(
             self.logit_bias or {},
             self.repetition_penalty,
             self.presence_penalty,

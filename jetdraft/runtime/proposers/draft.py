@@ -189,7 +189,8 @@ def lacks_drafter(bundle: Bundle) -> str:
 def _make(parts: Parts, options: DraftOptions) -> Proposer:
     follower, ms = drafter_of(parts, NAME), parts.curve.drafter
     if not options.branched:
-        return DraftProposer(follower, ms, draft_stop(parts, options))
+        stopping = draft_stop(options.stopping, options.stop_threshold, parts)
+        return DraftProposer(follower, ms, stopping)
     graphs = (parts.target, follower.graph)
     if not all(graph.contract.tree for graph in graphs):
         raise OptionError(

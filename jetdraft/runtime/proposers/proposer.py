@@ -82,9 +82,9 @@ class Proposer(ABC):
         """At most `budget` >= 1 rows below the root, `context[-1]`.
 
         `context` is the prompt and the committed tokens; its last tokens may not be
-        proven yet and can still be withdrawn. `parents` is only given to a proposer
-        that `branches`: the parent of rows 1, 2, ..., see `Static`. A proposer that has
-        no guess returns the root alone.
+        proven yet and can still be withdrawn. `parents`, the parent of rows 1, 2, ...
+        as in `Static`, asks a proposer that `branches` for a tree; it may give a tree
+        of another shape. A proposer without a guess returns the root alone.
         """
 
     def observe(self, seen: Seen) -> None:

@@ -21,7 +21,7 @@ from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.noise import Doubles, Int64s, gumbel, uniforms
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.graph import Answer
-from jetdraft.runtime.sampling.penalties import Shaper
+from jetdraft.runtime.sampling.processor import LogitsProcessor
 
 
 @dataclass(frozen=True)
@@ -64,19 +64,21 @@ drafting, and at 1 a small drafter doubts too much (docs/log.md)."""
 class Chooser:
     """Chooses a token for each row of an `Answer`; the same object serves a drafter.
 
-    The target's answers go through `shapers` first.
+    The target's answers go through `processors` first.
 
     Chooser(Sampling()).choose(answer, [40, 41])   # two tokens
     """
 
-    def __init__(self, sampling: Sampling, shapers: Sequence[Shaper] = ()) -> None:
+    def __init__(
+        self, sampling: Sampling, processors: Sequence[LogitsProcessor] = ()
+    ) -> None:
         self.sampling = sampling
-        self._shapers = shapers
+        self._processors = processors
 
-    def shape(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
+    def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """What the tokens after `rows`, below the end of `context`, are chosen from."""
-        for shaper in self._shapers:
-            answer = shaper.shape(answer, rows, context)
+        for processor in self._processors:
+            answer = processor.process(answer, rows, context)
         return answer
 
     def choose(self, answer: Answer, positions: Sequence[int]) -> list[int]:

@@ -34,6 +34,9 @@ class Verifier(Protocol):
     @property
     def lossy(self) -> bool: ...
 
+    @property
+    def single_child(self) -> bool: ...
+
     def choose(
         self, rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
     ) -> list[int]:
@@ -63,6 +66,7 @@ class Walk:
     name = "walk"
     kinds = frozenset(Kind)
     lossy = False
+    single_child = False
 
     def choose(
         self, rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
@@ -83,6 +87,7 @@ class Conditional:
     kinds: frozenset[Kind]
     rule: Rule
     lossy: bool = False
+    single_child: bool = False
 
     def choose(
         self, rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser

@@ -13,7 +13,10 @@ VERIFIERS: dict[str, Verifier] = {
     for verifier in (
         Walk(),
         Conditional(
-            "rejection", _DRAWN, lambda p, q, x, kind: rejection.single(p, q, x)
+            "rejection",
+            _DRAWN,
+            lambda p, q, x, kind: rejection.single(p, q, x),
+            single_child=True,
         ),
         Conditional(
             "recursive",

@@ -16,7 +16,7 @@ from jetdraft.errors import ConstraintError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.binding import Floats
 from jetdraft.runtime.passes.graph import Answer
-from jetdraft.runtime.sampling.penalties import answer_of
+from jetdraft.runtime.sampling.processor import with_logits
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -30,7 +30,7 @@ class Matcher:
 
     `size` is the vocabulary's, `ends` are the ids that end a text.
 
-        matcher.shape(answer, rows, context)     # what is not allowed at `NEVER`
+        matcher.process(answer, rows, context)     # what is not allowed at `NEVER`
         matcher.forced(context, 8)               # the tokens that must come
     """
 
@@ -44,14 +44,14 @@ class Matcher:
         self._taken: list[int] = []
         self._bits = allocate_token_bitmask(1, size)
 
-    def shape(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
+    def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """The answer for rows below the end of `context`, the last being the root."""
         self._follow(context)
         shaped = [
             self._masked(logits) if self._reach(path) else logits
             for logits, path in zip(answer.logits, rows.paths, strict=True)
         ]
-        return answer_of(answer, shaped)
+        return with_logits(answer, shaped)
 
     def forced(self, context: Sequence[int], count: int) -> list[int]:
         """The next tokens, where there is but one way to go on; at most `count`."""

@@ -8,17 +8,19 @@ from threading import Event
 
 from jetdraft.runtime.text.codec import TextStream
 
-STOP, CANCELLED, DEADLINE = "stop", "cancelled", "deadline"
+STOP, LENGTH = "stop", "length"
+CANCELLED, DEADLINE, INTERRUPTED = "cancelled", "deadline", "interrupted"
+"""Why a generation ended: values of `finish_reason`."""
 
 
-class Ending:
+class StopWatcher:
     """Watches one generation for end-of-text tokens, stop strings, time and a wish.
 
     Stop strings are looked for token by token, so that they end the text at the same
     token whatever was drafted; they and what comes after are never shown, nor is a text
     that may become one. `seconds` count from now on.
 
-        ending = Ending(model.text.stream(prompt), eos_token_ids, ["\\n\\n"])
+        ending = StopWatcher(model.text.stream(prompt), eos_token_ids, ["\\n\\n"])
         ending.keep([5, 8, 9])         # those before the end
         ending.take()                  # the text that is certain so far
     """

@@ -14,7 +14,7 @@ RANK_RATES = (0.63, 0.13, 0.06, 0.036, 0.024, 0.016, 0.013, 0.01)
 """How often the first, second, ... coupled sibling is right (docs/verifiers.md)."""
 
 
-class Sparse(Shape):
+class Static(Shape):
     """A fixed list of rows; a row's n-th child here is its n-th sibling.
 
     `parents` names each row's parent, 0 the root, as in "0,0,1".
@@ -51,7 +51,7 @@ class Sparse(Shape):
         return [row for planned, row in fresh if planned in self.parents]
 
 
-class Best(Sparse):
+class Best(Static):
     """The rows most likely to be accepted, were siblings right at `RANK_RATES`.
 
     Greedy insertion is optimal when ranks are independent (Medusa, 2401.10774).

@@ -73,7 +73,7 @@ class Heap(Shape):
         heapq.heappush(self._heap, (-reach * (1.0 - share), row, rank + 1))
 
 
-class Threshold(Shape):
+class ReachThreshold(Shape):
     """All rows with at least a reach of 1 / budget, a level per drafter pass."""
 
     name = "threshold"

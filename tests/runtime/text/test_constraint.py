@@ -178,17 +178,17 @@ def test_each_row_is_masked_after_its_own_path(vocabulary):
     a, b, c, d = ids("abcd")
     rows = Rows([9, a, c, b, b], [-1, 0, 0, 1, 2])
     given = answer(5)
-    found = matcher.shape(given, rows, [9]).logits
+    found = matcher.process(given, rows, [9]).logits
     allowed = [set(np.flatnonzero(row > NEVER)) for row in found]
     assert allowed[:4] == [{a, c}, {b}, {d, 0}, {0}]
     np.testing.assert_array_equal(found[4], given.logits[4], "b may not follow c")
     assert matcher.allowed(rows, [9]).tokens == [9, a, c, b]
     assert matcher.allowed(Rows.chain([9, a, 0]), [9]).tokens == [9, a]
     assert matcher.allowed(Rows.chain([9, c, 0]), [9]).tokens == [9, c, 0]
-    again = matcher.shape(answer(2), Rows.chain([c, d]), [9, c]).logits
+    again = matcher.process(answer(2), Rows.chain([c, d]), [9, c]).logits
     assert set(np.flatnonzero(again[0] > NEVER)) == {d, 0}
     with pytest.raises(ConstraintError, match="cannot be followed"):
-        matcher.shape(answer(1), Rows.chain([b]), [9, c, b])
+        matcher.process(answer(1), Rows.chain([b]), [9, c, b])
 
 
 def test_what_is_withdrawn_is_forgotten(vocabulary):
