@@ -13,7 +13,7 @@ import numpy as np
 from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.proposers import Proposer
+from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
 WIDEST_MEASURED = 32

@@ -1,9 +1,9 @@
 """A drafter with a cheaper drafter of its own (Cascade Drafting, 2312.11462).
 
-Vertical cascade: the drafter reviews the tokens of a cheaper proposer, many in one pass,
-so that it seldom runs a pass for a single token. Horizontal cascade: the first tokens,
-which matter most, come from the drafter, the tokens behind them from the cheaper
-proposer alone.
+Vertical cascade: the drafter reviews the tokens of a cheaper proposer, many in one
+pass, so that it seldom runs a pass for a single token. Horizontal cascade: the first
+tokens, which matter most, come from the drafter, the tokens behind them from the
+cheaper proposer alone.
 """
 
 from __future__ import annotations

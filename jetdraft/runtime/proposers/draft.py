@@ -41,7 +41,8 @@ class DraftOptions(TreeOptions):
         if self.stopping is None:
             if threshold is not None:
                 raise OptionError(
-                    "stop_threshold needs a stopping rule; give stopping too", "drafting"
+                    "stop_threshold needs a stopping rule; give stopping too",
+                    "drafting",
                 )
             return
         check_choice("stopping", self.stopping, DRAFT_STOPS)

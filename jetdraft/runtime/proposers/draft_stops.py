@@ -14,9 +14,9 @@ import numpy as np
 
 from jetdraft.errors import StoreError
 from jetdraft.files import read_arrays
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.binding import Floats
 from jetdraft.runtime.proposers.parts import Parts
-from jetdraft.runtime.passes.answer import Answer
 
 REPEATED = 3
 """Applications of an acceptance head's one block (D in SpecDec++)."""

@@ -1,8 +1,9 @@
 """Prompt lookup and suffix decoding: the text goes on as it did the last time.
 
-The longest ending of prompt and output that occurred before is looked up, and the tokens
-that followed it are drafted (PLD; SuffixDecoding, 2411.04975). The responses of earlier
-requests are looked up too; the likelier draft wins, by how often its tokens came next.
+The longest ending of prompt and output that occurred before is looked up, and the
+tokens that followed it are drafted (PLD; SuffixDecoding, 2411.04975). The responses of
+earlier requests are looked up too; the likelier draft wins, by how often its tokens
+came next.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class LookupOptions(MethodOptions):
 class LookupProposer(Proposer):
     """Matches endings in prompt and output, and in the responses of a `store`.
 
-    A draft is no longer than its match, and has at most `max_match` tokens, since longer
-    matches hold for longer. A draft that reaches the end of the sequence goes on with
-    its own beginning.
+    A draft is no longer than its match, and has at most `max_match` tokens, since
+    longer matches hold for longer. A draft that reaches the end of the sequence goes on
+    with its own beginning.
 
         LookupProposer().propose([1, 2, 3, 1, 2], budget=2)   # drafts 3, 1
     """
@@ -156,8 +157,8 @@ def _following(
 def _goes_on(read: Sequence[int], context: Sequence[int]) -> bool:
     """Whether a context only adds to the tokens read before.
 
-    Its last tokens can be withdrawn, but never more than a pass holds, so only those are
-    compared.
+    Its last tokens can be withdrawn, but never more than a pass holds, so only those
+    are compared.
     """
     start = max(0, len(read) - 32)
     return list(context[start : len(read)]) == list(read[start:])

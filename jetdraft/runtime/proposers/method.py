@@ -1,8 +1,8 @@
 """A method of drafting: one record, registered once.
 
-Everything that jetdraft knows of a method is in its record: `--method`, `check`, `auto`,
-`bench` and the documents are made of the registry. A package brings its own method with
-an entry point of the group `jetdraft.methods` that names a `Method`.
+Everything that jetdraft knows of a method is in its record: `--method`, `check`,
+`auto`, `bench` and the documents are made of the registry. A package brings its own
+method with an entry point of the group `jetdraft.methods` that names a `Method`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MethodOptions:
         return False
 
     @classmethod
-    def keys(cls) -> tuple[str, ...]:
+    def option_names(cls) -> tuple[str, ...]:
         """The names of the options."""
         return tuple(option.name for option in fields(cls))
 
@@ -74,7 +74,7 @@ class MethodOptions:
         hints = type_hints(cls)
         for key in settings:
             if key not in hints:
-                raise unknown_key(key, cls.keys())
+                raise unknown_key(key, cls.option_names())
         return cls(**{key: _read(key, v, hints[key]) for key, v in settings.items()})
 
 
@@ -85,17 +85,19 @@ def unknown_key(key: str, keys: Sequence[str]) -> OptionError:
     )
 
 
-def check_choice(key: str, value: object, choices: Sequence[str] | Mapping[str, Any]) -> None:
+def check_choice(
+    key: str, value: object, choices: Sequence[str] | Mapping[str, Any]
+) -> None:
     """Raise `OptionError` unless `value` is one of the choices."""
     if not isinstance(value, str) or value not in choices:
         names = ", ".join(choices)
         raise OptionError(f"unknown {key} {value!r}; choose {names}", "drafting")
 
 
-O = TypeVar("O", bound=MethodOptions)
+OptionsT = TypeVar("OptionsT", bound=MethodOptions)
 
 Cost = Literal["free", "drafter", "probes"]
-"""What drafts cost: nothing, a drafter's pass per token, or rows of the target's own."""
+"""A draft costs nothing, a drafter's pass per token, or rows of the target's pass."""
 
 
 def _lacks_nothing(bundle: Bundle) -> str:
@@ -107,7 +109,7 @@ def _always(options: MethodOptions) -> bool:
 
 
 @dataclass(frozen=True)
-class Method(Generic[O]):
+class Method(Generic[OptionsT]):
     """How one method of drafting is named, made and used.
 
     name      what `--method` takes
@@ -130,15 +132,15 @@ class Method(Generic[O]):
 
     name: str
     summary: str
-    make: Callable[[Parts, O], Proposer]
-    options: type[O] = MethodOptions  # type: ignore[assignment]
+    make: Callable[[Parts, OptionsT], Proposer]
+    options: type[OptionsT] = MethodOptions  # type: ignore[assignment]
     lacks: Callable[[Bundle], str] = _lacks_nothing
-    in_auto: Callable[[O], bool] = _always
+    in_auto: Callable[[OptionsT], bool] = _always
     trees: bool = False
     probes: bool = False
     features: bool = False
     cost: Cost = "free"
-    target: Callable[[Parts, O, Sequence[int]], Target | None] | None = None
+    target: Callable[[Parts, OptionsT, Sequence[int]], Target | None] | None = None
     samples: tuple[Mapping[str, object], ...] = ()
 
     def __post_init__(self) -> None:
@@ -212,4 +214,6 @@ def _read(key: str, value: object, hint: Any) -> Any:
         except (TypeError, ValueError, KeyError):
             continue
     words = " or ".join(words for _, words in readers if words)
-    raise OptionError(f"drafting option {key} cannot be {value!r}; give {words}", "drafting")
+    raise OptionError(
+        f"drafting option {key} cannot be {value!r}; give {words}", "drafting"
+    )

@@ -175,8 +175,8 @@ class Parts:
         entry, opener = self.bundle.target, self._opener
         if entry.halves is None:
             raise OptionError(
-                "the bundle's target is not cut in halves, since all of its layers have "
-                "streams; leave the prune threshold out",
+                "the bundle's target is not cut in halves, since all of its layers "
+                "have streams; leave the prune threshold out",
                 "drafting",
             )
         self._halves = Halves(
@@ -246,7 +246,7 @@ class Parts:
         )
 
     def _stream_weights(self) -> tuple[Weights, Weights]:
-        """Weights that replace the bundle's, of the lower half and of all other graphs."""
+        """New weights of the lower half, and of all other graphs."""
         if self.options.streams is None:
             return {}, {}
         weights = read_streams(Path(self.options.streams), self.bundle)

@@ -1,9 +1,9 @@
 """Drafting from the responses to similar requests; agents send such requests often.
 
-Two requests are similar if their mean embeddings point the same way (as in AdaPLD and in
-semantic caches; here the responses only become drafts). Where the earlier request had
-other words, its response is read with the words of the new request in their place. The
-proposer follows the response as the output grows; where the output leaves it, the
+Two requests are similar if their mean embeddings point the same way (as in AdaPLD and
+in semantic caches; here the responses only become drafts). Where the earlier request
+had other words, its response is read with the words of the new request in their place.
+The proposer follows the response as the output grows; where the output leaves it, the
 proposer looks for the next place that fits the last tokens.
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
+from jetdraft.bundle import Bundle
 from jetdraft.contract import WIDEST
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.history.similarity import Similarity
 from jetdraft.runtime.history.store import ResponseStore
-from jetdraft.bundle import Bundle
-from jetdraft.errors import OptionError
 from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Proposer, Traits
@@ -168,8 +168,8 @@ def _lacks(bundle: Bundle) -> str:
 def _make(parts: Parts, options: RecallOptions) -> Proposer:
     if parts.store is None or parts.similarity is None:
         raise OptionError(
-            "recall needs a store of earlier responses; give --store FILE (store=), and "
-            "if you do, export the bundle again with this version",
+            "recall needs a store of earlier responses; give --store FILE (store=), "
+            "and if you do, export the bundle again with this version",
             "method",
         )
     return RecallProposer(parts.store.of(options.user), parts.similarity)

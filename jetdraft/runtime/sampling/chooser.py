@@ -11,24 +11,35 @@ the graph's K candidates the other logits are never looked at.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from jetdraft.errors import OptionError
+from jetdraft.ranges import Range, check_ranges
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.noise import Doubles, Int64s, gumbel, uniforms
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.passes.graph import Answer
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.processor import LogitsProcessor
+
+_RANGES = {
+    "temperature": Range(lambda t: 0.0 <= t <= 100.0, "0 (greedy) to 100"),
+    "top_k": Range(lambda k: k >= 0, "0 (off) or more", integer=True),
+    "top_p": Range(lambda p: 0.0 < p <= 1.0, "more than 0, at most 1"),
+    "min_p": Range(lambda p: 0.0 <= p < 1.0, "0 (off) to below 1"),
+    "seed": Range(lambda seed: True, "an integer", integer=True),
+}
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen; temperature 0 is greedy and ignores the rest.
 
-    `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off.
+    `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off. A `seed` of None becomes a
+    random seed, or 0 where decoding is greedy. Raises `OptionError` for a value out of
+    range.
 
         Sampling(temperature=0.8, top_p=0.95, seed=7)
     """
@@ -37,23 +48,19 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
-        checks = (
-            (
-                "temperature",
-                self.temperature,
-                0.0 <= self.temperature <= 100.0,
-                "0 (greedy) to 100",
-            ),
-            ("top-k", self.top_k, self.top_k >= 0, "0 (off) or more"),
-            ("top-p", self.top_p, 0.0 < self.top_p <= 1.0, "more than 0, at most 1"),
-            ("min-p", self.min_p, 0.0 <= self.min_p < 1.0, "0 (off) to below 1"),
-        )
-        for name, value, valid, expected in checks:
-            if not valid:
-                raise OptionError(f"{name} {value} is out of range; give {expected}")
+        if self.seed is None:
+            drawn = secrets.randbits(32) if self.temperature else 0
+            object.__setattr__(self, "seed", drawn)
+        check_ranges(self, _RANGES)
+
+    @property
+    def noise_seed(self) -> int:
+        """The seed, never None."""
+        assert self.seed is not None
+        return self.seed
 
 
 GREEDY_DRAFT_TEMPERATURE = 0.4
@@ -99,7 +106,7 @@ class Chooser:
         """Gumbel-max over each row's candidates, and beyond where they leave off."""
         scaled = answer.candidate_logits.astype(np.float64) / self.sampling.temperature
         kept = self._kept(scaled, answer)
-        noise = gumbel(self.sampling.seed, positions[:, None], answer.candidates)
+        noise = gumbel(self.sampling.noise_seed, positions[:, None], answer.candidates)
         limit = np.where(kept == _OPEN, scaled.shape[1], kept)
         inside = np.arange(scaled.shape[1]) < limit[:, None]
         scores = np.where(inside, scaled + noise, -np.inf)
@@ -218,7 +225,7 @@ class Chooser:
         so only those whose uniform clears what that implies can beat the best
         candidate's score. `scores` and `chosen` are updated in place.
         """
-        seed, temperature = self.sampling.seed, self.sampling.temperature
+        seed, temperature = self.sampling.noise_seed, self.sampling.temperature
         threshold = np.exp(-np.exp(last - scores))[:, None]
         every = np.arange(answer.vocab_size)[None]
         rows, ids = np.nonzero(uniforms(seed, positions[:, None], every) >= threshold)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jetdraft.runtime.passes.graph import Answer
+from jetdraft.runtime.passes.answer import Answer
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import isfinite
 
 import numpy as np
 
 from jetdraft.errors import OptionError
+from jetdraft.ranges import Range, check_ranges
 from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.binding import Floats
-from jetdraft.runtime.passes.graph import Answer
 from jetdraft.runtime.sampling.processor import with_logits
+
+_RANGES = {
+    "repetition_penalty": Range(
+        lambda penalty: 0.0 < penalty <= 100.0, "more than 0 (1: off), at most 100"
+    ),
+    "presence_penalty": Range(
+        lambda penalty: -100.0 <= penalty <= 100.0, "-100 to 100"
+    ),
+    "frequency_penalty": Range(
+        lambda penalty: -100.0 <= penalty <= 100.0, "-100 to 100"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -31,33 +44,37 @@ class Penalties:
         Penalties({13: -100.0}, repetition_penalty=1.1)
     """
 
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        for token, bias in self.logit_bias.items():
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise OptionError(f"logit bias of {token!r}: give ids of tokens")
-            if not isinstance(bias, (int, float)) or not isfinite(bias):
-                raise OptionError(f"logit bias {bias!r} is not a number; give one")
-        if not 0.0 < self.repetition_penalty <= 100.0:
+        if not isinstance(self.logit_bias, (Mapping, type(None))):
             raise OptionError(
-                f"repetition penalty {self.repetition_penalty} is out of range; give "
-                "more than 0 (1: off), at most 100"
+                f"logit_bias {self.logit_bias!r} is not a mapping; give {{id: number}}",
+                "logit_bias",
             )
-        for name in ("presence", "frequency"):
-            value = getattr(self, f"{name}_penalty")
-            if not -100.0 <= value <= 100.0:
+        for token, bias in self.biases.items():
+            if isinstance(token, bool) or not isinstance(token, int):
                 raise OptionError(
-                    f"{name} penalty {value} is out of range; give -100 to 100"
+                    f"logit bias of {token!r}: give ids of tokens", "logit_bias"
                 )
+            if not isinstance(bias, (int, float)) or not isfinite(bias):
+                raise OptionError(
+                    f"logit bias {bias!r} is not a number; give one", "logit_bias"
+                )
+        check_ranges(self, _RANGES)
+
+    @property
+    def biases(self) -> Mapping[int, float]:
+        """`logit_bias`, empty where there is none."""
+        return self.logit_bias or {}
 
     @property
     def changes(self) -> bool:
         """Whether any logit changes at all."""
-        return self != Penalties()
+        return bool(self.biases) or replace(self, logit_bias=None) != Penalties()
 
 
 class PenaltyProcessor:
@@ -85,7 +102,7 @@ class PenaltyProcessor:
     def _penalized(self, logits: Floats, path: Sequence[int]) -> Floats:
         """One row's logits, after the tokens of a path below the context."""
         logits, penalties = logits.copy(), self.penalties
-        for token, bias in penalties.logit_bias.items():
+        for token, bias in penalties.biases.items():
             logits[token] += bias
         counts = self._counts + Counter(path) if path else self._counts
         if penalties.repetition_penalty != 1.0:

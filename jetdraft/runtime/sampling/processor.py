@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.binding import Floats
-from jetdraft.runtime.passes.graph import Answer
 
 
 class LogitsProcessor(Protocol):

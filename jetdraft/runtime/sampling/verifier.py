@@ -12,7 +12,7 @@ from jetdraft.errors import VerifierError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.noise import Doubles
 from jetdraft.runtime.drafts.rows import Kind, Rows
-from jetdraft.runtime.passes.graph import Answer
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser
 
 Rule = Callable[[Doubles, Doubles, Sequence[int], Kind], Doubles]
@@ -105,7 +105,7 @@ class Conditional:
             below = rows.children(row)
             if below:
                 p = self._given(p, rows.drawn_from.get(row), below, rows)
-            token = p.draw(chooser.sampling.seed, positions[row])
+            token = p.draw(chooser.sampling.noise_seed, positions[row])
             chosen[row] = token
             row = next((child for child in below if rows.tokens[child] == token), None)
         return chosen

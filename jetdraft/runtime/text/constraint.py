@@ -39,9 +39,9 @@ class Constraint:
     @classmethod
     def of(
         cls,
-        json_schema: str | Mapping[str, Any] | None,
-        regex: str | None,
-        grammar: str | None,
+        json_schema: str | Mapping[str, Any] | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
     ) -> Constraint | None:
         """The one that was asked for; `OptionError` where there are several."""
         if isinstance(json_schema, Mapping):

@@ -14,8 +14,8 @@ import numpy as np
 
 from jetdraft.errors import ConstraintError
 from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.binding import Floats
-from jetdraft.runtime.passes.graph import Answer
 from jetdraft.runtime.sampling.processor import with_logits
 
 if TYPE_CHECKING:

@@ -4,13 +4,55 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from threading import Event
 
+from jetdraft.errors import OptionError
+from jetdraft.ranges import Range, check_ranges
 from jetdraft.runtime.text.codec import TextStream
 
 STOP, LENGTH = "stop", "length"
 CANCELLED, DEADLINE, INTERRUPTED = "cancelled", "deadline", "interrupted"
 """Why a generation ended: values of `finish_reason`."""
+
+
+_RANGES = {
+    "max_new_tokens": Range(lambda count: count >= 1, "1 or more", integer=True),
+    "max_seconds": Range(lambda s: s > 0, "more than 0", optional=True),
+}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """When a text ends; raises `OptionError` for options that cannot be used.
+
+    The text ends after `max_new_tokens`, before any of the texts in `stop`, after
+    `max_seconds`, or with an end-of-text token unless `ignore_eos`.
+
+        Ending(max_new_tokens=64, stop=("\\n\\n",))
+    """
+
+    max_new_tokens: int = 128
+    stop: str | Sequence[str] | None = None
+    max_seconds: float | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        check_ranges(self, _RANGES)
+        listed = isinstance(self.stop, (str, list, tuple, type(None)))
+        if not listed or not all(isinstance(stop, str) for stop in self.stops):
+            raise OptionError(
+                f"stop {self.stop!r} is not a list of texts; give texts", "stop"
+            )
+        if "" in self.stops:
+            raise OptionError(
+                "a stop string is empty; give at least one character", "stop"
+            )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts in `stop`."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class StopWatcher:
@@ -48,6 +90,10 @@ class StopWatcher:
         elif self._until is not None and time.perf_counter() >= self._until:
             self.reason = DEADLINE
         return bool(self.reason)
+
+    def end(self, reason: str) -> None:
+        """End for this reason, unless there was one before."""
+        self.reason = self.reason or reason
 
     def keep(self, tokens: list[int]) -> list[int]:
         """The tokens up to and including the one that ends the text, or all."""

@@ -13,7 +13,7 @@ import pytest
 
 from jetdraft.errors import ConstraintError, OptionError
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.passes.graph import Answer
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.constrained import ForcedProposer
 from jetdraft.runtime.text.constraint import Constraint, Vocabulary
 from jetdraft.runtime.text.matcher import NEVER
