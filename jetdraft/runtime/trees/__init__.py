@@ -1,4 +1,4 @@
-"""Shapes of draft trees: a new one is a new module here."""
+"""Shapes of draft trees; a new shape is a new module here."""
 
 from jetdraft.runtime.trees.confident import Comb, Merged, Rerank
 from jetdraft.runtime.trees.fixed import Best, Kary, Static

@@ -197,7 +197,7 @@ def test_rerank_keeps_the_best_products():
 def test_merged_without_merging_drafts_what_is_sure_enough():
     never = Merged(repeat=99)
     _, _, rows = grow(never, Kind.DETERMINISTIC, budget=12)
-    assert never._same == {}
+    assert never._repeats == {}
     assert rows.drafted <= 12
 
 
