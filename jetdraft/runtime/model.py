@@ -21,7 +21,7 @@ from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.planning.registry import AUTO
-from jetdraft.runtime.proposers.parts import LoadOptions, Parts
+from jetdraft.runtime.proposers.parts import LoadArguments, LoadOptions, Parts
 from jetdraft.runtime.text.constraint import Vocabulary
 from jetdraft.runtime.text.prompt import check_ids
 from jetdraft.runtime.text.template import (
@@ -34,33 +34,18 @@ from jetdraft.runtime.text_stream import Stream
 
 
 def load(
-    path: str | Path,
-    *,
-    provider: str | None = None,
-    threads: int | None = None,
-    streams: str | Path | None = None,
-    store: str | Path | None = None,
-    drafter_provider: str | None = None,
-    method: str | None = None,
+    path: str | Path, *, method: str | None = None, **options: Unpack[LoadArguments]
 ) -> Model:
     """Open a bundle, check it and get it ready to generate.
 
-    provider          "cpu", "cuda", "tensorrt" or "auto", the fastest of them that runs
-                      here; default: the provider that the bundle was exported for
-    threads           threads of the target; default: the cores of this process
-    streams           a `streams.npz` of the same base; default: the bundle's own
-    store             a file that keeps requests and responses to draft from; default:
-                      nothing is kept
-    drafter_provider  another provider for the drafter, or "off" to run without it
-    method            the default for calls that do not pass one
+    `method` is the default for calls that do not pass one. The other arguments are the
+    fields of `LoadOptions`. Raises `BundleError`, `ProviderError`, `StoreError` or
+    `OptionError`.
 
-    Raises `BundleError`, `ProviderError`, `StoreError` or `OptionError`.
-
-        with jetdraft.load("bundle") as model:
+        with jetdraft.load("bundle", threads=2) as model:
             print(model.generate("def fib(n):").text)
     """
-    options = LoadOptions(provider, threads, streams, store, drafter_provider)
-    return Model(Bundle.open(path), options, method)
+    return Model(Bundle.open(path), LoadOptions(**options), method)
 
 
 class Model:
