@@ -17,7 +17,7 @@ from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
 from jetdraft.runtime.proposers.tree_options import TreeOptions
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
-from jetdraft.runtime.trees import Shape, Tree
+from jetdraft.runtime.trees.shape import Shape, Tree
 
 NAME = "draft"
 

@@ -21,7 +21,8 @@ from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits
 from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
-from jetdraft.runtime.trees import Shape, Static, Tree
+from jetdraft.runtime.trees.fixed import Static
+from jetdraft.runtime.trees.shape import Shape, Tree
 
 NAME = "stream"
 

@@ -10,17 +10,10 @@ from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.sampling.chooser import Sampling
 from jetdraft.runtime.sampling.rejection import recursive
-from jetdraft.runtime.trees import (
-    Best,
-    Comb,
-    Heap,
-    Kary,
-    Merged,
-    ReachThreshold,
-    Rerank,
-    Static,
-    Tree,
-)
+from jetdraft.runtime.trees.confident import Comb, Merged, Rerank
+from jetdraft.runtime.trees.fixed import Best, Kary, Static
+from jetdraft.runtime.trees.reach import Heap, ReachThreshold
+from jetdraft.runtime.trees.shape import Tree
 from jetdraft.runtime.trees.fixed import RANK_RATES, most_likely
 
 VOCABULARY = 12
