@@ -243,8 +243,7 @@ def compose(target: Bundle, drafter: Bundle, folder: Path) -> Bundle:
             os.link(target.path / file, folder / file)
     assert drafter.drafter is not None
     graphs = {TARGET: target.target, DRAFTER: drafter.drafter}
-    methods = (*target.methods, "draft")
-    made = replace(target, path=folder, graphs=graphs, methods=methods, files={})
+    made = replace(target, path=folder, graphs=graphs, files={})
     made.save()
     return Bundle.open(folder)
 
