@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from jetdraft.bundle import Bundle
 from jetdraft.errors import JetdraftError, OptionError
@@ -99,7 +99,7 @@ class Model:
 
         model.generate(prompt, **model.defaults)
         """
-        return GenerateOptions(**self.bundle.generation)  # type: ignore[typeddict-item]
+        return cast(GenerateOptions, dict(self.bundle.generation))
 
     @property
     def vocabulary(self) -> Vocabulary:
