@@ -83,7 +83,7 @@ class StepContract:
     buffers, "float32" or "float16". A `tree` graph verifies branching drafts too, and
     one with `streams` drafts that many tokens after each row that carries them. One
     with a `hidden_size` gives the hidden states under its head as well. With `kv_bits`
-    the buffers hold integers: int8, or two of four bits in a byte.
+    8 the buffers hold int8, with 0 they hold `dtype`.
 
         contract = StepContract(
             vocab_size=4096, capacity=2048, max_width=256, dtype="float32",
@@ -164,13 +164,12 @@ class StepContract:
 
     def buffers(self, side: str) -> tuple[TensorSpec, ...]:
         """The KV buffers named `{side}_key.{i}` and `{side}_value.{i}`."""
-        dtype = {0: self.dtype, 8: "int8", 4: "uint8"}[self.kv_bits]
-        each = 2 if self.kv_bits == 4 else 1
+        dtype = {0: self.dtype, 8: "int8"}[self.kv_bits]
         return tuple(
             TensorSpec(
                 f"{side}_{kind}.{layer}",
                 dtype,
-                (1, heads, self.capacity, head_dim // each),
+                (1, heads, self.capacity, head_dim),
             )
             for layer, (heads, head_dim) in enumerate(self.kv_shapes)
             for kind in ("key", "value")
@@ -201,7 +200,7 @@ class StepContract:
             }
             # Bundles of the first version 0.1 have neither.
             sizes["hidden_size"] = int(fields.get("hidden_size", 0))
-            sizes["kv_bits"] = {0: 0, 4: 4, 8: 8}[int(fields.get("kv_bits", 0))]
+            sizes["kv_bits"] = {0: 0, 8: 8}[int(fields.get("kv_bits", 0))]
             flags = {"tree": bool(fields["tree"]), "kv_shapes": shapes}
             return cls(**{**fields, **sizes, **flags})
         except (KeyError, TypeError, ValueError) as error:

@@ -36,7 +36,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.parameters import keep_weights
 from jetdraft.checkpoints.streamed import LOSSLESS, SHARED, Streamed, stream_weights
 from jetdraft.contract import StepContract
-from jetdraft.devices.providers import Provider, known
+from jetdraft.devices.providers import Provider, provider_named
 from jetdraft.errors import OptionError, PairError, UnsupportedModelError
 from jetdraft.export.embeddings import write_similarity
 from jetdraft.export.fusion import fuse
@@ -134,7 +134,7 @@ class ExportOptions:
                 "--calibration FILE"
             )
         for recipe in (self.recipe_of(TARGET), self.recipe_of(DRAFTER)):
-            if recipe.calibrated:
+            if recipe.needs_calibration:
                 raise OptionError(
                     f"{recipe.name} looks at what the model computes over a text; give "
                     "one with --calibration FILE"
@@ -143,12 +143,12 @@ class ExportOptions:
     def provider_of(self, name: str) -> Provider:
         """Who will run the graph of that name."""
         beside = self.drafter_provider if name == DRAFTER else None
-        return known(beside or self.provider)
+        return provider_named(beside or self.provider)
 
     @property
     def flavour_made(self) -> str:
         """The flavour of all graphs."""
-        return self.flavour or known(self.provider).flavour
+        return self.flavour or provider_named(self.provider).flavour
 
     def dtype_of(self, name: str) -> str:
         """The dtype of the graph of that name."""
@@ -366,11 +366,11 @@ def _quantization(
             "they have; leave the limit out"
         )
     _check_raised(recipe, contract)
-    if options.calibration is not None and (recipe.by_moments or limit):
+    if options.calibration is not None and (recipe.needs_moments or limit):
         windows = Windows.of(
             options.calibration, checkpoint.tokenizer, contract.capacity
         )
-        if recipe.by_moments:
+        if recipe.needs_moments:
             moments = second_moments(checkpoint.model, windows)
         if limit is not None:
             with own_attention(checkpoint.model):

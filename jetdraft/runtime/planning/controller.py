@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from jetdraft.best_tree import best_tree
 from jetdraft.contract import WIDEST
 from jetdraft.runtime.drafts.probes import Probing
 from jetdraft.runtime.measured.curve import Costs
 from jetdraft.runtime.measured.rates import Acceptance
 from jetdraft.runtime.measured.stats import Round
 from jetdraft.runtime.proposers import Proposer
-from jetdraft.runtime.trees.fixed import most_likely
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class Adaptive:
         others = self.acceptance[proposer.name].shares(MOST_SIBLINGS)
         if worth * (1.0 - min(rates)) * others[0] < row / self.costs.pass_ms(1):
             return  # not even the best branch pays for its row
-        parents, chances = most_likely(limit, rates, others)
+        parents, chances = best_tree(limit, rates, others)
         tokens, depths, on_first_path = 1.0, [0], [True]
         for index, (parent, chance) in enumerate(zip(parents, chances, strict=True)):
             depths.append(depths[parent] + 1)
