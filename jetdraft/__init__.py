@@ -34,12 +34,13 @@ from jetdraft.errors import (
 )
 from jetdraft.runtime.async_stream import AsyncStream
 from jetdraft.runtime.conversation import Conversation
-from jetdraft.runtime.generation import Piece, Result, Stream
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model, load
+from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.pool import Pool
 from jetdraft.runtime.sampling.logprobs import Logprob
+from jetdraft.runtime.text_stream import Stream
 
 __version__ = "0.1.0"
 

@@ -38,7 +38,11 @@ class JetdraftError(Exception):
 
 
 class OptionError(JetdraftError):
-    """An option is out of range or contradicts another."""
+    """An option cannot be used; `field` names it, for example "method" or "prompt"."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class CheckpointError(JetdraftError):

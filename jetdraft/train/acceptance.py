@@ -19,8 +19,8 @@ from jetdraft.errors import DataError, MethodError, OutputError
 from jetdraft.files import replacing
 from jetdraft.runtime.drafts.noise import Int64s
 from jetdraft.runtime.model import Model
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.binding import Floats
-from jetdraft.runtime.passes.graph import Answer
 from jetdraft.runtime.proposers import DraftProposer
 from jetdraft.runtime.proposers.draft_stops import REPEATED, AcceptanceHead, Stopping
 

@@ -18,9 +18,9 @@ from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.fusion import fuse
 from jetdraft.export.seams import check_seams
 from jetdraft.export.step import Step, kv_shapes, trace
-from jetdraft.runtime.passes.engines import Engines
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import open_session
+from jetdraft.runtime.passes.step_sessions import StepSessions
 from tests.tiny import SIZES, VOCAB_SIZE, llama_config, save_checkpoint
 
 CAPACITY = 64
@@ -110,7 +110,7 @@ def case(request, tmp_path_factory):
         checkpoint=checkpoint,
         contract=contract,
         onnx=model,
-        graph=Graph(Engines(session, contract)),
+        graph=Graph(StepSessions(session, contract)),
         expected=expected,
     )
 

@@ -11,7 +11,7 @@ from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.planning.controller import Adaptive, Fixed
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.text.codec import TextStream
-from jetdraft.runtime.text.stops import Ending
+from jetdraft.runtime.text.stops import StopWatcher
 
 PROMPT = np.random.default_rng(8).integers(0, 288, 20)
 SAMPLINGS = [
@@ -73,7 +73,7 @@ SPOILS = [always_right, always_wrong, empty, sometimes_right]
 
 
 def ending(eos=()):
-    return Ending(TextStream(None, []), eos)
+    return StopWatcher(TextStream(None, []), eos)
 
 
 def generate(model, sampling, proposer=None, length=4, tokens=200, eos=(), widths=None):

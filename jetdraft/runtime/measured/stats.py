@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 class Round(NamedTuple):
     """One propose, verify and commit.
 
-    `evaluated` drafted tokens were compared with a chosen one: the `accepted` and, if
-    there is one, the first wrong. `ranks` has for each of them which of how many
-    siblings was right, their number where none was. `probes` drafted for the next
-    round, and `off` says why nothing was drafted for this one. `asked` has, for every
-    proposer that was, the rows it came up with and the seconds that took.
+    `evaluated` drafted tokens were compared with a chosen token: the `accepted` tokens
+    and the first wrong token, if there is one. `ranks` says for each of them which of
+    how many siblings was right; the rank is the number of siblings where none was.
+    `probes` drafted for the next round, `off` says why this round had no draft. `asked`
+    maps each method that was asked to the rows that it offered and its seconds.
     """
 
     method: str
@@ -42,9 +42,9 @@ class Round(NamedTuple):
 
 @dataclass
 class Share:
-    """What one method did in a generation, "none" being rounds without a draft.
+    """What one method did in a generation; "none" stands for rounds without a draft.
 
-    `saved_ms` is what its tokens would have taken one by one, less its own time.
+    `saved_ms` is the time of its tokens one by one, less the time of its rounds.
     """
 
     rounds: int = 0
@@ -63,10 +63,11 @@ class Share:
 class Stats:
     """Sums over the rounds of one generation.
 
-    `waited_seconds` is time that the caller spent between pieces; it counts nowhere.
-    `plain_ms` is a pass without a draft on this machine, `by_method` what each method
-    did, and `off` why rounds had no draft, with how many. `reused_tokens` of the prompt
-    were in the buffers already.
+    `waited_seconds` is time that the caller spent between pieces; no metric counts it.
+    `plain_ms` is the time of a pass without a draft on this machine. `by_method` says
+    what each method did, `off` how many rounds had no draft for which reason.
+    `reused_tokens` of the prompt were in the buffers already. `seed` is the seed that
+    was used, also where it was drawn at random.
 
     stats.tokens_per_pass      # committed tokens / target passes, without prefill
     stats.to_json()            # every metric under its name
@@ -75,6 +76,7 @@ class Stats:
     method: str
     exact: bool
     prompt_tokens: int
+    seed: int = 0
     reused_tokens: int = 0
     generations: int = 0
     new_tokens: int = 0
@@ -117,6 +119,19 @@ class Stats:
         self.by_method.setdefault(round_.method, Share()).merge(share)
         if round_.off:
             self.off[round_.off] = self.off.get(round_.off, 0) + 1
+
+    def time_round(self, elapsed: float, tokens: int, session: float) -> None:
+        """Note the seconds since the start, after a round that kept `tokens`.
+
+        `session` counts the seconds inside `session.run` since the first round.
+        """
+        if self.target_passes == 1:
+            # Prefill and the first round are not decoding.
+            self.time_to_first_token = elapsed
+            self.first_tokens = tokens
+            self.generations = 1
+        self.session_seconds = session
+        self.decode_seconds = elapsed - self.time_to_first_token
 
     def merge(self, other: Stats) -> None:
         """Add another generation's sums to these."""
@@ -182,6 +197,7 @@ class Stats:
         return {
             "method": self.method,
             "exact": self.exact,
+            "seed": self.seed,
             "finish_reason": self.finish_reason,
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,

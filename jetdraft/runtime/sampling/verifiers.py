@@ -1,4 +1,4 @@
-"""Verifiers: the walk, and others beside it that draw in view of the draft."""
+"""All verifiers by name: the walk, and others whose choice depends on the draft."""
 
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.sampling import lossy, rejection
@@ -13,7 +13,10 @@ VERIFIERS: dict[str, Verifier] = {
     for verifier in (
         Walk(),
         Conditional(
-            "rejection", _DRAWN, lambda p, q, x, kind: rejection.single(p, q, x)
+            "rejection",
+            _DRAWN,
+            lambda p, q, x, kind: rejection.single(p, q, x),
+            single_child=True,
         ),
         Conditional(
             "recursive",

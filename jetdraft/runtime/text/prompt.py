@@ -1,4 +1,4 @@
-"""What a prompt must be before anything runs."""
+"""Checks the token ids of a prompt before anything runs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from jetdraft.errors import PromptError
 from jetdraft.runtime.drafts.noise import Int64s
 
 
-def check_ids(given: Any, contract: StepContract) -> Int64s:
-    """A prompt's ids, int64 [length], or a `PromptError` that says why not."""
+def check_ids(token_ids: Any, contract: StepContract) -> Int64s:
+    """The ids as int64 [length]; raises `PromptError` if they are no valid prompt."""
     try:
-        found = np.asarray(given)
+        array = np.asarray(token_ids)
     except ValueError as error:
         raise PromptError("token_ids must be a list of integers") from error
-    if found.ndim == 1 and not len(found):
+    if array.ndim == 1 and not len(array):
         raise PromptError("the prompt is empty; give at least one token")
-    if found.ndim != 1 or found.dtype.kind not in "iu":
+    if array.ndim != 1 or array.dtype.kind not in "iu":
         raise PromptError("token_ids must be a list of integers")
-    ids = found.astype(np.int64)
+    ids = array.astype(np.int64)
     if len(ids) > contract.capacity:
         raise PromptError(
             f"the prompt has {len(ids)} tokens, the capacity is "

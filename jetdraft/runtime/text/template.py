@@ -1,4 +1,4 @@
-"""A checkpoint's own chat template, rendered in a sandbox."""
+"""Turns chat messages into a prompt with the checkpoint's own chat template."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any, NoReturn
 from jetdraft.errors import PromptError, TemplateError
 
 Message = dict[str, Any]
-"""A `role` and a `content`, as transformers' templates have them."""
+"""A dict with a `role` and a `content`, as templates of transformers expect."""
 
 
 class ChatTemplate:
     """Renders messages with a Jinja template in a sandbox that can change nothing.
 
-    `tokens` are those that templates name, as `bos_token`. Raises `TemplateError`.
+    `tokens` are the special tokens that a template may name, for example `bos_token`.
+    Raises `TemplateError` if the template is broken or refuses the messages.
 
         ChatTemplate(source, {"eos_token": "</s>"}).render([user("Hello")])
     """
@@ -41,12 +42,15 @@ class ChatTemplate:
         except JinjaError as error:
             line = getattr(error, "lineno", None)
             raise TemplateError(
-                f"the chat template is broken in line {line} ({error}); mend "
+                f"the chat template is broken in line {line} ({error}); fix "
                 "chat_template.jinja in the checkpoint and export it again"
             ) from error
 
     def render(self, messages: Sequence[Message], **more: Any) -> str:
-        """The prompt for the assistant's next message; `more` is given on, as tools."""
+        """The prompt for the assistant's next message.
+
+        `more` are further variables of the template, for example `tools`.
+        """
         try:
             return str(
                 self._template.render(
@@ -75,7 +79,7 @@ def _to_json(value: Any, indent: int | None = None) -> str:
 
 
 def check_messages(messages: object) -> list[Message]:
-    """Messages, or a `PromptError` that says which is none."""
+    """The messages as a list; raises `PromptError` if any of them is not a message."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise PromptError("a chat needs a list of messages; give at least one")
     for number, message in enumerate(messages, start=1):
@@ -88,12 +92,12 @@ def check_messages(messages: object) -> list[Message]:
 
 
 def user(content: str) -> Message:
-    """What a user says."""
+    """A message of the user."""
     return {"role": "user", "content": content}
 
 
 def read_template(file: Path | None) -> str:
-    """The source of a bundle's template; `TemplateError` where there is none."""
+    """The source of a bundle's template; raises `TemplateError` if there is none."""
     if file is None:
         raise TemplateError(
             "the bundle has no chat template; give whole prompts to generate, or "

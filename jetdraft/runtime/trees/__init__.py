@@ -1,8 +1,8 @@
-"""Shapes of draft trees: a new one is a new module here."""
+"""Shapes of draft trees; a new shape is a new module here."""
 
 from jetdraft.runtime.trees.confident import Comb, Merged, Rerank
-from jetdraft.runtime.trees.fixed import Best, Kary, Sparse
-from jetdraft.runtime.trees.reach import Heap, Threshold
+from jetdraft.runtime.trees.fixed import Best, Kary, Static
+from jetdraft.runtime.trees.reach import Heap, ReachThreshold
 from jetdraft.runtime.trees.shape import Shape, Tree
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "Merged",
     "Rerank",
     "Shape",
-    "Sparse",
-    "Threshold",
+    "Static",
+    "ReachThreshold",
     "Tree",
 ]

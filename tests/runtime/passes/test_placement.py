@@ -22,8 +22,8 @@ from jetdraft.recipe import Recipe
 from jetdraft.runtime.measured.widths import measure
 from jetdraft.runtime.passes import opener as opening
 from jetdraft.runtime.passes.captures import Captures
+from jetdraft.runtime.passes.opener import shared_weights
 from jetdraft.runtime.passes.session import open_session
-from jetdraft.runtime.passes.shared_weights import shared_weights
 from jetdraft.runtime.passes.tensor import Memory
 from jetdraft.runtime.planning.options import Options
 from tests.tiny import llama_config, save_checkpoint, save_streams

@@ -17,7 +17,7 @@ from jetdraft.runtime.passes.prefix import common
 from jetdraft.runtime.planning.controller import Fixed
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.text.codec import TextStream
-from jetdraft.runtime.text.stops import Ending
+from jetdraft.runtime.text.stops import StopWatcher
 
 RANDOM = np.random.default_rng(4)
 IDS = RANDOM.integers(0, 288, 151).tolist()
@@ -199,7 +199,7 @@ def test_where_filling_up_has_no_room_less_is_read(kept):
     graph.run = spy
     try:
         generator = Generator(graph, [2, 8], [], prefills=[64, 32])
-        ending, stats = Ending(TextStream(None, []), []), Stats("none", True, 256)
+        ending, stats = StopWatcher(TextStream(None, []), []), Stats("none", True, 256)
         chooser, none = Chooser(Sampling()), Fixed(None, 0)
         assert list(generator.run(prompt, chooser, none, 1, ending, stats)) == []
     finally:

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jetdraft.runtime.passes.engines import Engines
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import open_session
+from jetdraft.runtime.passes.step_sessions import StepSessions
 from jetdraft.runtime.proposers import DraftProposer
 from jetdraft.runtime.proposers.follower import Follower
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
@@ -50,7 +50,7 @@ def test_rounds_of_others_are_caught_up(model, drafter):
 def test_a_drafter_that_is_the_target_is_always_right(model):
     entry = model.bundle.target
     session = open_session(model.bundle.path / entry.file, "cpu", 1, spinning=False)
-    twin = DraftProposer(Follower(Graph(Engines(session, entry.contract))))
+    twin = DraftProposer(Follower(Graph(StepSessions(session, entry.contract))))
     for options in ({}, {"temperature": 0.8, "seed": 4}):
         # In its own exact class the twin runs one row at a time, so compare there.
         model.planner.proposers["twin"] = twin

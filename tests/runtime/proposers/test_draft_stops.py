@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jetdraft.errors import OptionError, StoreError
-from jetdraft.runtime.passes.graph import Answer
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.draft_stops import (
     REPEATED,
     AcceptanceHead,

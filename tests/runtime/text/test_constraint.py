@@ -13,7 +13,7 @@ import pytest
 
 from jetdraft.errors import ConstraintError, OptionError
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.passes.graph import Answer
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.constrained import ForcedProposer
 from jetdraft.runtime.text.constraint import Constraint, Vocabulary
 from jetdraft.runtime.text.matcher import NEVER
@@ -178,17 +178,17 @@ def test_each_row_is_masked_after_its_own_path(vocabulary):
     a, b, c, d = ids("abcd")
     rows = Rows([9, a, c, b, b], [-1, 0, 0, 1, 2])
     given = answer(5)
-    found = matcher.shape(given, rows, [9]).logits
-    allowed = [set(np.flatnonzero(row > NEVER)) for row in found]
+    masked = matcher.process(given, rows, [9]).logits
+    allowed = [set(np.flatnonzero(row > NEVER)) for row in masked]
     assert allowed[:4] == [{a, c}, {b}, {d, 0}, {0}]
-    np.testing.assert_array_equal(found[4], given.logits[4], "b may not follow c")
+    np.testing.assert_array_equal(masked[4], given.logits[4], "b may not follow c")
     assert matcher.allowed(rows, [9]).tokens == [9, a, c, b]
     assert matcher.allowed(Rows.chain([9, a, 0]), [9]).tokens == [9, a]
     assert matcher.allowed(Rows.chain([9, c, 0]), [9]).tokens == [9, c, 0]
-    again = matcher.shape(answer(2), Rows.chain([c, d]), [9, c]).logits
+    again = matcher.process(answer(2), Rows.chain([c, d]), [9, c]).logits
     assert set(np.flatnonzero(again[0] > NEVER)) == {d, 0}
     with pytest.raises(ConstraintError, match="cannot be followed"):
-        matcher.shape(answer(1), Rows.chain([b]), [9, c, b])
+        matcher.process(answer(1), Rows.chain([b]), [9, c, b])
 
 
 def test_what_is_withdrawn_is_forgotten(vocabulary):
@@ -207,7 +207,7 @@ def test_what_is_withdrawn_is_forgotten(vocabulary):
     ("wrong", "error", "words"),
     [
         ({"json_schema": "{"}, ConstraintError, "not JSON .*line 1"),
-        ({"json_schema": "[1]"}, ConstraintError, "is no object"),
+        ({"json_schema": "[1]"}, ConstraintError, "is not an object"),
         ({"json_schema": {"type": "strin"}}, ConstraintError, "its root: Invalid type"),
         (
             {"json_schema": {"properties": {"a": {"items": {"type": "strin"}}}}},
@@ -229,7 +229,7 @@ def test_what_is_withdrawn_is_forgotten(vocabulary):
         ({"regex": "abcdef\\1"}, ConstraintError, "character 7: backreferences"),
         ({"grammar": "start: foo"}, ConstraintError, r'at 1\(8\): unknown name: "foo"'),
         ({"grammar": "start: /a/ )"}, ConstraintError, r"at 1\(12\): expecting"),
-        ({"json_schema": {"x-guidance": 5}}, ConstraintError, "is no object"),
+        ({"json_schema": {"x-guidance": 5}}, ConstraintError, "is not an object"),
         ({"json_schema": {"properties": 5}}, ConstraintError, "refused at its root"),
         ({"json_schema": '{"a":' * 9999}, ConstraintError, "not JSON"),
         ({"regex": "\udc80"}, OptionError, "not a text"),

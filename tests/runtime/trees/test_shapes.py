@@ -16,9 +16,9 @@ from jetdraft.runtime.trees import (
     Heap,
     Kary,
     Merged,
+    ReachThreshold,
     Rerank,
-    Sparse,
-    Threshold,
+    Static,
     Tree,
 )
 
@@ -30,15 +30,15 @@ SHAPES = [
     (Best(), Kind.DETERMINISTIC),
     (Heap(), Kind.DISTINCT),
     (Heap(), Kind.COUPLED),
-    (Threshold(), Kind.DISTINCT),
-    (Threshold(), Kind.DETERMINISTIC),
+    (ReachThreshold(), Kind.DISTINCT),
+    (ReachThreshold(), Kind.DETERMINISTIC),
     (Rerank(), Kind.COUPLED),
     (Comb(), Kind.DETERMINISTIC),
     (Merged(), Kind.DETERMINISTIC),
     (Merged(), Kind.COUPLED),
     (Kary((2, 2, 1)), Kind.REPLACED),
     (Kary((2, 2, 1)), Kind.TOP_AND_ONE),
-    (Sparse((0, 0, 1, 1, 2)), Kind.DETERMINISTIC),
+    (Static((0, 0, 1, 1, 2)), Kind.DETERMINISTIC),
 ]
 
 
@@ -84,7 +84,7 @@ def test_the_same_seed_grows_the_same_tree(shape, kind):
 
 
 def test_a_static_tree_has_the_given_parents_in_order_of_levels():
-    _, _, rows = grow(Sparse((0, 0, 1, 1, 2)), Kind.DETERMINISTIC)
+    _, _, rows = grow(Static((0, 0, 1, 1, 2)), Kind.DETERMINISTIC)
     assert rows.parents == [-1, 0, 0, 1, 1, 2]
     best = after(4).ids
     assert rows.tokens[1:3] == best[:2].tolist()
@@ -94,7 +94,7 @@ def test_a_static_tree_has_the_given_parents_in_order_of_levels():
 @pytest.mark.parametrize("parents", [(1,), (0, 2), (0, -1), ()])
 def test_a_static_tree_with_wrong_parents_is_refused(parents):
     with pytest.raises(DraftError, match="parent"):
-        Sparse(parents)
+        Static(parents)
 
 
 def test_k_ary_levels():
@@ -144,7 +144,7 @@ def test_the_heap_puts_rows_in_by_falling_reach():
 
 
 def test_the_threshold_takes_what_reaches_one_in_budget():
-    tree, _, _ = grow(Threshold(), Kind.DISTINCT, budget=15)
+    tree, _, _ = grow(ReachThreshold(), Kind.DISTINCT, budget=15)
     assert min(tried(tree)) >= 1 / 15 - 1e-9
 
 
@@ -176,7 +176,7 @@ def test_rerank_keeps_the_best_products():
 def test_merged_without_merging_drafts_what_is_sure_enough():
     never = Merged(repeat=99)
     _, _, rows = grow(never, Kind.DETERMINISTIC, budget=12)
-    assert never._same == {}
+    assert never._repeats == {}
     assert rows.drafted <= 12
 
 
@@ -192,7 +192,11 @@ def test_merged_asks_less_for_the_same_rows():
 
 @pytest.mark.parametrize(
     ("shape", "second"),
-    [(Heap(), [0.5, 0.3, 0.2]), (Threshold(), [0.7, 0.2, 0.1]), (Kary((2, 1)), None)],
+    [
+        (Heap(), [0.5, 0.3, 0.2]),
+        (ReachThreshold(), [0.7, 0.2, 0.1]),
+        (Kary((2, 1)), None),
+    ],
 )
 def test_a_shape_that_looks_at_draws_does_not_bias_them(shape, second):
     """Whether a row gets children may depend on what its cousins drew.

@@ -7,7 +7,7 @@ import pytest
 
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
-from jetdraft.runtime.passes.graph import Answer
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from jetdraft.runtime.trees.siblings import siblings

@@ -11,7 +11,7 @@ from jetdraft.ort import ort
 
 
 @dataclass(frozen=True)
-class Engine:
+class StepSession:
     """A session and its contract, checked when it is made."""
 
     session: ort.InferenceSession
@@ -23,7 +23,7 @@ class Engine:
         check_tensors(contract.outputs, session.get_outputs(), "the graph's outputs")
 
 
-class Engines:
+class StepSessions:
     """A session for every pass, and others that are faster at some.
 
     `chain` runs what does not branch, where a provider has a faster kernel without an
@@ -31,7 +31,7 @@ class Engines:
     to the narrowest that holds it and is filled up. `weights` that sessions share live
     as long as these.
 
-        engines = Engines(session, contract, fixed={4: narrow, 8: wide})
+        engines = StepSessions(session, contract, fixed={4: narrow, 8: wide})
         engines.width(3, room=100)         # 4
         engines.of(4, branching=False)
     """
@@ -45,11 +45,11 @@ class Engines:
         weights: Mapping[str, ort.OrtValue] | None = None,
     ) -> None:
         self._weights = weights
-        self.any = Engine(session, contract)
+        self.any = StepSession(session, contract)
         self.chain = self.any
         if chain is not None:
-            self.chain = Engine(chain, replace(contract, tree=False))
-        self.fixed = {w: Engine(s, contract) for w, s in (fixed or {}).items()}
+            self.chain = StepSession(chain, replace(contract, tree=False))
+        self.fixed = {w: StepSession(s, contract) for w, s in (fixed or {}).items()}
         self._widths = sorted(self.fixed)
 
     def width(self, rows: int, room: int) -> int:
@@ -59,7 +59,7 @@ class Engines:
             return self._widths[place]
         return rows
 
-    def of(self, width: int, branching: bool) -> Engine:
+    def of(self, width: int, branching: bool) -> StepSession:
         """Who runs a pass of that width."""
         other = self.any if branching else self.chain
         return self.fixed.get(width, other)
