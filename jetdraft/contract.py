@@ -99,7 +99,7 @@ class StepContract:
     `kv_shapes` holds (kv_heads, head_dim) per layer; `dtype`, "float32" or "float16",
     is the type of the KV buffers. A `tree` graph verifies branching drafts too. A graph
     with `streams` drafts that many tokens after each row that carries them. With
-    `kv_bits` the buffers hold integers: int8, or two of four bits in a byte.
+    `kv_bits` 8 the buffers hold int8, with 0 they hold `dtype`.
 
     The other sizes are widths of optional tensors, 0 where a graph does not have them:
     `hidden_size` of the output `hidden`, `feature_size` of the output `features`,
@@ -218,13 +218,12 @@ class StepContract:
 
     def buffers(self, side: str) -> tuple[TensorSpec, ...]:
         """The KV buffers named `{side}_key.{i}` and `{side}_value.{i}`."""
-        dtype = {0: self.dtype, 8: "int8", 4: "uint8"}[self.kv_bits]
-        each = 2 if self.kv_bits == 4 else 1
+        dtype = {0: self.dtype, 8: "int8"}[self.kv_bits]
         return tuple(
             TensorSpec(
                 f"{side}_{kind}.{layer}",
                 dtype,
-                (1, heads, self.capacity, head_dim // each),
+                (1, heads, self.capacity, head_dim),
             )
             for layer, (heads, head_dim) in enumerate(self.kv_shapes)
             for kind in ("key", "value")
@@ -261,7 +260,7 @@ class StepContract:
         """Read `to_json`'s object; raise `ContractError` if it is malformed."""
         try:
             numbers = {name: int(fields[name]) for name in _NUMBERS}
-            numbers["kv_bits"] = {0: 0, 4: 4, 8: 8}[numbers["kv_bits"]]
+            numbers["kv_bits"] = {0: 0, 8: 8}[numbers["kv_bits"]]
             shapes = tuple((int(h), int(d)) for h, d in fields["kv_shapes"])
             others = {"tree": bool(fields["tree"]), "kv_shapes": shapes}
             return cls(**{**fields, **numbers, **others})

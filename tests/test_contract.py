@@ -94,6 +94,7 @@ def test_survives_json():
         {"kv_shapes": None},
         {"kv_shapes": [["two", 16]]},
         {"colour": "red"},
+        {"kv_bits": 4},
     ],
 )
 def test_malformed_json_is_refused(damage):

@@ -124,7 +124,7 @@ class Comparison:
     def _calibrated(self) -> bool:
         """Whether any recipe looks at a text."""
         beside = self.drafter_recipes if self.drafter else []
-        return any(recipe.calibrated for recipe in (*self.recipes, *beside))
+        return any(recipe.needs_calibration for recipe in (*self.recipes, *beside))
 
     def _drafters(self, calibration: Path | None) -> dict[str, Bundle]:
         """Each recipe's drafter, in a bundle whose target is the drafter too."""

@@ -81,7 +81,7 @@ class Stages:
 @click.option(
     "--calibration",
     type=click.Path(path_type=Path),
-    help="A text like those to be written, for recipes with gptq, awq or kv8 and for "
+    help="A text like those to be written, for recipes with gptq or kv8 and for "
     "limits.",
 )
 @click.option(

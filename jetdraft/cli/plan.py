@@ -11,10 +11,30 @@ import click
 
 from jetdraft.cli.options import picture
 from jetdraft.devices.device import Device
-from jetdraft.devices.plan import Choice, Plan, Question, plan, refusal
+from jetdraft.devices.plan import (
+    DRAFTER,
+    FREE,
+    PROBES,
+    Choice,
+    Contender,
+    Plan,
+    Question,
+    plan,
+    refusal,
+)
 from jetdraft.errors import OptionError, OutputError
 
 PLOTTED = (0.4, 0.6, 0.8)
+CONTENDERS = (
+    Contender("draft", DRAFTER, trees=True),
+    Contender("stream", PROBES, trees=True),
+    Contender("lookup", FREE, trees=False),
+)
+NOTES = {
+    PROBES: "for a target that jetdraft train streams has taught it",
+    FREE: "where the text repeats itself that often: it drafts nothing else",
+}
+"""What the acceptance of a method means, by its cost."""
 
 
 @click.command("plan")
@@ -57,6 +77,7 @@ def command(
         context,
         acceptance,
         power_mode,
+        CONTENDERS,
     )
     if plot is not None:
         _matplotlib()
@@ -89,12 +110,9 @@ def _show(found: Plan, device: Device) -> None:
         click.echo(_line(max(same, key=lambda row: row.tokens_per_second)))
     click.echo("best:")
     click.echo(_line(found.best))
-    notes = {
-        "stream": "for a target that jetdraft train streams has taught it",
-        "lookup": "where the text repeats itself that often: it drafts nothing else",
-    }
-    for method in {row.method for row in found.rows} & notes.keys():
-        click.echo(f"  ({method}: {notes[method]})")
+    for method, cost in dict.fromkeys((row.method, row.cost) for row in found.rows):
+        if cost in NOTES:
+            click.echo(f"  ({method}: {NOTES[cost]})")
     others = [mode.name for mode in device.power_modes if mode.name != found.power_mode]
     if others:
         click.echo(f"  (--power-mode {', '.join(others)}: other rates)")

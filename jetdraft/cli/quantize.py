@@ -37,7 +37,7 @@ from jetdraft.recipe import COMPARED, COMPARED_DRAFTERS, Recipe
 @click.option(
     "--calibration",
     type=click.Path(path_type=Path),
-    help="A text for gptq, awq and kv; default: what the unquantized target writes.",
+    help="A text for gptq and kv8; default: what the unquantized target writes.",
 )
 @click.option(
     "--report",

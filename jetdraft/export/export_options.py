@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jetdraft.bundle import CONTRIB, DRAFTER, FLAVOURS, TARGET
 from jetdraft.contract import CAPACITY, MAX_WIDTH
-from jetdraft.devices.providers import Provider, known
+from jetdraft.devices.providers import Provider, provider_named
 from jetdraft.errors import OptionError
 from jetdraft.quant.sensitivity import Limit
 from jetdraft.recipe import Recipe
@@ -91,7 +91,7 @@ class ExportOptions:
                 "with --calibration FILE"
             )
         for recipe in (self.recipe_of(TARGET), self.recipe_of(DRAFTER)):
-            if recipe.calibrated:
+            if recipe.needs_calibration:
                 raise OptionError(
                     f"{recipe.name} measures what the model computes over a text; give "
                     "a text with --calibration FILE"
@@ -100,12 +100,12 @@ class ExportOptions:
     def provider_of(self, name: str) -> Provider:
         """The provider that will run the graph of that name."""
         beside = self.drafter_provider if name == DRAFTER else None
-        return known(beside or self.provider)
+        return provider_named(beside or self.provider)
 
     @property
     def flavour_made(self) -> str:
         """The flavour of all graphs."""
-        return self.flavour or known(self.provider).flavour
+        return self.flavour or provider_named(self.provider).flavour
 
     def dtype_of(self, name: str) -> str:
         """The dtype of the graph of that name."""

@@ -224,11 +224,11 @@ def _quantization(
             "fixed; leave the limit out"
         )
     _check_raised(recipe, contract)
-    if options.calibration is not None and (recipe.by_moments or limit):
+    if options.calibration is not None and (recipe.needs_moments or limit):
         windows = Windows.of(
             options.calibration, checkpoint.tokenizer, contract.capacity
         )
-        if recipe.by_moments:
+        if recipe.needs_moments:
             moments = second_moments(checkpoint.model, windows)
         if limit is not None:
             with own_attention(checkpoint.model):

@@ -169,8 +169,8 @@ _TYPES: dict[Any, tuple[Any, Callable[[Any], Any], Callable[[str], Any], str]] =
     ),
     str: (str, str, str, "a text"),
 }
-"""Per type of a field, in the order of trying: the Python types that it takes, how such a
-value and a text are read, and the words for the type."""
+"""Per type of a field, in the order of trying: the Python types that it takes, how a
+value of them and a text are read, and the words for the type."""
 
 
 def _read(key: str, value: object, hint: Any) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 
+from jetdraft.best_tree import best_tree
 from jetdraft.errors import DraftError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind
@@ -53,10 +53,7 @@ class Static(Shape):
 
 
 class Best(Static):
-    """The rows most likely to be accepted if siblings are right at `RANK_RATES`.
-
-    Greedy insertion is optimal if ranks are independent (Medusa, 2401.10774).
-    """
+    """The rows most likely to be accepted if siblings are right at `RANK_RATES`."""
 
     name = "best"
 
@@ -68,35 +65,8 @@ class Best(Static):
         if 0 in answers:
             firsts = [RANK_RATES[0]] * tree.budget
             others = [rate / (1.0 - RANK_RATES[0]) for rate in RANK_RATES[1:]]
-            self.parents, _ = most_likely(tree.budget, firsts, others)
+            self.parents, _ = best_tree(tree.budget, firsts, others)
         return super().grow(tree, answers)
-
-
-def most_likely(
-    budget: int, firsts: Sequence[float], others: Sequence[float]
-) -> tuple[list[int], list[float]]:
-    """The `budget` rows most likely to be accepted: their parents and their chances.
-
-    The likeliest row comes first. `firsts` has the chance of the first sibling at each
-    depth, `others` the chances of the second, the third, ... if the first is wrong.
-
-        most_likely(3, [0.6, 0.6, 0.6], [0.3])   # [0, 1, 2]: a chain
-    """
-    parents, depths, chances = list[int](), [0], [1.0]
-    heap = [(-firsts[0], 0, 0)]
-    while heap and len(parents) < budget:
-        chance, parent, rank = heapq.heappop(heap)
-        row, depth = len(depths), depths[parent] + 1
-        parents.append(parent)
-        depths.append(depth)
-        chances.append(-chance)
-        if depth < len(firsts):
-            heapq.heappush(heap, (chance * firsts[depth], row, 0))
-        if rank < len(others):
-            wrong = 1.0 - firsts[depth - 1]
-            sibling = chances[parent] * wrong * others[rank]
-            heapq.heappush(heap, (-sibling, parent, rank + 1))
-    return parents, chances[1:]
 
 
 class Kary(Shape):

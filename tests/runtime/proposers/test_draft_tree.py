@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from jetdraft.runtime.generator import Generator
 
 import jetdraft
 from jetdraft.errors import DraftError
 from jetdraft.runtime.drafts.rows import Kind, Rows
-from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.planning.controller import Fixed
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
