@@ -34,7 +34,7 @@ def test_list_shows_what_is_kept(bundle, store):
 
 def test_clear_forgets(bundle, store):
     done = jetdraft("store", "clear", bundle, store, "--user", "ann")
-    assert "2 entries" in done.stderr
+    assert "2 entries removed" in done.stderr
     assert jetdraft("store", "list", bundle, store, "--user", "ann").stdout == ""
 
 

@@ -123,7 +123,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(target, text, tmp_path):
         process.send_signal(signal.SIGINT)
         _, rest = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "run the same command again to go on" in rest
+    assert "run the same command again to resume" in rest
     assert json.loads((output / "streams.json").read_text())["step"] >= 5
     assert (output / "training.pt").is_file()
 
