@@ -52,7 +52,7 @@ class Command(click.Command):
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in GROUPS}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
-            if record is not None:
+            if record is not None and isinstance(param, click.Option):
                 # Only click's own --help has no group.
                 groups[getattr(param, "group", "output")].append(record)
         for name, records in groups.items():

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from jetdraft.server.asking import RequestError
+from jetdraft.server.request import RequestError
 from jetdraft.server.desk import Desk
 
 

@@ -42,7 +42,7 @@ def assert_error(response, status, words):
         ("{", "not JSON"),
         (b"\xff\xfe", "not JSON"),
         ("[" * 9000, "not JSON"),
-        ("[]", "no JSON object"),
+        ("[]", "must be a JSON object"),
         ({"model": "toy"}, "give one prompt"),
         ({**GOOD, "prompt": ["a", "b"]}, "give one prompt"),
         ({**GOOD, "prompt": [1.5]}, "give one prompt"),
