@@ -5,10 +5,10 @@ import json
 import statistics
 
 import pytest
+from fit import fit, leave_one_out, read, runtime_mb
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from jetdraft.devices.dimensions import Dimensions
-from fit import fit, leave_one_out, read, runtime_mb
 from jetdraft.devices.roofline import BYTES, FITTED, RUNTIME_MB, Load
 from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 
