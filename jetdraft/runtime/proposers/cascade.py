@@ -90,5 +90,4 @@ METHOD = Method(
     lacks=lacks_drafter,
     # It competes with the drafter that it is made of.
     in_auto=lambda options: False,
-    cost="drafter",
 )

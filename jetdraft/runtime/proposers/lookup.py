@@ -169,4 +169,5 @@ METHOD = Method(
     "what followed the last time the text ended like this",
     _make,
     LookupOptions,
+    cost="free",
 )

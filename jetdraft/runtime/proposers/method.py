@@ -123,7 +123,8 @@ class Method(Generic[OptionsT]):
     trees     whether its options can ask for drafts of a fixed shape
     probes    whether it reads the probes of the target's passes
     features  whether it reads the features of the target's passes
-    cost      what its drafts cost, for plans on devices that are not at hand
+    cost      what its drafts cost, for plans on devices that are not at hand; None
+              leaves it out of plans
     target    the target that verifies instead of the bundle's own, given the allowed
               widths; None for the bundle's own
     samples   options that `jetdraft check` tries beside the defaults
@@ -140,7 +141,7 @@ class Method(Generic[OptionsT]):
     trees: bool = False
     probes: bool = False
     features: bool = False
-    cost: Cost = "free"
+    cost: Cost | None = None
     target: Callable[[Parts, OptionsT, Sequence[int]], Target | None] | None = None
     samples: tuple[Mapping[str, object], ...] = ()
 
