@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jetdraft.errors import MethodError, PromptError
+from jetdraft.errors import OptionError
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.noise import Int64s
 from jetdraft.runtime.measured import widths as calibration
@@ -71,8 +71,9 @@ def contenders(
     known = ("auto", *model.methods)
     for method in methods:
         if method not in known:
-            raise MethodError(
-                f"the bundle has no method {method!r}; choose {', '.join(known)}"
+            raise OptionError(
+                f"the bundle has no method {method!r}; choose {', '.join(known)}",
+                "method",
             )
     rows = [Contender("none", None, exact=False), Contender("none", None, exact=True)]
     for method in methods:
@@ -99,7 +100,7 @@ def run(
     every contender decodes the same number of tokens.
     """
     if not prompts:
-        raise PromptError("there are no prompts; give at least one")
+        raise OptionError("there are no prompts; give at least one", "prompt")
     for contender in rows:
         contender.runs = [[] for _ in range(repeats)]
         _generate(model, contender, prompts[0], {**options, "max_new_tokens": 8})

@@ -16,6 +16,7 @@ from jetdraft.runtime.planning.options import Options
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import (
     bundle_argument,
+    given,
     integers,
     json_option,
     new_tokens_option,
@@ -73,19 +74,26 @@ def command(
 ) -> None:
     """Compare the methods of BUNDLE, prompt by prompt in one process."""
     draft_lengths = integers(lengths, "--lengths")
-    model = load(bundle, provider, threads, streams, drafter_provider=drafter_provider)
+    model = load(
+        bundle,
+        provider=provider,
+        threads=threads,
+        streams=streams,
+        drafter_provider=drafter_provider,
+    )
+    fields = given(options)
     prompts = read_prompts(prompts_file, model)
     names = methods.split(",") if methods else [*model.methods, "auto"]
     rows = benchmark.contenders(model, names, draft_lengths)
     for row in rows:  # refuse options that are out of range before measuring
-        Options(num_draft_tokens=row.num_draft_tokens, **options)
+        Options.of(**{**fields, "num_draft_tokens": row.num_draft_tokens})
     click.echo(
         f"measuring {len(rows)} rows over {len(prompts)} prompts, {repeats} times",
         err=True,
     )
     with ProgressBars() as bars:
         tick = bars.ticks("measure", repeats * len(prompts) * len(rows))
-        benchmark.run(model, rows, prompts, repeats, tick, Meter, **options)
+        benchmark.run(model, rows, prompts, repeats, tick, Meter, **fields)
     report = benchmark.report(model, rows)
     report["machine"]["power_mode"] = detect().power_mode
     report["options"] = {**options, "repeats": repeats, "prompts": len(prompts)}

@@ -17,6 +17,8 @@ from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import (
     bundle_argument,
     constraint_options,
+    drafting_option,
+    given,
     method_option,
     new_tokens_option,
     runtime_options,
@@ -44,6 +46,7 @@ HELP = """/stats       print the stats of the last reply
 @sampling_options
 @constraint_options
 @method_option()
+@drafting_option
 @runtime_options
 def command(
     bundle: Path,
@@ -57,11 +60,16 @@ def command(
 ) -> int:
     """Talk to BUNDLE's model, line by line; /help lists the commands."""
     with load(
-        bundle, provider, threads, streams, drafter_provider=drafter_provider
+        bundle,
+        provider=provider,
+        threads=threads,
+        streams=streams,
+        drafter_provider=drafter_provider,
     ) as model:
-        talk = Conversation(model, system, drop_oldest, **options)
+        fields = given(options, model)
+        talk = Conversation(model, system, drop_oldest, **fields)
         # Refuse a missing template or a bad option before the first line.
-        model.stream(token_ids=model.chat_prompt([user("")]), **options)
+        model.stream(token_ids=model.chat_prompt([user("")]), **fields)
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from jetdraft.errors import DataError, MethodError, OutputError
+from jetdraft.errors import DataError, OptionError, OutputError
 from jetdraft.files import replacing
 from jetdraft.runtime.drafts.noise import Int64s
 from jetdraft.runtime.model import Model, load
@@ -80,9 +80,13 @@ def watch(
     """Hidden states float32 [n, h] of compared tokens, and 1 for those accepted."""
     drafter = model.planner.proposers.get("draft")
     if not isinstance(drafter, DraftProposer):
-        raise MethodError("the bundle has no drafter; export one with --drafter")
+        raise OptionError(
+            "the bundle has no drafter; export one with --drafter", "method"
+        )
     if not drafter.graph.contract.hidden_size:
-        raise MethodError("the bundle is of an older version; export it again")
+        raise OptionError(
+            "the bundle is of an older version; export it again", "method"
+        )
     hidden, verdicts = list[Floats](), list[bool]()
     drafter.stopping = watching = Watching()
     try:

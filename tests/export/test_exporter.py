@@ -118,7 +118,7 @@ def test_checkpoint_without_tokenizer_takes_and_gives_ids(tmp_path):
     result = model.generate(token_ids=[5, 6, 7], max_new_tokens=4)
     assert result.text == ""
     assert result.token_ids
-    with pytest.raises(jetdraft.PromptError, match="no tokenizer"):
+    with pytest.raises(jetdraft.OptionError, match="no tokenizer"):
         model.generate(PROMPT)
 
 

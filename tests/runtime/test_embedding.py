@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jetdraft
-from jetdraft.errors import JetdraftError, MethodError, OptionError
+from jetdraft.errors import JetdraftError, OptionError
 
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
 OPTIONS = {
@@ -43,7 +43,7 @@ def test_a_model_has_a_method_of_its_own(bundle):
     model = jetdraft.load(bundle, threads=1, method="lookup")
     assert model.generate(**OPTIONS).stats.method == "lookup"
     assert model.generate(**OPTIONS, method="none").stats.method == "none"
-    with pytest.raises(MethodError):
+    with pytest.raises(OptionError):
         jetdraft.load(bundle, threads=1, method="stream")
 
 

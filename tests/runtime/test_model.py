@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jetdraft
-from jetdraft.errors import MethodError, OptionError, PromptError, ProviderError
+from jetdraft.errors import OptionError, ProviderError
 
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
 METHODS = [
@@ -101,22 +101,22 @@ def test_one_generation_at_a_time(model):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"prompt": ""}, PromptError, "empty"),
-        ({"token_ids": []}, PromptError, "empty"),
-        ({"token_ids": [[1]]}, PromptError, "integers"),
-        ({"token_ids": ["x"]}, PromptError, "integers"),
-        ({"token_ids": [288]}, PromptError, "outside the vocabulary"),
-        ({"token_ids": [-1]}, PromptError, "outside the vocabulary"),
-        ({"token_ids": [1] * 257}, PromptError, "capacity is 256"),
-        ({}, PromptError, "either"),
-        ({"prompt": "a", "token_ids": [1]}, PromptError, "either"),
-        ({"prompt": [1, 2]}, PromptError, "token_ids="),
+        ({"prompt": ""}, OptionError, "empty"),
+        ({"token_ids": []}, OptionError, "empty"),
+        ({"token_ids": [[1]]}, OptionError, "integers"),
+        ({"token_ids": ["x"]}, OptionError, "integers"),
+        ({"token_ids": [288]}, OptionError, "outside the vocabulary"),
+        ({"token_ids": [-1]}, OptionError, "outside the vocabulary"),
+        ({"token_ids": [1] * 257}, OptionError, "capacity is 256"),
+        ({}, OptionError, "either"),
+        ({"prompt": "a", "token_ids": [1]}, OptionError, "either"),
+        ({"prompt": [1, 2]}, OptionError, "token_ids="),
         (
             {"prompt": "a", "method": "none", "num_draft_tokens": 2},
             OptionError,
             "leave one",
         ),
-        ({"prompt": "a", "method": "telepathy"}, MethodError, "no method"),
+        ({"prompt": "a", "method": "telepathy"}, OptionError, "no method"),
         ({"prompt": "a", "num_draft_tokens": 0}, OptionError, "1 to 15"),
         ({"prompt": "a", "num_draft_tokens": 16}, OptionError, "1 to 15"),
         ({"prompt": "a", "max_new_tokens": 0}, OptionError, "1 or more"),
@@ -155,7 +155,7 @@ def test_the_drafter_can_be_left_out(bundle):
     model = jetdraft.load(bundle, threads=1, drafter_provider="off")
     assert model.drafter is None
     assert "draft" not in model.methods
-    with pytest.raises(MethodError, match="no method 'draft'"):
+    with pytest.raises(OptionError, match="no method 'draft'"):
         model.generate("a", method="draft")
 
 

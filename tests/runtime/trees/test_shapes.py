@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jetdraft.errors import DraftError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.sampling.chooser import Sampling
@@ -86,7 +86,7 @@ def test_a_static_tree_has_the_given_parents_in_order_of_levels():
 
 @pytest.mark.parametrize("parents", [(1,), (0, 2), (0, -1), ()])
 def test_a_static_tree_with_wrong_parents_is_refused(parents):
-    with pytest.raises(DraftError, match="parent"):
+    with pytest.raises(OptionError, match="parent"):
         Static(parents)
 
 
