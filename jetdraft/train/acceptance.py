@@ -15,14 +15,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from jetdraft.errors import DataError, MethodError, OutputError
+from jetdraft.errors import DataError, OptionError, OutputError
 from jetdraft.files import replacing
 from jetdraft.runtime.drafts.noise import Int64s
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.binding import Floats
-from jetdraft.runtime.proposers import DraftProposer
-from jetdraft.runtime.proposers.draft_stops import REPEATED, AcceptanceHead, Stopping
+from jetdraft.runtime.planning.registry import registered
+from jetdraft.runtime.proposers.draft import DraftProposer, drafter_of
+from jetdraft.runtime.proposers.draft_stops import REPEATED, AcceptanceHead, DraftStop
+from jetdraft.runtime.proposers.method import Method, MethodOptions
 
 LOOK_EVERY = 10
 """Steps between looks at what was held out."""
@@ -37,11 +39,11 @@ LEAST = 50
 """Tokens of both verdicts together that a head needs."""
 
 
-class Watching(Stopping):
+class Watching(DraftStop):
     """Stops nothing, and notes the hidden state that each token is drafted from."""
 
     name = "watching"
-    usual = 0.0
+    default = 0.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,19 +67,17 @@ def watch(
     temperature: float,
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[Floats, Floats]:
-    """Hidden states float32 [n, h] of compared tokens, and 1 for those accepted."""
-    drafter = model.planner.proposers.get("draft")
-    if not isinstance(drafter, DraftProposer):
-        raise MethodError("the bundle has no drafter; export one with --drafter")
-    if not drafter.graph.contract.hidden_size:
-        raise MethodError("the bundle is of an older version; export it again")
+    """Hidden states float32 [n, h] of compared tokens, and 1 for those accepted.
+
+    Raises `OptionError` without a drafter, `DataError` where too little was compared.
+    """
     hidden, verdicts = list[Floats](), list[bool]()
-    drafter.stopping = watching = Watching()
-    try:
+    watching = Watching()
+    with registered(_method(model, watching)):
         for prompt in prompts:
             stream = model.stream(
                 token_ids=prompt,
-                method="draft",
+                method=watching.name,
                 num_draft_tokens=LENGTH,
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
@@ -89,14 +89,31 @@ def watch(
                     verdicts.append(place < piece.from_draft)
                 watching.seen = []
             tick()
-    finally:
-        drafter.stopping = None
     if len(verdicts) < LEAST or len(set(verdicts)) < 2:
         raise DataError(
             f"only {len(verdicts)} drafted tokens were compared, or all with the same "
             "verdict; give more prompts"
         )
     return np.array(hidden), np.array(verdicts, np.float32)
+
+
+def _method(model: Model, watching: Watching) -> Method[MethodOptions]:
+    """A method that drafts with the drafter while `watching` takes notes."""
+    follower = drafter_of(model.parts, "an acceptance head")
+    if not follower.graph.contract.hidden_size:
+        raise OptionError(
+            "the drafter gives no hidden states; export the bundle again with this "
+            "version",
+            "bundle",
+        )
+    ms, name = model.parts.curve.drafter, watching.name
+    return Method(
+        name,
+        "the drafter, watched",
+        lambda parts, options: DraftProposer(follower, ms, watching, name),
+        in_auto=lambda options: False,
+        cost="drafter",
+    )
 
 
 def fit(
