@@ -12,6 +12,7 @@ from jetdraft.bench import benchmark
 from jetdraft.bench.energy import Meter
 from jetdraft.devices.detection import detect
 from jetdraft.runtime.model import load
+from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import Options
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import (
@@ -85,8 +86,9 @@ def command(
     prompts = read_prompts(prompts_file, model)
     names = methods.split(",") if methods else [*model.methods, "auto"]
     rows = benchmark.contenders(model, names, draft_lengths)
-    for row in rows:  # refuse options that are out of range before measuring
-        Options.of(**{**fields, "num_draft_tokens": row.num_draft_tokens})
+    Options.of(**fields)  # refuse bad options before measuring
+    for row in rows:
+        Drafting(row.method, row.num_draft_tokens)
     click.echo(
         f"measuring {len(rows)} rows over {len(prompts)} prompts, {repeats} times",
         err=True,

@@ -99,7 +99,7 @@ class GenerationRequest:
                 raise RequestError(f"{name} is not supported; leave it out", name)
         options: dict[str, Any] = {**(defaults or {}), **_options(body, chat, most)}
         options.setdefault("temperature", 1.0)  # OpenAI's default
-        Options.of(**options)  # type: ignore[arg-type]  # refuses bad options
+        Options.of(**options)  # refuses bad options
         tools = _tools(body, options, marked)
         chunks = body.get("stream_options", {})
         return cls(

@@ -46,6 +46,15 @@ seed_option = option(
     "random seed where the temperature is above 0.",
 )
 
+training_seed_option = option(
+    "training",
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Seed of the random numbers; the same seed gives the same training.",
+)
+
 temperature_option = option(
     "sampling",
     "--temperature",

@@ -45,7 +45,7 @@ class Planner:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.acceptance: dict[str, Acceptance] = defaultdict(Acceptance)
-        self._proposers: dict[tuple[str, MethodOptions], Proposer] = {}
+        self._proposers: dict[tuple[Method[Any], MethodOptions], Proposer] = {}
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ class Planner:
 
     def proposer(self, method: Method[Any], options: MethodOptions) -> Proposer:
         """The proposer of a method with these options; raises `OptionError`."""
-        key = method.name, options
+        key = method, options
         if key not in self._proposers:
             proposer = method.make(self.parts, options)
             self._proposers[key] = proposer

@@ -109,7 +109,9 @@ def _always(options: MethodOptions) -> bool:
     return True
 
 
-@dataclass(frozen=True)
+# Without equality: two methods that were registered one after the other under the same
+# name stay apart.
+@dataclass(frozen=True, eq=False)
 class Method(Generic[OptionsT]):
     """How one method of drafting is named, made and used.
 

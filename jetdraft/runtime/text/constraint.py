@@ -173,7 +173,8 @@ def _compiled(constraint: Constraint) -> str:
     guidance = schema.get("x-guidance", {})
     if not isinstance(guidance, dict):
         raise OptionError(
-            'the "x-guidance" of the JSON schema is not an object; fix it', constraint.field
+            'the "x-guidance" of the JSON schema is not an object; fix it',
+            constraint.field,
         )
     schema = {**schema, "x-guidance": {**SPACING, **guidance}}
     return LLMatcher.grammar_from_json_schema(schema)
