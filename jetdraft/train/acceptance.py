@@ -200,7 +200,7 @@ def command(
     threads: int | None,
     seed: int,
 ) -> None:
-    """Watch BUNDLE's drafter and teach it when to stop (--drafting stopping=learned)."""
+    """Watch BUNDLE's drafter, and learn when it should stop (stopping=learned)."""
     model = load(bundle, threads=threads)
     prompts = read_prompts(prompts_file, model)
     with ProgressBars() as bars:
