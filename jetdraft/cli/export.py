@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from jetdraft.bundle import FLAVOURS
-from jetdraft.cli.options import optional
-from jetdraft.devices.device import Device
-from jetdraft.devices.plan import Question, plan, refusal
-from jetdraft.devices.providers import AUTO, PROVIDERS, fastest
-from jetdraft.errors import OptionError
+from jetdraft.contract import CAPACITY, MAX_WIDTH
+from jetdraft.devices.providers import AUTO, PROVIDERS
+from jetdraft.export import request
 from jetdraft.recipe import (
     ALGORITHMS,
     BLOCK_SIZES,
@@ -64,14 +61,14 @@ class Stages:
 )
 @click.option(
     "--quantize",
-    help=f"A recipe: {', '.join(SCHEMES)}, with what differs, as int4-gptq-b64-head8. "
-    f"Algorithms: {', '.join(ALGORITHMS)}. Default: int4, or with --calibration the "
-    f"--device's, or {CALIBRATED_DEFAULT}.",
+    help=f"A recipe: {', '.join(SCHEMES)}, followed by overrides, for example "
+    f"int4-gptq-b64-head8. Algorithms: {', '.join(ALGORITHMS)}. Default: int4; with "
+    f"--calibration the recipe of the --device, or {CALIBRATED_DEFAULT}.",
 )
 @click.option(
     "--block-size",
     type=click.Choice([str(size) for size in BLOCK_SIZES]),
-    help=f"Weights that share a scale, where the recipe does not say; default: "
+    help=f"Weights that share a scale, unless the recipe gives a size; default: "
     f"{DEFAULT_BLOCK_SIZE}.",
 )
 @click.option(
@@ -81,20 +78,20 @@ class Stages:
 @click.option(
     "--calibration",
     type=click.Path(path_type=Path),
-    help="A text like those to be written, for recipes with gptq, awq or kv8 and for "
-    "limits.",
+    help="A text like the ones to be generated, for recipes with gptq, awq or kv8 and "
+    "for limits.",
 )
 @click.option(
     "--max-bytes",
     type=int,
-    help="Give layers of the target more bits, those first that need them most, while "
-    "its matrices take no more than this.",
+    help="Give layers of the target more bits, the most sensitive first, while its "
+    "matrices take at most this many bytes.",
 )
 @click.option(
     "--max-kl",
     type=float,
-    help="Give as few layers more bits as keep the mean KL to the full target below "
-    "this, in nats per token.",
+    help="Give more bits to as few layers as keep the mean KL to the float target "
+    "below this, in nats per token.",
 )
 @click.option(
     "--dtype",
@@ -104,14 +101,14 @@ class Stages:
 @click.option(
     "--capacity",
     type=int,
-    default=2048,
+    default=CAPACITY,
     show_default=True,
     help="Tokens of prompt and output together.",
 )
 @click.option(
     "--max-width",
     type=int,
-    default=128,
+    default=MAX_WIDTH,
     show_default=True,
     help="The most rows of one pass.",
 )
@@ -120,14 +117,14 @@ class Stages:
     type=click.Choice([*PROVIDERS, AUTO]),
     default="cpu",
     show_default=True,
-    help="Who will run it; auto: the fastest that runs on this machine.",
+    help="The provider that will run it; auto: the fastest on this machine.",
 )
 @click.option(
     "--drafter-provider",
     type=click.Choice(list(PROVIDERS)),
-    help="Who will run the drafter; default: the same.",
+    help="The provider that will run the drafter; default: the same.",
 )
-@click.option("--device", help="Refuse what would not fit there; see jetdraft devices.")
+@click.option("--device", help="Refuse a pair that does not fit this device.")
 @click.option(
     "--flavour",
     type=click.Choice(FLAVOURS),
@@ -160,59 +157,34 @@ def command(
     adapter_scale: float,
 ) -> None:
     """Export TARGET, a checkpoint folder or hub id, to a bundle."""
-    recipe = Recipe.parse(quantize or "int4", int(block_size or DEFAULT_BLOCK_SIZE))
-    if quantize is None and calibration is not None:
-        found = Device.named(device).recipe if device else CALIBRATED_DEFAULT
-        size = int(block_size) if block_size else Recipe.parse(found).block_size
-        recipe = replace(Recipe.parse(found), block_size=size)
-    if device is not None:
-        _check_fits(device, target, drafter, recipe.scheme, capacity)
-    exporter = optional("export.exporter", "exporting", "export")
-    limited = max_bytes is not None or max_kl is not None
-    options = exporter.ExportOptions(
-        recipe=recipe,
-        drafter_recipe=quantize_drafter and Recipe.parse(quantize_drafter, 32),
-        calibration=calibration,
-        limit=exporter.Limit(max_bytes, max_kl) if limited else None,
-        dtype=dtype,
-        capacity=capacity,
-        max_width=min(max_width, capacity),
-        provider=fastest() if provider == AUTO else provider,
-        flavour=flavour,
-        adapter_scale=adapter_scale,
-        drafter_provider=drafter_provider,
-    )
     stages = Stages()
     try:
-        bundle = exporter.export(target, output, drafter, options, stages)
+        bundle = request.export(
+            target,
+            output,
+            drafter,
+            quantize=quantize,
+            quantize_drafter=quantize_drafter,
+            block_size=int(block_size) if block_size else None,
+            calibration=calibration,
+            max_bytes=max_bytes,
+            max_kl=max_kl,
+            dtype=dtype,
+            capacity=capacity,
+            max_width=max_width,
+            provider=provider,
+            drafter_provider=drafter_provider,
+            flavour=flavour,
+            device=device,
+            adapter_scale=adapter_scale,
+            progress=stages,
+        )
     finally:
         stages.close()
     size = sum(file["bytes"] for file in bundle.files.values())
-    methods = ", ".join(bundle.methods)
-    click.echo(f"{output}: {size / 1e6:.1f} MB, methods {methods}", err=True)
-    stored = bundle.target.quantization
-    kl = f", KL {stored['kl']:.2g}" if limited else ""
-    if quantize is None or limited:
-        click.echo(f"target: {Recipe.from_json(stored).name}{kl}", err=True)
-
-
-def _check_fits(
-    device: str, target: str, drafter: str | None, quantize: str, capacity: int
-) -> None:
-    """Raise `DeviceError` for what does not fit; hub ids have no config here yet."""
-    folders = [Path(each) for each in (target, drafter) if each]
-    if not all(folder.is_dir() for folder in folders):
-        raise OptionError(
-            f"--device looks at the config in a folder, and {target} is none; download "
-            "it first"
-        )
-    question = Question(
-        folders[0],
-        Device.named(device),
-        folders[1] if drafter else None,
-        quantize,
-        capacity,
-    )
-    found = plan(question)
-    if not found.fits:
-        raise refusal(question, found)
+    click.echo(f"{output}: {size / 1e6:.1f} MB", err=True)
+    for name, entry in bundle.graphs.items():
+        kl = entry.quantization.get("kl")
+        shown = f", KL {kl:.2g}" if kl is not None else ""
+        recipe = Recipe.from_json(entry.quantization).name
+        click.echo(f"{name}: {recipe}{shown}", err=True)
