@@ -9,6 +9,8 @@ Usage:
     print(result.text, result.stats.tokens_per_pass)
 """
 
+import typing
+
 from jetdraft.bundle import Bundle
 from jetdraft.errors import (
     BundleError,
@@ -35,6 +37,12 @@ from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.pool import Pool
 from jetdraft.runtime.sampling.logprobs import Logprob
 from jetdraft.runtime.text_stream import Stream
+
+if typing.TYPE_CHECKING:
+    from jetdraft.export.request import export
+else:
+    # Importing a module of this package sets the name again: it can be called itself.
+    from jetdraft import export
 
 __version__ = "0.1.0"
 
@@ -64,5 +72,6 @@ __all__ = [
     "Stream",
     "TrainingError",
     "UnsupportedModelError",
+    "export",
     "load",
 ]
