@@ -82,9 +82,8 @@ class CascadeProposer(DraftProposer):
 
 
 def _make(parts: Parts, options: LookupOptions) -> Proposer:
-    store = None if parts.store is None else parts.store.of(options.user)
-    follower = drafter_of(parts, NAME)
-    return CascadeProposer(follower, LookupProposer(store=store), parts.curve.drafter)
+    below = LookupProposer(store=options.store(parts))
+    return CascadeProposer(drafter_of(parts, NAME), below, parts.curve.drafter)
 
 
 METHOD = Method(

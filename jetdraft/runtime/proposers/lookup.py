@@ -15,9 +15,10 @@ from itertools import accumulate
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.history.suffix import ROOT, SuffixAutomaton
-from jetdraft.runtime.proposers.method import Method, MethodOptions
+from jetdraft.runtime.proposers.method import Method
 from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Proposer, Traits
+from jetdraft.runtime.proposers.store_options import StoreOptions
 from jetdraft.runtime.sampling.chooser import Chooser
 
 MOST_INDEXED = 32768
@@ -25,13 +26,11 @@ MOST_INDEXED = 32768
 
 
 @dataclass(frozen=True)
-class LookupOptions(MethodOptions):
+class LookupOptions(StoreOptions):
     """`user` names whose responses of the store are looked up.
 
     LookupOptions(user="ann")
     """
-
-    user: str = ""
 
 
 class LookupProposer(Proposer):
@@ -165,8 +164,7 @@ def _goes_on(read: Sequence[int], context: Sequence[int]) -> bool:
 
 
 def _make(parts: Parts, options: LookupOptions) -> Proposer:
-    store = None if parts.store is None else parts.store.of(options.user)
-    return LookupProposer(store=store)
+    return LookupProposer(store=options.store(parts))
 
 
 METHOD = Method(

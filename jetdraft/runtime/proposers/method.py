@@ -108,7 +108,8 @@ def _always(options: MethodOptions) -> bool:
     return True
 
 
-@dataclass(frozen=True)
+# Equal by identity: a planner keeps a proposer for each method and its options.
+@dataclass(frozen=True, eq=False)
 class Method(Generic[OptionsT]):
     """How one method of drafting is named, made and used.
 

@@ -19,9 +19,10 @@ from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.history.similarity import Similarity
 from jetdraft.runtime.history.store import ResponseStore
-from jetdraft.runtime.proposers.method import Method, MethodOptions
+from jetdraft.runtime.proposers.method import Method
 from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Proposer, Traits
+from jetdraft.runtime.proposers.store_options import StoreOptions
 from jetdraft.runtime.sampling.chooser import Chooser
 
 ALIKE = 0.8
@@ -41,13 +42,11 @@ AHEAD = 64
 
 
 @dataclass(frozen=True)
-class RecallOptions(MethodOptions):
+class RecallOptions(StoreOptions):
     """`user` names whose responses of the store are followed.
 
     RecallOptions(user="ann")
     """
-
-    user: str = ""
 
 
 class RecallProposer(Proposer):
@@ -166,13 +165,14 @@ def _lacks(bundle: Bundle) -> str:
 
 
 def _make(parts: Parts, options: RecallOptions) -> Proposer:
-    if parts.store is None or parts.similarity is None:
+    store = options.store(parts)
+    if store is None or parts.similarity is None:
         raise OptionError(
             "recall needs a store of earlier responses; give --store FILE (store=), "
             "and if you do, export the bundle again with this version",
             "method",
         )
-    return RecallProposer(parts.store.of(options.user), parts.similarity)
+    return RecallProposer(store, parts.similarity)
 
 
 METHOD = Method(
