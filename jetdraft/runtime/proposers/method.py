@@ -109,8 +109,7 @@ def _always(options: MethodOptions) -> bool:
     return True
 
 
-# Without equality: two methods that were registered one after the other under the same
-# name stay apart.
+# Equal by identity: a planner keeps a proposer for each method and its options.
 @dataclass(frozen=True, eq=False)
 class Method(Generic[OptionsT]):
     """How one method of drafting is named, made and used.

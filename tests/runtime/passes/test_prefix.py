@@ -220,7 +220,7 @@ def test_prompts_are_read_in_multiples_of_the_widest_draft(kept, most, widths):
 
 def test_a_width_whose_last_row_differs_does_not_agree(kept):
     graph, run = kept.target, kept.target.run
-    widths = kept.planner.calibration.exact_widths
+    widths = kept.parts.widths.exact
     assert _prefills_agree(graph, widths)
 
     def odd(tokens, last_only=False, width=0):
