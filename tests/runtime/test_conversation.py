@@ -10,7 +10,13 @@ import pytest
 
 import jetdraft
 from jetdraft.bundle import CHAT_TEMPLATE, Bundle
-from jetdraft.errors import JetdraftError, OptionError, PromptError, TemplateError
+from jetdraft.errors import (
+    JetdraftError,
+    OptionError,
+    OutputError,
+    PromptError,
+    TemplateError,
+)
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.text.template import ChatTemplate, user
 
@@ -76,8 +82,8 @@ def test_the_reason_of_a_template_is_told():
 
 def test_a_chat_is_a_generation_from_the_rendered_prompt(talker):
     messages = [{"role": "system", "content": "s"}, user("hello")]
-    end = talker.text.token(0)
-    ids = talker.text.encode(f"<system>s{end}<user>hello{end}<assistant>")
+    end = talker.parts.text.token(0)
+    ids = talker.parts.text.encode(f"<system>s{end}<user>hello{end}<assistant>")
     assert talker.chat_prompt(messages) == ids
     found = talker.chat(messages, **OPTIONS)
     assert found.token_ids == talker.generate(token_ids=ids, **OPTIONS).token_ids
@@ -120,7 +126,7 @@ def test_full_buffers_say_so_or_lose_the_oldest_turns(talker):
     long = "the self return " * 9
     for _ in range(2):
         list(talk.say(long))
-    with pytest.raises(PromptError, match="let the oldest turns be dropped"):
+    with pytest.raises(OptionError, match="let the oldest turns be dropped"):
         talk.say(long * 6)
     kept = list(talk.messages)
     dropping = Conversation(talker, system="s", drop_oldest=True, **OPTIONS)
@@ -131,7 +137,7 @@ def test_full_buffers_say_so_or_lose_the_oldest_turns(talker):
         assert dropping.messages[1]["role"] == "user"
         assert dropping.last.finish_reason == "length"
         assert len(dropping.last.token_ids) == 12
-    with pytest.raises(PromptError, match="the capacity is 256"):
+    with pytest.raises(OptionError, match="the capacity is 256"):
         list(dropping.say(long * 9))
 
 
@@ -146,7 +152,7 @@ def test_a_conversation_is_kept_in_a_file(talker, tmp_path):
         (tmp_path / "wrong.json").write_text(wrong)
         with pytest.raises((OptionError, PromptError)):
             other.load(tmp_path / "wrong.json")
-    with pytest.raises(OptionError, match="cannot write"):
+    with pytest.raises(OutputError, match="cannot write"):
         talk.save(tmp_path / "no" / "where.json")
     assert other.messages == talk.messages
 
