@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from jetdraft.bench.quality import compare
 from jetdraft.bundle import DRAFTER, TARGET, Bundle
 from jetdraft.errors import DataError, JetdraftError
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.files import replacing
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model, load
@@ -70,12 +68,6 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     pairs: list[Combination] = field(default_factory=list)
 
-    def write(self, folder: Path) -> None:
-        """`report.json` in a folder that is there."""
-        text = json.dumps(asdict(self), indent=2) + "\n"
-        with replacing(folder / "report.json") as partial:
-            partial.write_text(text, encoding="utf-8")
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -124,7 +116,7 @@ class Comparison:
     def _calibrated(self) -> bool:
         """Whether any recipe looks at a text."""
         beside = self.drafter_recipes if self.drafter else []
-        return any(recipe.calibrated for recipe in (*self.recipes, *beside))
+        return any(recipe.needs_calibration for recipe in (*self.recipes, *beside))
 
     def _drafters(self, calibration: Path | None) -> dict[str, Bundle]:
         """Each recipe's drafter, in a bundle whose target is the drafter too."""
@@ -243,8 +235,7 @@ def compose(target: Bundle, drafter: Bundle, folder: Path) -> Bundle:
             os.link(target.path / file, folder / file)
     assert drafter.drafter is not None
     graphs = {TARGET: target.target, DRAFTER: drafter.drafter}
-    methods = (*target.methods, "draft")
-    made = replace(target, path=folder, graphs=graphs, methods=methods, files={})
+    made = replace(target, path=folder, graphs=graphs, files={})
     made.save()
     return Bundle.open(folder)
 
@@ -287,26 +278,19 @@ def resident_mb(bundle: Path) -> float:
     return float(done.stdout)
 
 
-def draw(report: Report, file: Path) -> bool:
-    """Bytes against KL, and a pair's speed-up against KL; False without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
+def panels(report: Report) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return the points of a picture: by y label and recipe, mean KL and y.
+
+    draw_points(file, panels(report), "mean KL")
+    """
     rows = {row.recipe: row for row in report.rows if row.recipe != FULL.name}
     best: dict[str, float] = {}
     for pair in report.pairs:
         best[pair.target] = max(pair.speedup, best.get(pair.target, 0.0))
-    sizes = {name: row.bytes / 1e6 for name, row in rows.items()}
-    panels = {"MB on disk": sizes}
+    values = {"MB on disk": {name: row.bytes / 1e6 for name, row in rows.items()}}
     if best:
-        panels["speed-up of the pair, its best drafter"] = best
-    figure = Figure(figsize=(6 * len(panels), 4.5), layout="constrained")
-    for place, (label, values) in enumerate(panels.items(), start=1):
-        axes = figure.add_subplot(1, len(panels), place)
-        for name, row in rows.items():
-            axes.plot(row.kl_mean, values[name], "o")
-            axes.annotate(name, (row.kl_mean, values[name]), fontsize=7)
-        axes.set(xlabel="mean KL to the unquantized model", ylabel=label, xscale="log")
-    figure.savefig(file, format="png")
-    return True
+        values["speed-up of the pair, its best drafter"] = best
+    return {
+        label: {name: (row.kl_mean, ys[name]) for name, row in rows.items()}
+        for label, ys in values.items()
+    }

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from jetdraft.bundle import Bundle
 from jetdraft.errors import JetdraftError, OptionError
@@ -21,7 +21,7 @@ from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.planning.registry import AUTO
-from jetdraft.runtime.proposers.parts import LoadOptions, Parts
+from jetdraft.runtime.proposers.parts import LoadArguments, LoadOptions, Parts
 from jetdraft.runtime.text.constraint import Vocabulary
 from jetdraft.runtime.text.prompt import check_ids
 from jetdraft.runtime.text.template import (
@@ -36,33 +36,18 @@ CLOSED = "this model is closed; load the bundle again"
 
 
 def load(
-    path: str | Path,
-    *,
-    provider: str | None = None,
-    threads: int | None = None,
-    streams: str | Path | None = None,
-    store: str | Path | None = None,
-    drafter_provider: str | None = None,
-    method: str | None = None,
+    path: str | Path, *, method: str | None = None, **options: Unpack[LoadArguments]
 ) -> Model:
     """Open a bundle, check it and get it ready to generate.
 
-    provider          "cpu", "cuda", "tensorrt" or "auto", the fastest of them that runs
-                      here; default: the provider that the bundle was exported for
-    threads           threads of the target; default: the cores of this process
-    streams           a `streams.npz` of the same base; default: the bundle's own
-    store             a file that keeps requests and responses to draft from; default:
-                      nothing is kept
-    drafter_provider  another provider for the drafter, or "off" to run without it
-    method            the default for calls that do not pass one
+    `method` is the default for calls that do not pass one. The other arguments are the
+    fields of `LoadOptions`. Raises `BundleError`, `ProviderError`, `StoreError` or
+    `OptionError`.
 
-    Raises `BundleError`, `ProviderError`, `StoreError` or `OptionError`.
-
-        with jetdraft.load("bundle") as model:
+        with jetdraft.load("bundle", threads=2) as model:
             print(model.generate("def fib(n):").text)
     """
-    options = LoadOptions(provider, threads, streams, store, drafter_provider)
-    return Model(Bundle.open(path), options, method)
+    return Model(Bundle.open(path), LoadOptions(**options), method)
 
 
 class Model:
@@ -123,7 +108,7 @@ class Model:
 
         model.generate(prompt, **model.defaults)
         """
-        return GenerateOptions(**self.bundle.generation)  # type: ignore[typeddict-item]
+        return cast(GenerateOptions, dict(self.bundle.generation))
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -10,13 +10,7 @@ import pytest
 
 import jetdraft
 from jetdraft.bundle import CHAT_TEMPLATE, Bundle
-from jetdraft.errors import (
-    JetdraftError,
-    OptionError,
-    OutputError,
-    PromptError,
-    TemplateError,
-)
+from jetdraft.errors import JetdraftError, OptionError, OutputError
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.text.template import ChatTemplate, user
 
@@ -65,18 +59,18 @@ def test_a_template_renders_as_transformers_does():
 def test_a_template_can_change_nothing():
     unsafe = "{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}"
     for source in unsafe:
-        with pytest.raises(TemplateError):
+        with pytest.raises(OptionError):
             ChatTemplate(source, {}).render([user("a")])
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ a | nothing }}", "{% for x %}"])
 def test_a_broken_template_is_refused_with_its_line(source):
-    with pytest.raises(TemplateError, match="line 2"):
+    with pytest.raises(OptionError, match="line 2"):
         ChatTemplate(f"a\n{source}", {})
 
 
 def test_the_reason_of_a_template_is_told():
-    with pytest.raises(TemplateError, match="no tools here"):
+    with pytest.raises(OptionError, match="no tools here"):
         ChatTemplate(TEMPLATE, {}).render([{"role": "tool", "content": "x"}])
 
 
@@ -150,7 +144,7 @@ def test_a_conversation_is_kept_in_a_file(talker, tmp_path):
     assert other.messages == talk.messages
     for wrong in ("{", "[]", '[{"content": "x"}]', "3"):
         (tmp_path / "wrong.json").write_text(wrong)
-        with pytest.raises((OptionError, PromptError)):
+        with pytest.raises(OptionError):
             other.load(tmp_path / "wrong.json")
     with pytest.raises(OutputError, match="cannot write"):
         talk.save(tmp_path / "no" / "where.json")
@@ -159,12 +153,12 @@ def test_a_conversation_is_kept_in_a_file(talker, tmp_path):
 
 @pytest.mark.parametrize("messages", [None, [], "hi", [3], [{"content": "x"}]])
 def test_messages_that_are_none_are_refused(talker, messages):
-    with pytest.raises(PromptError):
+    with pytest.raises(OptionError):
         talker.chat(messages)
 
 
 def test_without_a_template_a_chat_is_refused(model):
-    with pytest.raises(TemplateError, match="no chat template"):
+    with pytest.raises(OptionError, match="no chat template"):
         model.chat([user("hello")])
 
 

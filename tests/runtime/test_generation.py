@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from jetdraft.runtime.generator import Generator
 
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.measured.curve import Costs
 from jetdraft.runtime.measured.rates import Acceptance
 from jetdraft.runtime.measured.stats import Stats

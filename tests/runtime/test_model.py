@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 import jetdraft
-from jetdraft.errors import OptionError, PromptError, ProviderError
+from jetdraft.errors import OptionError, ProviderError
 
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
 METHODS = [
@@ -100,13 +100,13 @@ def test_one_generation_at_a_time(model):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"prompt": ""}, PromptError, "empty"),
-        ({"token_ids": []}, PromptError, "empty"),
-        ({"token_ids": [[1]]}, PromptError, "integers"),
-        ({"token_ids": ["x"]}, PromptError, "integers"),
-        ({"token_ids": [288]}, PromptError, "outside the vocabulary"),
-        ({"token_ids": [-1]}, PromptError, "outside the vocabulary"),
-        ({"token_ids": [1] * 257}, PromptError, "capacity is 256"),
+        ({"prompt": ""}, OptionError, "empty"),
+        ({"token_ids": []}, OptionError, "empty"),
+        ({"token_ids": [[1]]}, OptionError, "integers"),
+        ({"token_ids": ["x"]}, OptionError, "integers"),
+        ({"token_ids": [288]}, OptionError, "outside the vocabulary"),
+        ({"token_ids": [-1]}, OptionError, "outside the vocabulary"),
+        ({"token_ids": [1] * 257}, OptionError, "capacity is 256"),
         ({}, OptionError, "either"),
         ({"prompt": "a", "token_ids": [1]}, OptionError, "either"),
         ({"prompt": [1, 2]}, OptionError, "token_ids="),

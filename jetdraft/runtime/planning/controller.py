@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from jetdraft.best_tree import best_tree
 from jetdraft.contract import WIDEST
 from jetdraft.runtime.drafts.probes import NO_PROBING, Probing
 from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.measured.rates import Acceptance
 from jetdraft.runtime.measured.stats import Round
 from jetdraft.runtime.proposers.proposer import Proposer
-from jetdraft.runtime.trees.fixed import most_likely
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class Adaptive:
         others = self.acceptance[proposer.traits.name].shares(MOST_SIBLINGS)
         if worth * (1.0 - min(rates)) * others[0] < row / self.curve.pass_ms(1):
             return  # not even the best branch pays for its row
-        parents, chances = most_likely(limit, rates, others)
+        parents, chances = best_tree(limit, rates, others)
         tokens, depths, on_first_path = 1.0, [0], [True]
         for index, (parent, chance) in enumerate(zip(parents, chances, strict=True)):
             depths.append(depths[parent] + 1)

@@ -20,7 +20,7 @@ from jetdraft.runtime.proposers.follower import Follower
 from jetdraft.runtime.proposers.lookup import LookupOptions, LookupProposer
 from jetdraft.runtime.proposers.method import Method
 from jetdraft.runtime.proposers.parts import Parts
-from jetdraft.runtime.proposers.proposer import Proposer
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens
 from jetdraft.runtime.sampling.chooser import Chooser
 
 NAME = "cascade"
@@ -48,12 +48,7 @@ class CascadeProposer(DraftProposer):
         super().begin(prompt, chooser)
         self.below.begin(prompt, chooser)
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The drafter's own tokens, then the tokens of the proposer below."""
         drafted, reviewed = list[int](), min(budget, REVIEWED)
         while len(drafted) < reviewed:
@@ -95,5 +90,4 @@ METHOD = Method(
     lacks=lacks_drafter,
     # It competes with the drafter that it is made of.
     in_auto=lambda options: False,
-    cost="drafter",
 )

@@ -17,7 +17,7 @@ from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.history.suffix import ROOT, SuffixAutomaton
 from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.parts import Parts
-from jetdraft.runtime.proposers.proposer import Proposer, Traits
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
 MOST_INDEXED = 32768
@@ -55,12 +55,7 @@ class LookupProposer(Proposer):
         if self._earlier is not None:
             self._earlier.begin()
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The tokens after the best match."""
         count = min(budget, self.traits.max_draft_tokens)
         draft, score = self._own.draft(context, count)
@@ -174,4 +169,5 @@ METHOD = Method(
     "what followed the last time the text ended like this",
     _make,
     LookupOptions,
+    cost="free",
 )

@@ -21,7 +21,7 @@ from jetdraft.runtime.history.similarity import Similarity
 from jetdraft.runtime.history.store import ResponseStore
 from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.parts import Parts
-from jetdraft.runtime.proposers.proposer import Proposer, Traits
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
 ALIKE = 0.8
@@ -80,12 +80,7 @@ class RecallProposer(Proposer):
             if cosine >= ALIKE
         ]
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """What comes next in the response that agreed for longest."""
         output = list(context[self._prompt_tokens :])
         if output[: len(self._read)] != self._read:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 
-from jetdraft.errors import DraftError
+from jetdraft.best_tree import best_tree
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.trees.shape import Shape, Tree
@@ -17,7 +17,7 @@ RANK_RATES = (0.63, 0.13, 0.06, 0.036, 0.024, 0.016, 0.013, 0.01)
 class Static(Shape):
     """A fixed list of rows: `parents` has the parent of each, 0 being the root.
 
-    Children of a row are its siblings in the order of the list. Raises `DraftError` if
+    Children of a row are its siblings in the order of the list. Raises `OptionError` if
     a parent does not come before its row.
 
         Static([0, 0, 1])   # two children of the root, and one below the first
@@ -28,12 +28,15 @@ class Static(Shape):
 
     def __init__(self, parents: Sequence[int]) -> None:
         if not parents:
-            raise DraftError("the tree has no rows; give a parent for each")
+            raise OptionError(
+                "the tree has no rows; give a parent for each", "drafting"
+            )
         for row, parent in enumerate(parents, start=1):
             if not 0 <= parent < row:
-                raise DraftError(
+                raise OptionError(
                     f"row {row} of the tree has parent {parent}; parents come before "
-                    f"their children, so give 0 to {row - 1}"
+                    f"their children, so give 0 to {row - 1}",
+                    "drafting",
                 )
         self.parents = parents
         self._numbers: dict[int, int] = {}
@@ -53,10 +56,7 @@ class Static(Shape):
 
 
 class Best(Static):
-    """The rows most likely to be accepted if siblings are right at `RANK_RATES`.
-
-    Greedy insertion is optimal if ranks are independent (Medusa, 2401.10774).
-    """
+    """The rows most likely to be accepted if siblings are right at `RANK_RATES`."""
 
     name = "best"
 
@@ -68,35 +68,8 @@ class Best(Static):
         if 0 in answers:
             firsts = [RANK_RATES[0]] * tree.budget
             others = [rate / (1.0 - RANK_RATES[0]) for rate in RANK_RATES[1:]]
-            self.parents, _ = most_likely(tree.budget, firsts, others)
+            self.parents, _ = best_tree(tree.budget, firsts, others)
         return super().grow(tree, answers)
-
-
-def most_likely(
-    budget: int, firsts: Sequence[float], others: Sequence[float]
-) -> tuple[list[int], list[float]]:
-    """The `budget` rows most likely to be accepted: their parents and their chances.
-
-    The likeliest row comes first. `firsts` has the chance of the first sibling at each
-    depth, `others` the chances of the second, the third, ... if the first is wrong.
-
-        most_likely(3, [0.6, 0.6, 0.6], [0.3])   # [0, 1, 2]: a chain
-    """
-    parents, depths, chances = list[int](), [0], [1.0]
-    heap = [(-firsts[0], 0, 0)]
-    while heap and len(parents) < budget:
-        chance, parent, rank = heapq.heappop(heap)
-        row, depth = len(depths), depths[parent] + 1
-        parents.append(parent)
-        depths.append(depth)
-        chances.append(-chance)
-        if depth < len(firsts):
-            heapq.heappush(heap, (chance * firsts[depth], row, 0))
-        if rank < len(others):
-            wrong = 1.0 - firsts[depth - 1]
-            sibling = chances[parent] * wrong * others[rank]
-            heapq.heappush(heap, (-sibling, parent, rank + 1))
-    return parents, chances[1:]
 
 
 class Kary(Shape):
@@ -107,8 +80,9 @@ class Kary(Shape):
 
     def __init__(self, branching: Sequence[int]) -> None:
         if not branching or min(branching) < 1:
-            raise DraftError(
-                f"branching {list(branching)} is not a tree; give 1 or more per level"
+            raise OptionError(
+                f"branching {list(branching)} is not a tree; give 1 or more per level",
+                "drafting",
             )
         self.branching = branching
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jetdraft.errors import DraftError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
 
@@ -77,5 +77,5 @@ def test_depth_first_keeps_the_tree_and_the_order_of_siblings():
     [([], []), ([1], [0]), ([1, 2], [-1, 1]), ([1, 2, 3], [-1, 2, 0]), ([1, 2], [-1])],
 )
 def test_what_is_no_tree_is_refused(tokens, parents):
-    with pytest.raises(DraftError):
+    with pytest.raises(OptionError):
         Rows(tokens, parents).check()

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from jetdraft.runtime.generator import Generator
 
 import jetdraft
 from jetdraft.errors import BundleError, OutputError
-from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.measured.widths import _prefills_agree, prefill_widths
 from jetdraft.runtime.passes.prefix import common

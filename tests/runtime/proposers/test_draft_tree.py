@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from jetdraft.runtime.generator import Generator
 
 import jetdraft
-from jetdraft.errors import DraftError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Kind, Rows
-from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.planning.controller import Fixed
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
@@ -212,7 +212,7 @@ class Broken(Branching):
 
 
 def test_a_parent_after_its_child_is_refused(model, plain):
-    with pytest.raises(DraftError, match="parents come before"):
+    with pytest.raises(OptionError, match="parents come before"):
         generate(model, SAMPLINGS[0], Broken(plain[SAMPLINGS[0]]))
 
 

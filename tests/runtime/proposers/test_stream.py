@@ -12,7 +12,7 @@ import torch
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streamed import LOSSLESS, StreamSettings
-from jetdraft.errors import BundleError, JetdraftError, MethodError
+from jetdraft.errors import BundleError, JetdraftError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.probes import Probes, Probing
@@ -305,14 +305,14 @@ def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
     how = {"token_ids": PROMPT, "max_new_tokens": 40}
     plain = model.generate(method="none", **how)
     assert model.generate(method="stream", **how).token_ids == plain.token_ids
-    with pytest.raises(MethodError, match="no layers below"):
+    with pytest.raises(OptionError, match="no layers below"):
         model.generate(method="stream", prune_threshold=0.1, **how)
 
 
 def test_where_probes_change_bits_an_exact_generation_has_none(model, monkeypatch):
     known = replace(model.planner.calibration, probes_agree=False)
     monkeypatch.setattr(model.planner, "calibration", known)
-    with pytest.raises(MethodError, match="add --no-exact"):
+    with pytest.raises(OptionError, match="add --no-exact"):
         text(model, "stream")
     assert text(model, "stream", exact=False).token_ids
     stats = text(model, "auto").stats

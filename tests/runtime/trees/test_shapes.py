@@ -5,23 +5,15 @@ import itertools
 import numpy as np
 import pytest
 
-from jetdraft.errors import DraftError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.sampling.chooser import Sampling
 from jetdraft.runtime.sampling.rejection import recursive
-from jetdraft.runtime.trees import (
-    Best,
-    Comb,
-    Heap,
-    Kary,
-    Merged,
-    ReachThreshold,
-    Rerank,
-    Static,
-    Tree,
-)
-from jetdraft.runtime.trees.fixed import RANK_RATES, most_likely
+from jetdraft.runtime.trees.confident import Comb, Merged, Rerank
+from jetdraft.runtime.trees.fixed import Best, Kary, Static
+from jetdraft.runtime.trees.reach import Heap, ReachThreshold
+from jetdraft.runtime.trees.shape import Tree
 
 VOCABULARY = 12
 RANDOM = np.random.default_rng(5)
@@ -94,28 +86,8 @@ def test_a_static_tree_has_the_given_parents_in_order_of_levels():
 
 @pytest.mark.parametrize("parents", [(1,), (0, 2), (0, -1), ()])
 def test_a_static_tree_with_wrong_parents_is_refused(parents):
-    with pytest.raises(DraftError, match="parent"):
+    with pytest.raises(OptionError, match="parent"):
         Static(parents)
-
-
-def test_the_most_likely_tree_has_the_largest_products():
-    """Compared with all rows of all paths of ranks up to a depth."""
-    others = [rate / (1 - RANK_RATES[0]) for rate in RANK_RATES[1:]]
-    parents, chances = most_likely(12, [RANK_RATES[0]] * 12, others)
-    values = [1.0]
-    ranks = {}
-    for parent in parents:
-        rank = ranks.get(parent, 0)
-        ranks[parent] = rank + 1
-        values.append(values[parent] * RANK_RATES[rank])
-    every, level = [], [1.0]
-    for _ in range(12):
-        level = sorted((v * rate for v in level for rate in RANK_RATES), reverse=True)
-        level = level[:40]
-        every += level
-    best = sorted(every, reverse=True)[:12]
-    assert sorted(values[1:], reverse=True) == pytest.approx(best)
-    assert chances == pytest.approx(values[1:])
 
 
 def test_k_ary_levels():
