@@ -32,6 +32,8 @@ from jetdraft.runtime.text.template import (
 )
 from jetdraft.runtime.text_stream import Stream
 
+CLOSED = "this model is closed; load the bundle again"
+
 
 def load(
     path: str | Path, *, method: str | None = None, **options: Unpack[LoadArguments]
@@ -68,8 +70,8 @@ class Model:
         options = options or LoadOptions()
         shared = None if like is None else like.parts
         self._parts: Parts | None = Parts(bundle, options, shared)
+        self._planner: Planner | None = Planner(self._parts)
         self._template: ChatTemplate | None = None
-        self.planner = Planner(self.parts)
         self.planner.proposers()  # their first guesses of times come before tuned times
         self._use_tuning()
         self.method = method or AUTO
@@ -80,8 +82,15 @@ class Model:
     def parts(self) -> Parts:
         """The parts of the bundle; `JetdraftError` where the model is closed."""
         if self._parts is None:
-            raise JetdraftError("this model is closed; load the bundle again")
+            raise JetdraftError(CLOSED)
         return self._parts
+
+    @property
+    def planner(self) -> Planner:
+        """Who may draft; `JetdraftError` where the model is closed."""
+        if self._planner is None:
+            raise JetdraftError(CLOSED)
+        return self._planner
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -256,7 +265,7 @@ class Model:
     def measure_again(self) -> None:
         """Measure the width classes and pass times of this machine again."""
         self.parts.measure(again=True)
-        self.planner = Planner(self.parts)
+        self._planner = Planner(self.parts)
 
     def forget(self) -> None:
         """Unlearn what earlier generations taught, and read the next prompt whole."""
@@ -277,10 +286,8 @@ class Model:
 
     def close(self) -> None:
         """Free all memory; later calls raise `JetdraftError`."""
-        if self._parts is not None:
-            self._parts.claim.check_free()
-        self._parts = None
-        del self.planner
+        self.parts.claim.check_free()
+        self._parts = self._planner = None
 
     def __enter__(self) -> Model:
         return self

@@ -10,7 +10,7 @@ import pytest
 
 import jetdraft
 from jetdraft.bundle import CHAT_TEMPLATE, Bundle
-from jetdraft.errors import JetdraftError, OptionError
+from jetdraft.errors import JetdraftError, OptionError, OutputError
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.text.template import ChatTemplate, user
 
@@ -76,8 +76,8 @@ def test_the_reason_of_a_template_is_told():
 
 def test_a_chat_is_a_generation_from_the_rendered_prompt(talker):
     messages = [{"role": "system", "content": "s"}, user("hello")]
-    end = talker.text.token(0)
-    ids = talker.text.encode(f"<system>s{end}<user>hello{end}<assistant>")
+    end = talker.parts.text.token(0)
+    ids = talker.parts.text.encode(f"<system>s{end}<user>hello{end}<assistant>")
     assert talker.chat_prompt(messages) == ids
     found = talker.chat(messages, **OPTIONS)
     assert found.token_ids == talker.generate(token_ids=ids, **OPTIONS).token_ids
@@ -146,7 +146,7 @@ def test_a_conversation_is_kept_in_a_file(talker, tmp_path):
         (tmp_path / "wrong.json").write_text(wrong)
         with pytest.raises(OptionError):
             other.load(tmp_path / "wrong.json")
-    with pytest.raises(OptionError, match="cannot write"):
+    with pytest.raises(OutputError, match="cannot write"):
         talk.save(tmp_path / "no" / "where.json")
     assert other.messages == talk.messages
 

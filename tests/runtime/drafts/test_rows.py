@@ -49,8 +49,8 @@ def test_ancestors_and_children():
 
 def test_the_first_rows_of_a_tree_are_a_tree():
     rows = Rows([5, 6, 7, 8], [-1, 0, 0, 2], Kind.DISTINCT)
-    assert rows.first(2) == Rows([5, 6, 7], [-1, 0, 0], Kind.DISTINCT)
-    assert rows.first(9) is rows
+    assert rows.cut(2) == Rows([5, 6, 7], [-1, 0, 0], Kind.DISTINCT)
+    assert rows.cut(9) is rows
 
 
 def test_a_tree_under_a_path():

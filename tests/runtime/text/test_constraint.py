@@ -41,7 +41,7 @@ WAYS = [
 ]
 METHODS = [
     {"method": "draft", "num_draft_tokens": 4},
-    {"method": "draft", "tree": "best", "num_draft_tokens": 7},
+    {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 7},
     {"method": "lookup", "num_draft_tokens": 3},
     {"method": "trigram", "num_draft_tokens": 5},
     {"method": "draft,lookup"},
@@ -144,13 +144,13 @@ def test_beside_penalties_biases_stops_and_logprobs(model):
 
 def test_another_verifier_keeps_the_constraint(model):
     drawn = {
-        "method": "draft", "tree": "k-ary", "branching": [1, 1, 1],
-        "siblings": "with-replacement", "verifier": "rejection", "exact": False,
+        "tree": "k-ary", "branching": [1, 1, 1], "siblings": "with-replacement",
+        "verifier": "rejection",
     }  # fmt: skip
     for seed in range(5):
         found = model.generate(
             "a", json_schema=ROBOT, temperature=0.9, seed=seed, max_new_tokens=150,
-            **drawn,
+            method="draft", drafting=drawn, exact=False,
         )  # fmt: skip
         assert holds(WAYS[0], found.text)
 
