@@ -1,4 +1,4 @@
-"""A prefix on disk: the rows of a text that many prompts begin with."""
+"""Saves the cache rows of a text that many prompts begin with, and loads them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TOKENS, IDENTITY = "tokens", "identity"
 def save(
     file: Path, tokens: list[int], caches: dict[str, Cache], identity: dict[str, Any]
 ) -> None:
-    """Write the rows of `tokens`, which all caches hold, and what they depend on.
+    """Write the rows of `tokens` in all caches; `identity` is what the rows depend on.
 
-    Raises `OutputError`.
+    Raises `OutputError` if the file cannot be written.
     """
     arrays: dict[str, Any] = {
         TOKENS: np.array(tokens, np.int64),
@@ -41,29 +41,31 @@ def save(
 def load(
     file: Path, caches: dict[str, Cache], identity: dict[str, Any]
 ) -> tuple[list[int], bool]:
-    """Put rows into all caches: their tokens, and whether they were computed here.
+    """Put saved rows into all caches.
 
-    Raises `BundleError` for rows of another bundle.
+    Returns their tokens, and whether the file's identity equals `identity`, so that the
+    rows equal to the bit what would be computed here. Raises `BundleError` for another
+    file or the rows of another bundle.
     """
-    refusal = BundleError(f"{file} is no saved prefix; save it again")
+    refusal = BundleError(f"{file} is not a saved prefix; save it again")
     arrays = read_arrays(file, refusal)
     try:
-        found = json.loads(str(arrays[IDENTITY]))
+        saved = json.loads(str(arrays[IDENTITY]))
         tokens: list[int] = arrays[TOKENS].tolist()
     except (KeyError, ValueError) as error:
         raise refusal from error
-    if not isinstance(found, dict) or found.get("bundle") != identity["bundle"]:
+    if not isinstance(saved, dict) or saved.get("bundle") != identity["bundle"]:
         raise BundleError(
             f"{file} was saved with another bundle; save it again with this one"
         )
-    wanted = {
+    shapes = {
         f"{owner}/{name}": (*buffer.shape()[:2], len(tokens), buffer.shape()[3])
         for owner, cache in caches.items()
         for name, buffer in cache.buffers.items()
     }
-    if any(name not in arrays or arrays[name].shape != wanted[name] for name in wanted):
+    if any(name not in arrays or arrays[name].shape != shapes[name] for name in shapes):
         raise refusal
     for owner, cache in caches.items():
-        own = {name: arrays[f"{owner}/{name}"] for name in cache.buffers}
-        cache.restore(own, len(tokens))
-    return tokens, found == identity
+        rows = {name: arrays[f"{owner}/{name}"] for name in cache.buffers}
+        cache.restore(rows, len(tokens))
+    return tokens, saved == identity
