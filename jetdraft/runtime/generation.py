@@ -107,7 +107,7 @@ class Generation:
         self.stats = Stats(
             method=drafting.method,
             exact=drafting.exact,
-            seed=options.sampling.noise_seed,
+            seed=options.sampling.seed if options.sampling.temperature else None,
             prompt_tokens=len(prompt),
             plain_ms=parts.curve.pass_ms(self.widths[0]),
         )

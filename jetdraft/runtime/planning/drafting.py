@@ -38,7 +38,7 @@ class Drafting:
     exact             keep to the text of plain decoding, bit for bit
     settings          options of the methods by name, or an options object of one method
 
-        Drafting("draft", settings={"tree": "best"})
+        Drafting("auto", num_draft_tokens=4, settings={"verifier": "walk"})
     """
 
     method: str = AUTO
