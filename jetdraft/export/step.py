@@ -187,7 +187,7 @@ def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
                 past_key_values=_MakeBuffers(state),
                 use_cache=True,
             )
-    except Exception as error:  # whatever an unknown architecture stumbles over
+    except Exception as error:  # an unknown architecture may raise anything
         raise refusal(model, error) from error
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(state.past) != layers or sorted(state.present) != list(range(layers)):
