@@ -78,7 +78,7 @@ def streams(
     **options: Any,
 ) -> int:
     """Add speculative streams to TARGET, a checkpoint folder or hub id."""
-    training = optional("train.streams", "training", "train")
+    training = optional("train.stream_training", "training", "train")
     from jetdraft.checkpoints.streamed import StreamSettings
 
     run = training.StreamTraining(
@@ -168,7 +168,7 @@ def acceptance(
 )
 def trigram(corpus: tuple[Path, ...], bundle: Path, output: Path) -> None:
     """Count which tokens follow which two in CORPUS, text files."""
-    table = optional("train.trigram", "training", "train").count(
+    table = optional("train.table", "training", "train").count(
         corpus, Bundle.open(bundle), output
     )
     click.echo(

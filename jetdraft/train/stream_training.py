@@ -1,21 +1,15 @@
-"""Teaching a decoder to draft: streams, LoRA and the pruning adapter."""
+"""The training of streams: their embeddings, LoRA and the pruning adapter."""
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError
-from safetensors.torch import save as serialized
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
@@ -26,10 +20,7 @@ from jetdraft.checkpoints.checkpoint import (
 )
 from jetdraft.checkpoints.parameters import convert
 from jetdraft.checkpoints.streamed import (
-    SETTINGS,
     SHARED,
-    UNFINISHED,
-    WEIGHTS,
     Streamed,
     Streams,
     StreamSettings,
@@ -37,19 +28,12 @@ from jetdraft.checkpoints.streamed import (
     decoder_layers,
     stream_weights,
 )
-from jetdraft.errors import (
-    CheckpointError,
-    DataError,
-    OptionError,
-    OutputError,
-    TrainingError,
-)
-from jetdraft.files import replacing
+from jetdraft.errors import CheckpointError, DataError, OptionError, TrainingError
 from jetdraft.train.data import Corpus
 from jetdraft.train.losses import Losses, losses
+from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.stream_attention import IMPLEMENTATION
 
-STATE = "training.pt"
 WARM_UP = 0.03
 Report = Callable[["Progress"], None]
 
@@ -86,7 +70,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the training stands; figures of the validation sequences if there are."""
+    """The state of a training; `validation` has figures after a validation."""
 
     step: int
     steps: int
@@ -95,10 +79,10 @@ class Progress:
 
 
 class StreamTraining:
-    """A run that can be stopped and taken up again.
+    """A training that can be stopped and resumed.
 
     The output is a checkpoint folder: the target's own files, untouched, and beside
-    them the streams. A second run with the same settings goes on where it stopped.
+    them the streams. A second run with the same settings resumes where it stopped.
 
         StreamTraining("target", "output", [Path("notes.txt")]).run(print)
     """
@@ -112,10 +96,9 @@ class StreamTraining:
         options: TrainingOptions | None = None,
     ) -> None:
         self.options = options or TrainingOptions()
-        self.output = output
         settings = settings or StreamSettings()
         settings.check(1 << 20)
-        self._check_output()
+        self.folder = RunFolder(output)
         if self.options.sequence_length < settings.gamma + 2:
             raise OptionError(
                 f"sequences of {self.options.sequence_length} tokens are too short for "
@@ -148,10 +131,10 @@ class StreamTraining:
 
     @property
     def parameters(self) -> dict[str, int]:
-        """How many weights are trained: of the streams themselves, and of LoRA."""
+        """The number of trained weights: in the streams themselves, and in LoRA."""
         own = sum(p.numel() for p in self.streamed.streams.parameters())
-        every = sum(weight.numel() for weight in self.weights.values())
-        return {"streams": own, "lora": every - own}
+        total = sum(weight.numel() for weight in self.weights.values())
+        return {"streams": own, "lora": total - own}
 
     def _read(self, checkpoint: Checkpoint, data: Sequence[Path]) -> Corpus:
         if checkpoint.tokenizer is None:
@@ -169,7 +152,7 @@ class StreamTraining:
         )
 
     def _check_length(self, model: PreTrainedModel) -> None:
-        """Sequences must lie within the positions that the target was made for."""
+        """Raise `OptionError` for sequences longer than the target's positions."""
         length = self.options.sequence_length
         config = model.config.get_text_config(decoder=True)
         most: int = config.max_position_embeddings
@@ -179,23 +162,16 @@ class StreamTraining:
                 f"give at most {most}"
             )
 
-    def _check_output(self) -> None:
-        if not self.output.exists() or (self.output / UNFINISHED).is_file():
-            return
-        finished = (self.output / SETTINGS).is_file()
-        what = "holds a finished training" if finished else "exists and has no streams"
-        raise OutputError(f"{self.output} {what}; choose another folder")
-
     def run(self, report: Report) -> dict[str, Any]:
-        """Train to the end; the figures of the last validation come back.
+        """Train to the end and return the figures of the last validation.
 
-        Raises `TrainingError` if the loss is no longer a number, and saves what there
-        is before it passes a `KeyboardInterrupt` on.
+        Raises `TrainingError` if the loss is no longer a number. A `KeyboardInterrupt`
+        saves the checkpoint first.
         """
         accelerator = Accelerator(mixed_precision="bf16")
         optimizer = torch.optim.AdamW(self.weights.values(), lr=0.0)
         if accelerator.is_main_process:
-            self._copy_base()
+            self.folder.copy_base(self.source, self.settings.base)
         accelerator.wait_for_everyone()
         self._resume(optimizer)
         streamed, optimizer = accelerator.prepare(self.streamed, optimizer)
@@ -235,11 +211,12 @@ class StreamTraining:
             accelerator.num_processes,
         ).to(accelerator.device)
         with accelerator.autocast():
-            found = losses(streamed, batch, self.settings.gamma)
-            loss = found.total(self.settings.mode)
+            loss = losses(streamed, batch, self.settings.gamma).total(
+                self.settings.mode
+            )
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(self.weights.values(), 1.0)
-        # An infinite gradient would make the weights no numbers without warning.
+        # An infinite gradient would spoil the weights without a warning.
         if not (torch.isfinite(loss) and torch.isfinite(norm)):
             raise TrainingError(self._what_is_kept())
         for group in optimizer.param_groups:
@@ -258,32 +235,32 @@ class StreamTraining:
 
     def _what_is_kept(self) -> str:
         kept = (
-            f"the last good checkpoint is in {self.output}"
-            if (self.output / SETTINGS).is_file()
+            f"the last good checkpoint is in {self.folder.path}"
+            if self.folder.has_weights
             else "nothing had been learned yet"
         )
         what_to_do = (
             "train again into another folder with a lower --learning-rate"
             if self.step
-            else "the target itself gives no numbers for this data"
+            else "check the target, whose own loss on this data is not a number"
         )
         return f"the loss of step {self.step + 1} is not a number; {kept}; {what_to_do}"
 
     def _validate(self, accelerator: Any, streamed: Any) -> dict[str, Any]:
         """Means over the validation sequences."""
         streamed.eval()
-        found: list[Losses] = []
+        parts: list[Losses] = []
         with torch.no_grad(), accelerator.autocast():
             for batch in self.corpus.validation_batches(self.options.batch_size):
                 here = batch.to(accelerator.device)
-                found.append(losses(streamed, here, self.settings.gamma))
+                parts.append(losses(streamed, here, self.settings.gamma))
         streamed.train()
 
-        if not all(torch.isfinite(each.main) for each in found):
+        if not all(torch.isfinite(part.main) for part in parts):
             raise TrainingError(self._what_is_kept())
 
         def mean(name: str) -> Any:
-            values = torch.stack([getattr(each, name) for each in found]).float()
+            values = torch.stack([getattr(part, name) for part in parts]).float()
             return [round(x, 4) for x in values.mean(0).reshape(-1).tolist()]
 
         return {
@@ -296,26 +273,10 @@ class StreamTraining:
     # --- saving -----------------------------------------------------------------------
 
     def _resume(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take up what an earlier run left in the output folder."""
-        file = self.output / STATE
-        if not file.is_file():
-            if (self.output / SETTINGS).is_file():
-                raise OutputError(
-                    f"{self.output} has streams but not what it takes to go on; choose "
-                    "another folder"
-                )
+        """Continue from the state in the output folder, if there is one."""
+        state = self.folder.read_state(self._identity())
+        if state is None:
             return
-        try:
-            state = torch.load(file, weights_only=True, map_location="cpu")
-        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
-            raise OutputError(
-                f"{file} is damaged; train again into another folder"
-            ) from error
-        if changed := _differences(state["run"], self._identity()):
-            raise OutputError(
-                f"{self.output} holds a training with other settings "
-                f"({', '.join(changed)}); choose another folder, or give the same"
-            )
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(state["weights"][name])
@@ -336,10 +297,7 @@ class StreamTraining:
         optimizer: torch.optim.Optimizer,
         figures: dict[str, Any] | None,
     ) -> None:
-        """Write the checkpoint, each file whole or not at all.
-
-        `figures` are those of this step's validation, if there was one.
-        """
+        """Save the checkpoint; `figures` are this step's validation, if it had one."""
         accelerator.wait_for_everyone()
         if not accelerator.is_main_process:
             return
@@ -356,49 +314,5 @@ class StreamTraining:
             "weights": weights,
             "optimizer": optimizer.state_dict(),
         }
-        text = json.dumps(described, indent=2) + "\n"
-        self._replace(STATE, lambda file: torch.save(state, file))
-        self._replace(WEIGHTS, lambda file: file.write_bytes(serialized(weights)))
-        self._replace(SETTINGS, lambda file: file.write_text(text, encoding="utf-8"))
-        if self.step == self.options.steps:
-            (self.output / STATE).unlink()
-            (self.output / UNFINISHED).unlink(missing_ok=True)
-
-    def _copy_base(self) -> None:
-        """Put the target's own files into the output, which appears whole."""
-        if self.output.exists():
-            if weights_sha256(self.output) != self.settings.base:
-                raise OutputError(
-                    f"{self.output} holds another target, or a damaged copy of this "
-                    "one; choose another folder"
-                )
-            return
-        with self._writing():
-            partial = self.output.with_name(f".{self.output.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(self.source, partial)
-            (partial / UNFINISHED).touch()
-            partial.rename(self.output)
-
-    def _replace(self, name: str, write: Callable[[Path], Any]) -> None:
-        with self._writing(), replacing(self.output / name) as partial:
-            write(partial)
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise OutputError(
-                f"cannot write {self.output} ({error}); free some space or choose "
-                "another folder"
-            ) from error
-
-
-def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """The names of what two runs were given differently."""
-    found = [] if one["data"] == other["data"] else ["data"]
-    for part in ("settings", "options"):
-        names = one[part].keys() | other[part].keys()
-        found += sorted(n for n in names if one[part].get(n) != other[part].get(n))
-    return [name.replace("_", " ") for name in found]
+        finished = self.step == self.options.steps
+        self.folder.save(weights, described, state, finished)
