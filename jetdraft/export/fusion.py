@@ -74,23 +74,23 @@ class _RotaryTables:
         together = [n.outputs[0] for n in rows.consumers() if n.op_type == "Concat"]
         self.positions = [rows, *together]
         self.capacity = capacity
-        self.made: dict[ir.Value, tuple[ir.Value, ir.Value] | None] = {}
+        self.tables: dict[ir.Value, tuple[ir.Value, ir.Value] | None] = {}
 
     def of(self, value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
         """An initializer [capacity, d/2] with `value` at every position, and the
         positions that `value` reads; None if it depends on other inputs too.
         """
-        if value not in self.made:
-            self.made[value] = None
+        if value not in self.tables:
+            self.tables[value] = None
             for positions in self.positions:
                 try:
                     part = ir.convenience.extract(self.graph, [positions], [value])
                 except ValueError:
                     continue
                 table = self._evaluate(part, positions, f"{value.name}.table")
-                self.made[value] = table, positions
+                self.tables[value] = table, positions
                 break
-        return self.made[value]
+        return self.tables[value]
 
     def _evaluate(self, part: ir.Graph, source: ir.Value, name: str) -> ir.Value:
         proto = ir.serde.serialize_model(ir.Model(part, ir_version=10))
@@ -208,11 +208,11 @@ def _split_gemms(graph: ir.Graph) -> None:
             product = ir.node("MatMul", node.inputs[:2])
             product.outputs[0].shape = node.outputs[0].shape
             product.outputs[0].dtype = node.outputs[0].dtype or ir.DataType.FLOAT
-            made = [product]
+            nodes = [product]
             if len(node.inputs) == 3 and node.inputs[2] is not None:
-                made.append(ir.node("Add", [product.outputs[0], node.inputs[2]]))
-            graph.insert_before(node, made)
-            substitute(node.outputs, made[-1].outputs)
+                nodes.append(ir.node("Add", [product.outputs[0], node.inputs[2]]))
+            graph.insert_before(node, nodes)
+            substitute(node.outputs, nodes[-1].outputs)
             graph.remove(node, safe=True)
 
 
@@ -264,16 +264,16 @@ def _merge(
     name = f"{nodes[0].outputs[0].name}.merged"
     matrix = _joined(graph, [w for w in weights if w], f"{name}.weight", axis=1)
     merged = ir.node("MatMul", [source, matrix])
-    made = [merged]
+    new = [merged]
     if biases:
         vector = _joined(graph, [value for _, value in biases], f"{name}.bias", axis=0)
-        made.append(ir.node("Add", [merged.outputs[0], vector]))
-    whole = made[-1].outputs[0]
+        new.append(ir.node("Add", [merged.outputs[0], vector]))
+    whole = new[-1].outputs[0]
     lengths = initializer(graph, f"{name}.sizes", np.array(sizes, np.int64))
     split = ir.node("Split", [whole, lengths], {"axis": -1}, num_outputs=len(nodes))
-    made.append(split)
+    new.append(split)
     old = [add.outputs[0] for add, _ in biases] or [n.outputs[0] for n in nodes]
-    graph.insert_before(nodes[0], made)
+    graph.insert_before(nodes[0], new)
     substitute(old, split.outputs)
 
 

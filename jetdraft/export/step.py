@@ -199,7 +199,7 @@ def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
 
 
 class _MakeBuffers(HandThrough):
-    """Gives each layer a buffer of one row as it comes by."""
+    """Gives each layer a buffer of one row when the layer runs."""
 
     def __init__(self, state: StepState) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Recipes that make drafters and streams; torch lives here and in export."""
+"""The trainers of streams, of heads and of tables."""
