@@ -257,6 +257,20 @@ def _load_model(source: str, config: Any, packed: PackedWeights | None) -> Any:
             # Otherwise the reason goes to a log, which is silenced here.
             ignore_mismatched_sizes=True,
         )
+    _check_loaded(source, model, info)
+    if packed is not None:
+        _check_names(source, packed, model)
+        with contextlib.suppress(OSError):  # the file is optional
+            model.generation_config = transformers.GenerationConfig.from_pretrained(
+                source
+            )
+    model.set_attn_implementation(IMPLEMENTATION)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _check_loaded(source: str, model: Any, info: dict[str, Any]) -> None:
+    """Raise `CheckpointError` for weights or an architecture that cannot be used."""
     if info["mismatched_keys"]:
         name, stored, expected = sorted(info["mismatched_keys"])[0]
         raise CheckpointError(
@@ -274,15 +288,6 @@ def _load_model(source: str, config: Any, packed: PackedWeights | None) -> Any:
             f"the attention of {type(model).__name__} does not go through "
             "transformers' AttentionInterface; export another architecture"
         )
-    if packed is not None:
-        _check_names(source, packed, model)
-        with contextlib.suppress(OSError):  # the file is optional
-            model.generation_config = transformers.GenerationConfig.from_pretrained(
-                source
-            )
-    model.set_attn_implementation(IMPLEMENTATION)
-    model.requires_grad_(False)
-    return model.eval()
 
 
 def _load_tokenizer(source: str) -> Any:
