@@ -81,8 +81,8 @@ class Walk:
 class Conditional:
     """Draws each row's token from pi(. | its children), which `rule` gives.
 
-    Exact in distribution only: with the same seed the text is another than that of
-    plain decoding, since the choice depends on the draft.
+    Exact in distribution only: with the same seed the text differs from plain decoding,
+    since the choice depends on the draft.
     """
 
     name: str
