@@ -18,10 +18,9 @@ import torch.nn.functional as F
 
 from jetdraft.errors import DataError, OptionError, OutputError
 from jetdraft.files import replacing
-from jetdraft.runtime.drafts.noise import Int64s
+from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.passes.binding import Floats
 from jetdraft.runtime.planning.registry import registered
 from jetdraft.runtime.proposers.draft import DraftProposer, drafter_of
 from jetdraft.runtime.proposers.draft_stops import REPEATED, AcceptanceHead, DraftStop
@@ -59,7 +58,7 @@ class Watching(DraftStop):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Floats] = []
+        self.seen: list[Float32s] = []
 
     def begin(self) -> None:
         """Start a new draft."""
@@ -79,12 +78,12 @@ def watch(
     temperature: float,
     tick: Callable[[], None] = lambda: None,
     seed: int = 0,
-) -> tuple[Floats, Floats]:
+) -> tuple[Float32s, Float32s]:
     """Hidden states float32 [n, h] of compared tokens, and 1 for those accepted.
 
     Raises `OptionError` without a drafter, `DataError` where too little was compared.
     """
-    hidden, verdicts = list[Floats](), list[bool]()
+    hidden, verdicts = list[Float32s](), list[bool]()
     watching = Watching()
     with registered(_method(model, watching)):
         for prompt in prompts:
@@ -131,7 +130,7 @@ def _method(model: Model, watching: Watching) -> Method[MethodOptions]:
 
 
 def fit(
-    hidden: Floats, accepted: Floats, steps: int = 300, seed: int = 0
+    hidden: Float32s, accepted: Float32s, steps: int = 300, seed: int = 0
 ) -> tuple[AcceptanceHead, float]:
     """Train a head; return it with its loss on a held-out tenth of the tokens.
 
