@@ -13,7 +13,7 @@ import numpy as np
 
 from jetdraft.errors import MethodError, PromptError
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.noise import Int64s
+from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.measured import widths as calibration
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model

@@ -19,7 +19,7 @@ from jetdraft.cli.options import (
     sampling_options,
 )
 from jetdraft.devices.detection import detect
-from jetdraft.runtime.drafts.noise import Int64s
+from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.planning.options import Options
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jetdraft.errors import OptionError
-from jetdraft.runtime.drafts.noise import Int64s
+from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.generator import Generator
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.planning.options import Options

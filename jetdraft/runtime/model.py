@@ -24,7 +24,7 @@ from jetdraft.errors import (
     ProviderError,
 )
 from jetdraft.runtime.async_stream import AsyncStream
-from jetdraft.runtime.drafts.noise import Int64s
+from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.generation import Result, Stream
 from jetdraft.runtime.history.similarity import Similarity
 from jetdraft.runtime.history.store import Entry, ResponseStore

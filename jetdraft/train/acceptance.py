@@ -17,9 +17,8 @@ import torch.nn.functional as F
 
 from jetdraft.errors import DataError, MethodError, OutputError
 from jetdraft.files import replacing
-from jetdraft.runtime.drafts.noise import Int64s
+from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.model import Model
-from jetdraft.runtime.passes.binding import Floats
 from jetdraft.runtime.passes.graph import Answer
 from jetdraft.runtime.proposers import DraftProposer
 from jetdraft.runtime.proposers.draft_stops import REPEATED, AcceptanceHead, Stopping
@@ -45,7 +44,7 @@ class Watching(Stopping):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Floats] = []
+        self.seen: list[Float32s] = []
 
     def begin(self) -> None:
         """A new draft."""
@@ -64,14 +63,14 @@ def watch(
     max_new_tokens: int,
     temperature: float,
     tick: Callable[[], None] = lambda: None,
-) -> tuple[Floats, Floats]:
+) -> tuple[Float32s, Float32s]:
     """Hidden states float32 [n, h] of compared tokens, and 1 for those accepted."""
     drafter = model.planner.proposers.get("draft")
     if not isinstance(drafter, DraftProposer):
         raise MethodError("the bundle has no drafter; export one with --drafter")
     if not drafter.graph.contract.hidden_size:
         raise MethodError("the bundle is of an older version; export it again")
-    hidden, verdicts = list[Floats](), list[bool]()
+    hidden, verdicts = list[Float32s](), list[bool]()
     drafter.stopping = watching = Watching()
     try:
         for prompt in prompts:
@@ -100,7 +99,7 @@ def watch(
 
 
 def fit(
-    hidden: Floats, accepted: Floats, steps: int = 300, seed: int = 0
+    hidden: Float32s, accepted: Float32s, steps: int = 300, seed: int = 0
 ) -> tuple[AcceptanceHead, float]:
     """Learn the head; and the least loss on a tenth that was held out.
 

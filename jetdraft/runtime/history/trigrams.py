@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from jetdraft.errors import StoreError
 from jetdraft.files import read_arrays
+from jetdraft.runtime.drafts.arrays import Float32s, Float64s, UInt64s
 
 MOST_SUCCESSORS = 12
 """Successors kept per pair, the most frequent first."""
@@ -38,10 +39,10 @@ class Counts:
     frequent first). Their float32 `weights` are shares of all tokens after the pair.
     """
 
-    pairs: npt.NDArray[np.uint64]
+    pairs: UInt64s
     offsets: npt.NDArray[np.uint32]
     tokens: npt.NDArray[np.uint32]
-    weights: npt.NDArray[np.float32]
+    weights: Float32s
 
     @classmethod
     def of(cls, documents: Iterable[Sequence[int]]) -> Counts:
@@ -122,7 +123,7 @@ class Counts:
 
 def _counted(
     documents: Iterable[Sequence[int]],
-) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float64]]:
+) -> tuple[UInt64s, Float64s]:
     """The distinct trigrams, uint64 [2, n] (pair and successor), and their counts."""
     none = np.zeros(0, np.uint64)
     pairs, tokens = [none], [none]

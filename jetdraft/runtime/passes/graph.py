@@ -9,10 +9,10 @@ import numpy as np
 
 from jetdraft.contract import WIDEST, StepContract
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.noise import Int64s
+from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.probes import NO_PROBES, Probes, Probing
 from jetdraft.runtime.drafts.rows import Rows, without_gaps
-from jetdraft.runtime.passes.binding import Bound, Floats
+from jetdraft.runtime.passes.binding import Bound
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.captures import Captures
 from jetdraft.runtime.passes.step_sessions import StepSession, StepSessions
@@ -34,16 +34,16 @@ class Answer:
     """
 
     candidates: Int64s
-    candidate_logits: Floats
-    logsumexp: Floats
-    _logits: Floats
-    hidden: Floats | None = None
+    candidate_logits: Float32s
+    logsumexp: Float32s
+    _logits: Float32s
+    hidden: Float32s | None = None
     streams: Mapping[int, Answer] = field(default_factory=dict, repr=False)
     _parts: dict[int, Answer] = field(default_factory=dict, repr=False)
     _source: Tensor | None = field(default=None, repr=False)
 
     @property
-    def logits(self) -> Floats:
+    def logits(self) -> Float32s:
         """All logits of the rows."""
         if self._source is not None:
             self._source.fetch()

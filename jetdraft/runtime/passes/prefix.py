@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jetdraft.runtime.drafts.noise import Int64s
+from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.halves import PrunedGraph
 

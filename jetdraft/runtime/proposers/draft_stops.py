@@ -14,7 +14,7 @@ import numpy as np
 
 from jetdraft.errors import StoreError
 from jetdraft.files import read_arrays
-from jetdraft.runtime.passes.binding import Floats
+from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.passes.graph import Answer
 
 REPEATED = 3
@@ -110,12 +110,12 @@ class AcceptanceHead:
         AcceptanceHead.load(file, bundle.sha256, 192).rate(hidden)    # hidden [h]
     """
 
-    block: Floats
-    out: Floats
-    bias: Floats
-    scale: Floats
+    block: Float32s
+    out: Float32s
+    bias: Float32s
+    scale: Float32s
 
-    def rate(self, hidden: Floats) -> float:
+    def rate(self, hidden: Float32s) -> float:
         """The chance of being accepted."""
         x = hidden * self.scale
         for _ in range(REPEATED):

@@ -9,13 +9,13 @@ from typing import Protocol
 import numpy as np
 
 from jetdraft.errors import VerifierError
+from jetdraft.runtime.drafts.arrays import Float64s
 from jetdraft.runtime.drafts.distribution import Distribution
-from jetdraft.runtime.drafts.noise import Doubles
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.passes.graph import Answer
 from jetdraft.runtime.sampling.chooser import Chooser
 
-Rule = Callable[[Doubles, Doubles, Sequence[int], Kind], Doubles]
+Rule = Callable[[Float64s, Float64s, Sequence[int], Kind], Float64s]
 """Maps (p, q, children, kind) to the distribution of the chosen token."""
 
 
