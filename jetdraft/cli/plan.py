@@ -16,7 +16,7 @@ from jetdraft.devices.plan import (
     FREE,
     PROBES,
     Choice,
-    Contender,
+    MethodCost,
     Plan,
     Question,
     plan,
@@ -25,10 +25,10 @@ from jetdraft.devices.plan import (
 from jetdraft.errors import OptionError, OutputError
 
 PLOTTED = (0.4, 0.6, 0.8)
-CONTENDERS = (
-    Contender("draft", DRAFTER, trees=True),
-    Contender("stream", PROBES, trees=True),
-    Contender("lookup", FREE, trees=False),
+METHODS = (
+    MethodCost("draft", DRAFTER, trees=True),
+    MethodCost("stream", PROBES, trees=True),
+    MethodCost("lookup", FREE, trees=False),
 )
 NOTES = {
     PROBES: "for a target that jetdraft train streams has taught it",
@@ -77,7 +77,7 @@ def command(
         context,
         acceptance,
         power_mode,
-        CONTENDERS,
+        METHODS,
     )
     if plot is not None:
         _matplotlib()
