@@ -21,7 +21,7 @@ SYMMETRIC = ("rtn", "gptq")
 """Algorithms that store no zeros; TensorRT reads only these."""
 
 DEFAULT_BLOCK_SIZE = 128
-"""The fastest block size on a CPU by some way; docs/log.md has the figures."""
+"""The fastest block size on a CPU; docs/log/quantization.md has the figures."""
 
 CALIBRATED_DEFAULT = "int4-gptq-b128-head8"
 """The recipe where a text is given to calibrate on; figures in docs/quantization.md."""
@@ -206,7 +206,7 @@ class Recipe:
         """The drafter's default for a target's recipe: int8 in small blocks, or floats.
 
         A drafter is so small that its bits cost little time, and int4 costs it a
-        tenth of its acceptance; docs/log.md has the figures.
+        tenth of its acceptance; docs/log/quantization.md has the figures.
         """
         return target if target.bits is None else cls("int8", 32)
 

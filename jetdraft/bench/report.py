@@ -246,8 +246,7 @@ def compose(target: Bundle, drafter: Bundle, folder: Path) -> Bundle:
     for name, file in files.items():
         os.link(file, folder / name)
     graphs = {TARGET: target.target, DRAFTER: drafter.drafter}
-    names = tuple(dict.fromkeys((*target.methods, *drafter.methods)))
-    replace(target, path=folder, graphs=graphs, methods=names, files={}).save()
+    replace(target, path=folder, graphs=graphs, files={}).save()
     return Bundle.open(folder)
 
 

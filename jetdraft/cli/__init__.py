@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import signal
 import sys
 import warnings
@@ -12,34 +11,36 @@ import click
 
 from jetdraft import __version__
 from jetdraft.errors import JetdraftError
+from jetdraft.terminal.command import LazyGroup
 
-VERBS = (
-    "plan", "devices", "doctor", "train", "quantize", "export", "generate", "chat",
-    "serve", "bench", "tune", "check", "inspect", "store",
-)  # fmt: skip
+VERBS = {
+    "export": "Export checkpoints to a bundle.",
+    "generate": "Generate a text.",
+    "chat": "Talk to a model, line by line.",
+    "serve": "Answer OpenAI's API over HTTP.",
+    "bench": "Measure every method against plain decoding.",
+    "check": "Check a bundle, and that every method gives the same text.",
+    "tune": "Measure passes and proposers on this machine.",
+    "plan": "Predict memory and speed on a device.",
+    "doctor": "Examine this machine; list the devices that jetdraft knows.",
+    "recipes": "Compare quantization recipes of a checkpoint.",
+    "train": "Train a model to draft.",
+    "store": "Show or clear a store of requests.",
+}
 
 
-class Verbs(click.Group):
-    """Loads a verb's module when it is used, and turns errors into one line."""
+class Verbs(LazyGroup):
+    """The verbs; turns an error into one line and exit code 2."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order of use."""
-        return list(VERBS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command named after its module."""
-        if cmd_name not in VERBS:
-            return None
-        module = importlib.import_module(f"jetdraft.cli.{cmd_name}")
-        command: click.Command = module.command
-        return command
+    package = "jetdraft.cli"
+    summaries = VERBS
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Run; bad input ends with exit code 2, Ctrl-C with 130."""
+        """Run a verb and exit: with 2 after bad input, with 130 after Ctrl-C."""
         extra["standalone_mode"] = False
-        warnings.showwarning = _show
-        # Whoever ends us lets us clean up, as Ctrl-C does.
-        before = signal.signal(signal.SIGTERM, _terminated)
+        warnings.showwarning = _show_warning
+        # SIGTERM must clean up as Ctrl-C does.
+        before = signal.signal(signal.SIGTERM, _terminate)
         try:
             result = super().main(*args, **extra)
         except click.exceptions.NoArgsIsHelpError as error:
@@ -57,14 +58,14 @@ class Verbs(click.Group):
         sys.exit(result if isinstance(result, int) else 0)
 
 
-def _terminated(number: int, frame: object) -> NoReturn:
+def _terminate(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _show(
+def _show_warning(
     message: Warning | str, category: type[Warning], *where: Any, **more: Any
 ) -> None:
-    """A warning of ours in one line; those of others say nothing to a user."""
+    """Print jetdraft's own warnings in one line; drop warnings of other packages."""
     if category is UserWarning:
         click.echo(f"warning: {' '.join(str(message).split())}", err=True)
 

@@ -9,35 +9,44 @@ from typing import Any
 
 import click
 
-from jetdraft.cli.generate import summary
-from jetdraft.cli.options import (
-    bundle_argument,
-    constraint_options,
-    runtime_options,
-    sampling_options,
-)
 from jetdraft.errors import JetdraftError
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.model import load
 from jetdraft.runtime.text.template import user
-
-HELP = """/stats       what the last reply cost
-/reset       start again
-/save FILE   keep the conversation
-/load FILE   go on with one that was kept
-/quit        or Ctrl-D; Ctrl-C only stops a reply"""
-
-
-@click.command("chat")
-@bundle_argument
-@click.option("--system", help="What the model is told first.")
-@click.option("--max-new-tokens", type=int, default=512, show_default=True)
-@click.option("--method", default="auto", show_default=True)
-@click.option(
-    "--drop-oldest", is_flag=True, help="Forget whole turns where the buffers are full."
+from jetdraft.terminal.command import Command, option
+from jetdraft.terminal.flags import (
+    bundle_argument,
+    constraint_options,
+    drafting_option,
+    given,
+    method_option,
+    new_tokens_option,
+    runtime_options,
+    sampling_options,
 )
-@constraint_options
+from jetdraft.terminal.summary import summary
+
+HELP = """/stats       print the stats of the last reply
+/reset       start again
+/save FILE   save the conversation
+/load FILE   continue a saved conversation
+/quit        end, as does Ctrl-D; Ctrl-C stops a reply only"""
+
+
+@click.command("chat", cls=Command)
+@bundle_argument
+@option("prompt", "--system", help="The system message.")
+@option(
+    "prompt",
+    "--drop-oldest",
+    is_flag=True,
+    help="Drop the oldest turns when the buffers are full.",
+)
+@new_tokens_option(512)
 @sampling_options
+@constraint_options
+@method_option()
+@drafting_option
 @runtime_options
 def command(
     bundle: Path,
@@ -49,18 +58,23 @@ def command(
     streams: Path | None,
     **options: Any,
 ) -> int:
-    """Talk to BUNDLE's model, a line at a time; /help lists what else there is."""
+    """Talk to BUNDLE's model, line by line; /help lists the commands."""
     with load(
-        bundle, provider, threads, streams, drafter_provider=drafter_provider
+        bundle,
+        provider=provider,
+        threads=threads,
+        streams=streams,
+        drafter_provider=drafter_provider,
     ) as model:
-        talk = Conversation(model, system, drop_oldest, **options)
-        # Is there a template, and can the options be?
-        model.stream(token_ids=model.chat_prompt([user("")]), **options)
+        fields = given(options, model)
+        talk = Conversation(model, system, drop_oldest, **fields)
+        # Refuse a missing template or a bad option before the first line.
+        model.stream(token_ids=model.chat_prompt([user("")]), **fields)
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401
         failed = False
-        for line in iter(_line, None):
+        for line in iter(_read_line, None):
             if line.startswith("/"):
                 if _obey(talk, *line.split(maxsplit=1)):
                     break
@@ -69,8 +83,8 @@ def command(
     return 2 if failed and not sys.stdin.isatty() else 0
 
 
-def _line() -> str | None:
-    """The next line, None at the end."""
+def _read_line() -> str | None:
+    """Return the next line, or None at the end of input."""
     prompt = "> " if sys.stdin.isatty() else ""
     try:
         return input(prompt)
@@ -82,12 +96,12 @@ def _line() -> str | None:
 
 
 def _answer(talk: Conversation, line: str) -> bool:
-    """Print a reply as it comes; an error ends the turn, not the program."""
+    """Print the reply as it comes; False after an error, which ends only this turn."""
     try:
         for piece in talk.say(line):
             click.echo(piece.text, nl=False)
     except KeyboardInterrupt:
-        pass  # what was said stays
+        pass  # The conversation keeps the reply so far.
     except JetdraftError as error:
         click.echo(f"error: {error}", err=True)
         return False
@@ -96,19 +110,14 @@ def _answer(talk: Conversation, line: str) -> bool:
 
 
 def _obey(talk: Conversation, order: str, file: str = "") -> bool:
-    """Do what a line with a slash says; whether to end."""
+    """Obey a line that begins with a slash; True if it ends the conversation."""
     try:
         if order == "/quit":
             return True
         if order == "/reset":
             talk.reset()
         elif order == "/stats":
-            stats = talk.last.stats if talk.last else None
-            said = "nothing was said yet"
-            if stats is not None:
-                kept = f"{stats.reused_tokens} of {stats.prompt_tokens} tokens kept"
-                said = f"{summary(stats)}\n{kept}"
-            click.echo(said, err=True)
+            click.echo(_stats(talk), err=True)
         elif order in ("/save", "/load") and file:
             (talk.save if order == "/save" else talk.load)(file)
         else:
@@ -116,3 +125,11 @@ def _obey(talk: Conversation, order: str, file: str = "") -> bool:
     except JetdraftError as error:
         click.echo(f"error: {error}", err=True)
     return False
+
+
+def _stats(talk: Conversation) -> str:
+    if talk.last is None:
+        return "there is no reply yet"
+    stats = talk.last.stats
+    kept = f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens kept"
+    return f"{summary(stats)}\n{kept}"

@@ -1,70 +1,122 @@
-"""jetdraft check: is a bundle whole, and does every method give the same text?"""
+"""jetdraft check: what a bundle holds, and whether all its methods give one text."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from jetdraft.bench.verification import compare_methods
-from jetdraft.cli.options import bundle_argument, runtime_options
+from jetdraft.bench.verification import Comparison, compare_methods
+from jetdraft.bundle import Bundle
 from jetdraft.errors import CheckError
-from jetdraft.runtime.model import Model, load
+from jetdraft.runtime.measured.widths import Widths
+from jetdraft.runtime.model import load
+from jetdraft.terminal.command import Command, option
+from jetdraft.terminal.description import describe
+from jetdraft.terminal.flags import bundle_argument, json_option, runtime_options
 
 
-@click.command("check")
+@click.command("check", cls=Command)
 @bundle_argument
+@option(
+    "measurement",
+    "--run/--no-run",
+    default=True,
+    show_default=True,
+    help="Run the bundle; --no-run only checks its files and prints its manifest.",
+)
 @runtime_options
+@json_option
 def command(
     bundle: Path,
+    run: bool,
     provider: str | None,
     drafter_provider: str | None,
     threads: int | None,
     streams: Path | None,
+    as_json: bool,
 ) -> None:
-    """Check integrity, contract, width classes and the text of every method."""
-    model = load(bundle, provider, threads, streams, drafter_provider=drafter_provider)
-    click.echo(f"files      {len(model.bundle.files)} present, hashes right")
-    click.echo(f"contract   {len(model.bundle.graphs)} graphs as declared")
-    model.planner.calibration = model.calibrate(again=True)
-    _show_classes(model)
-    wrong = 0
-    for result in compare_methods(model):
-        name = result.method
-        if result.num_draft_tokens:
-            name += f" {result.num_draft_tokens}"
-        settings = " ".join(f"{k}={v}" for k, v in result.settings.items()) or "greedy"
-        verdict = f"same {result.tokens} tokens"
-        if result.first_difference is not None:
-            verdict, wrong = f"differs at token {result.first_difference}", wrong + 1
-        click.echo(f"text       {name:9} {settings:48} {verdict}")
+    """Check BUNDLE's files and contracts, width classes, and every method's text."""
+    if not run:
+        _show_manifest(Bundle.open(bundle), as_json)
+        return
+    model = load(
+        bundle,
+        provider=provider,
+        threads=threads,
+        streams=streams,
+        drafter_provider=drafter_provider,
+    )
+    model.measure_again()
+    widths = model.parts.widths
+    files, graphs = len(model.bundle.files), len(model.bundle.graphs)
+    comparisons = []
+    if not as_json:
+        click.echo(f"files      {files} present, hashes right")
+        click.echo(f"contract   {graphs} graphs as declared")
+        for line in _width_lines(widths):
+            click.echo(f"widths     {line}")
+    for comparison in compare_methods(model):
+        comparisons.append(comparison)
+        if not as_json:
+            click.echo(f"text       {_text_line(comparison)}")
+    if as_json:
+        fields = {
+            "files": files,
+            "graphs": graphs,
+            "widths": widths.to_json(),
+            "texts": [asdict(comparison) for comparison in comparisons],
+        }
+        click.echo(json.dumps(fields))
+    wrong = sum(one.first_difference is not None for one in comparisons)
     if wrong:
         raise CheckError(
             f"{wrong} methods gave another text than plain decoding; report this with "
-            "the output of jetdraft inspect"
+            "the output of jetdraft check --no-run"
         )
 
 
-def _show_classes(model: Model) -> None:
-    """The classes, and how far the widths outside the exact one are off."""
-    found = model.planner.calibration
-    for widths in found.classes:
-        span = f"{widths[0]}" if len(widths) == 1 else f"{widths[0]}..{widths[-1]}"
-        if widths != list(range(widths[0], widths[-1] + 1)):
-            span = ", ".join(map(str, widths))
-        gap = max(found.gaps[width] for width in widths)
-        used = (
-            "exact" if widths == found.exact_widths else f"logits differ by {gap:.1e}"
+def _show_manifest(bundle: Bundle, as_json: bool) -> None:
+    fields = bundle.to_json()
+    click.echo(json.dumps(fields, indent=2) if as_json else describe(bundle))
+
+
+def _width_lines(widths: Widths) -> Iterator[str]:
+    """Describe the classes of widths, and their distance from the exact class."""
+    for group in widths.classes:
+        span = f"{group[0]}" if len(group) == 1 else f"{group[0]}..{group[-1]}"
+        if group != list(range(group[0], group[-1] + 1)):
+            span = ", ".join(map(str, group))
+        gap = max(widths.gaps[width] for width in group)
+        exact = group == widths.exact
+        yield f"{span:9} {'exact' if exact else f'logits differ by {gap:.1e}'}"
+    if not widths.trees_agree:
+        yield (
+            "passes that branch round otherwise than chains: an exact generation does "
+            "not branch; --no-exact does"
         )
-        click.echo(f"widths     {span:9} {used}")
-    for agree, what in (
-        (found.trees_agree, "passes that branch round otherwise than chains"),
-        (found.probes_agree, "probes change the last bits of the rows beside them"),
-    ):
-        if not agree:
-            click.echo(f"widths     {what}: exact generation does without; --no-exact")
-    if len(found.exact_widths) == 1:
-        click.echo(
-            "widths     no two widths agree bit by bit: exact generation cannot draft "
-            "here; --no-exact can"
+    if not widths.probes_agree:
+        yield (
+            "probes change the last bits of the rows beside them: an exact generation "
+            "has no probes; --no-exact has"
         )
+    if len(widths.exact) == 1:
+        yield (
+            "no two widths agree bit by bit: an exact generation cannot draft here; "
+            "--no-exact can"
+        )
+
+
+def _text_line(comparison: Comparison) -> str:
+    """Describe one method's text beside the text of plain decoding."""
+    name = comparison.method
+    if comparison.num_draft_tokens:
+        name += f" {comparison.num_draft_tokens}"
+    settings = " ".join(f"{k}={v}" for k, v in comparison.settings.items()) or "greedy"
+    verdict = f"same {comparison.tokens} tokens"
+    if comparison.first_difference is not None:
+        verdict = f"differs at token {comparison.first_difference}"
+    return f"{name:9} {settings:48} {verdict}"

@@ -1,4 +1,4 @@
-"""optimum-cli export jetdraft: what optimum/commands/register hands over."""
+"""optimum-cli export jetdraft: runs for optimum/commands/register."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ import click
 
 from jetdraft.cli import Verbs
 from jetdraft.cli.export import command as export
+from jetdraft.terminal.command import Command
 
 
 class Exports(Verbs):
-    """`optimum-cli export`, of which only the command jetdraft is ours."""
+    """The group `optimum-cli export`, with jetdraft's command only."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        """`jetdraft export`, with OUTPUT as its last argument, as optimum has it."""
+        """Return `jetdraft export` with OUTPUT as its last argument, as in optimum."""
         output = next(param for param in export.params if param.name == "output")
         others = [param for param in export.params if param is not output]
-        return click.Command(
+        return Command(
             cmd_name,
             params=[*others, click.Argument(["output"], type=output.type)],
             callback=export.callback,
             help=f"{export.help}\n\nOUTPUT is the bundle folder to write.",
-            # optimum's own usage lines promise -h.
+            # Usage lines of optimum promise -h.
             context_settings={"help_option_names": ["-h", "--help"]},
         )
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Export as `arguments` say; ends the process, with exit code 2 on bad input.
+    """Export with these arguments and exit; the exit code is 2 after bad input.
 
     Usage: `run(["target", "bundle", "--drafter", "drafter"])`
     """

@@ -1,18 +1,16 @@
-"""jetdraft plan: what a model would do on a device that is not there."""
+"""jetdraft plan: the memory and speed of a model on a device that is not at hand."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 
-from jetdraft.cli.options import picture
+from jetdraft.bench.picture import draw_curves
 from jetdraft.devices.device import Device
 from jetdraft.devices.plan import (
-    DRAFTER,
     FREE,
     PROBES,
     Choice,
@@ -22,98 +20,126 @@ from jetdraft.devices.plan import (
     plan,
     refusal,
 )
-from jetdraft.errors import OptionError, OutputError
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.planning.registry import methods
+from jetdraft.terminal.command import Command, option
+from jetdraft.terminal.flags import json_option, picture_option
 
-PLOTTED = (0.4, 0.6, 0.8)
-METHODS = (
-    MethodCost("draft", DRAFTER, trees=True),
-    MethodCost("stream", PROBES, trees=True),
-    MethodCost("lookup", FREE, trees=False),
-)
+DRAWN_ACCEPTANCES = (0.4, 0.6, 0.8)
 NOTES = {
-    PROBES: "for a target that jetdraft train streams has taught it",
-    FREE: "where the text repeats itself that often: it drafts nothing else",
+    PROBES: "for a target that jetdraft train streams has trained",
+    FREE: "for a text that repeats itself that often; it drafts nothing else",
 }
-"""What the acceptance of a method means, by its cost."""
+"""What the acceptance of a method means, by the cost of its drafts."""
 
 
-@click.command("plan")
+@click.command("plan", cls=Command)
 @click.argument("target", type=click.Path(path_type=Path))
-@click.option("--drafter", type=click.Path(path_type=Path), help="Its config.json.")
-@click.option("--device", required=True, help="A name that jetdraft devices lists.")
-@click.option("--power-mode", help="Default: the device's first, without Super.")
-@click.option("--quantize", "quantization", default="int4", show_default=True)
-@click.option("--context", default=2048, show_default=True, help="Tokens kept.")
-@click.option(
+@option(
+    "checkpoint", "--drafter", help="The drafter's config.json, or the folder with it."
+)
+@option(
+    "quantization",
+    "--quantize",
+    default="int4",
+    show_default=True,
+    help="A recipe of weights; only the bits matter here.",
+)
+@option(
+    "checkpoint",
+    "--context",
+    default=2048,
+    show_default=True,
+    help="Tokens of prompt and output that the buffers hold.",
+)
+@option(
+    "drafting",
     "--acceptance",
     default=0.6,
     show_default=True,
-    help="How often a first guess is right.",
+    help="Assumed probability that the first drafted token is right.",
 )
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path),
-    callback=picture,
-    help="Write a picture: tokens per second over width for three acceptances.",
+@option(
+    "device",
+    "--device",
+    required=True,
+    help="A device's name; jetdraft doctor --devices lists them.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@option(
+    "device",
+    "--power-mode",
+    help="A power mode of the device; default: the first, without Super.",
+)
+@json_option
+@picture_option("tokens per second over rows per pass for three acceptances")
 def command(
     target: Path,
-    drafter: Path | None,
+    drafter: str | None,
     device: str,
     power_mode: str | None,
-    quantization: str,
+    quantize: str,
     context: int,
     acceptance: float,
-    plot: Path | None,
+    picture: Path | None,
     as_json: bool,
 ) -> None:
-    """Predict memory and speed of TARGET, a config.json or its folder."""
+    """Predict memory and speed of TARGET, a config.json or the folder with it."""
+    bits, _, rest = quantize.partition("-")
+    if rest:
+        Recipe.parse(quantize)  # refuses an unknown recipe
     question = Question(
         target,
         Device.named(device),
-        drafter,
-        quantization,
+        None if drafter is None else Path(drafter),
+        bits,
         context,
         acceptance,
         power_mode,
-        METHODS,
+        method_costs(),
     )
-    if plot is not None:
-        _matplotlib()
-    found = plan(question)
+    prediction = plan(question)
     if as_json:
-        click.echo(json.dumps(found.to_json()))
-    if not found.fits:
-        raise refusal(question, found)
+        click.echo(json.dumps(prediction.to_json()))
+    if not prediction.fits:
+        raise refusal(question, prediction)
     if not as_json:
-        _show(found, question.device)
-    if plot is not None:
-        _draw(question, plot)
+        _show(prediction, question.device)
+    if picture is not None:
+        _draw(question, picture)
 
 
-def _show(found: Plan, device: Device) -> None:
-    parts = " + ".join(f"{name} {mb:.0f}" for name, mb in found.memory_mb.items())
-    click.echo(f"device     {found.device}, {found.power_mode}")
-    click.echo(
-        f"memory     {found.needed_mb:.0f} MB of {found.available_mb:.0f} ({parts})"
+def method_costs() -> tuple[MethodCost, ...]:
+    """The methods whose cost on a device can be predicted, from the registry."""
+    return tuple(
+        MethodCost(method.name, method.cost, method.trees)
+        for method in methods().values()
+        if method.cost is not None
     )
-    plain = found.rows[0].tokens_per_second
+
+
+def _show(prediction: Plan, device: Device) -> None:
+    parts = " + ".join(f"{name} {mb:.0f}" for name, mb in prediction.memory_mb.items())
+    click.echo(f"device     {prediction.device}, {prediction.power_mode}")
+    click.echo(
+        f"memory     {prediction.needed_mb:.0f} MB of {prediction.available_mb:.0f} "
+        f"({parts})"
+    )
+    plain = prediction.rows[0].tokens_per_second
     click.echo(f"plain      {plain:.1f} tokens/s, predicted")
-    click.echo("rows       " + "".join(f"{w:7}" for w in found.pass_ms_by_width))
-    times = "".join(f"{ms:7.1f}" for ms in found.pass_ms_by_width.values())
+    click.echo("rows       " + "".join(f"{w:7}" for w in prediction.pass_ms_by_width))
+    times = "".join(f"{ms:7.1f}" for ms in prediction.pass_ms_by_width.values())
     click.echo("ms         " + times)
-    click.echo(f"at acceptance {found.acceptance}:")
-    methods = dict.fromkeys((row.method, row.shape) for row in found.rows)
+    click.echo(f"at acceptance {prediction.acceptance}:")
+    methods = dict.fromkeys((row.method, row.shape) for row in prediction.rows)
     for method, shape in methods:
-        same = [r for r in found.rows if (r.method, r.shape) == (method, shape)]
+        same = [r for r in prediction.rows if (r.method, r.shape) == (method, shape)]
         click.echo(_line(max(same, key=lambda row: row.tokens_per_second)))
     click.echo("best:")
-    click.echo(_line(found.best))
-    for method, cost in dict.fromkeys((row.method, row.cost) for row in found.rows):
+    click.echo(_line(prediction.best))
+    for method, cost in dict.fromkeys((r.method, r.cost) for r in prediction.rows):
         if cost in NOTES:
             click.echo(f"  ({method}: {NOTES[cost]})")
-    others = [mode.name for mode in device.power_modes if mode.name != found.power_mode]
+    others = [m.name for m in device.power_modes if m.name != prediction.power_mode]
     if others:
         click.echo(f"  (--power-mode {', '.join(others)}: other rates)")
 
@@ -126,32 +152,19 @@ def _line(choice: Choice) -> str:
     )
 
 
-def _matplotlib() -> Any:
-    """Its figure, which does without a screen."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise OptionError("--plot needs matplotlib; pip install matplotlib") from error
-    return Figure
-
-
 def _draw(question: Question, file: Path) -> None:
-    figure = _matplotlib()(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for acceptance in PLOTTED:
+    """Draw the fastest way to decode at each width."""
+    curves = {}
+    for acceptance in DRAWN_ACCEPTANCES:
+        best: dict[int, float] = {}
         rows = plan(replace(question, acceptance=acceptance)).rows
-        widths = sorted({row.width for row in rows})
-        best = [
-            max(row.tokens_per_second for row in rows if row.width == width)
-            for width in widths
-        ]
-        axes.plot(widths, best, marker=".", label=f"acceptance {acceptance}")
-    axes.set(xlabel="rows per pass", ylabel="tokens per second, predicted")
-    axes.set_title(f"{question.target} on {question.device.title}")
-    axes.legend()
-    try:
-        figure.savefig(file, format="png")
-    except (OSError, ValueError) as error:
-        raise OutputError(
-            f"cannot write {file} ({error}); choose another file"
-        ) from error
+        for row in sorted(rows, key=lambda row: row.width):
+            best[row.width] = max(row.tokens_per_second, best.get(row.width, 0.0))
+        curves[f"acceptance {acceptance}"] = best
+    draw_curves(
+        file,
+        curves,
+        "rows per pass",
+        "tokens per second, predicted",
+        f"{question.target} on {question.device.title}",
+    )

@@ -1,4 +1,4 @@
-"""jetdraft serve: a bundle behind an API as OpenAI's is."""
+"""jetdraft serve: a bundle behind OpenAI's HTTP API."""
 
 from __future__ import annotations
 
@@ -7,67 +7,96 @@ from typing import Any
 
 import click
 
-from jetdraft.cli.options import bundle_argument, optional, runtime_options
 from jetdraft.errors import OptionError
 from jetdraft.runtime.pool import Pool
+from jetdraft.terminal.command import Command, extra_module, option
+from jetdraft.terminal.flags import (
+    bundle_argument,
+    method_option,
+    new_tokens_option,
+    runtime_options,
+    store_option,
+)
 
 
-@click.command("serve")
+@click.command("serve", cls=Command)
 @bundle_argument
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True)
-@click.option(
+@option(
+    "server",
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="The address to listen on.",
+)
+@option(
+    "server",
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8080,
+    show_default=True,
+    help="The port to listen on; 0 picks a free port.",
+)
+@option(
+    "server",
     "--api-key",
     envvar="JETDRAFT_API_KEY",
     default="",
-    help="What clients must send; needed to listen elsewhere than on loopback.",
+    help="The key that clients must send; required unless --host is loopback.",
 )
-@click.option("--name", help="The model's name; default: the bundle folder's.")
-@click.option(
+@option(
+    "server", "--name", help="The model's name; default: the name of the bundle folder."
+)
+@option(
+    "server",
     "--models",
     type=click.IntRange(1, 64),
     default=1,
     show_default=True,
-    help="How many requests are answered at once, each with buffers of its own.",
+    help="Requests answered at once; each model has its own buffers.",
 )
-@click.option("--method", help="Of requests that ask for none; default: auto.")
-@click.option(
-    "--max-new-tokens", type=click.IntRange(1), default=1024, show_default=True
-)
-@click.option(
-    "--max-body-bytes", type=click.IntRange(1), default=1_000_000, show_default=True
-)
-@click.option(
-    "--max-waiting",
-    type=click.IntRange(0),
-    default=64,
-    show_default=True,
-    help="Requests that may wait for a model.",
-)
-@click.option(
-    "--max-wait",
-    type=click.FloatRange(0, min_open=True),
-    default=120.0,
-    show_default=True,
-    help="Seconds that one may wait.",
-)
-@click.option(
-    "--max-seconds",
-    type=click.FloatRange(0, min_open=True),
-    default=300.0,
-    show_default=True,
-    help="Seconds that a text may take.",
-)
-@click.option(
+@option(
+    "server",
     "--drain",
     type=click.IntRange(0),
     default=30,
     show_default=True,
-    help="Seconds that texts under way have to end in on SIGTERM.",
+    help="Seconds to finish texts after SIGTERM.",
 )
-@click.option(
-    "--store", type=click.Path(path_type=Path), help="A file to keep responses in."
+@new_tokens_option(1024)
+@option(
+    "limits",
+    "--max-body-bytes",
+    type=click.IntRange(1),
+    default=1_000_000,
+    show_default=True,
+    help="The most bytes of a request's body.",
 )
+@option(
+    "limits",
+    "--max-waiting",
+    type=click.IntRange(0),
+    default=64,
+    show_default=True,
+    help="The most requests that may wait for a model.",
+)
+@option(
+    "limits",
+    "--max-wait",
+    type=click.FloatRange(0, min_open=True),
+    default=120.0,
+    show_default=True,
+    help="The most seconds that a request may wait.",
+)
+@option(
+    "limits",
+    "--max-seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=300.0,
+    show_default=True,
+    help="The most seconds that a text may take.",
+)
+@method_option()
+@store_option
 @runtime_options
 def command(
     bundle: Path,
@@ -84,9 +113,9 @@ def command(
     drain: int,
     **options: Any,
 ) -> None:
-    """Answer requests for BUNDLE's model over HTTP, until SIGTERM or Ctrl-C."""
-    running = optional("server.running", "serving", "serve")
-    app = optional("server.app", "serving", "serve")
+    """Answer requests for BUNDLE's model over HTTP until SIGTERM or Ctrl-C."""
+    server = extra_module("jetdraft.server.listener", "serving", "serve")
+    app = extra_module("jetdraft.server.app", "serving", "serve")
     if not app.is_loopback(host) and not api_key:
         raise OptionError(
             f"anyone could use a server on {host}; give --api-key, or set "
@@ -95,9 +124,8 @@ def command(
     limits = app.Limits(
         max_body_bytes, max_new_tokens, max_waiting, max_wait, max_seconds
     )
-    with running.listening(host, port) as listener:
+    with server.listening(host, port) as listener:
         pool = Pool(bundle, models, **options)
         service = app.Service(pool, name or bundle.resolve().name, limits, api_key)
-        address = running.url(listener)
-        click.echo(f"{service.name} answers at {address}", err=True)
-        running.run(service, listener, host, drain)
+        click.echo(f"{service.name} answers at {server.url(listener)}", err=True)
+        server.run(service, listener, host, drain)

@@ -1,4 +1,4 @@
-"""jetdraft store: what earlier requests are kept, and forgetting them."""
+"""jetdraft store: the requests that a store keeps."""
 
 from __future__ import annotations
 
@@ -9,47 +9,53 @@ from pathlib import Path
 import click
 
 from jetdraft.bundle import Bundle
-from jetdraft.cli.options import bundle_argument
 from jetdraft.errors import StoreError
 from jetdraft.runtime.history.store import ResponseStore
 from jetdraft.runtime.text.codec import TextCodec
+from jetdraft.terminal.command import Command
+from jetdraft.terminal.flags import PATH, bundle_argument, json_option, user_option
 
-file_argument = click.argument("file", type=click.Path(path_type=Path))
-user_option = click.option("--user", default="", help="Whose entries.")
+file_argument = click.argument("file", type=PATH)
 
 
 @click.group("store")
 def command() -> None:
-    """See or forget the requests that a store keeps to draft from."""
+    """List or clear the requests that a store keeps to draft from."""
 
 
-@command.command("list")
+@command.command("list", cls=Command)
 @bundle_argument
 @file_argument
 @user_option
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+@json_option
 def list_entries(bundle: Path, file: Path, user: str, as_json: bool) -> None:
-    """The entries in FILE, latest first; BUNDLE has the tokenizer that reads them."""
+    """List the entries in FILE, latest first, read with BUNDLE's tokenizer."""
     opened = Bundle.open(bundle)
     text = TextCodec(opened.tokenizer)
-    for entry in _open(opened, file, user).entries:
-        prompt, response = text.decode(entry.prompt), text.decode(entry.response)
-        used = datetime.fromtimestamp(entry.used).isoformat(" ", "seconds")
-        if as_json:
-            fields = {"used": used, "prompt": prompt, "response": response}
-            click.echo(json.dumps(fields, ensure_ascii=False))
-        else:
-            click.echo(f"{used}  {_short(prompt)}  ->  {_short(response)}")
+    entries = [
+        {
+            "used": datetime.fromtimestamp(entry.used).isoformat(" ", "seconds"),
+            "prompt": text.decode(entry.prompt),
+            "response": text.decode(entry.response),
+        }
+        for entry in _open(opened, file, user).entries
+    ]
+    if as_json:
+        click.echo(json.dumps({"entries": entries}, ensure_ascii=False))
+        return
+    for entry in entries:
+        prompt, response = _shorten(entry["prompt"]), _shorten(entry["response"])
+        click.echo(f"{entry['used']}  {prompt}  ->  {response}")
 
 
-@command.command("clear")
+@command.command("clear", cls=Command)
 @bundle_argument
 @file_argument
 @user_option
 def clear(bundle: Path, file: Path, user: str) -> None:
-    """Forget all entries of a user in FILE."""
+    """Remove all entries of a user from FILE."""
     count = _open(Bundle.open(bundle), file, user).clear()
-    click.echo(f"{count} entries forgotten", err=True)
+    click.echo(f"{count} entries removed", err=True)
 
 
 def _open(bundle: Bundle, file: Path, user: str) -> ResponseStore:
@@ -58,6 +64,6 @@ def _open(bundle: Bundle, file: Path, user: str) -> ResponseStore:
     return ResponseStore(file, bundle.tokenizer_sha256, user)
 
 
-def _short(text: str, width: int = 36) -> str:
+def _shorten(text: str, width: int = 36) -> str:
     line = " ".join(text.split())
     return line if len(line) <= width else f"{line[: width - 3]}..."

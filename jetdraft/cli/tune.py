@@ -1,34 +1,34 @@
-"""jetdraft tune: what passes and proposers cost on this machine."""
+"""jetdraft tune: the times of passes and proposers on this machine."""
 
 from __future__ import annotations
 
 import json
-import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from jetdraft.cli.options import bundle_argument, picture, runtime_options
-from jetdraft.errors import OutputError
+from jetdraft.bench.picture import draw_curves
+from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.planning import tuning
-from jetdraft.runtime.planning.tuning import Tuning
-
-
-@click.command("tune")
-@bundle_argument
-@click.option(
-    "--png",
-    type=click.Path(path_type=Path),
-    callback=picture,
-    help="Draw the curves there.",
+from jetdraft.terminal.command import Command
+from jetdraft.terminal.flags import (
+    bundle_argument,
+    json_option,
+    picture_option,
+    runtime_options,
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+from jetdraft.terminal.progress import ProgressBars
+
+
+@click.command("tune", cls=Command)
+@bundle_argument
 @runtime_options
+@json_option
+@picture_option("pass times over the rows of a pass")
 def command(
     bundle: Path,
-    png: Path | None,
+    picture: Path | None,
     as_json: bool,
     provider: str | None,
     drafter_provider: str | None,
@@ -36,42 +36,34 @@ def command(
     streams: Path | None,
 ) -> None:
     """Measure pass times by width and every proposer, and keep them in BUNDLE."""
-    model = load(bundle, provider, threads, streams, drafter_provider=drafter_provider)
-    with click.progressbar(
-        length=tuning.steps(model.planner.proposers),
-        label="tune",
-        file=sys.stderr,
-        hidden=not sys.stderr.isatty(),
-    ) as bar:
-        found = model.tune(tick=lambda: bar.update(1))
+    model = load(
+        bundle,
+        provider=provider,
+        threads=threads,
+        streams=streams,
+        drafter_provider=drafter_provider,
+    )
+    with ProgressBars() as bars:
+        curve = model.tune(bars.ticks("tune", tuning.steps(model.planner.proposers())))
     if as_json:
-        fields = {"machine": model.machine(), "tuning": asdict(found)}
-        click.echo(json.dumps(fields))
+        machine = model.parts.profiles.machine
+        click.echo(json.dumps({"machine": machine, "curve": curve.to_json()}))
     else:
-        _show(model, found)
-    if png is not None:
-        _draw(found, png)
+        _show(model, curve)
+    if picture is not None:
+        curves = {"chain": curve.passes, "tree": curve.trees}
+        measured = {name: times for name, times in curves.items() if times}
+        draw_curves(picture, measured, "rows in a pass", "milliseconds")
 
 
-def _show(model: Model, found: Tuning) -> None:
-    exact = model.planner.calibration.exact_widths
+def _show(model: Model, curve: Curve) -> None:
+    exact = model.parts.widths.exact
     click.echo("rows   chain ms   tree ms   ms per row")
-    for width, ms in found.chain_ms.items():
-        tree = found.tree_ms.get(width)
-        shown = "       -" if tree is None else f"{tree:8.3f}"
+    for width, ms in curve.passes.items():
+        tree = curve.trees.get(width)
+        tree_text = "       -" if tree is None else f"{tree:8.3f}"
         note = "" if width > max(exact) or width in exact else "   not exact"
-        click.echo(f"{width:4} {ms:10.3f} {shown:>9} {ms / width:12.3f}{note}")
-    for name, ms in found.draft_ms.items():
+        click.echo(f"{width:4} {ms:10.3f} {tree_text:>9} {ms / width:12.3f}{note}")
+    for name, ms in curve.drafts.items():
         click.echo(f"{name:10} {ms:8.4f} ms per drafted token")
-    click.echo(f"compaction {found.compaction_ms:8.4f} ms")
-
-
-def _draw(found: Tuning, png: Path) -> None:
-    try:
-        drawn = tuning.draw(found, png)
-    except OSError as error:
-        raise OutputError(
-            f"cannot write {png} ({error.strerror}); choose another file"
-        ) from error
-    if not drawn:
-        click.echo("no curve was drawn: pip install matplotlib", err=True)
+    click.echo(f"compaction {curve.compaction:8.4f} ms")

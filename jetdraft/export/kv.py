@@ -9,9 +9,9 @@ import onnx_ir as ir
 import torch
 
 from jetdraft.contract import StepContract
-from jetdraft.edits import initializer
+from jetdraft.edits import initializer, value_of
+from jetdraft.export.attentions import attentions
 from jetdraft.export.step import Step, dtype_of
-from jetdraft.export.tree import attentions, value_of
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows
 

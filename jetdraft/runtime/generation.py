@@ -157,7 +157,8 @@ class Generation:
             finally:
                 self.stats.finish_reason = self.watcher.reason
             response = [token for piece in self._pieces for token in piece.token_ids]
-            self.parts.remember(self._prompt, response)
+            user = self.options.drafting.user
+            self.parts.remember(self._prompt, response, user)
 
     def _run(self) -> Iterator[Piece]:
         parts, exact = self.parts, self.options.drafting.exact

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from jetdraft.bundle import Bundle
 from jetdraft.errors import JetdraftError, OptionError
@@ -21,7 +21,7 @@ from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.planning.registry import AUTO
-from jetdraft.runtime.proposers.parts import LoadOptions, Parts
+from jetdraft.runtime.proposers.parts import LoadArguments, LoadOptions, Parts
 from jetdraft.runtime.text.constraint import Vocabulary
 from jetdraft.runtime.text.prompt import check_ids
 from jetdraft.runtime.text.template import (
@@ -32,35 +32,22 @@ from jetdraft.runtime.text.template import (
 )
 from jetdraft.runtime.text_stream import Stream
 
+CLOSED = "this model is closed; load the bundle again"
+
 
 def load(
-    path: str | Path,
-    *,
-    provider: str | None = None,
-    threads: int | None = None,
-    streams: str | Path | None = None,
-    store: str | Path | None = None,
-    drafter_provider: str | None = None,
-    method: str | None = None,
+    path: str | Path, *, method: str | None = None, **options: Unpack[LoadArguments]
 ) -> Model:
     """Open a bundle, check it and get it ready to generate.
 
-    provider          "cpu", "cuda", "tensorrt" or "auto", the fastest of them that runs
-                      here; default: the provider that the bundle was exported for
-    threads           threads of the target; default: the cores of this process
-    streams           a `streams.npz` of the same base; default: the bundle's own
-    store             a file that keeps requests and responses to draft from; default:
-                      nothing is kept
-    drafter_provider  another provider for the drafter, or "off" to run without it
-    method            the default for calls that do not pass one
+    `method` is the default for calls that do not pass one. The other arguments are the
+    fields of `LoadOptions`. Raises `BundleError`, `ProviderError`, `StoreError` or
+    `OptionError`.
 
-    Raises `BundleError`, `ProviderError`, `StoreError` or `OptionError`.
-
-        with jetdraft.load("bundle") as model:
+        with jetdraft.load("bundle", threads=2) as model:
             print(model.generate("def fib(n):").text)
     """
-    options = LoadOptions(provider, threads, streams, store, drafter_provider)
-    return Model(Bundle.open(path), options, method)
+    return Model(Bundle.open(path), LoadOptions(**options), method)
 
 
 class Model:
@@ -83,8 +70,8 @@ class Model:
         options = options or LoadOptions()
         shared = None if like is None else like.parts
         self._parts: Parts | None = Parts(bundle, options, shared)
+        self._planner: Planner | None = Planner(self._parts)
         self._template: ChatTemplate | None = None
-        self.planner = Planner(self.parts)
         self.planner.proposers()  # their first guesses of times come before tuned times
         self._use_tuning()
         self.method = method or AUTO
@@ -95,8 +82,15 @@ class Model:
     def parts(self) -> Parts:
         """The parts of the bundle; `JetdraftError` where the model is closed."""
         if self._parts is None:
-            raise JetdraftError("this model is closed; load the bundle again")
+            raise JetdraftError(CLOSED)
         return self._parts
+
+    @property
+    def planner(self) -> Planner:
+        """Who may draft; `JetdraftError` where the model is closed."""
+        if self._planner is None:
+            raise JetdraftError(CLOSED)
+        return self._planner
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -114,7 +108,7 @@ class Model:
 
         model.generate(prompt, **model.defaults)
         """
-        return GenerateOptions(**self.bundle.generation)  # type: ignore[typeddict-item]
+        return cast(GenerateOptions, dict(self.bundle.generation))
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -271,7 +265,7 @@ class Model:
     def measure_again(self) -> None:
         """Measure the width classes and pass times of this machine again."""
         self.parts.measure(again=True)
-        self.planner = Planner(self.parts)
+        self._planner = Planner(self.parts)
 
     def forget(self) -> None:
         """Unlearn what earlier generations taught, and read the next prompt whole."""
@@ -292,10 +286,8 @@ class Model:
 
     def close(self) -> None:
         """Free all memory; later calls raise `JetdraftError`."""
-        if self._parts is not None:
-            self._parts.claim.check_free()
-        self._parts = None
-        del self.planner
+        self.parts.claim.check_free()
+        self._parts = self._planner = None
 
     def __enter__(self) -> Model:
         return self

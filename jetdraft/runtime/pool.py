@@ -6,21 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from queue import Empty, LifoQueue
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.model import Model, load
-
-
-class LoadArguments(TypedDict, total=False):
-    """The keyword arguments of `load`."""
-
-    provider: str | None
-    threads: int | None
-    streams: str | Path | None
-    store: str | Path | None
-    drafter_provider: str | None
-    method: str | None
+from jetdraft.runtime.proposers.parts import LoadArguments
 
 
 class Pool:
@@ -35,13 +25,17 @@ class Pool:
     """
 
     def __init__(
-        self, path: str | Path, size: int, **options: Unpack[LoadArguments]
+        self,
+        path: str | Path,
+        size: int,
+        method: str | None = None,
+        **options: Unpack[LoadArguments],
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise OptionError(
                 f"pool size must be at least 1, not {size!r}; give 1 or more", "size"
             )
-        first = load(path, **options)
+        first = load(path, method=method, **options)
         self.models = [first, *(first.twin() for _ in range(size - 1))]
         self._free: LifoQueue[Model] = LifoQueue()
         for model in reversed(self.models):

@@ -1,1 +1,1 @@
-"""An HTTP server that speaks as OpenAI's does; `jetdraft serve` runs it."""
+"""An HTTP server with OpenAI's API; `jetdraft serve` runs it."""

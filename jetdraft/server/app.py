@@ -1,4 +1,4 @@
-"""The routes, and what goes wrong on the way to them."""
+"""The routes of the server, and its answers to bad requests."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jetdraft.errors import JetdraftError, OptionError
-from jetdraft.runtime.generation import Result
+from jetdraft.runtime.piece import Result
 from jetdraft.runtime.pool import Pool
-from jetdraft.server.answering import Reply
-from jetdraft.server.asking import Ask, RequestError
 from jetdraft.server.desk import Desk, Job
+from jetdraft.server.generation_request import GenerationRequest, RequestError
 from jetdraft.server.metrics import Metrics
+from jetdraft.server.reply import Reply
 from jetdraft.server.tools import BEGIN
 
 T = TypeVar("T")
 
 RECEIVE_SECONDS = 30.0
-"""That a body may take to come."""
+"""The most seconds that a body may take to arrive."""
 
 COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics")
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -40,7 +40,7 @@ KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may take: bytes, tokens, a place in the queue, seconds."""
+    """Limits of a request: bytes, new tokens, places in the queue, seconds."""
 
     body_bytes: int = 1_000_000
     new_tokens: int = 1024
@@ -50,12 +50,14 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("wait_seconds", "seconds"):
-            if not getattr(self, name) > 0.0:  # nor is NaN
-                raise OptionError(f"a limit of {getattr(self, name)} s is none")
+            if not getattr(self, name) > 0.0:  # refuses NaN too
+                raise OptionError(
+                    f"the limit {name} must be above 0, not {getattr(self, name)}"
+                )
 
 
 class Service:
-    """A pool's models behind HTTP; `name` is what requests call the model.
+    """The models of a pool behind HTTP; `name` is the model's name in requests.
 
     uvicorn.run(Service(pool, "robot").app())
     """
@@ -68,12 +70,13 @@ class Service:
         self.desk = Desk(pool.models, limits.waiting, limits.wait_seconds)
         self.metrics = Metrics(self.desk)
         template = pool.models[0].bundle.chat_template
-        # A broken template is its owner's business, and told before anybody asks.
+        # Reading the template here refuses a broken one before the first request.
+        self._defaults = pool.models[0].defaults
         self._marked = bool(template) and BEGIN in pool.models[0].template.source
 
     def app(self, host: str = "127.0.0.1") -> Starlette:
-        """The ASGI application, for a server that listens on `host`."""
-        # With a key a proxy may have any name; without one a page may not.
+        """Return the ASGI application for a server that listens on `host`."""
+        # Without a key only local names may reach the server; see `_admit`.
         self._local = is_loopback(host) and not self._key
         return Starlette(
             routes=[
@@ -127,7 +130,7 @@ class Service:
             "object": "model",
             "created": 0,
             "owned_by": "jetdraft",
-            "context_window": first.target.contract.capacity,
+            "context_window": first.parts.target.contract.capacity,
             "methods": list(first.methods),
         }
 
@@ -141,64 +144,66 @@ class Service:
         self._admit(request)
         body = await self._body(request)
         self._check_name(body.get("model", self.name))
-        ask = Ask.of(body, chat, self.limits.new_tokens, self._marked)
-        seconds = ask.options.get("max_seconds", self.limits.seconds)
-        ask.options["max_seconds"] = min(seconds, self.limits.seconds)
-        reply = Reply(ask, self.name, self.pool.models[0].text)
-        job = Job(self.desk, ask, self._client(request, ask))
-        if ask.streamed:
+        wanted = GenerationRequest.of(
+            body, chat, self.limits.new_tokens, self._marked, self._defaults
+        )
+        seconds = wanted.options.get("max_seconds", self.limits.seconds)
+        wanted.options["max_seconds"] = min(seconds, self.limits.seconds)
+        reply = Reply(wanted, self.name, self.pool.models[0].parts.text)
+        job = Job(self.desk, wanted, self._client(request, wanted.user))
+        if wanted.streamed:
             first = await _unless_gone(request.receive, job, job.next())
             return Events(job, reply, first, partial(self._count, request))
         result = await _unless_gone(request.receive, job, job.result())
         self._count(request, 200)
         return JSONResponse(reply.whole(result))
 
-    def _client(self, request: Request, ask: Ask) -> str:
-        """Whose turn a request counts as."""
+    def _client(self, request: Request, user: str) -> str:
+        """Return the name under which a request waits for its turn."""
         host = request.client.host if request.client else ""
-        return f"{host} {ask.user}"
+        return f"{host} {user}"
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        """The JSON object that was sent."""
+        """Return the JSON object in the body."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip()
-        if kind != "application/json":  # a page elsewhere may not send that unasked
+        if kind != "application/json":  # a foreign page cannot send JSON unasked
             raise RequestError(
                 f"content type {kind!r} is not application/json", status=415
             )
         try:
             async with asyncio.timeout(RECEIVE_SECONDS):
-                found = await self._received(request)
+                data = await self._received(request)
         except TimeoutError:
             raise RequestError("the body did not come in time", status=408) from None
         except ClientDisconnect:
             raise RequestError("the client has gone", status=499) from None
         try:
-            body = json.loads(found)
+            body = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the body is not JSON ({error})") from error
         if not isinstance(body, dict):
-            raise RequestError("the body is no JSON object")
+            raise RequestError("the body must be a JSON object")
         return {name: value for name, value in body.items() if value is not None}
 
     async def _received(self, request: Request) -> bytearray:
-        """The bytes of a body that is not too long."""
-        most, found = self.limits.body_bytes, bytearray()
+        """Return the bytes of the body; refuse a body that is too long."""
+        most, data = self.limits.body_bytes, bytearray()
         async for part in request.stream():
-            found += part
-            if len(found) > most:
+            data += part
+            if len(data) > most:
                 raise RequestError(
                     f"the body is longer than {most} bytes; send less", status=413
                 )
-        return found
+        return data
 
     def _admit(self, request: Request, keyed: bool = True) -> None:
-        """Refuse who may not ask; all may, unless `keyed`."""
+        """Refuse a foreign host name and, where `keyed`, a missing or wrong key."""
         name = request.url.hostname or ""
         if self._local and not is_loopback(name):
-            # A page in a browser can give a name of its own this address.
+            # A foreign page can point a host name of its own to this address.
             raise RequestError(f"{name!r} is not this server; ask for localhost")
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode(), self._key)
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(key.strip().encode(), self._key)
         if keyed and self._key and not (right and scheme.lower() == "bearer"):
             raise RequestError(
                 "the API key is missing or wrong; send Authorization: Bearer KEY",
@@ -227,14 +232,15 @@ class Service:
 
     def _count(self, request: Request, status: int) -> None:
         path = request.url.path
-        known = path if path in COUNTED else "other"  # paths are anyone's to invent
-        self.metrics.answered[known, status] += 1
+        label = path if path in COUNTED else "other"  # clients can invent paths
+        self.metrics.answered[label, status] += 1
 
 
 class Events:
-    """Server-sent events: a job's pieces as they come, for as long as somebody reads.
+    """Server-sent events: a job's pieces as they come, until the client goes away.
 
-    `first` is what the job said first; `done` is told the status at the end.
+    `first` is the job's first piece or its result; `done` is called with the status at
+    the end.
     """
 
     def __init__(
@@ -244,7 +250,7 @@ class Events:
         self._status = 499
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI asks a response."""
+        """Answer, as an ASGI application."""
         sending = asyncio.create_task(self._send(send))
         gone = asyncio.create_task(_gone(receive))
         try:
@@ -269,20 +275,20 @@ class Events:
         await send(_part("", more=False))
 
     async def _lines(self) -> AsyncIterator[str]:
-        reply, found = self._reply, self._first
+        reply, piece = self._reply, self._first
         for chunk in reply.first():
             yield json.dumps(chunk)
         try:
-            while not isinstance(found, Result):
-                for chunk in reply.piece(found):
+            while not isinstance(piece, Result):
+                for chunk in reply.piece(piece):
                     yield json.dumps(chunk)
-                found = await self._job.next()
-            for chunk in reply.last(found):
+                piece = await self._job.next()
+            for chunk in reply.last(piece):
                 yield json.dumps(chunk)
             self._status = 200
         except JetdraftError as error:
             self._status = 500
-            yield json.dumps(_said(error, 500))
+            yield json.dumps(_error_fields(error, 500))
         yield "[DONE]"
 
 
@@ -292,7 +298,7 @@ def _part(line: str, more: bool) -> Message:
 
 
 async def _unless_gone(receive: Receive, job: Job, wanted: Awaitable[T]) -> T:
-    """What is wanted of a job, which ends where the client goes away."""
+    """Wait for `wanted` of a job; cancel the job if the client goes away."""
     waiting = asyncio.ensure_future(wanted)
     gone = asyncio.create_task(_gone(receive))
     try:
@@ -317,22 +323,22 @@ async def _gone(receive: Receive) -> None:
 
 def _error(error: object, status: int) -> Response:
     headers = {"Retry-After": "1"} if status in (429, 503) else {}
-    return JSONResponse(_said(error, status), status, headers)
+    return JSONResponse(_error_fields(error, status), status, headers)
 
 
-def _said(error: object, status: int) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
+def _error_fields(error: object, status: int) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
     kind = KINDS.get(
         status, "invalid_request_error" if status < 500 else "server_error"
     )
-    param = getattr(error, "param", None)
+    param = getattr(error, "param", None) or getattr(error, "field", None)
     return {
         "error": {"message": str(error), "type": kind, "param": param, "code": None}
     }
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Who waits for a model, whose turn it is, and the generations under way."""
+"""The desk that hands out models by turns, and the jobs that use them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
-from jetdraft.runtime.generation import Piece, Result, Stream
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
-from jetdraft.server.asking import Ask, RequestError
+from jetdraft.runtime.piece import Piece, Result
+from jetdraft.runtime.text_stream import Stream
+from jetdraft.server.generation_request import GenerationRequest, RequestError
 
 
 class Desk:
     """Hands out models: clients take turns, each client's requests stay in order.
 
-    At most `most` requests wait, none longer than `seconds`. Belongs to one event loop.
+    At most `most` requests wait, each at most `seconds`. A desk belongs to one event
+    loop.
 
         async with desk.take("client") as model: ...
     """
@@ -32,17 +34,20 @@ class Desk:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait."""
+        """Return the number of requests that wait."""
         return sum(len(queue) for queue in self._waiting.values())
 
     @property
     def generating(self) -> int:
-        """How many models are taken."""
+        """Return the number of models in use."""
         return len(self.models) - len(self._free)
 
     @asynccontextmanager
     async def take(self, client: str) -> AsyncIterator[Model]:
-        """A model, when it is this client's turn; `RequestError` if that takes long."""
+        """Wait for this client's turn and give a model.
+
+        Raises `RequestError` if the queue is full or the wait too long.
+        """
         model = self._free.pop() if self._free else await self._wait(client)
         try:
             yield model
@@ -68,7 +73,10 @@ class Desk:
             raise
 
     def _make_room(self, client: str) -> None:
-        """Send away the last of whoever has most in the queue; this one, if so."""
+        """Refuse the last request of the client with the longest queue.
+
+        If that is this client, refuse the new request.
+        """
         full = RequestError("too many requests wait; try again later", status=429)
         longest = max(self._waiting.values(), key=len, default=deque())
         if len(longest) <= 1 + len(self._waiting.get(client, ())):
@@ -78,7 +86,7 @@ class Desk:
             turn.set_exception(full)
 
     def _leave(self, client: str, turn: asyncio.Future[Model]) -> None:
-        """Give up waiting; a model that came in the last moment goes on."""
+        """Leave the queue; pass on a model that arrived in the last moment."""
         queue = self._waiting.get(client, deque())
         if turn in queue:
             queue.remove(turn)
@@ -88,7 +96,7 @@ class Desk:
             self._give(turn.result())
 
     def _give(self, model: Model) -> None:
-        """To the client that waits longest for its turn; it goes to the end then."""
+        """Give a model to the client whose turn it is; the client moves to the end."""
         while self._waiting:
             client = next(iter(self._waiting))
             queue = self._waiting.pop(client)
@@ -102,34 +110,34 @@ class Desk:
 
 
 class Job:
-    """One request's generation: runs in a thread, waits for no reader.
+    """The generation of one request; it runs in a thread and waits for no reader.
 
-    `next` gives its pieces, at last its `Result`, or raises what went wrong.
+    `next` returns its pieces and then its `Result`, or raises its error.
     """
 
-    def __init__(self, desk: Desk, ask: Ask, client: str) -> None:
-        self._desk, self._ask, self._client = desk, ask, client
+    def __init__(self, desk: Desk, request: GenerationRequest, client: str) -> None:
+        self._desk, self._request, self._client = desk, request, client
         self._loop = asyncio.get_running_loop()
-        self._said: asyncio.Queue[Piece | Result | BaseException] = asyncio.Queue()
+        self._events: asyncio.Queue[Piece | Result | BaseException] = asyncio.Queue()
         self._stream: Stream | None = None
         self._cancelled = self._running = False
         self._task = asyncio.create_task(self._run())
 
     async def next(self) -> Piece | Result:
-        """What comes next, when it comes."""
-        found = await self._said.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        """Wait for the next piece, or the result."""
+        event = await self._events.get()
+        if isinstance(event, BaseException):
+            raise event
+        return event
 
     async def result(self) -> Result:
-        """What came out in all."""
-        while not isinstance(found := await self.next(), Result):
+        """Wait for the result."""
+        while not isinstance(event := await self.next(), Result):
             pass
-        return found
+        return event
 
     def cancel(self) -> None:
-        """Nobody waits any more: leave the queue, or end at the next round."""
+        """Leave the queue, or end the generation at its next round."""
         self._cancelled = True
         if self._stream is not None:
             self._stream.cancel()
@@ -145,12 +153,12 @@ class Job:
                 )
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # whoever waits for it must hear
-            self._said.put_nowait(error)
+        except BaseException as error:  # `next` raises it
+            self._events.put_nowait(error)
 
     def _generate(self, model: Model) -> None:
-        """In a thread of its own."""
-        stream = self._stream = self._ask.stream(model)
+        """Run the generation, in a thread of the desk."""
+        stream = self._stream = self._request.stream(model)
         if self._cancelled:
             stream.cancel()
         for piece in stream:
@@ -159,5 +167,5 @@ class Job:
         self._loop.call_soon_threadsafe(self._desk.total.merge, result.stats)
         self._post(result)
 
-    def _post(self, said: Piece | Result) -> None:
-        self._loop.call_soon_threadsafe(self._said.put_nowait, said)
+    def _post(self, event: Piece | Result) -> None:
+        self._loop.call_soon_threadsafe(self._events.put_nowait, event)

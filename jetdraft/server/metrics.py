@@ -1,4 +1,4 @@
-"""Figures of all requests so far, in Prometheus' text format."""
+"""Counts and rates of all requests so far, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from jetdraft.server.desk import Desk
 COUNTERS = {
     "prompt_tokens": "Tokens of prompts.",
     "new_tokens": "Tokens that were generated.",
-    "target_passes": "Passes of the target, without those over prompts.",
+    "target_passes": "Passes of the target, without passes over prompts.",
     "drafted_tokens": "Tokens that were drafted.",
     "accepted_tokens": "Drafted tokens that the target chose too.",
-    "reused_tokens": "Tokens of prompts that need not be read again.",
+    "reused_tokens": "Tokens of prompts that were still in the buffers.",
 }
 GAUGES = {
-    "acceptance_rate": "Accepted drafted tokens per compared one.",
+    "acceptance_rate": "Accepted drafted tokens per evaluated drafted token.",
     "tokens_per_pass": "Tokens per pass of the target.",
-    "tokens_per_second": "Of decoding, after the first round.",
+    "tokens_per_second": "Tokens per second of decoding, after the first round.",
 }
 
 
@@ -43,11 +43,11 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def text(self) -> bytes:
-        """The page that Prometheus reads."""
+        """Return the page that Prometheus reads."""
         return bytes(generate_latest(self._registry))
 
     def collect(self) -> Iterator[Metric]:
-        """One family of samples after the other."""
+        """Yield the families of samples."""
         requests = CounterMetricFamily(
             "jetdraft_requests",
             "Requests by path and status.",
@@ -56,14 +56,14 @@ class Metrics(Collector):
         for (path, status), count in sorted(self.answered.items()):
             requests.add_metric([path, str(status)], count)
         yield requests
-        found = self._desk.total.to_json()
+        totals = self._desk.total.to_json()
         for name, help_ in COUNTERS.items():
-            yield CounterMetricFamily(f"jetdraft_{name}", help_, found[name])
+            yield CounterMetricFamily(f"jetdraft_{name}", help_, totals[name])
         for name, help_ in GAUGES.items():
-            yield GaugeMetricFamily(f"jetdraft_{name}", help_, found[name] or 0.0)
+            yield GaugeMetricFamily(f"jetdraft_{name}", help_, totals[name] or 0.0)
         for name, help_ in (
             ("waiting", "Requests that wait for a model."),
-            ("generating", "Models that are taken."),
+            ("generating", "Models in use."),
         ):
             value = getattr(self._desk, name)
             yield GaugeMetricFamily(f"jetdraft_{name}", help_, value)

@@ -1,7 +1,7 @@
-"""Functions that a model may call: what it may write then, and what it wrote.
+"""Tools, functions that a model may call: their grammar, and the calls in a text.
 
-A call is {"name": ..., "arguments": {...}}, between <tool_call> and </tool_call> where
-the chat template says so, as those of Hermes and Qwen do.
+A call is {"name": ..., "arguments": {...}}. It stands between <tool_call> and
+</tool_call> if the chat template says so, for example in Hermes and Qwen.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from jetdraft.errors import ConstraintError, OptionError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.text.constraint import SPACING, Constraint, Vocabulary
 
 Schema = dict[str, Any]
@@ -29,15 +29,15 @@ TEXT = {
     True: f"answer: TEXT\nTEXT: /(.|\\n)*/ & ~/(.|\\n)*{BEGIN}(.|\\n)*/",
     False: "answer: TEXT |\nTEXT: /[^{](.|\\n)*/",
 }
-"""What is no call, with marks and without."""
+"""The rule of a text without a call, for marked calls and for unmarked calls."""
 
 
 @dataclass(frozen=True)
 class Tools:
-    """`functions` as OpenAI has them; `choice` is "auto", "required" or a name.
+    """`functions` in OpenAI's form; `choice` is "auto", "required" or a name.
 
-    `marked` says whether calls stand between marks, `parallel` whether there may be
-    several then, and `schema` what JSON an answer must be that is none.
+    `marked` says whether calls stand between marks, `parallel` whether a text may then
+    have several calls. `schema` is the JSON schema of an answer without a call.
 
         Tools([{"type": "function", "function": {"name": "stop"}}], "auto").grammar()
     """
@@ -50,7 +50,10 @@ class Tools:
 
     @classmethod
     def of(cls, functions: object, choice: object, **more: Any) -> Tools | None:
-        """Of a request's `tools` and `tool_choice`, None where there are none."""
+        """Read a request's `tools` and `tool_choice`; None without tools.
+
+        Raises `OptionError`.
+        """
         if not isinstance(functions, list) or not all(map(_is_function, functions)):
             raise OptionError(
                 'give tools as [{"type": "function", "function": {"name": ...}}]'
@@ -68,19 +71,19 @@ class Tools:
             raise OptionError(f"tool_choice {choice!r} needs tools; give some")
         if not functions or choice == "none":
             return None
-        found = cls(functions, choice, **more)
-        if choice not in ("auto", "required", *found.names):
-            names = ", ".join(found.names)
+        tools = cls(functions, choice, **more)
+        if choice not in ("auto", "required", *tools.names):
+            names = ", ".join(tools.names)
             raise OptionError(f"tool_choice {choice!r} is none of {names}")
-        return found
+        return tools
 
     @property
     def names(self) -> list[str]:
-        """Of the functions."""
-        return [each["function"]["name"] for each in self.functions]
+        """Return the names of the functions."""
+        return [tool["function"]["name"] for tool in self.functions]
 
     def grammar(self) -> str:
-        """What may be written, in Lark's notation."""
+        """Return the grammar of an answer, in Lark's notation."""
         calls = "call"
         if self.marked and self.parallel:
             calls = "call (GAP BEGIN call)*"
@@ -96,38 +99,38 @@ class Tools:
         return f"start: {start}\n{answer}\n{rules}\none: {_json(self._schema())}\n"
 
     def check(self, vocabulary: Vocabulary) -> None:
-        """Raise `ConstraintError` for the first function whose schema is refused."""
+        """Raise `OptionError` for the first function with a refused schema."""
         for tool in self.functions:
-            shape = json.dumps(_shape(tool["function"]))
+            schema = json.dumps(_call_schema(tool["function"]))
             try:
-                vocabulary.matcher(Constraint("JSON schema", shape), 0)
-            except ConstraintError as error:
+                vocabulary.matcher(Constraint("JSON schema", schema), 0)
+            except OptionError as error:
                 name = tool["function"]["name"]
-                raise ConstraintError(f"tool {name!r}: {error}") from error
+                raise OptionError(f"tool {name!r}: {error}", "constraint") from error
 
     def calls(self, text: str) -> list[dict[str, Any]]:
-        """The calls in a text, in OpenAI's shape; none where one is not whole."""
-        found, decode = [], json.JSONDecoder().raw_decode
+        """Return the calls in a text in OpenAI's form; none if a call is incomplete."""
+        calls, decode = [], json.JSONDecoder().raw_decode
         at = self._next(text, 0)
         try:
             while at is not None:
-                said, end = decode(text, at)
-                if said["name"] not in self.names:
+                call, end = decode(text, at)
+                if call["name"] not in self.names:
                     return []
-                found.append(_call(said["name"], said["arguments"]))
+                calls.append(_call(call["name"], call["arguments"]))
                 at = self._next(text, end)
         except (ValueError, TypeError, KeyError):
             return []
-        return found
+        return calls
 
     def _next(self, text: str, start: int) -> int | None:
-        """Where the next call's JSON begins."""
+        """Return the place of the next call's JSON, or None."""
         pattern = f"{BEGIN}\\s*" if self.marked else r"\A(?=\{)"
-        found = re.compile(pattern).search(text, start)
-        return found.end() if found else None
+        match = re.compile(pattern).search(text, start)
+        return match.end() if match else None
 
     def shown(self, text: str) -> int:
-        """How much of a text is no call, whatever comes next."""
+        """Return how many characters cannot become a call, whatever text follows."""
         if not self.marked:
             return 0 if text.startswith("{") else len(text)
         at = text.find(BEGIN)
@@ -138,17 +141,17 @@ class Tools:
         return len(text) - next(held, 0)
 
     def _schema(self) -> Schema:
-        """Of a call of any function that may be called."""
-        shapes = [
-            _shape(each["function"])
-            for each in self.functions
-            if self.choice in ("auto", "required", each["function"]["name"])
+        """Return the schema of a call of any allowed function."""
+        schemas = [
+            _call_schema(tool["function"])
+            for tool in self.functions
+            if self.choice in ("auto", "required", tool["function"]["name"])
         ]
-        return shapes[0] if len(shapes) == 1 else {"anyOf": shapes}
+        return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
-def _shape(function: dict[str, Any]) -> Schema:
-    """Of a call of one function."""
+def _call_schema(function: dict[str, Any]) -> Schema:
+    """Return the schema of a call of one function."""
     return {
         "type": "object",
         "properties": {

@@ -1,1 +1,8 @@
 """Recipes that make drafters and streams; torch lives here and in export."""
+
+TRAINERS = {
+    "streams": "Add speculative streams to a checkpoint.",
+    "acceptance": "Teach a drafter when to stop.",
+    "table": "Count a trigram table in text files.",
+}
+"""The modules that `jetdraft train` runs; each has a click command `command`."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
+
 from jetdraft.bundle import Bundle
 from jetdraft.errors import DataError, OutputError
 from jetdraft.files import replacing
 from jetdraft.runtime.history.trigrams import Counts
 from jetdraft.runtime.text.codec import TextCodec
+from jetdraft.terminal.command import Command, option
+from jetdraft.terminal.flags import PATH, output_option
 from jetdraft.texts import read_text
 
 
@@ -34,3 +38,21 @@ def count(corpus: Sequence[Path], bundle: Bundle, output: Path) -> Counts:
             f"cannot write {output} ({error.strerror}); choose another file"
         ) from error
     return table
+
+
+@click.command("table", cls=Command)
+@click.argument("corpus", nargs=-1, required=True, type=PATH)
+@option(
+    "checkpoint",
+    "--bundle",
+    required=True,
+    type=PATH,
+    help="The bundle whose tokenizer reads the corpus.",
+)
+@output_option("Write the table to this file.")
+def command(corpus: tuple[Path, ...], bundle: Path, output: Path) -> None:
+    """Count which tokens follow which two tokens in CORPUS, text files."""
+    table = count(corpus, Bundle.open(bundle), output)
+    click.echo(
+        f"{output}: {len(table.pairs)} pairs, {len(table.tokens)} successors", err=True
+    )

@@ -46,7 +46,7 @@ def bench(bundle, tmp_path_factory):
     prompts = folder / "prompts.jsonl"
     lines = [{"prompt": " the self the self"}, {"token_ids": [5, 6, 7, 5, 6, 7]}]
     prompts.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
-    flags = ("--prompts", prompts, "--num-draft-tokens=1,3", "--json", folder / "out")
+    flags = ("--prompts", prompts, "--lengths=1,3", "--output", folder / "out")
     result = jetdraft("bench", bundle, *flags, *QUICK)
     assert result.exit_code == 0, result.output
     return SimpleNamespace(
@@ -124,7 +124,7 @@ def test_progress_goes_to_stderr(bench):
 
 
 def test_without_prompts_there_are_some_of_its_own(lone_bundle):
-    flags = ("--methods=lookup", "--num-draft-tokens=2", *QUICK[:1], "--repeats=1")
+    flags = ("--methods=lookup", "--lengths=2", *QUICK[:1], "--repeats=1")
     result = jetdraft("bench", lone_bundle, *flags, "--threads=1")
     assert result.exit_code == 0, result.output
     methods = [line.split()[0] for line in result.stdout.splitlines()[1:4]]
@@ -140,7 +140,7 @@ def test_without_prompts_there_are_some_of_its_own(lone_bundle):
 def test_what_was_not_measured_is_a_dash(lone_bundle, tmp_path, prompt):
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"token_ids": prompt}))
-    flags = ("--prompts", file, "--methods=none", "--json", tmp_path / "out")
+    flags = ("--prompts", file, "--methods=none", "-o", tmp_path / "out")
     limits = ("--max-new-tokens=1", "--repeats=1", "--threads=1")
     result = jetdraft("bench", lone_bundle, *flags, *limits)
     assert result.exit_code == 0, repr(result.exception)
@@ -199,10 +199,10 @@ def test_prompts_that_cannot_be_read_are_refused(bundle, tmp_path):
 @pytest.mark.parametrize(
     "flag",
     [
-        "--num-draft-tokens=0",
-        "--num-draft-tokens=1,16",
-        "--num-draft-tokens=two",
-        "--num-draft-tokens=",
+        "--lengths=0",
+        "--lengths=1,16",
+        "--lengths=two",
+        "--lengths=",
         "--repeats=0",
         "--max-new-tokens=0",
         "--temperature=-1",
@@ -223,8 +223,24 @@ def test_method_that_the_bundle_lacks_is_refused(lone_bundle):
 
 
 def test_report_that_cannot_be_written_is_refused_before_measuring(bundle, tmp_path):
-    result = jetdraft("bench", bundle, "--json", tmp_path / "no" / "out.json", *QUICK)
+    result = jetdraft("bench", bundle, "-o", tmp_path / "no" / "out.json", *QUICK)
     assert_refused(result, "out.json")
+
+
+def test_a_file_that_is_no_report_is_kept(bundle, tmp_path):
+    (tmp_path / "notes").write_text("precious")
+    result = jetdraft("bench", bundle, "-o", tmp_path / "notes", *QUICK)
+    assert_refused(result, "holds no report")
+    assert (tmp_path / "notes").read_text() == "precious"
+
+
+def test_json_is_one_object_on_stdout(lone_bundle, tmp_path):
+    flags = ("--methods=none", "-n", "2", "--repeats=1", "-t", "1", "--json")
+    result = jetdraft("bench", lone_bundle, *flags, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert [row["method"] for row in report["rows"]] == ["none", "none"]
+    assert json.loads((tmp_path / "out").read_text()) == report
 
 
 def test_damaged_bundle_is_refused(copied_bundle):
@@ -237,7 +253,7 @@ def test_energy_is_measured_where_there_are_monitors(bundle, tmp_path, monkeypat
     metered = partial(Meter, root, interval=0.001)
     monkeypatch.setattr("jetdraft.cli.bench.Meter", metered)
     report = tmp_path / "out.json"
-    flags = ("--methods=lookup", "--num-draft-tokens=2", "--json", report)
+    flags = ("--methods=lookup", "--lengths=2", "--output", report)
     result = jetdraft("bench", bundle, *flags, *QUICK)
     assert result.exit_code == 0, result.output
     assert "tokens/J" in result.stdout

@@ -40,7 +40,7 @@ def test_lines_are_turns_and_orders_are_obeyed(chatty, tmp_path):
     assert json.loads(file.read_text()) == messages
     assert "tokens in" in result.stderr
     assert "tokens kept" in result.stderr
-    assert "nothing was said yet" in result.stderr
+    assert "there is no reply yet" in result.stderr
     assert "/save FILE" in result.stderr, "help for what is no order"
     assert "no saved conversation" in result.stderr
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from jetdraft.bench.verification import Comparison
@@ -44,6 +46,12 @@ def test_another_text_is_an_error(bundle, monkeypatch):
     result = jetdraft("check", bundle, "--threads", "1")
     assert result.exit_code == 2
     assert "differs at token 4" in result.stdout
+    as_json = jetdraft("check", bundle, "--threads", "1", "--json")
+    assert as_json.exit_code == 2
+    fields = json.loads(as_json.stdout)
+    assert fields["texts"][0]["first_difference"] == 4
+    assert fields["files"] == 10
+    assert [2, *range(3, 17)] in fields["widths"]["classes"]
     assert result.stderr.startswith("error: 1 methods gave another text")
     assert result.stderr.count("\n") == 1
 

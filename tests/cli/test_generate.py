@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
+import jetdraft as jetdraft_package
 from jetdraft.bundle import MANIFEST
+from jetdraft.testing import toy_bundle
 from tests.cli.running import assert_refused, jetdraft
+from tests.runtime.test_conversation import with_template
 
 PROMPT = " the self"
+GIVEN = ("--prompt", PROMPT)
 SHORT = ("--max-new-tokens", "24", "--threads", "1")
 METRICS = {
     "acceptance_rate",
@@ -24,7 +28,7 @@ METRICS = {
 
 
 def test_text_goes_to_stdout_and_one_line_of_stats_to_stderr(bundle, model):
-    result = jetdraft("generate", bundle, PROMPT, *SHORT)
+    result = jetdraft("generate", bundle, *GIVEN, *SHORT)
     assert result.exit_code == 0
     expected = model.generate(PROMPT, max_new_tokens=24)
     assert result.stdout == expected.text + "\n"
@@ -34,7 +38,7 @@ def test_text_goes_to_stdout_and_one_line_of_stats_to_stderr(bundle, model):
 
 
 def test_json_is_one_object_and_nothing_else(bundle, model):
-    result = jetdraft("generate", bundle, PROMPT, "--json", *SHORT)
+    result = jetdraft("generate", bundle, *GIVEN, "--json", *SHORT)
     assert result.exit_code == 0
     assert result.stderr == ""
     found = json.loads(result.stdout)
@@ -53,53 +57,81 @@ def test_json_is_one_object_and_nothing_else(bundle, model):
 
 @pytest.mark.parametrize("method", ["auto", "none", "draft", "lookup"])
 def test_every_method_gives_the_same_text(bundle, model, method):
-    result = jetdraft("generate", bundle, PROMPT, "--method", method, "--json", *SHORT)
+    result = jetdraft("generate", bundle, *GIVEN, "--method", method, "--json", *SHORT)
     found = json.loads(result.stdout)
     expected = model.generate(PROMPT, method="none", max_new_tokens=24)
     assert found["token_ids"] == expected.token_ids
     assert found["stats"]["method"] == method
 
 
-def test_endings_and_shapes_reach_the_generation(bundle, model):
+def test_endings_and_penalties_reach_the_generation(bundle, model):
     plain = model.generate(PROMPT, max_new_tokens=24).text
+    stop = [plain[6:8], "never"]
     result = jetdraft(
-        *("generate", bundle, PROMPT, *SHORT, "--json", "--logprobs", "2"),
-        *("--stop", plain[6:8], "--stop", "never", "--logit-bias", "7=-3.5"),
-        *("--repetition-penalty", "1.2", "--frequency-penalty", "0.3"),
-        *("--presence-penalty", "0.1", "--max-seconds", "60"),
+        *("generate", bundle, *GIVEN, *SHORT, "--json", "--stop", stop[0]),
+        *("--stop", stop[1], "--repetition-penalty", "1.2"),
     )
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     expected = model.generate(
-        PROMPT,
-        max_new_tokens=24,
-        stop=[plain[6:8], "never"],
-        logit_bias={7: -3.5},
-        repetition_penalty=1.2,
-        frequency_penalty=0.3,
-        presence_penalty=0.1,
-        logprobs=2,
+        PROMPT, max_new_tokens=24, stop=stop, repetition_penalty=1.2
     )
     assert found["text"] == expected.text
     assert found["token_ids"] == expected.token_ids
-    assert [each["logprob"] for each in found["logprobs"]] == [
-        pytest.approx(each.logprob, abs=1e-6) for each in expected.logprobs
-    ]
-    assert all(len(each["top"]) == 2 for each in found["logprobs"])
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (("--stop", ""), "stop string is empty"),
-        (("--logit-bias", "x=1"), "'x=1' is not ID=NUMBER"),
-        (("--logit-bias", "999=1"), "outside the vocabulary"),
-        (("--logprobs", "900"), "out of range"),
-        (("--max-seconds", "-1"), "out of range"),
+        (("--repetition-penalty", "-1"), "repetition penalty"),
     ],
 )
-def test_wrong_endings_and_shapes_are_refused(bundle, given, said):
-    assert_refused(jetdraft("generate", bundle, PROMPT, *SHORT, *given), said)
+def test_wrong_endings_and_penalties_are_refused(bundle, given, said):
+    assert_refused(jetdraft("generate", bundle, *GIVEN, *SHORT, *given), said)
+
+
+def test_short_names_are_the_long_ones(bundle):
+    long, short = (
+        jetdraft("generate", bundle, "--json", *way).stdout
+        for way in (
+            (*GIVEN, *SHORT, "--temperature", "0.9"),
+            ("-p", PROMPT, "-n", "24", "-t", "1", "--temp", "0.9"),
+        )
+    )
+    assert json.loads(long)["token_ids"] == json.loads(short)["token_ids"]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return toy_bundle(tmp_path_factory.mktemp("toy") / "bundle")
+
+
+def test_a_chat_template_is_used_unless_the_prompt_is_raw(toy):
+    with jetdraft_package.load(toy, threads=1) as model:
+        reply = model.chat([{"role": "user", "content": "Hello"}], max_new_tokens=24)
+        continued = model.generate("Hello", max_new_tokens=24)
+    assert reply.text != continued.text
+    ways = {(): reply, ("--raw",): continued}
+    for way, expected in ways.items():
+        result = jetdraft("generate", toy, "-p", "Hello", *way, "--json", *SHORT)
+        found = json.loads(result.stdout)
+        assert found["text"] == expected.text
+        assert found["prompt_tokens"] == expected.prompt_tokens
+
+
+@pytest.mark.parametrize("way", [(), ("--raw",)])
+def test_bad_prompts_are_refused_with_a_template_too(toy, way):
+    assert_refused(jetdraft("generate", toy, "-p", "", *way), "the prompt is empty")
+    broken = jetdraft("generate", toy, "-p", "def \udcff", *way, *SHORT)
+    assert_refused(broken, "UTF-8")
+
+
+def test_a_broken_template_matters_only_where_it_is_used(bundle, tmp_path):
+    folder = with_template(bundle, tmp_path / "bundle", "{% if %}")
+    result = jetdraft("generate", folder, *GIVEN, *SHORT)
+    assert_refused(result, "broken in line 1")
+    assert jetdraft("generate", folder, *GIVEN, "--raw", *SHORT).exit_code == 0
 
 
 def test_constraints_are_files_or_an_expression(bundle, model, tmp_path):
@@ -111,7 +143,7 @@ def test_constraints_are_files_or_an_expression(bundle, model, tmp_path):
         (("--grammar", grammar), {"grammar": grammar.read_text()}),
         (("--regex", "[lr]{3}"), {"regex": "[lr]{3}"}),
     ):
-        result = jetdraft("generate", bundle, PROMPT, *given, *SHORT)
+        result = jetdraft("generate", bundle, *GIVEN, *given, *SHORT)
         assert result.stdout == model.generate(PROMPT, **option).text + "\n"
 
 
@@ -129,7 +161,7 @@ def test_wrong_constraints_are_refused(bundle, tmp_path, option, text, said):
     file = tmp_path / "constraint"
     if text is not None:
         file.write_text(text, encoding="latin-1")
-    assert_refused(jetdraft("generate", bundle, PROMPT, option, file), said)
+    assert_refused(jetdraft("generate", bundle, *GIVEN, option, file), said)
 
 
 def test_options_reach_the_generation(bundle, model):
@@ -148,7 +180,7 @@ def test_options_reach_the_generation(bundle, model):
         for part in ("--" + name.replace("_", "-"), value)
     ]
     flags += ["--ignore-eos", "--no-exact"]
-    result = jetdraft("generate", bundle, PROMPT, *flags, "--json", *SHORT)
+    result = jetdraft("generate", bundle, *GIVEN, *flags, "--json", *SHORT)
     found = json.loads(result.stdout)
     expected = model.generate(
         PROMPT, max_new_tokens=24, ignore_eos=True, exact=False, **options
@@ -166,7 +198,7 @@ def test_prompt_comes_from_a_file_or_stdin(bundle, model, tmp_path, way):
         (tmp_path / "prompt").write_text(prompt, encoding="utf-8")
         arguments, given = ("--prompt-file", tmp_path / "prompt"), None
     else:
-        arguments, given = ("-",), prompt
+        arguments, given = ("-p", "-"), prompt
     result = jetdraft("generate", bundle, *arguments, *SHORT, stdin=given)
     assert result.stdout == model.generate(prompt, max_new_tokens=24).text + "\n"
 
@@ -174,9 +206,9 @@ def test_prompt_comes_from_a_file_or_stdin(bundle, model, tmp_path, way):
 def test_no_prompt_or_two_prompts_are_refused(bundle, tmp_path):
     file = tmp_path / "prompt"
     file.write_text("text")
-    assert_refused(jetdraft("generate", bundle), "give one of PROMPT")
-    both = jetdraft("generate", bundle, "text", "--prompt-file", file)
-    assert_refused(both, "give one of PROMPT")
+    assert_refused(jetdraft("generate", bundle), "give either --prompt or")
+    both = jetdraft("generate", bundle, "-p", "text", "--prompt-file", file)
+    assert_refused(both, "give either --prompt or")
 
 
 def test_missing_prompt_file_is_refused(bundle, tmp_path):
@@ -190,28 +222,30 @@ def test_prompt_that_is_not_utf8_is_refused(bundle, tmp_path, way):
         (tmp_path / "prompt").write_bytes(b"\xff\xfe\xff")
         result = jetdraft("generate", bundle, "--prompt-file", tmp_path / "prompt")
     else:
-        result = jetdraft("generate", bundle, "-", stdin=b"\xff\xfe\xff")
+        result = jetdraft("generate", bundle, "-p", "-", stdin=b"\xff\xfe\xff")
     assert_refused(result, "UTF-8")
 
 
 def test_prompt_with_broken_characters_is_refused(bundle):
     # What the shell's invalid bytes become in an argument.
-    result = jetdraft("generate", bundle, "def \udcff", *SHORT)
+    result = jetdraft("generate", bundle, "-p", "def \udcff", *SHORT)
     assert_refused(result, "UTF-8")
 
 
 def test_empty_prompt_is_refused(bundle):
-    assert_refused(jetdraft("generate", bundle, ""), "the prompt is empty")
-    assert_refused(jetdraft("generate", bundle, "-", stdin=""), "the prompt is empty")
+    assert_refused(jetdraft("generate", bundle, "-p", ""), "the prompt is empty")
+    assert_refused(
+        jetdraft("generate", bundle, "-p", "-", stdin=""), "the prompt is empty"
+    )
 
 
 def test_prompt_longer_than_the_capacity_is_refused(bundle):
-    result = jetdraft("generate", bundle, "x" * 257, *SHORT)
+    result = jetdraft("generate", bundle, "-p", "x" * 257, *SHORT)
     assert_refused(result, "257", "256")
 
 
 def test_prompt_that_fills_the_capacity_leaves_no_room(bundle):
-    result = jetdraft("generate", bundle, "x" * 256, "--json", *SHORT)
+    result = jetdraft("generate", bundle, "-p", "x" * 256, "--json", *SHORT)
     assert result.exit_code == 0
     found = json.loads(result.stdout)
     assert found["prompt_tokens"] == 256
@@ -241,7 +275,7 @@ def test_prompt_that_fills_the_capacity_leaves_no_room(bundle):
     ],
 )
 def test_option_out_of_range_is_refused(bundle, option, value):
-    result = jetdraft("generate", bundle, PROMPT, f"--{option}={value}")
+    result = jetdraft("generate", bundle, *GIVEN, f"--{option}={value}")
     assert_refused(result, option.replace("-", " "), option, of=any)
 
 
@@ -255,37 +289,37 @@ def test_option_out_of_range_is_refused(bundle, option, value):
     ],
 )
 def test_provider_that_cannot_run_is_refused(bundle, flag, reason):
-    assert_refused(jetdraft("generate", bundle, PROMPT, flag), reason)
+    assert_refused(jetdraft("generate", bundle, *GIVEN, flag), reason)
 
 
 def test_the_drafter_can_be_left_out(bundle):
     off = ("--drafter-provider", "off", "--method", "draft")
-    assert_refused(jetdraft("generate", bundle, PROMPT, *off), "no method 'draft'")
-    auto = jetdraft("generate", bundle, PROMPT, "--provider=auto", *off[:2], *SHORT)
+    assert_refused(jetdraft("generate", bundle, *GIVEN, *off), "no method 'draft'")
+    auto = jetdraft("generate", bundle, *GIVEN, "--provider=auto", *off[:2], *SHORT)
     assert auto.exit_code == 0, auto.stderr
 
 
 @pytest.mark.parametrize("method", ["draft", "magic"])
 def test_method_that_the_bundle_lacks_is_refused(lone_bundle, method):
-    result = jetdraft("generate", lone_bundle, PROMPT, "--method", method, *SHORT)
+    result = jetdraft("generate", lone_bundle, *GIVEN, "--method", method, *SHORT)
     assert_refused(result, repr(method), "auto, none, lookup")
 
 
 def test_missing_bundle_is_refused(tmp_path):
-    assert_refused(jetdraft("generate", tmp_path / "nothing", PROMPT), "no bundle at")
-    assert_refused(jetdraft("generate", tmp_path, PROMPT), "has no bundle.json")
+    assert_refused(jetdraft("generate", tmp_path / "nothing", *GIVEN), "no bundle at")
+    assert_refused(jetdraft("generate", tmp_path, *GIVEN), "has no bundle.json")
 
 
 def test_missing_file_is_refused(copied_bundle):
     (copied_bundle / "drafter.onnx").unlink()
-    result = jetdraft("generate", copied_bundle, PROMPT)
+    result = jetdraft("generate", copied_bundle, *GIVEN)
     assert_refused(result, "drafter.onnx is missing")
 
 
 def test_truncated_file_is_refused(copied_bundle):
     file = copied_bundle / "target.onnx.data"
     os.truncate(file, file.stat().st_size - 1)
-    assert_refused(jetdraft("generate", copied_bundle, PROMPT), "target.onnx.data has")
+    assert_refused(jetdraft("generate", copied_bundle, *GIVEN), "target.onnx.data has")
 
 
 def test_altered_file_is_refused(copied_bundle):
@@ -293,14 +327,14 @@ def test_altered_file_is_refused(copied_bundle):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    assert_refused(jetdraft("generate", copied_bundle, PROMPT), "was altered")
+    assert_refused(jetdraft("generate", copied_bundle, *GIVEN), "was altered")
 
 
 def test_newer_schema_is_refused(copied_bundle):
     manifest = json.loads((copied_bundle / MANIFEST).read_text())
     manifest["schema_version"] += 1
     (copied_bundle / MANIFEST).write_text(json.dumps(manifest))
-    assert_refused(jetdraft("generate", copied_bundle, PROMPT), "update jetdraft")
+    assert_refused(jetdraft("generate", copied_bundle, *GIVEN), "update jetdraft")
 
 
 # Slow enough to be interrupted, and with Ctrl-C as a terminal would have it: a shell
@@ -346,7 +380,7 @@ def test_interrupt_keeps_the_text_so_far(bundle, model, form):
     options = ["--max-new-tokens=240", "--ignore-eos", "--threads=1", "--method=none"]
     if form == "json":
         options.append("--json")
-    stdout, stderr = interrupted("generate", bundle, PROMPT, *options)
+    stdout, stderr = interrupted("generate", bundle, *GIVEN, *options)
     whole = model.generate(PROMPT, max_new_tokens=240, ignore_eos=True)
     if form == "text":
         text = stdout.removesuffix("\n")
@@ -362,7 +396,7 @@ def test_interrupt_keeps_the_text_so_far(bundle, model, form):
 
 
 def test_explain_says_what_each_method_did(bundle):
-    done = jetdraft("generate", bundle, PROMPT, "--explain", *SHORT)
+    done = jetdraft("generate", bundle, *GIVEN, "--explain", *SHORT)
     assert done.exit_code == 0
     _, reference, header, *rows = done.stderr.splitlines()
     assert reference.startswith("one by one a token takes ")
@@ -384,5 +418,5 @@ def test_explain_says_what_each_method_did(bundle):
     [("none", "no method was asked for"), ("lookup", "nothing was proposed")],
 )
 def test_explain_says_why_drafting_was_off(bundle, method, why):
-    done = jetdraft("generate", bundle, PROMPT, "--explain", "--method", method, *SHORT)
+    done = jetdraft("generate", bundle, *GIVEN, "--explain", "--method", method, *SHORT)
     assert why in done.stderr

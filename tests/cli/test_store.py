@@ -14,7 +14,7 @@ def store(bundle, tmp_path):
     file = tmp_path / "store.sqlite"
     for prompt in (" the self", " def return"):
         done = jetdraft(
-            "generate", bundle, prompt, "--store", file, "--user", "ann", *SHORT
+            "generate", bundle, "-p", prompt, "--store", file, "--user", "ann", *SHORT
         )
         assert done.exit_code == 0
     return file
@@ -27,14 +27,14 @@ def test_list_shows_what_is_kept(bundle, store):
     assert "def return" in first
     assert "the self" in second
     fields = jetdraft("store", "list", bundle, store, "--user", "ann", "--json")
-    found = [json.loads(line) for line in fields.stdout.splitlines()]
-    assert [entry["prompt"] for entry in found] == [" def return", " the self"]
+    entries = json.loads(fields.stdout)["entries"]
+    assert [entry["prompt"] for entry in entries] == [" def return", " the self"]
     assert jetdraft("store", "list", bundle, store).stdout == ""
 
 
 def test_clear_forgets(bundle, store):
     done = jetdraft("store", "clear", bundle, store, "--user", "ann")
-    assert "2 entries" in done.stderr
+    assert "2 entries removed" in done.stderr
     assert jetdraft("store", "list", bundle, store, "--user", "ann").stdout == ""
 
 
@@ -43,7 +43,7 @@ def test_a_damaged_store_is_one_warning(bundle, store):
     content = bytearray(store.read_bytes())
     content[4096:] = b"x" * (len(content) - 4096)
     store.write_bytes(content)
-    done = jetdraft("generate", bundle, " the self", "--store", store, *SHORT)
+    done = jetdraft("generate", bundle, "-p", " the self", "--store", store, *SHORT)
     assert done.exit_code == 0
     warning, stats = done.stderr.splitlines()
     assert warning.startswith("warning: the store")
@@ -54,12 +54,13 @@ def test_a_damaged_store_is_one_warning(bundle, store):
 def test_something_else_is_no_store(bundle, tmp_path):
     notes = tmp_path / "notes.txt"
     notes.write_text("what I have to do\n" * 20)
-    done = jetdraft("generate", bundle, " the self", "--store", notes, *SHORT)
+    done = jetdraft("generate", bundle, "-p", " the self", "--store", notes, *SHORT)
     assert_refused(done, "something else than a store")
     assert_refused(jetdraft("store", "list", bundle, notes), "something else")
     assert notes.read_text().startswith("what I have")
     assert_refused(
-        jetdraft("generate", bundle, " the", "--store", tmp_path, *SHORT), "something"
+        jetdraft("generate", bundle, "-p", " the", "--store", tmp_path, *SHORT),
+        "something",
     )
 
 

@@ -57,11 +57,13 @@ def test_from_a_text_to_drafts(target, text, tmp_path):
     )
     assert exported.exit_code == 0, exported.output
     assert "stream" in exported.stderr
-    shown = jetdraft("inspect", bundle).stdout
+    shown = jetdraft("check", "--no-run", bundle).stdout
     assert "streams       2 in the top 2 layers, lossless" in shown
     how = ("--max-new-tokens", "24", "--threads", "1", "--json")
     plain, drafted = (
-        json.loads(jetdraft("generate", bundle, " self", "--method", m, *how).stdout)
+        json.loads(
+            jetdraft("generate", bundle, "-p", " self", "--method", m, *how).stdout
+        )
         for m in ("none", "stream")
     )
     assert drafted["token_ids"] == plain["token_ids"]
@@ -123,7 +125,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(target, text, tmp_path):
         process.send_signal(signal.SIGINT)
         _, rest = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "run the same command again to go on" in rest
+    assert "run the same command again to resume" in rest
     assert json.loads((output / "streams.json").read_text())["step"] >= 5
     assert (output / "training.pt").is_file()
 
@@ -132,11 +134,11 @@ def test_a_trigram_table_is_counted_and_used(bundle, tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("def self return the " * 40)
     table = tmp_path / "table.npz"
-    done = jetdraft("train", "trigram", corpus, "--bundle", bundle, "-o", table)
+    done = jetdraft("train", "table", corpus, "--bundle", bundle, "-o", table)
     assert done.exit_code == 0
     assert "pairs" in done.stderr
     drafted = jetdraft(
-        "generate", bundle, " the self", "--table", table, "--method", "trigram",
+        "generate", bundle, "-p", " the self", "--table", table, "--method", "trigram",
         "--max-new-tokens", "8", "--threads", "1",
     )  # fmt: skip
     assert drafted.exit_code == 0
@@ -154,7 +156,7 @@ def test_a_bad_corpus_leaves_no_table(bundle, tmp_path, name, content, words):
     corpus, table = tmp_path / name, tmp_path / "table.npz"
     if content is not None:
         corpus.write_bytes(content)
-    done = jetdraft("train", "trigram", corpus, "--bundle", bundle, "-o", table)
+    done = jetdraft("train", "table", corpus, "--bundle", bundle, "-o", table)
     assert_refused(done, words)
     assert not list(tmp_path.glob("table*"))
 
@@ -162,7 +164,7 @@ def test_a_bad_corpus_leaves_no_table(bundle, tmp_path, name, content, words):
 def test_a_table_replaces_no_file(bundle, tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text(" the self" * 9)
-    done = jetdraft("train", "trigram", corpus, "--bundle", bundle, "-o", corpus)
+    done = jetdraft("train", "table", corpus, "--bundle", bundle, "-o", corpus)
     assert_refused(done, "exists; choose another file")
     assert corpus.read_text().startswith(" the")
 
@@ -174,8 +176,39 @@ def test_an_acceptance_head_is_learned_and_used(bundle, tmp_path):
     assert done.exit_code == 0, done.output
     assert "drafted tokens" in done.stderr
     drafted = jetdraft(
-        "generate", own, " the self", "--method", "draft", "--stopping", "learned", *how
+        "generate",
+        own,
+        "-p",
+        " the self",
+        "--method",
+        "draft",
+        "--stopping",
+        "learned",
+        *how,
     )
     assert drafted.exit_code == 0
-    missing = jetdraft("generate", bundle, " x", "--stopping", "learned", *how)
+    missing = jetdraft("generate", bundle, "-p", " x", "--stopping", "learned", *how)
     assert_refused(missing, "train acceptance")
+
+
+def test_trainers_are_listed_without_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from jetdraft.cli import main; main(sys.argv[1:])"
+    )
+    listed, refused, table = (
+        subprocess.run(
+            [sys.executable, "-c", code, "train", *arguments],
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        for arguments in (["--help"], ["streams", "x"], ["table", "--help"])
+    )
+    assert listed.returncode == table.returncode == 0
+    assert all(name in listed.stdout for name in ("streams", "acceptance", "table"))
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "error: training needs torch; pip install 'jetdraft[cpu,train]'\n"
+    )

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.cli.running import jetdraft
+from tests.cli.running import assert_refused, jetdraft
 
 
 @pytest.fixture
@@ -30,11 +30,20 @@ def test_json_is_one_object(own):
     assert found["machine"]["threads"] == 1
 
 
-def test_without_matplotlib_no_curve_is_drawn(own, tmp_path, monkeypatch):
+def test_a_picture(own, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "curve.png"
+    done = jetdraft("tune", own, "--threads", "1", "--picture", picture)
+    assert done.exit_code == 0, done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_a_picture_is_refused_before_measuring(
+    own, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    png = tmp_path / "curve.png"
-    done = jetdraft("tune", own, "--threads", "1", "--png", png)
-    assert done.exit_code == 0
-    assert "pip install matplotlib" in done.stderr
-    assert not png.exists()
+    done = jetdraft("tune", own, "-t", "1", "--picture", tmp_path / "curve.png")
+    assert_refused(done, "pip install matplotlib")
+    assert not (tmp_path / "curve.png").exists()
+    assert not list((own / "profiles").glob("*-tuning.json"))

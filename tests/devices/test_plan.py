@@ -149,7 +149,9 @@ def test_json(config):
 
 def test_text_and_picture(config, tmp_path):
     picture = tmp_path / "plan.png"
-    result = jetdraft("plan", config(CONFIG), "--device", "agx-thor", "--plot", picture)
+    result = jetdraft(
+        "plan", config(CONFIG), "--device", "agx-thor", "--picture", picture
+    )
     assert result.exit_code == 0, result.stderr
     assert "plain" in result.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -206,9 +208,9 @@ def test_sizes_that_no_model_has(config, name, value):
 def test_a_picture_needs_a_file(config, tmp_path):
     for place in (tmp_path, tmp_path / "none" / "plan.png"):
         result = jetdraft(
-            "plan", config(CONFIG), "--device", "agx-thor", "--plot", place
+            "plan", config(CONFIG), "--device", "agx-thor", "--picture", place
         )
-        assert_refused(result, "is a folder, or in none")
+        assert_refused(result, "is a folder, or its folder is missing")
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
 
 

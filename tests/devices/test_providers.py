@@ -122,16 +122,16 @@ def test_what_is_wrong_comes_first(tmp_path):
 
 def test_commands(tmp_path):
     root = write(tmp_path, ORIN_NANO)
-    listed = jetdraft("devices", "--root", root)
+    listed = jetdraft("doctor", "--devices", "--root", root)
     assert listed.exit_code == 0
     assert "this machine: NVIDIA Jetson Orin Nano" in listed.stdout
     assert "orin-nano-8gb" in listed.stdout.splitlines()[-1]
     assert '"device": "orin-nano-8gb"' in jetdraft(
-        "devices", "--root", root, "--json"
+        "doctor", "--devices", "--root", root, "--json"
     ).stdout.replace("'", '"')
-    shown = jetdraft("devices", "agx-thor")
+    shown = jetdraft("doctor", "--device", "agx-thor")
     assert "fp4" in shown.stdout
-    assert_refused(jetdraft("devices", "agx"), "unknown device 'agx'")
+    assert_refused(jetdraft("doctor", "--device", "agx"), "unknown device 'agx'")
     here = jetdraft("doctor", "--json")
     assert here.exit_code == 0, here.stderr
     assert "provider cpu" in here.stdout

@@ -14,7 +14,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contract import StepContract
 from jetdraft.errors import BundleError, CheckpointError, OptionError
 from jetdraft.export.fusion import fuse
-from jetdraft.export.step import kv_shapes, trace
+from jetdraft.export.step import Step, kv_shapes, trace
 from jetdraft.quant.algorithms import ALGORITHMS
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import BLOCK_SIZES, HEAD, Recipe
@@ -34,7 +34,7 @@ def float_graph(folder: Path, tied: bool) -> bytes:
     checkpoint = Checkpoint.load(str(folder), torch.float32)
     model = checkpoint.model
     contract = StepContract(VOCAB_SIZE, 32, 8, "float32", kv_shapes(model))
-    step = trace(model, contract, checkpoint.names())
+    step = trace(Step(model, contract), checkpoint.names())
     fuse(step, contract)
     return ir.to_proto(step).SerializeToString()
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import uvicorn
 
 from jetdraft.server.app import Service
-from jetdraft.server.running import listening, url
+from jetdraft.server.listener import listening, url
 
 # Slow enough to be interrupted, and with signals as a terminal would have them.
 SLOW = """

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from jetdraft.server.asking import RequestError
 from jetdraft.server.desk import Desk
+from jetdraft.server.generation_request import RequestError
 
 
 def run(coroutine):

@@ -164,7 +164,8 @@ def test_wrong_options_of_the_command(toy, tmp_path):
     assert_refused(serve(tmp_path / "none"), "none")
     assert_refused(serve(toy, "--method", "stream"), "no method")
     assert_refused(serve(toy, "--models", "0"), "--models")
-    assert_refused(serve(toy, "--max-wait", "nan"), "a limit of nan s")
+    refusal = "the limit wait_seconds must be above 0, not nan"
+    assert_refused(serve(toy, "--max-wait", "nan"), refusal)
     broken = toy_bundle(tmp_path / "broken")
     template = b"{% for m in messages %}"
     (broken / CHAT_TEMPLATE).write_bytes(template)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from jetdraft.errors import DraftError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.distribution import Distribution
 
 
@@ -111,14 +111,17 @@ class Rows:
         )
 
     def check(self) -> None:
-        """Raise `DraftError` unless this is a tree with parents before children."""
+        """Raise `OptionError` unless this is a tree with parents before children."""
         if not self.tokens or len(self.tokens) != len(self.parents):
-            raise DraftError("a draft needs a root, and a parent for every row")
+            raise OptionError(
+                "a draft needs a root, and a parent for every row", "drafting"
+            )
         for row, parent in enumerate(self.parents):
             if (parent != -1) if row == 0 else not 0 <= parent < row:
-                raise DraftError(
+                raise OptionError(
                     f"row {row} of the draft has parent {parent}; the root's is -1 and "
-                    "parents come before their children"
+                    "parents come before their children",
+                    "drafting",
                 )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -135,25 +136,14 @@ class Stats:
 
     def merge(self, other: Stats) -> None:
         """Add another generation's sums to these."""
-        self.generations += other.generations
-        self.prompt_tokens += other.prompt_tokens
-        self.reused_tokens += other.reused_tokens
-        self.new_tokens += other.new_tokens
-        self.first_tokens += other.first_tokens
-        self.target_passes += other.target_passes
-        self.drafted_tokens += other.drafted_tokens
-        self.decode_seconds += other.decode_seconds
-        self.session_seconds += other.session_seconds
-        self.evaluated_by_position = _added(
-            self.evaluated_by_position, other.evaluated_by_position
-        )
-        self.accepted_counts = _added(self.accepted_counts, other.accepted_counts)
-        for own, others in (
-            (self.rounds_by_choice, other.rounds_by_choice),
-            (self.off, other.off),
-        ):
-            for name, rounds in others.items():
-                own[name] = own.get(name, 0) + rounds
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("evaluated_by_position", "accepted_counts"):
+            pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
+            setattr(self, name, [a + b for a, b in pairs])
+        for name in ("rounds_by_choice", "off"):
+            counts = Counter(getattr(self, name)) + Counter(getattr(other, name))
+            setattr(self, name, dict(counts))
         for method, share in other.by_method.items():
             self.by_method.setdefault(method, Share()).merge(share)
 
@@ -194,28 +184,18 @@ class Stats:
 
     def to_json(self) -> dict[str, Any]:
         """All metrics, under the names of the documentation."""
-        return {
-            "method": self.method,
-            "exact": self.exact,
-            "seed": self.seed,
-            "finish_reason": self.finish_reason,
-            "prompt_tokens": self.prompt_tokens,
-            "reused_tokens": self.reused_tokens,
-            "new_tokens": self.new_tokens,
-            "target_passes": self.target_passes,
-            "drafted_tokens": self.drafted_tokens,
-            "accepted_tokens": self.accepted_tokens,
-            "acceptance_rate": self.acceptance_rate,
-            "accepted_by_position": self.accepted_by_position,
-            "tokens_per_pass": self.tokens_per_pass,
-            "tokens_per_second": self.tokens_per_second,
-            "time_to_first_token": self.time_to_first_token,
-            "outside_ms_per_round": self.outside_ms_per_round,
-            "rounds_by_choice": self.rounds_by_choice,
-            "by_method": {name: vars(share) for name, share in self.by_method.items()},
-            "off": self.off,
-        }
+        shares = {name: vars(share) for name, share in self.by_method.items()}
+        return {name: getattr(self, name) for name in _METRICS} | {"by_method": shares}
 
 
-def _added(one: list[int], other: list[int]) -> list[int]:
-    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
+_SUMS = (
+    *("generations", "prompt_tokens", "reused_tokens", "new_tokens", "first_tokens"),
+    *("target_passes", "drafted_tokens", "decode_seconds", "session_seconds"),
+)
+_METRICS = (
+    *("method", "exact", "seed", "finish_reason", "prompt_tokens", "reused_tokens"),
+    *("new_tokens", "target_passes", "drafted_tokens", "accepted_tokens"),
+    *("acceptance_rate", "accepted_by_position", "tokens_per_pass"),
+    *("tokens_per_second", "time_to_first_token", "outside_ms_per_round"),
+    *("rounds_by_choice", "by_method", "off"),
+)

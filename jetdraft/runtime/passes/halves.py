@@ -33,44 +33,6 @@ from jetdraft.runtime.passes.prune_threshold import Threshold
 _TURNS = 3
 
 
-class HalfCaches:
-    """The caches of both halves; both always hold the same tokens."""
-
-    def __init__(self, lower: Cache, upper: Cache) -> None:
-        self.lower = lower
-        self.upper = upper
-
-    @property
-    def length(self) -> int:
-        """Committed rows."""
-        return self.lower.length
-
-    @property
-    def capacity(self) -> int:
-        """Rows that fit."""
-        return self.lower.capacity
-
-    @property
-    def room(self) -> int:
-        """Rows that still fit."""
-        return self.lower.room
-
-    @property
-    def seconds(self) -> float:
-        """Time spent moving rows."""
-        return self.lower.seconds + self.upper.seconds
-
-    def advance(self, rows: int) -> None:
-        """Count the next rows as committed."""
-        self.lower.advance(rows)
-        self.upper.advance(rows)
-
-    def rewind(self, length: int) -> None:
-        """Go back to `length` committed rows."""
-        self.lower.rewind(length)
-        self.upper.rewind(length)
-
-
 class _Draft(NamedTuple):
     """The last draft: the early exit's log probability per row, and the lower pass."""
 
@@ -78,6 +40,37 @@ class _Draft(NamedTuple):
     scores: list[float]
     lower_ms: float
     probing: Probing
+
+
+class _PairedCache(Cache):
+    """The lower half's cache; the `upper` one always holds the same tokens."""
+
+    def __init__(
+        self,
+        contract: SplitContract,
+        lower_compaction: ort.InferenceSession | None,
+        upper_compaction: ort.InferenceSession | None,
+    ) -> None:
+        super().__init__(contract.lower, lower_compaction)
+        self.upper = Cache(contract.upper, upper_compaction)
+
+    def advance(self, rows: int) -> None:
+        """Count the next rows of both as committed."""
+        super().advance(rows)
+        self.upper.advance(rows)
+
+    def rewind(self, length: int) -> None:
+        """Go back to `length` committed rows in both."""
+        super().rewind(length)
+        self.upper.rewind(length)
+
+    def compact_both(self, lower: Sequence[int], upper: Sequence[int]) -> None:
+        """Commit rows that have other places in the lower and the upper buffers."""
+        cursor, before = self.length, self.upper.seconds
+        self.compact(lower)
+        self.upper.rewind(cursor)
+        self.upper.compact(upper)
+        self.seconds += self.upper.seconds - before
 
 
 class Halves:
@@ -107,10 +100,7 @@ class Halves:
             check_tensors(outputs, session.get_outputs(), f"the {name}'s outputs")
         self.halves = contract
         self.contract = contract.whole
-        self.cache = HalfCaches(
-            Cache(contract.lower, lower_compaction),
-            Cache(contract.upper, upper_compaction),
-        )
+        self.cache = _PairedCache(contract, lower_compaction, upper_compaction)
         self.threshold = 0.0
         self.widths: Sequence[int] = ()
         self.adaptive: Threshold | None = None
@@ -191,8 +181,7 @@ class Halves:
         if self.adaptive is not None:
             self.adaptive.observe(self.threshold, lambda t: self._would(lower, t))
         if not exact:
-            self.cache.lower.compact(lower)
-            self.cache.upper.compact(path)
+            self.cache.compact_both(lower, path)
             return len(path)
         proven = without_gaps(lower)
         self.cache.advance(proven)
@@ -227,7 +216,7 @@ class Halves:
                 self._sessions[0],
                 self.halves.lower_inputs,
                 self.halves.lower_outputs,
-                self.cache.lower.buffers,
+                self.cache.buffers,
                 width,
                 0,
                 0,

@@ -98,7 +98,7 @@ class Opener:
     def _on_cpu(self, entry: GraphEntry, weights: Weights) -> Graph:
         """One session: a chain costs the same in a tree graph and gives the same bits.
 
-        Two sessions would hold the packed weights twice (docs/log.md).
+        Two sessions would hold the packed weights twice (docs/log/runtime.md).
         """
         session = self.session(entry.tree_file or entry.file, weights)
         sessions = StepSessions(session, entry.widest_contract)

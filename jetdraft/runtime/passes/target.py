@@ -12,58 +12,42 @@ from jetdraft.runtime.passes.answer import Answer
 
 
 class TargetCache(Protocol):
-    """The committed rows of a target: a cursor over fixed buffers."""
+    """The committed rows of a target: `length` of `capacity` rows of fixed buffers.
+
+    `room` is the number of rows that still fit, `seconds` the time spent moving rows
+    together.
+    """
+
+    length: int
+    capacity: int
+    seconds: float
 
     @property
-    def length(self) -> int:
-        """Committed rows."""
-        ...
-
-    @property
-    def capacity(self) -> int:
-        """Rows that the buffers hold."""
-        ...
-
-    @property
-    def room(self) -> int:
-        """Rows that still fit."""
-        ...
-
-    @property
-    def seconds(self) -> float:
-        """Time spent moving rows together."""
-        ...
+    def room(self) -> int: ...
 
     def advance(self, rows: int) -> None:
         """Count the next `rows` rows as committed."""
-        ...
 
     def rewind(self, length: int) -> None:
         """Go back to `length` committed rows; nothing is copied."""
-        ...
 
 
 class Target(Protocol):
     """Runs passes over its cache and commits the rows that were right.
 
-    `seconds` adds up the time inside `session.run`, `passes` counts the passes.
+    `contract` has the shapes of the whole model, `seconds` adds up the time inside
+    `session.run`, `passes` counts the passes.
 
         rows, answer = target.verify(rows, width=4)
         target.commit(rows.walk(chosen), exact=True)
     """
 
+    contract: StepContract
     seconds: float
     passes: int
 
     @property
-    def contract(self) -> StepContract:
-        """The shapes of the whole model."""
-        ...
-
-    @property
-    def cache(self) -> TargetCache:
-        """The committed rows."""
-        ...
+    def cache(self) -> TargetCache: ...
 
     def run(
         self, tokens: Sequence[int], last_only: bool = False, width: int = 0

@@ -45,7 +45,7 @@ class Planner:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.acceptance: dict[str, Acceptance] = defaultdict(Acceptance)
-        self._proposers: dict[tuple[str, MethodOptions], Proposer] = {}
+        self._proposers: dict[tuple[Method[Any], MethodOptions], Proposer] = {}
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ class Planner:
 
     def proposer(self, method: Method[Any], options: MethodOptions) -> Proposer:
         """The proposer of a method with these options; raises `OptionError`."""
-        key = method.name, options
+        key = method, options
         if key not in self._proposers:
             proposer = method.make(self.parts, options)
             self._proposers[key] = proposer
@@ -134,6 +134,8 @@ class Planner:
             try:
                 chosen.append(self.proposer(method, options))
             except OptionError as error:
+                if error.field != "method":
+                    raise
                 if not automatic:
                     raise self._refusal(name, error) from error
         return chosen
@@ -186,8 +188,6 @@ class Planner:
 
     def _refusal(self, name: str, reason: OptionError) -> OptionError:
         """Why the bundle cannot draft with a method, and what it can draft with."""
-        if reason.field != "method":
-            return reason
         choices = ", ".join((AUTO, *self.methods))
         return OptionError(
             f"the bundle has no method {name!r}; choose {choices}; {reason}", "method"

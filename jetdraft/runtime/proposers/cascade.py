@@ -17,10 +17,10 @@ from jetdraft.runtime.proposers.draft import (
     lacks_drafter,
 )
 from jetdraft.runtime.proposers.follower import Follower
-from jetdraft.runtime.proposers.lookup import LookupOptions, LookupProposer
+from jetdraft.runtime.proposers.lookup import LookupProposer, StoreOptions
 from jetdraft.runtime.proposers.method import Method
 from jetdraft.runtime.proposers.parts import Parts
-from jetdraft.runtime.proposers.proposer import Proposer
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens
 from jetdraft.runtime.sampling.chooser import Chooser
 
 NAME = "cascade"
@@ -48,12 +48,7 @@ class CascadeProposer(DraftProposer):
         super().begin(prompt, chooser)
         self.below.begin(prompt, chooser)
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The drafter's own tokens, then the tokens of the proposer below."""
         drafted, reviewed = list[int](), min(budget, REVIEWED)
         while len(drafted) < reviewed:
@@ -81,19 +76,17 @@ class CascadeProposer(DraftProposer):
         return chosen[: right + 1]
 
 
-def _make(parts: Parts, options: LookupOptions) -> Proposer:
-    store = None if parts.store is None else parts.store.of(options.user)
-    follower = drafter_of(parts, NAME)
-    return CascadeProposer(follower, LookupProposer(store=store), parts.curve.drafter)
+def _make(parts: Parts, options: StoreOptions) -> Proposer:
+    below = LookupProposer(store=options.store(parts))
+    return CascadeProposer(drafter_of(parts, NAME), below, parts.curve.drafter)
 
 
 METHOD = Method(
     NAME,
     "the drafter, which only reviews what lookup proposes",
     _make,
-    LookupOptions,
+    StoreOptions,
     lacks=lacks_drafter,
     # It competes with the drafter that it is made of.
     in_auto=lambda options: False,
-    cost="drafter",
 )

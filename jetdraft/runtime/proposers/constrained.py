@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jetdraft.contract import WIDEST
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.proposers.proposer import Proposer, Seen, Traits
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.text.matcher import Matcher
 
@@ -22,12 +22,7 @@ class ForcedProposer(Proposer):
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The tokens that must come next, if any must."""
         return Rows.chain([context[-1], *self._matcher.forced(context, budget)])
 
@@ -54,12 +49,7 @@ class ConstrainedProposer(Proposer):
         """Start a new generation."""
         self._inner.begin(prompt, chooser)
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The forced tokens, and below them the inner rows that may come."""
         forced = self._matcher.forced(context, budget)
         if len(forced) == budget:

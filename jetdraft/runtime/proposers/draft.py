@@ -14,10 +14,10 @@ from jetdraft.runtime.proposers.draft_stops import DRAFT_STOPS, DraftStop, draft
 from jetdraft.runtime.proposers.follower import Follower
 from jetdraft.runtime.proposers.method import Method, check_choice
 from jetdraft.runtime.proposers.parts import Parts
-from jetdraft.runtime.proposers.proposer import Proposer, Traits
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
 from jetdraft.runtime.proposers.tree_options import TreeOptions
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
-from jetdraft.runtime.trees import Shape, Tree
+from jetdraft.runtime.trees.shape import Shape, Tree
 
 NAME = "draft"
 
@@ -92,12 +92,7 @@ class DraftProposer(Proposer):
         self._follower.begin(prompt)
         self._chooser = chooser
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """Catch up with the context, then draft token by token."""
         tokens = [context[-1]]
         answer = self._follower.follow(context)
@@ -130,12 +125,7 @@ class TreeProposer(DraftProposer):
         super().__init__(follower, ms_per_token, kind=kind)
         self.shape = shape
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """Grow a tree below the context's last token."""
         root, kind = context[-1], self.traits.kind
         tree = Tree(kind, self._chooser.sampling, len(context), budget, [root])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
+from operator import index
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, Self, TypeVar, Union, get_args, get_origin
@@ -108,7 +109,8 @@ def _always(options: MethodOptions) -> bool:
     return True
 
 
-@dataclass(frozen=True)
+# Equal by identity: a planner keeps a proposer for each method and its options.
+@dataclass(frozen=True, eq=False)
 class Method(Generic[OptionsT]):
     """How one method of drafting is named, made and used.
 
@@ -122,7 +124,8 @@ class Method(Generic[OptionsT]):
     trees     whether its options can ask for drafts of a fixed shape
     probes    whether it reads the probes of the target's passes
     features  whether it reads the features of the target's passes
-    cost      what its drafts cost, for plans on devices that are not at hand
+    cost      what its drafts cost, for plans on devices that are not at hand; None
+              leaves it out of plans
     target    the target that verifies instead of the bundle's own, given the allowed
               widths; None for the bundle's own
     samples   options that `jetdraft check` tries beside the defaults
@@ -139,7 +142,7 @@ class Method(Generic[OptionsT]):
     trees: bool = False
     probes: bool = False
     features: bool = False
-    cost: Cost = "free"
+    cost: Cost | None = None
     target: Callable[[Parts, OptionsT, Sequence[int]], Target | None] | None = None
     samples: tuple[Mapping[str, object], ...] = ()
 
@@ -151,69 +154,43 @@ class Method(Generic[OptionsT]):
             )
 
 
-def _integer(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, (str, Integral)):
-        raise TypeError
-    return int(value)
+def _integers(items: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(int(item) if isinstance(item, str) else index(item) for item in items)
 
 
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (str, Real)):
-        raise TypeError
-    return float(value)
-
-
-def _flag(value: object) -> bool:
-    return {"true": True, "false": False}[str(value).lower()]
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-def _path(value: object) -> Path:
-    if not isinstance(value, (str, Path)):
-        raise TypeError
-    return Path(value)
-
-
-def _integers(value: object) -> tuple[int, ...]:
-    items = value.split(",") if isinstance(value, str) else value
-    if not isinstance(items, Sequence):
-        raise TypeError
-    return tuple(_integer(item) for item in items)
-
-
-def _nothing(value: object) -> None:
-    if value is not None:
-        raise TypeError
-
-
-_READERS: dict[Any, tuple[Callable[[object], Any], str]] = {
-    int: (_integer, "an integer"),
-    float: (_number, "a number"),
-    bool: (_flag, "true or false"),
-    Path: (_path, "a path"),
-    tuple[int, ...]: (_integers, "a list of integers, for example 2,1"),
-    str: (_text, "a text"),
-    NoneType: (_nothing, ""),
+_TYPES: dict[Any, tuple[Any, Callable[[Any], Any], Callable[[str], Any], str]] = {
+    bool: (bool, bool, {"true": True, "false": False}.__getitem__, "true or false"),
+    int: (Integral, int, int, "an integer"),
+    float: (Real, float, float, "a number"),
+    Path: (Path, Path, Path, "a path"),
+    tuple[int, ...]: (
+        (list, tuple),
+        _integers,
+        lambda text: _integers(text.split(",")),
+        "a list of integers, for example 2,1",
+    ),
+    str: (str, str, str, "a text"),
 }
-"""How a value of each type is read, in this order, and the words for the type."""
+"""Per type of a field, in the order of trying: the Python types that it takes, how a
+value of them and a text are read, and the words for the type."""
 
 
 def _read(key: str, value: object, hint: Any) -> Any:
     """A value as its field's type, from text or from Python."""
-    union = get_origin(hint) in (Union, UnionType)
-    kinds = get_args(hint) if union else (hint,)
-    readers = [_READERS[kind] for kind in _READERS if kind in kinds]
-    for read, _ in readers:
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and NoneType in kinds:
+        return None
+    types = [_TYPES[kind] for kind in _TYPES if kind in kinds]
+    for accepted, read, read_text, _ in types:
+        flag = isinstance(value, bool) and accepted is not bool
         try:
-            return read(value)
+            if isinstance(value, str):
+                return read_text(value)
+            if isinstance(value, accepted) and not flag:
+                return read(value)
         except (TypeError, ValueError, KeyError):
             continue
-    words = " or ".join(words for _, words in readers if words)
+    words = " or ".join(words for *_, words in types)
     raise OptionError(
         f"drafting option {key} cannot be {value!r}; give {words}", "drafting"
     )

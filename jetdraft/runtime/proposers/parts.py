@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -32,11 +32,29 @@ OFF = "off"
 """In place of the drafter's provider: run without the drafter."""
 
 
+class LoadArguments(TypedDict, total=False):
+    """The keyword arguments of `jetdraft.load`; `LoadOptions` explains them."""
+
+    provider: str | None
+    threads: int | None
+    streams: str | Path | None
+    store: str | Path | None
+    drafter_provider: str | None
+
+
 @dataclass(frozen=True)
 class LoadOptions:
-    """Where and how a bundle runs; see `jetdraft.load`.
+    """Where and how a bundle runs.
 
-    LoadOptions(provider="cpu", threads=2)
+    provider          "cpu", "cuda", "tensorrt" or "auto", the fastest of them that runs
+                      here; default: the provider that the bundle was exported for
+    threads           threads of the target; default: the cores of this process
+    streams           a `streams.npz` of the same base; default: the bundle's own
+    store             a file that keeps requests and responses to draft from; default:
+                      nothing is kept
+    drafter_provider  another provider for the drafter, or "off" to run without it
+
+        LoadOptions(provider="cpu", threads=2)
     """
 
     provider: str | None = None
@@ -188,13 +206,16 @@ class Parts:
         )
         return self._halves
 
-    def remember(self, prompt: Sequence[int], response: Sequence[int]) -> None:
-        """Keep a request and its response to draft from, where there is a store."""
+    def remember(
+        self, prompt: Sequence[int], response: Sequence[int], user: str = ""
+    ) -> None:
+        """Keep a user's request and its response, where there is a store."""
         if self.store is None:
             return
         nowhere = np.zeros(0, np.float32)
         vector = self.similarity.vector(prompt) if self.similarity else nowhere
-        self.store.add(Entry(list(prompt), list(response), vector))
+        entry = Entry(list(prompt), list(response), vector)
+        self.store.of(user).add(entry)
 
     def forget(self) -> None:
         """Read the next prompt from its beginning."""

@@ -10,6 +10,10 @@ from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser
 
+Tokens = Sequence[int]
+Parents = Sequence[int] | None
+"""The parent of rows 1, 2, ..., 0 being the root."""
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -73,12 +77,7 @@ class Proposer(ABC):
         """
 
     @abstractmethod
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """At most `budget` >= 1 rows below the root, `context[-1]`.
 
         `context` is the prompt and the committed tokens; its last tokens may not be

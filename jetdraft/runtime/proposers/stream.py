@@ -18,10 +18,11 @@ from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.target import Target
 from jetdraft.runtime.proposers.method import WALK, Method
 from jetdraft.runtime.proposers.parts import Parts
-from jetdraft.runtime.proposers.proposer import Proposer, Seen, Traits
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits
 from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
-from jetdraft.runtime.trees import Shape, Static, Tree
+from jetdraft.runtime.trees.fixed import Static
+from jetdraft.runtime.trees.shape import Shape, Tree
 
 NAME = "stream"
 
@@ -103,12 +104,7 @@ class StreamProposer(Proposer):
         self._chooser = chooser
         self._ready = None
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The probes' tokens after the context's last, if the last pass had probes."""
         root, kind = context[-1], self.traits.kind
         if self._ready is None or self._ready[0] != len(context):

@@ -9,17 +9,10 @@ from jetdraft.contract import WIDEST
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.proposers.method import WALK, MethodOptions, check_choice
-from jetdraft.runtime.trees import (
-    Best,
-    Comb,
-    Heap,
-    Kary,
-    Merged,
-    ReachThreshold,
-    Rerank,
-    Shape,
-    Static,
-)
+from jetdraft.runtime.trees.confident import Comb, Merged, Rerank
+from jetdraft.runtime.trees.fixed import Best, Kary, Static
+from jetdraft.runtime.trees.reach import Heap, ReachThreshold
+from jetdraft.runtime.trees.shape import Shape
 
 AUTO, CHAIN = "auto", "chain"
 DEFAULT_SIZE = 7

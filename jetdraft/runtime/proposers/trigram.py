@@ -12,7 +12,7 @@ from jetdraft.runtime.history.search import TreeSearch
 from jetdraft.runtime.history.trigrams import Counts, Trigrams
 from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.parts import Parts
-from jetdraft.runtime.proposers.proposer import Proposer, Traits
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
 
@@ -45,12 +45,7 @@ class TrigramProposer(Proposer):
         for end in range(3, len(prompt), 13):
             self.trigrams.learn(prompt[:end])
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The table's tokens after the last two; a tree where `parents` ask for one.
 
         The search decides the shape of the tree, `budget` its size.

@@ -67,7 +67,8 @@ class Sampling:
 
 GREEDY_DRAFT_TEMPERATURE = 0.4
 """The temperature of a drafter's probabilities in greedy decoding, where they only say
-which rows are worth drafting: at 1 a small drafter is too unsure (docs/log.md)."""
+which rows are worth drafting: at 1 a small drafter is too unsure
+(docs/log/trees-and-verifiers.md)."""
 
 
 class Chooser:

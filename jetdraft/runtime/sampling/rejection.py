@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jetdraft.errors import VerifierError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.noise import Doubles
 
 
@@ -28,8 +28,8 @@ def single(p: Doubles, q: Doubles, children: Sequence[int]) -> Doubles:
     #   accept x ~ q with min(1, p(x) / q(x))
     #   else y ~ norm(max(p - q, 0))
     if len(children) > 1:
-        raise VerifierError(
-            "verifier 'rejection' takes one child per row; use 'recursive'"
+        raise OptionError(
+            "verifier 'rejection' takes one child per row; use 'recursive'", "drafting"
         )
     return recursive(p, q, children, replaced=True)
 

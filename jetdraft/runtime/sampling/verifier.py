@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jetdraft.errors import VerifierError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.noise import Doubles
 from jetdraft.runtime.drafts.rows import Kind, Rows
@@ -49,12 +49,13 @@ class Verifier(Protocol):
 
 
 def check_kind(verifier: Verifier, kind: Kind) -> None:
-    """Raise `VerifierError` if the verifier is not for this kind of draft."""
+    """Raise `OptionError` if the verifier is not for this kind of draft."""
     if kind not in verifier.kinds:
         allowed = ", ".join(sorted(k.value for k in verifier.kinds))
-        raise VerifierError(
+        raise OptionError(
             f"verifier {verifier.name!r} is not made for {kind.value} drafts, only "
-            f"for {allowed}; use verifier 'walk', or --method draft with --siblings"
+            f"for {allowed}; use verifier 'walk', or --method draft with --siblings",
+            "drafting",
         )
 
 

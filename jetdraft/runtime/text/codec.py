@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from jetdraft.errors import BundleError, PromptError
+from jetdraft.errors import BundleError, OptionError
 from jetdraft.runtime.text.constraint import Vocabulary
 
 
@@ -56,17 +56,17 @@ class TextCodec:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a prompt; `special` adds tokens such as beginning-of-text.
 
-        Raises `PromptError`.
+        Raises `OptionError`.
         """
         if self._tokenizer is None:
-            raise PromptError(
-                "the bundle has no tokenizer; give the prompt as token_ids"
+            raise OptionError(
+                "the bundle has no tokenizer; give the prompt as token_ids", "prompt"
             )
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
         except TypeError as error:
-            raise PromptError(
-                "the prompt has incomplete characters; give valid UTF-8"
+            raise OptionError(
+                "the prompt has incomplete characters; give valid UTF-8", "prompt"
             ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -114,7 +114,7 @@ class TextStream:
         return whole[len(before) :]
 
     def _texts(self) -> tuple[str, str]:
-        """The text from the anchor to what was shown, and from the anchor to the end."""
+        """The text from the anchor to `_shown`, and from the anchor to the end."""
         if self._tokenizer is None:
             return "", ""
         shown = self._ids[self._anchor : self._shown]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetdraft.errors import ConstraintError, OptionError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.text.matcher import Matcher
 
 if TYPE_CHECKING:
@@ -37,6 +37,11 @@ class Constraint:
 
     kind: str
     source: str
+
+    @property
+    def field(self) -> str:
+        """The name of the option: json_schema, regex or grammar."""
+        return self.kind.lower().replace(" ", "_")
 
     @classmethod
     def of(
@@ -65,7 +70,7 @@ class Constraint:
 class Vocabulary:
     """A tokenizer in the library's form: `size` tokens, `ends` are end-of-text ids.
 
-    Raises `ConstraintError` if the library is missing or cannot use the tokenizer.
+    Raises `OptionError` if the library is missing or cannot use the tokenizer.
 
         Vocabulary(bundle.tokenizer, 4096, [0]).matcher(constraint, len(prompt))
     """
@@ -74,33 +79,36 @@ class Vocabulary:
         self.size, self.ends = size, frozenset(ends)
         if tokenizer is None or not ends:
             missing = "tokenizer" if tokenizer is None else "end-of-text token"
-            raise ConstraintError(
+            raise OptionError(
                 f"the bundle has no {missing}, so its texts cannot be constrained; "
-                f"export a checkpoint with a {missing}"
+                f"export a checkpoint with a {missing}",
+                "constraint",
             )
         try:
             from llguidance import LLTokenizer
         except ImportError as error:
-            raise ConstraintError(
-                "constraints need llguidance; pip install 'jetdraft[structured]'"
+            raise OptionError(
+                "constraints need llguidance; pip install 'jetdraft[structured]'",
+                "constraint",
             ) from error
         try:
             text = tokenizer.read_text(encoding="utf-8")
             self._tokenizer: LLTokenizer = LLTokenizer(text, size, ends)
         except (OSError, ValueError) as error:
-            raise ConstraintError(
+            raise OptionError(
                 f"texts of this tokenizer cannot be constrained ({error}); use a "
-                "model with a byte-level or sentencepiece tokenizer"
+                "model with a byte-level or sentencepiece tokenizer",
+                "constraint",
             ) from error
 
     def matcher(self, constraint: Constraint, start: int) -> Matcher:
         """A matcher for the text after a prompt of `start` tokens.
 
-        Raises `ConstraintError` if the constraint is wrong.
+        Raises `OptionError` if the constraint is wrong.
         """
         inner = self._library_matcher(constraint)
         if problem := inner.get_error():
-            raise ConstraintError(self._explained(constraint, problem))
+            raise OptionError(self._explained(constraint, problem), constraint.field)
         return Matcher(inner, self.size, self.ends, start)
 
     def _library_matcher(self, constraint: Constraint) -> LLMatcher:
@@ -153,18 +161,20 @@ def _compiled(constraint: Constraint) -> str:
     try:
         schema = json.loads(constraint.source)
     except (ValueError, RecursionError) as error:
-        raise ConstraintError(
-            f"the JSON schema is not JSON ({error}); fix it"
+        raise OptionError(
+            f"the JSON schema is not JSON ({error}); fix it", constraint.field
         ) from error
     if not isinstance(schema, dict):
-        raise ConstraintError(
+        raise OptionError(
             "the JSON schema is not an object; give an object, for example {} for any "
-            "JSON"
+            "JSON",
+            constraint.field,
         )
     guidance = schema.get("x-guidance", {})
     if not isinstance(guidance, dict):
-        raise ConstraintError(
-            'the "x-guidance" of the JSON schema is not an object; fix it'
+        raise OptionError(
+            'the "x-guidance" of the JSON schema is not an object; fix it',
+            constraint.field,
         )
     schema = {**schema, "x-guidance": {**SPACING, **guidance}}
     return LLMatcher.grammar_from_json_schema(schema)

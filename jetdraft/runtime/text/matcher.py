@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jetdraft.errors import ConstraintError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.binding import Floats
@@ -29,7 +29,7 @@ class Matcher:
     """Follows one generation whose prompt has `start` tokens; a `LogitsProcessor`.
 
     `size` is the size of the vocabulary, `ends` are the ids that end a text. Methods
-    raise `ConstraintError` if no text can follow or the library's limits are reached.
+    raise `OptionError` if no text can follow or the library's limits are reached.
 
         matcher.process(answer, rows, context)   # forbidden tokens get `NEVER`
         matcher.forced(context, 8)               # the tokens that must come
@@ -88,11 +88,12 @@ class Matcher:
         if self._inner.is_error():
             raise self._error()
 
-    def _error(self) -> ConstraintError:
+    def _error(self) -> OptionError:
         problem = self._inner.get_error() or "no token of the vocabulary fits"
-        return ConstraintError(
+        return OptionError(
             f"the constraint cannot be followed ({problem.splitlines()[0]}); make it "
-            "simpler"
+            "simpler",
+            "constraint",
         )
 
     def _reach(self, path: Sequence[int]) -> bool:

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jetdraft.errors import PromptError, TemplateError
+from jetdraft.errors import OptionError
 
 Message = dict[str, Any]
 """A dict with a `role` and a `content`, as templates of transformers expect."""
@@ -18,7 +18,7 @@ class ChatTemplate:
     """Renders messages with a Jinja template in a sandbox that can change nothing.
 
     `tokens` are the special tokens that a template may name, for example `bos_token`.
-    Raises `TemplateError` if the template is broken or refuses the messages.
+    Raises `OptionError` if the template is broken or refuses the messages.
 
         ChatTemplate(source, {"eos_token": "</s>"}).render([user("Hello")])
     """
@@ -41,9 +41,10 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except JinjaError as error:
             line = getattr(error, "lineno", None)
-            raise TemplateError(
+            raise OptionError(
                 f"the chat template is broken in line {line} ({error}); fix "
-                "chat_template.jinja in the checkpoint and export it again"
+                "chat_template.jinja in the checkpoint and export it again",
+                "messages",
             ) from error
 
     def render(self, messages: Sequence[Message], **more: Any) -> str:
@@ -60,9 +61,10 @@ class ChatTemplate:
                 )
             )
         except (self._error, TypeError, ValueError, KeyError) as error:
-            raise TemplateError(
+            raise OptionError(
                 f"the chat template refuses these messages ({error}); change their "
-                "roles or order"
+                "roles or order",
+                "messages",
             ) from error
 
 
@@ -79,14 +81,17 @@ def _to_json(value: Any, indent: int | None = None) -> str:
 
 
 def check_messages(messages: object) -> list[Message]:
-    """The messages as a list; raises `PromptError` if any of them is not a message."""
+    """The messages as a list; raises `OptionError` if any of them is not a message."""
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise PromptError("a chat needs a list of messages; give at least one")
+        raise OptionError(
+            "a chat needs a list of messages; give at least one", "prompt"
+        )
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise PromptError(
+            raise OptionError(
                 f"message {number} has no role; give "
-                '{"role": "user", "content": "..."}'
+                '{"role": "user", "content": "..."}',
+                "prompt",
             )
     return list(messages)
 
@@ -97,15 +102,16 @@ def user(content: str) -> Message:
 
 
 def read_template(file: Path | None) -> str:
-    """The source of a bundle's template; raises `TemplateError` if there is none."""
+    """The source of a bundle's template; raises `OptionError` if there is none."""
     if file is None:
-        raise TemplateError(
+        raise OptionError(
             "the bundle has no chat template; give whole prompts to generate, or "
-            "export a checkpoint that has one"
+            "export a checkpoint that has one",
+            "messages",
         )
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TemplateError(
-            f"{file} cannot be read ({error}); export the bundle again"
+        raise OptionError(
+            f"{file} cannot be read ({error}); export the bundle again", "messages"
         ) from error

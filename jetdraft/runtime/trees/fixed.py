@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jetdraft.best_tree import best_tree
-from jetdraft.errors import DraftError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.trees.shape import Shape, Tree
@@ -17,7 +17,7 @@ RANK_RATES = (0.63, 0.13, 0.06, 0.036, 0.024, 0.016, 0.013, 0.01)
 class Static(Shape):
     """A fixed list of rows: `parents` has the parent of each, 0 being the root.
 
-    Children of a row are its siblings in the order of the list. Raises `DraftError` if
+    Children of a row are its siblings in the order of the list. Raises `OptionError` if
     a parent does not come before its row.
 
         Static([0, 0, 1])   # two children of the root, and one below the first
@@ -28,12 +28,15 @@ class Static(Shape):
 
     def __init__(self, parents: Sequence[int]) -> None:
         if not parents:
-            raise DraftError("the tree has no rows; give a parent for each")
+            raise OptionError(
+                "the tree has no rows; give a parent for each", "drafting"
+            )
         for row, parent in enumerate(parents, start=1):
             if not 0 <= parent < row:
-                raise DraftError(
+                raise OptionError(
                     f"row {row} of the tree has parent {parent}; parents come before "
-                    f"their children, so give 0 to {row - 1}"
+                    f"their children, so give 0 to {row - 1}",
+                    "drafting",
                 )
         self.parents = parents
         self._numbers: dict[int, int] = {}
@@ -77,8 +80,9 @@ class Kary(Shape):
 
     def __init__(self, branching: Sequence[int]) -> None:
         if not branching or min(branching) < 1:
-            raise DraftError(
-                f"branching {list(branching)} is not a tree; give 1 or more per level"
+            raise OptionError(
+                f"branching {list(branching)} is not a tree; give 1 or more per level",
+                "drafting",
             )
         self.branching = branching
 

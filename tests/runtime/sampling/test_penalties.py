@@ -20,7 +20,7 @@ WAYS = [
 ]
 METHODS = [
     {"method": "draft", "num_draft_tokens": 4},
-    {"method": "draft", "tree": "best", "num_draft_tokens": 7},
+    {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 7},
     {"method": "lookup", "num_draft_tokens": 3},
     {"method": "auto"},
 ]
@@ -103,9 +103,9 @@ def test_with_filters_and_another_verifier(model):
     assert model.generate(method="draft", **options).token_ids == plain
     drawn = {
         "tree": "k-ary", "branching": [1, 1, 1], "siblings": "with-replacement",
-        "verifier": "rejection", "exact": False,
+        "verifier": "rejection",
     }  # fmt: skip
-    found = model.generate(method="draft", **drawn, **options)
+    found = model.generate(method="draft", drafting=drawn, exact=False, **options)
     assert len(found.token_ids) == 60
 
 

@@ -5,22 +5,15 @@ import itertools
 import numpy as np
 import pytest
 
-from jetdraft.errors import DraftError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.sampling.chooser import Sampling
 from jetdraft.runtime.sampling.rejection import recursive
-from jetdraft.runtime.trees import (
-    Best,
-    Comb,
-    Heap,
-    Kary,
-    Merged,
-    ReachThreshold,
-    Rerank,
-    Static,
-    Tree,
-)
+from jetdraft.runtime.trees.confident import Comb, Merged, Rerank
+from jetdraft.runtime.trees.fixed import Best, Kary, Static
+from jetdraft.runtime.trees.reach import Heap, ReachThreshold
+from jetdraft.runtime.trees.shape import Tree
 
 VOCABULARY = 12
 RANDOM = np.random.default_rng(5)
@@ -93,7 +86,7 @@ def test_a_static_tree_has_the_given_parents_in_order_of_levels():
 
 @pytest.mark.parametrize("parents", [(1,), (0, 2), (0, -1), ()])
 def test_a_static_tree_with_wrong_parents_is_refused(parents):
-    with pytest.raises(DraftError, match="parent"):
+    with pytest.raises(OptionError, match="parent"):
         Static(parents)
 
 

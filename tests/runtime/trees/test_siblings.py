@@ -82,8 +82,8 @@ def test_greedy_coupled_siblings_are_the_best():
 def test_drafting_and_verifying_with_one_seed_draws_from_p(name, kind, count):
     """The rules are enumerated elsewhere; here the noise of both must not mix."""
     logits = np.log(P)[None].astype(np.float32)
-    row = Answer(np.arange(4)[None], logits, np.zeros(1, np.float32), logits)
-    two = Answer(*(np.repeat(part, 1 + count, axis=0) for part in vars(row).values()))
+    row = (np.arange(4)[None], logits, np.zeros(1, np.float32), logits)
+    two = Answer(*(np.repeat(part, 1 + count, axis=0) for part in row))
     counts = np.zeros(4)
     for seed in SEEDS:
         chooser = Chooser(Sampling(1.0, seed=seed, top_k=4))

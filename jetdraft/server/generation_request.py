@@ -1,17 +1,17 @@
-"""What a request's body asks for, checked before it waits for a model."""
+"""A request for a generation, checked before it waits for a model."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from jetdraft.errors import ConstraintError, JetdraftError
-from jetdraft.runtime.generation import Stream
+from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.model import Model
-from jetdraft.runtime.planning.options import Options
+from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.text.template import Message, check_messages
+from jetdraft.runtime.text_stream import Stream
 from jetdraft.server.tools import Tools
 
 Body = Mapping[str, Any]
@@ -21,10 +21,13 @@ OPTIONS = (
     *("top_k", "min_p", "repetition_penalty", "method", "num_draft_tokens"),
     *("ignore_eos", "max_seconds", "json_schema", "regex", "grammar"),
 )
-"""Fields that are options of `Model.generate`; from `top_k` on OpenAI has none such."""
+"""Fields that are options of `Model.generate`; OpenAI has those before `top_k` only."""
+
+STREAMED = "stream"
+"""The field that asks for the answer in chunks."""
 
 READ = (
-    *("model", "stream", "stream_options", "include_drafted", "user", "logit_bias"),
+    *("model", STREAMED, "stream_options", "include_drafted", "user", "logit_bias"),
     *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n"),
     *("prompt", "echo", "suffix", "best_of"),
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
@@ -33,15 +36,14 @@ IGNORED = (
     *("metadata", "store", "service_tier", "verbosity", "reasoning_effort"),
     *("safety_identifier", "prompt_cache_key"),
 )
-"""Fields of OpenAI's that ask for nothing a device has."""
-
+"""Fields of OpenAI that mean nothing on a device; they are accepted and unused."""
 
 MOST_SOURCE = 8000
-"""Characters of a grammar: reading one may take the cube of that."""
+"""The most characters of a grammar; the time to read it may grow with their cube."""
 
 
 class RequestError(JetdraftError):
-    """A request that cannot be answered, with the HTTP `status` that says so."""
+    """A bad request; `status` is the HTTP status, `param` the field at fault."""
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400
@@ -51,13 +53,14 @@ class RequestError(JetdraftError):
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What to continue, how, and in which form.
+class GenerationRequest:
+    """What to continue, with which options, and the form of the answer.
 
-    `prompt` is a text or ids, None where there are `messages`. `drafted` asks for which
-    tokens had been drafted, `usage` for a last chunk with counts.
+    `prompt` is a text or token ids, or None for a chat with `messages`. `streamed`
+    asks for chunks, `drafted` for a mark on each token that was drafted, and `usage`
+    for a last chunk with counts.
 
-        Ask.of({"model": "b", "prompt": "def"}, chat=False, most=256)
+        GenerationRequest.of({"model": "b", "prompt": "def"}, chat=False, most=256)
     """
 
     prompt: str | list[int] | None
@@ -70,12 +73,20 @@ class Ask:
     user: str
 
     @classmethod
-    def of(cls, body: Body, chat: bool, most: int, marked: bool = False) -> Ask:
-        """Of a JSON object; `most` new tokens at a time. Raises `JetdraftError`.
+    def of(
+        cls,
+        body: Body,
+        chat: bool,
+        most: int,
+        marked: bool = False,
+        defaults: GenerateOptions | None = None,
+    ) -> Self:
+        """Read a JSON object; a text has at most `most` new tokens.
 
-        `marked` is that of `Tools`.
+        `marked` goes to `Tools`; `defaults` are options that the body may change.
+        Raises `JetdraftError`.
         """
-        unknown = [n for n in body if n not in (*OPTIONS, *READ, *IGNORED)]
+        unknown = [name for name in body if name not in (*OPTIONS, *READ, *IGNORED)]
         if unknown:
             raise RequestError(f"unknown field {unknown[0]!r}; leave it out")
         for name in ("n", "best_of"):
@@ -85,24 +96,25 @@ class Ask:
                 )
         for name in ("echo", "suffix"):
             if body.get(name):
-                raise RequestError(f"there is no {name} here; leave it out", name)
-        options = _options(body, chat, most)
-        Options(**options)  # refuses what is out of range
+                raise RequestError(f"{name} is not supported; leave it out", name)
+        options: dict[str, Any] = {**(defaults or {}), **_options(body, chat, most)}
+        options.setdefault("temperature", 1.0)  # OpenAI's default
+        Options.of(**options)  # refuses bad options
         tools = _tools(body, options, marked)
-        stream = body.get("stream_options", {})
+        chunks = body.get("stream_options", {})
         return cls(
             prompt=None if chat else _prompt(body),
             messages=_messages(body) if chat else [],
             tools=tools,
             options=options,
-            streamed=_flag(body, "stream"),
-            usage=isinstance(stream, dict) and bool(stream.get("include_usage")),
+            streamed=_flag(body, STREAMED),
+            usage=isinstance(chunks, dict) and bool(chunks.get("include_usage")),
             drafted=_flag(body, "include_drafted"),
             user=str(body.get("user", "")),
         )
 
     def stream(self, model: Model) -> Stream:
-        """The generation that answers it."""
+        """Start the generation."""
         if isinstance(self.prompt, str):
             return model.stream(self.prompt, **self.options)
         if self.prompt is not None:
@@ -114,79 +126,79 @@ class Ask:
         options = {**self.options, "grammar": self.tools.grammar()}
         try:
             return model.stream(token_ids=ids, **options)
-        except ConstraintError:
-            self.tools.check(model.vocabulary)  # says which, and where
+        except OptionError as error:
+            if error.field == "grammar":
+                self.tools.check(model.vocabulary)  # names the tool
             raise
 
 
 def _tools(body: Body, options: dict[str, Any], marked: bool) -> Tools | None:
-    """The tools, which take over what the options say of JSON."""
-    found = Tools.of(
+    """Read the tools; takes the JSON schema out of the options, for their grammar."""
+    tools = Tools.of(
         body.get("tools", []),
         body.get("tool_choice", "auto"),
         marked=marked,
         parallel=_flag(body, "parallel_tool_calls", True),
         schema=options.get("json_schema"),
     )
-    if found is None:
+    if tools is None:
         return None
     if "regex" in options or "grammar" in options:
         raise RequestError("tools and a regex or grammar exclude each other; give one")
     if not isinstance(options.pop("json_schema", {}), dict):
         raise RequestError("beside tools json_schema must be an object", "json_schema")
-    return found
+    return tools
 
 
-def _flag(body: Body, name: str, usual: bool = False) -> bool:
-    value = body.get(name, usual)
+def _flag(body: Body, name: str, default: bool = False) -> bool:
+    value = body.get(name, default)
     if not isinstance(value, bool):
         raise RequestError(f"{name} {value!r} is neither true nor false", name)
     return value
 
 
 def _options(body: Body, chat: bool, most: int) -> dict[str, Any]:
-    """The keyword arguments of `Model.stream`."""
-    found = {name: body[name] for name in OPTIONS if name in body}
+    """Return the keyword arguments of `Model.stream`."""
+    options = {name: body[name] for name in OPTIONS if name in body}
     for name in ("regex", "grammar"):
-        if len(str(found.get(name, ""))) > MOST_SOURCE:
+        if len(str(options.get(name, ""))) > MOST_SOURCE:
             raise RequestError(
                 f"the {name} is longer than {MOST_SOURCE} characters; make it simpler",
                 name,
             )
-    found.setdefault("temperature", 1.0)  # as OpenAI's default
     wanted = body.get("max_completion_tokens", body.get("max_tokens"))
     if wanted is None:
-        wanted = most if chat else min(16, most)  # as OpenAI's defaults
+        wanted = most if chat else min(16, most)  # OpenAI's defaults
     if isinstance(wanted, int) and wanted > most:
         raise RequestError(
             f"max_tokens {wanted} is more than this server gives; ask for at most "
             f"{most}",
             "max_tokens",
         )
-    found["max_new_tokens"] = wanted
+    options["max_new_tokens"] = wanted
     if "logit_bias" in body:
-        found["logit_bias"] = _biases(body["logit_bias"])
+        options["logit_bias"] = _biases(body["logit_bias"])
     if chat and _flag(body, "logprobs"):
-        found["logprobs"] = body.get("top_logprobs", 0)
+        options["logprobs"] = body.get("top_logprobs", 0)
     elif not chat and "logprobs" in body:
-        found["logprobs"] = body["logprobs"]
+        options["logprobs"] = body["logprobs"]
     schema = _schema(body.get("response_format", {"type": "text"}))
     if schema is not None:
-        found["json_schema"] = schema
-    return found
+        options["json_schema"] = schema
+    return options
 
 
-def _biases(given: object) -> dict[int, Any]:
+def _biases(field: object) -> dict[int, Any]:
     try:
-        return {int(token): bias for token, bias in dict(given).items()}  # type: ignore[call-overload]
+        return {int(token): bias for token, bias in dict(field).items()}  # type: ignore[call-overload]
     except (TypeError, ValueError) as error:
         raise RequestError(
-            "logit_bias is no object from ids of tokens to numbers", "logit_bias"
+            "logit_bias must be an object from token ids to numbers", "logit_bias"
         ) from error
 
 
 def _schema(form: object) -> dict[str, Any] | None:
-    """What a response format wants JSON to be."""
+    """Return the JSON schema of a response format."""
     match form:
         case {"type": "text"}:
             return None
@@ -207,30 +219,30 @@ def _prompt(body: Body) -> str | list[int]:
         prompt = prompt[0]
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, list) and all(type(each) is int for each in prompt):
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return prompt
     raise RequestError("give one prompt, a text or a list of token ids", "prompt")
 
 
 def _messages(body: Body) -> list[Message]:
-    """Messages as templates know them."""
-    return [_message(each) for each in check_messages(body.get("messages"))]
+    """Return the messages in the form that chat templates read."""
+    return [_message(message) for message in check_messages(body.get("messages"))]
 
 
 def _message(message: Message) -> Message:
-    made = {**message, "content": _text(message.get("content"))}
-    if made["role"] == "developer":
-        made["role"] = "system"
-    calls = made.get("tool_calls") or []
+    changed = {**message, "content": _text(message.get("content"))}
+    if changed["role"] == "developer":
+        changed["role"] = "system"
+    calls = changed.get("tool_calls") or []
     if not isinstance(calls, list):
         raise RequestError("a message's tool_calls must be a list", "messages")
     if calls:
-        made["tool_calls"] = [_call(call) for call in calls]
-    return made
+        changed["tool_calls"] = [_call(call) for call in calls]
+    return changed
 
 
 def _text(content: object) -> str:
-    """The text of a message that may come in parts."""
+    """Return the text of a content, which may come in parts."""
     if content is None or isinstance(content, str):
         return content or ""
     match content:
@@ -247,14 +259,14 @@ def _part(part: object) -> str:
 
 
 def _call(call: Any) -> Any:
-    """OpenAI has arguments as JSON text, templates want what it says."""
+    """Parse a call's arguments: OpenAI sends JSON text, templates read objects."""
     match call:
         case {"function": {"name": str(), "arguments": str(arguments)} as function}:
             try:
-                said = json.loads(arguments or "{}")
+                parsed = json.loads(arguments or "{}")
             except (ValueError, RecursionError) as error:
                 raise RequestError(
                     "the arguments of a tool call are not JSON", "messages"
                 ) from error
-            return {**call, "function": {**function, "arguments": said}}
+            return {**call, "function": {**function, "arguments": parsed}}
     return call

@@ -1,3 +1,5 @@
+"""jetdraft check --no-run: what a bundle holds."""
+
 from __future__ import annotations
 
 import json
@@ -8,7 +10,7 @@ from tests.cli.running import assert_refused, jetdraft
 
 
 def test_shows_graphs_shapes_quantization_and_bytes(bundle):
-    result = jetdraft("inspect", bundle)
+    result = jetdraft("check", "--no-run", bundle)
     assert result.exit_code == 0
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     opened = Bundle.open(bundle)
@@ -36,21 +38,23 @@ def test_shows_graphs_shapes_quantization_and_bytes(bundle):
 
 
 def test_json_is_the_manifest(bundle):
-    result = jetdraft("inspect", bundle, "--json")
+    result = jetdraft("check", "--no-run", bundle, "--json")
     assert json.loads(result.stdout) == json.loads((bundle / MANIFEST).read_text())
 
 
 def test_bundle_without_drafter_shows_one_graph(lone_bundle):
-    result = jetdraft("inspect", lone_bundle)
+    result = jetdraft("check", "--no-run", lone_bundle)
     assert result.exit_code == 0
     assert "drafter" not in result.stdout
 
 
 def test_what_is_no_bundle_is_refused(tmp_path):
-    assert_refused(jetdraft("inspect", tmp_path / "nothing"), "no bundle at")
-    assert_refused(jetdraft("inspect", tmp_path), "has no bundle.json")
+    assert_refused(jetdraft("check", "--no-run", tmp_path / "nothing"), "no bundle at")
+    assert_refused(jetdraft("check", "--no-run", tmp_path), "has no bundle.json")
 
 
 def test_damaged_bundle_is_refused(copied_bundle):
     os.truncate(copied_bundle / "target.onnx", 10)
-    assert_refused(jetdraft("inspect", copied_bundle), "has 10 bytes instead of")
+    assert_refused(
+        jetdraft("check", "--no-run", copied_bundle), "has 10 bytes instead of"
+    )

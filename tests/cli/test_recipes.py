@@ -16,17 +16,17 @@ RECIPES = "int4-rtn-b32,int4-gptq-b32,int8-rtn-b32"
 
 @pytest.fixture(scope="module")
 def report(pair, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("quantize")
+    folder = tmp_path_factory.mktemp("recipes")
     (folder / "text.txt").write_text(TEXT)
     result = jetdraft(
-        *("quantize", pair.target, "--drafter", pair.drafter, "--threads=1"),
+        *("recipes", pair.target, "--drafter", pair.drafter, "--threads=1"),
         *("--recipes", RECIPES, "--drafter-recipes", "int4-rtn-b32"),
         *("--text", folder / "text.txt", "--calibration", folder / "text.txt"),
-        *("--report", folder / "out"),
+        *("--output", folder / "out.json", "--picture", folder / "front.png"),
     )
     assert result.exit_code == 0, result.stderr
-    found = json.loads((folder / "out" / "report.json").read_text())
-    return found, result.stdout, folder / "out"
+    found = json.loads((folder / "out.json").read_text())
+    return found, result.stdout, folder / "front.png"
 
 
 def test_every_recipe_has_a_row(report):
@@ -77,7 +77,7 @@ def test_every_combination_of_a_pair(report):
 
 def test_a_picture(report):
     pytest.importorskip("matplotlib")
-    assert (report[2] / "front.png").read_bytes().startswith(b"\x89PNG")
+    assert report[2].read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -89,29 +89,32 @@ def test_a_picture(report):
         (("--drafter-recipes", "int9"), "unknown quantization 'int9'"),
         (("--text", "nothing.txt"), "no file at nothing.txt"),
         (("--calibration", "nothing.txt"), "no file at nothing.txt"),
-        (("--report", "no/where"), "is not there"),
+        (("--output", "no/where"), "its folder is missing"),
     ],
 )
 def test_bad_input_is_refused(pair, tmp_path, options, said):
-    given = {"--report": tmp_path / "out", options[0]: options[1]}
+    given = {"--output": tmp_path / "out", options[0]: options[1]}
     flat = [part for option in given.items() for part in option]
-    assert_refused(jetdraft("quantize", pair.target, *flat), said)
+    assert_refused(jetdraft("recipes", pair.target, *flat), said)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_text_without_tokens_is_refused(pair, tmp_path):
     (tmp_path / "empty.txt").write_text("")
-    out = ("--report", tmp_path / "out", "--recipes", "int4-gptq-b32")
+    out = ("--output", tmp_path / "out", "--recipes", "int4-gptq-b32")
     for option in ("--text", "--calibration"):
-        result = jetdraft("quantize", pair.target, option, tmp_path / "empty.txt", *out)
+        result = jetdraft("recipes", pair.target, option, tmp_path / "empty.txt", *out)
         assert_refused(result, "has no text in it")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_with_something_else_is_refused(pair, tmp_path):
+def test_a_place_with_something_else_is_refused(pair, tmp_path):
     (tmp_path / "precious").write_text("precious")
-    result = jetdraft("quantize", pair.target, "--report", tmp_path)
+    result = jetdraft("recipes", pair.target, "--output", tmp_path)
+    assert_refused(result, "is a folder")
+    result = jetdraft("recipes", pair.target, "-o", tmp_path / "precious")
     assert_refused(result, "holds no report")
+    assert (tmp_path / "precious").read_text() == "precious"
 
 
 def test_export_needs_a_text_for_gptq(pair, tmp_path):
@@ -128,30 +131,30 @@ def test_export_needs_a_text_for_gptq(pair, tmp_path):
 def test_without_a_text_the_model_writes_one(pair, tmp_path):
     out = tmp_path / "out"
     twice = "int8-gptq-b32,none,int8-gptq-b32"
-    how = ("--recipes", twice, "--report", out, "--threads=1")
-    result = jetdraft("quantize", pair.target, *how)
+    how = ("--recipes", twice, "--output", out, "--threads=1")
+    result = jetdraft("recipes", pair.target, *how)
     assert result.exit_code == 0, result.stderr
-    found = json.loads((out / "report.json").read_text())
+    found = json.loads(out.read_text())
     assert found["text"] == "written by the model"
     assert [row["recipe"] for row in found["rows"]] == ["none", "int8-gptq-b32"]
     assert 0 < found["rows"][1]["kl_mean"] < 0.1
-    assert jetdraft("quantize", pair.target, *how).exit_code == 0, "again over its own"
+    assert jetdraft("recipes", pair.target, *how).exit_code == 0, "again over its own"
 
 
 def test_a_text_without_words_is_told_at_once(pair, tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     for option in ("--text", "--calibration"):
-        given = (option, tmp_path / "empty.txt", "--report", tmp_path / "out")
-        refused = jetdraft("quantize", pair.target, "--recipes", "int4", *given)
+        given = (option, tmp_path / "empty.txt", "--output", tmp_path / "out")
+        refused = jetdraft("recipes", pair.target, "--recipes", "int4", *given)
         assert_refused(refused, "has no text in it")
-    given = ("--drafter-recipes", "int4", "--report", tmp_path / "out")
-    assert_refused(jetdraft("quantize", pair.target, *given), "give --drafter too")
+    given = ("--drafter-recipes", "int4", "--output", tmp_path / "out")
+    assert_refused(jetdraft("recipes", pair.target, *given), "give --drafter too")
 
 
 def test_a_run_that_is_ended_leaves_nothing(pair, tmp_path):
     code = "from jetdraft.cli import main; main()"
-    command = [sys.executable, "-c", code, "quantize", str(pair.target)]
-    command += ["--recipes", "int4", "--report", str(tmp_path / "out")]
+    command = [sys.executable, "-c", code, "recipes", str(pair.target)]
+    command += ["--recipes", "int4", "--output", str(tmp_path / "out")]
     process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
     end = time.monotonic() + 60
     while not list(tmp_path.iterdir()):

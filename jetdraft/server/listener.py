@@ -1,4 +1,4 @@
-"""Running a service until it is told to end."""
+"""A listening socket, and the server on it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from jetdraft.errors import OptionError
 from jetdraft.server.app import Service
 
 SPARE = 64
-"""Connections beyond those that may wait: that read, are idle, or ask for /health."""
+"""Connections beyond the waiting requests: idle, reading, or for /health."""
 
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that is bound before a model is loaded for it; port 0 is any."""
+    """Give a bound socket, before a model is loaded for it; port 0 picks a free port.
+
+    Raises `OptionError` if the address is taken or not allowed.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        # A port that another server listens on is refused only now.
+        # Only this refuses a port that another server listens on.
         listener.listen(128)
     except OSError as error:
         listener.close()
@@ -37,13 +40,13 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def url(listener: socket.socket) -> str:
-    """Where a browser finds it."""
+    """Return the address for a browser."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def run(service: Service, listener: socket.socket, host: str, drain: int) -> None:
-    """Answer until SIGTERM or Ctrl-C, then let what is under way end."""
+    """Answer until SIGTERM or Ctrl-C, then give running texts `drain` seconds."""
     config = uvicorn.Config(
         service.app(host),
         log_level="warning",
@@ -51,8 +54,8 @@ def run(service: Service, listener: socket.socket, host: str, drain: int) -> Non
         timeout_graceful_shutdown=drain,
         limit_concurrency=service.limits.waiting + SPARE,
     )
-    # It warns of every piece that a client which has left did not get.
+    # asyncio warns of each write to a client that has gone.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
-    # uvicorn raises the signal again when all is answered; ended is ended.
+    # uvicorn raises the signal again after the last answer.
     with suppress(KeyboardInterrupt, SystemExit):
         uvicorn.Server(config).run(sockets=[listener])

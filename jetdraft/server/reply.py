@@ -1,4 +1,4 @@
-"""Answers in the shapes of OpenAI's API, whole or in chunks."""
+"""Replies in the form of OpenAI's API, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
-from jetdraft.runtime.generation import Piece, Result
+from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.sampling.logprobs import Logprob
 from jetdraft.runtime.text.codec import TextCodec, TextStream
-from jetdraft.server.asking import Ask
+from jetdraft.server.generation_request import GenerationRequest
 from jetdraft.server.tools import Tools
 
 Json = dict[str, Any]
 
 
 class Reply:
-    """Puts one request's pieces and result into words; `name` is the model's.
+    """Turns the pieces and the result of one request into JSON objects.
 
-    Reply(ask, "robot", codec).whole(result)
+    `name` is the model's name.
+
+        Reply(request, "robot", codec).whole(result)
     """
 
-    def __init__(self, ask: Ask, name: str, codec: TextCodec) -> None:
-        self.ask, self.codec = ask, codec
-        self.chat = ask.prompt is None
+    def __init__(self, request: GenerationRequest, name: str, codec: TextCodec) -> None:
+        self.request, self.codec = request, codec
+        self.chat = request.prompt is None
         kind = "chatcmpl" if self.chat else "cmpl"
         self._head = {
             "id": f"{kind}-{uuid4().hex}",
@@ -33,10 +35,10 @@ class Reply:
         }
         self._text, self._sent = "", 0
         self._extras: dict[str, list[Any]] = {}
-        self._tokens: TextStream | None = codec.stream([]) if ask.drafted else None
+        self._tokens: TextStream | None = codec.stream([]) if request.drafted else None
 
     def whole(self, result: Result) -> Json:
-        """The answer to a request that did not ask for a stream."""
+        """Return the reply in one object."""
         calls = self._calls(result.text)
         choice: Json = {"index": 0, "finish_reason": _reason(result, calls)}
         if self.chat:
@@ -48,31 +50,31 @@ class Reply:
         else:
             choice["text"] = result.text
         choice["logprobs"] = self._logprobs(result.logprobs)
-        if self.ask.drafted:
+        if self.request.drafted:
             choice["tokens"] = self._drafted(result.token_ids, result.from_draft)
         kind = "chat.completion" if self.chat else "text_completion"
         usage = _usage(result)
         return {**self._head, "object": kind, "choices": [choice], "usage": usage}
 
     def first(self) -> list[Json]:
-        """The chunks before any text."""
+        """Return the chunks before the text."""
         if not self.chat:
             return []
         return [self._chunk({"role": "assistant", "content": ""})]
 
     def piece(self, piece: Piece) -> list[Json]:
-        """The chunks of what a round added, none while it may become a call."""
+        """Return the chunks of a round's text, none while it may become a tool call."""
         self._text += piece.text
-        if "logprobs" in self.ask.options:
+        if "logprobs" in self.request.options:
             self._extras.setdefault("logprobs", []).extend(piece.logprobs)
-        if self.ask.drafted:
+        if self.request.drafted:
             flags = [i < piece.from_draft for i in range(len(piece.token_ids))]
             tokens = self._drafted(piece.token_ids, flags)
             self._extras.setdefault("tokens", []).extend(tokens)
         return self._content(self._shown(self._text))
 
     def last(self, result: Result) -> list[Json]:
-        """The chunks after all text."""
+        """Return the chunks after the text."""
         calls = self._calls(self._text)
         if calls:
             indexed = [{"index": i, **call} for i, call in enumerate(calls)]
@@ -80,27 +82,27 @@ class Reply:
         else:
             chunks = self._content(len(self._text))
         chunks.append(self._chunk({}, finish_reason=_reason(result, calls)))
-        if self.ask.usage:
+        if self.request.usage:
             chunks.append({**chunks[-1], "choices": [], "usage": _usage(result)})
         return chunks
 
     def _content(self, end: int) -> list[Json]:
-        """What of the text up to there was not sent yet, and what is told beside it."""
+        """Return the unsent text before `end`, with the extras of its tokens."""
         text, self._sent = self._text[self._sent : end], max(end, self._sent)
         extras = self._taken() if text or end == len(self._text) else {}
         return [self._chunk({"content": text}, **extras)] if text or extras else []
 
     def _taken(self) -> Json:
-        """What is told of the tokens since the last time."""
-        found: Json = {name: told for name, told in self._extras.items() if told}
+        """Take the extras that were not sent yet: log probabilities and draft marks."""
+        extras: Json = {name: items for name, items in self._extras.items() if items}
         self._extras = {}
-        if "logprobs" in found:
-            found["logprobs"] = self._logprobs(found["logprobs"])
-        return found
+        if "logprobs" in extras:
+            extras["logprobs"] = self._logprobs(extras["logprobs"])
+        return extras
 
     def _shown(self, text: str) -> int:
-        """How much of a text is no call of a tool."""
-        tools = self.ask.tools
+        """Return the length of a text's part that is no tool call."""
+        tools = self.request.tools
         return tools.shown(text) if self.chat and tools is not None else len(text)
 
     def _chunk(self, delta: Json, **more: Any) -> Json:
@@ -113,51 +115,51 @@ class Reply:
         return {**self._head, "object": kind, "choices": [choice]}
 
     def _calls(self, text: str) -> list[Json]:
-        tools: Tools | None = self.ask.tools
+        tools: Tools | None = self.request.tools
         return tools.calls(text) if self.chat and tools is not None else []
 
     def _drafted(self, ids: Sequence[int], flags: Sequence[bool]) -> list[Json]:
-        """The text that each token completed, and whether it had been drafted."""
+        """Return the text that each token completed, and whether it was drafted."""
         assert self._tokens is not None
         return [
             {"text": self._tokens.push([token]), "drafted": drafted}
             for token, drafted in zip(ids, flags, strict=True)
         ]
 
-    def _logprobs(self, found: Sequence[Logprob] | None) -> Json | None:
-        if not found or "logprobs" not in self.ask.options:
+    def _logprobs(self, logprobs: Sequence[Logprob] | None) -> Json | None:
+        if not logprobs or "logprobs" not in self.request.options:
             return None
         if self.chat:
-            return {"content": [self._told(each) for each in found]}
+            return {"content": [self._with_top(entry) for entry in logprobs]}
         return {
-            "tokens": [self.codec.decode([each.token]) for each in found],
-            "token_logprobs": [each.logprob for each in found],
+            "tokens": [self.codec.decode([entry.token]) for entry in logprobs],
+            "token_logprobs": [entry.logprob for entry in logprobs],
             "top_logprobs": [
-                {self.codec.decode([token]): value for token, value in each.top}
-                for each in found
+                {self.codec.decode([token]): value for token, value in entry.top}
+                for entry in logprobs
             ],
         }
 
-    def _told(self, each: Logprob) -> Json:
-        tops = [self._token(token, value) for token, value in each.top]
-        return {**self._token(each.token, each.logprob), "top_logprobs": tops}
+    def _with_top(self, entry: Logprob) -> Json:
+        tops = [self._token(token, value) for token, value in entry.top]
+        return {**self._token(entry.token, entry.logprob), "top_logprobs": tops}
 
     def _token(self, token: int, value: float) -> Json:
         text = self.codec.decode([token])
-        # A part of a character has bytes that its text does not tell.
-        told = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": value, "bytes": told}
+        # The text of half a character does not give its bytes.
+        data = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": value, "bytes": data}
 
 
 def _reason(result: Result, calls: Sequence[Json]) -> str:
-    """OpenAI knows no deadline: such a text was cut off for its length in time."""
+    """Return OpenAI's finish reason; a deadline becomes "length"."""
     if calls:
         return "tool_calls"
     return "stop" if result.finish_reason == "stop" else "length"
 
 
 def _usage(result: Result) -> Json:
-    """Counts; OpenAI's names for what its predicted outputs save fit drafts."""
+    """Return the counts; drafts use OpenAI's names for its predicted outputs."""
     stats, accepted = result.stats, sum(result.from_draft)
     return {
         "prompt_tokens": stats.prompt_tokens,

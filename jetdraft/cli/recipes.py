@@ -1,0 +1,155 @@
+"""jetdraft recipes: the bytes, time and quality of quantization recipes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import click
+
+from jetdraft.bench.picture import draw_points
+from jetdraft.errors import OptionError
+from jetdraft.recipe import COMPARED, COMPARED_DRAFTERS, Recipe
+from jetdraft.terminal.command import Command, extra_module, option
+from jetdraft.terminal.flags import (
+    PATH,
+    json_option,
+    picture_option,
+    report_option,
+    threads_option,
+    write_json,
+)
+
+ALL = "all"
+
+
+@click.command("recipes", cls=Command)
+@click.argument("target")
+@option(
+    "checkpoint",
+    "--drafter",
+    help="A drafter; measures the acceptance and speed of the pair too.",
+)
+@option(
+    "quantization",
+    "--recipes",
+    default=ALL,
+    show_default=True,
+    help="Comma list of recipes, for example int4-rtn-b32,int4-gptq-b64; or all.",
+)
+@option(
+    "quantization",
+    "--drafter-recipes",
+    default=ALL,
+    show_default=True,
+    help="Comma list of the drafter's recipes, or all; each is paired with each "
+    "recipe of the target.",
+)
+@option(
+    "quantization",
+    "--calibration",
+    type=PATH,
+    help="A text for recipes with gptq, awq or kv8; default: a text of the "
+    "unquantized target.",
+)
+@option(
+    "measurement",
+    "--text",
+    type=PATH,
+    help="A text to measure on; default: a text of the unquantized target.",
+)
+@threads_option
+@json_option
+@report_option
+@picture_option("bytes and speed-up over the KL divergence")
+def command(
+    target: str,
+    drafter: str | None,
+    recipes: str,
+    drafter_recipes: str,
+    text: Path | None,
+    calibration: Path | None,
+    as_json: bool,
+    output: Path | None,
+    picture: Path | None,
+    threads: int | None,
+) -> None:
+    """Quantize TARGET, a checkpoint folder or hub id, with each recipe; compare."""
+    target_recipes = _parse(recipes, COMPARED)
+    beside = _parse(drafter_recipes, COMPARED_DRAFTERS)
+    for file in (text, calibration):
+        _check_text(file)
+    if drafter is None and drafter_recipes != ALL:
+        raise OptionError("--drafter-recipes needs a drafter; give --drafter too")
+    bench = extra_module("jetdraft.bench.report", "comparing recipes", "export")
+    # Not in /tmp, which may be memory: the bundles of a large target would fill it.
+    place = (output or Path("report")).absolute().parent
+    with TemporaryDirectory(prefix=".jetdraft-recipes-", dir=place) as work:
+        report = bench.Comparison(
+            target,
+            drafter,
+            target_recipes,
+            beside,
+            Path(work),
+            text,
+            calibration,
+            threads,
+        ).run(_say)
+    if output is not None:
+        write_json(output, asdict(report))
+    if as_json:
+        click.echo(json.dumps(asdict(report)))
+    else:
+        _show(report)
+    if picture is not None:
+        draw_points(picture, bench.panels(report), "mean KL to the unquantized model")
+
+
+def _say(what: str) -> None:
+    if sys.stderr.isatty():
+        click.echo(f"measuring {what}", err=True)
+
+
+def _parse(names: str, all_names: tuple[str, ...]) -> list[Recipe]:
+    """Parse a comma list; drops doubles, and "none", which is always measured."""
+    listed = all_names if names == ALL else names.split(",")
+    recipes = dict.fromkeys(Recipe.parse(name) for name in listed)
+    return [recipe for recipe in recipes if recipe.name != "none"]
+
+
+def _check_text(file: Path | None) -> None:
+    if file is not None and not file.is_file():
+        raise OptionError(f"no file at {file}; give a text")
+    if file is not None and not file.read_bytes().strip():
+        raise OptionError(f"{file} has no text in it; give another")
+
+
+def _show(report: Any) -> None:
+    """Print a table of recipes, a table of pairs, and the answers in short."""
+    click.echo(f"on {report.text}")
+    click.echo(
+        "recipe                  MB   RSS MB  KL mean   KL p99   top-1  perplexity  "
+        "ms at 1, 2, 4, 8, and against fp32 at 1 and 4"
+    )
+    for row in report.rows:
+        times = " ".join(f"{ms:7.2f}" for ms in row.pass_ms.values())
+        click.echo(
+            f"{row.recipe:21} {row.bytes / 1e6:5.1f} {row.resident_mb:8.0f} "
+            f"{row.kl_mean:8.5f} {row.kl_p99:8.4f} {row.top1_agreement:7.4f} "
+            f"{row.perplexity:11.3f}  {times}  {row.relative[1]:.2f}x "
+            f"{row.relative[4]:.2f}x"
+        )
+    if report.pairs:
+        click.echo("target                drafter        accepted  tokens/s  speed-up")
+    for pair in report.pairs:
+        click.echo(
+            f"{pair.target:21} {pair.drafter:14} {pair.acceptance_rate:8.3f} "
+            f"{pair.tokens_per_second:9.1f} {pair.speedup:8.2f}x"
+        )
+    bars = extra_module("jetdraft.bench.bars", "comparing recipes", "export")
+    for line in bars.bars(report):
+        click.echo(line)

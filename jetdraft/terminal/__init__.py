@@ -1,0 +1,1 @@
+"""What the verbs share on a terminal: grouped options, progress bars, summaries."""

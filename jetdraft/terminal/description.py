@@ -1,0 +1,81 @@
+"""The manifest of a bundle as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from jetdraft.bundle import Bundle, GraphEntry
+from jetdraft.contract import StepContract
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.planning.registry import methods_of
+
+
+def describe(bundle: Bundle) -> str:
+    """Return the graphs, shapes, quantization and bytes of a bundle, line by line.
+
+    describe(Bundle.open("bundle"))
+    """
+    return "\n".join(_lines(bundle))
+
+
+def _lines(bundle: Bundle) -> Iterator[str]:
+    contract = bundle.target.contract
+    ends = ", ".join(map(str, bundle.eos_token_ids)) or "none"
+    yield f"bundle      {bundle.path} (sha256 {bundle.sha256[:12]})"
+    yield f"methods     {', '.join(methods_of(bundle))}"
+    yield f"provider    {bundle.provider}"
+    if bundle.drafter_provider:
+        yield f"drafter on  {bundle.drafter_provider}"
+    yield f"flavour     {bundle.flavour}"
+    yield f"vocabulary  {contract.vocab_size}, end of text {ends}"
+    yield f"capacity    {contract.capacity} tokens, {contract.max_width} rows"
+    for name, entry in bundle.graphs.items():
+        yield from _graph_lines(name, entry)
+    yield "\nfiles"
+    for name, file in bundle.files.items():
+        yield f"  {name:22} {file['bytes']:>13,}  {file['sha256'][:12]}"
+    versions = ", ".join(f"{tool} {version}" for tool, version in bundle.tools.items())
+    yield f"\nmade with {versions}"
+
+
+def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
+    contract = entry.contract
+    yield f"\n{name}  {entry.file} from {entry.source}"
+    if entry.tree_file is None:
+        yield "  trees         none: the model attends in sliding windows"
+    else:
+        yield f"  trees         {entry.tree_file}, weights of {entry.file}.data"
+    if entry.streams is not None:
+        streams = entry.streams
+        layers = f"in the top {streams['layers']} layers"
+        yield f"  streams       {streams['gamma']} {layers}, {streams['mode']}"
+    yield f"  parameters    {entry.parameters:,}"
+    yield f"  quantization  {_scheme(entry)}; activations {contract.dtype}"
+    shapes = sorted(set(contract.kv_shapes))
+    heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)
+    yield f"  layers        {len(contract.kv_shapes)}, KV heads {heads}"
+    yield f"  KV buffers    {_buffer_bytes(contract) / 1e6:.1f} MB"
+    for side, specs in (("inputs", contract.inputs), ("outputs", contract.outputs)):
+        yield f"  {side}"
+        for spec in specs:
+            # The buffers of layer 0 stand for the buffers of all layers.
+            if spec.name.endswith(".0") or "." not in spec.name:
+                axes = " x ".join(map(str, spec.shape))
+                yield f"    {spec.name:22} {spec.dtype:8} {axes}"
+
+
+def _scheme(entry: GraphEntry) -> str:
+    recipe = entry.quantization
+    scheme = Recipe.from_json(recipe).name
+    if "packed" in recipe:
+        return f"as {recipe['packed']} left it, the rest {scheme}"
+    return scheme
+
+
+def _buffer_bytes(contract: StepContract) -> int:
+    return sum(
+        int(np.prod(spec.sized())) * np.dtype(spec.dtype).itemsize
+        for spec in contract.buffers("past")
+    )

@@ -1,0 +1,296 @@
+"""Options and arguments that several verbs share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from jetdraft.devices.providers import PROVIDERS
+from jetdraft.errors import OutputError
+from jetdraft.files import replacing
+from jetdraft.runtime.model import Model
+from jetdraft.runtime.planning.options import GenerateOptions
+from jetdraft.runtime.planning.registry import AUTO, NONE, methods
+from jetdraft.terminal.command import Decorator, option, together
+
+PATH = click.Path(path_type=Path)
+
+bundle_argument = click.argument("bundle", type=PATH)
+
+json_option = option(
+    "output",
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print JSON, and nothing else, to standard output.",
+)
+
+threads_option = option(
+    "runtime",
+    "-t",
+    "--threads",
+    type=int,
+    help="Threads of the target; default: all cores.",
+)
+
+seed_option = option(
+    "sampling",
+    "--seed",
+    type=int,
+    help="Seed of the random numbers; the same seed gives the same text. Default: a "
+    "random seed where the temperature is above 0.",
+)
+
+training_seed_option = option(
+    "training",
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Seed of the random numbers; the same seed gives the same training.",
+)
+
+temperature_option = option(
+    "sampling",
+    "--temperature",
+    "--temp",
+    type=float,
+    help="Temperature of sampling; 0 always takes the most likely token. Default: the "
+    "checkpoint's own, or 0.",
+)
+
+prompts_option = option(
+    "prompt",
+    "--prompts",
+    "prompts_file",
+    type=PATH,
+    help='JSON lines with "prompt" or "token_ids"; default: four short texts.',
+)
+
+store_option = option(
+    "drafting",
+    "--store",
+    type=PATH,
+    help="Keep requests and responses in this file, and draft from them; default: "
+    "keep nothing.",
+)
+
+runtime_options = together(
+    threads_option,
+    option(
+        "runtime",
+        "--provider",
+        help=f"What runs the target: {', '.join(PROVIDERS)} or auto; default: the "
+        "provider of the export.",
+    ),
+    option(
+        "runtime",
+        "--drafter-provider",
+        help="What runs the drafter: a provider, or off for no drafter; default: the "
+        "provider of the export, or --provider.",
+    ),
+    option(
+        "runtime",
+        "--streams",
+        type=PATH,
+        help="A streams.npz of the same base; default: the streams in the bundle.",
+    ),
+)
+
+sampling_options = together(
+    temperature_option,
+    option(
+        "sampling",
+        "--top-k",
+        type=int,
+        help="Sample from this many of the most likely tokens; 0 is off.",
+    ),
+    option(
+        "sampling",
+        "--top-p",
+        type=float,
+        help="Sample from the most likely tokens up to this total probability; 1 is "
+        "off.",
+    ),
+    option(
+        "sampling",
+        "--min-p",
+        type=float,
+        help="Drop tokens below this share of the highest probability; 0 is off.",
+    ),
+    seed_option,
+)
+
+
+def new_tokens_option(default: int) -> Decorator:
+    """Return -n/--max-new-tokens with a verb's default."""
+    return option(
+        "ending",
+        "-n",
+        "--max-new-tokens",
+        type=int,
+        default=default,
+        show_default=True,
+        help="The most tokens of a text.",
+    )
+
+
+def method_option(default: str | None = AUTO) -> Decorator:
+    """Return --method."""
+    return option(
+        "drafting",
+        "--method",
+        default=default,
+        show_default=True,
+        help=f"{', '.join((AUTO, NONE, *methods()))}; or a comma list to pick from.",
+    )
+
+
+def output_option(what: str) -> Decorator:
+    """Return -o/--output of a command whose result is a file or folder."""
+    return option("output", "-o", "--output", required=True, type=PATH, help=what)
+
+
+def picture_option(what: str) -> Decorator:
+    """Return --picture; refuses a bad place, or no matplotlib, before the work."""
+    return option(
+        "output",
+        "--picture",
+        metavar="FILE",
+        type=PATH,
+        callback=_new_picture,
+        help=f"Draw {what} as a PNG; needs matplotlib.",
+    )
+
+
+def _report_file(context: Any, param: Any, value: Path | None) -> Path | None:
+    """Refuse a path that no file can have, and a file that holds something else."""
+    if value is not None and value.is_file() and not _is_json(value):
+        raise click.BadParameter(f"{value} holds no report; choose another file")
+    return _new_file(context, param, value)
+
+
+def _is_json(file: Path) -> bool:
+    try:
+        json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _new_file(context: Any, param: Any, value: Path | None) -> Path | None:
+    """Refuse a path that no file can have."""
+    if value is not None and (value.is_dir() or not value.absolute().parent.is_dir()):
+        raise click.BadParameter(
+            f"{value} is a folder, or its folder is missing; name a file"
+        )
+    return value
+
+
+def _new_picture(context: Any, param: Any, value: Path | None) -> Path | None:
+    if value is not None and find_spec("matplotlib") is None:
+        raise click.BadParameter("a picture needs matplotlib; pip install matplotlib")
+    return _new_file(context, param, value)
+
+
+report_option = option(
+    "output",
+    "-o",
+    "--output",
+    type=PATH,
+    callback=_report_file,
+    help="Write the JSON report to this file.",
+)
+
+
+def _text(context: Any, param: Any, value: str | None) -> str | None:
+    """Return the text of a file."""
+    if value is None:
+        return None
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.BadParameter(
+            f"{value} cannot be read ({error}); give a UTF-8 file"
+        ) from error
+
+
+constraint_options = together(
+    option(
+        "constraint",
+        "--json-schema",
+        metavar="FILE",
+        callback=_text,
+        help="Write JSON that follows the JSON schema in this file.",
+    ),
+    option("constraint", "--regex", help="Write a text that matches this expression."),
+    option(
+        "constraint",
+        "--grammar",
+        metavar="FILE",
+        callback=_text,
+        help="Write a text that follows the grammar in this file, in Lark's notation.",
+    ),
+)
+
+
+def write_json(file: Path, fields: Any) -> None:
+    """Write a report; the file appears whole. Raises `OutputError`."""
+    try:
+        with replacing(file) as partial:
+            partial.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {file} ({error.strerror}); choose another file"
+        ) from error
+
+
+def integers(text: str, option: str) -> list[int]:
+    """Parse a comma list of integers."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise click.BadParameter(
+            f"{text!r} is not a comma list of integers", param_hint=option
+        ) from error
+
+
+def _settings(context: Any, param: Any, values: Sequence[str]) -> dict[str, str]:
+    """Parse KEY=VALUE options; a key may have dashes or underscores."""
+    settings = {}
+    for value in values:
+        key, separator, text = value.partition("=")
+        if not separator:
+            raise click.BadParameter(f"{value!r} is not KEY=VALUE")
+        settings[key.replace("-", "_")] = text
+    return settings
+
+
+user_option = option(
+    "drafting",
+    "--user",
+    default="",
+    help="The user whose requests in the store count; default: the nameless user.",
+)
+
+drafting_option = option(
+    "drafting",
+    "--drafting",
+    multiple=True,
+    metavar="KEY=VALUE",
+    callback=_settings,
+    help="Set an option of the method, for example tree=best; may be given several "
+    "times. An unknown KEY lists the keys of the method.",
+)
+
+
+def given(options: Mapping[str, Any], model: Model | None = None) -> GenerateOptions:
+    """The options that were given, beside the defaults of a model's checkpoint."""
+    defaults = {} if model is None else model.defaults
+    flags = {name: value for name, value in options.items() if value is not None}
+    return cast(GenerateOptions, {**defaults, **flags})

@@ -1,0 +1,85 @@
+"""Prompts from arguments, standard input and files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+import numpy as np
+
+from jetdraft.runtime.drafts.noise import Int64s
+from jetdraft.runtime.model import Model
+
+DEFAULT_PROMPTS = (
+    "def fibonacci(n):\n    ",
+    "import os\nimport sys\n\nclass Config:\n    def __init__(self, path):\n",
+    "The quick brown fox jumps over the lazy dog. The quick brown fox",
+    "for i in range(10):\n    for j in range(10):\n        if",
+)
+
+
+def read_prompt(text: str | None, file: Path | None) -> str:
+    """Return the prompt: `text`, standard input if it is "-", or the text of `file`.
+
+    Raises `UsageError` unless exactly one of the two was given.
+    """
+    if (text is None) == (file is None):
+        raise click.UsageError("give either --prompt or --prompt-file")
+    if text is not None and text != "-":
+        return text
+    try:
+        if file is None:
+            return sys.stdin.read()
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(
+            f"cannot read {file or 'standard input'} ({error}); give UTF-8 text"
+        ) from error
+
+
+def read_prompts(file: Path | None, model: Model) -> list[Int64s]:
+    """Return the prompts in a file of JSON lines, each as int64 [tokens].
+
+    Each line has either "prompt" or "token_ids". Without a file the prompts are
+    `DEFAULT_PROMPTS`, or random ids if the bundle has no tokenizer.
+
+        read_prompts(Path("prompts.jsonl"), model)
+    """
+    if file is not None:
+        lines = _lines(file)
+        if not lines:
+            raise click.UsageError(f"there are no prompts in {file}; give at least one")
+        return [_parse(line, model) for line in lines]
+    if model.bundle.tokenizer is not None:
+        return [model.prompt(text) for text in DEFAULT_PROMPTS]
+    random = np.random.default_rng(0)
+    contract = model.bundle.target.contract
+    size = min(32, contract.capacity // 2)
+    return [random.integers(0, contract.vocab_size, size) for _ in DEFAULT_PROMPTS]
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        # Not splitlines: JSON text may contain other line separators unescaped.
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(
+            f"cannot read {file} ({error}); give a UTF-8 file of JSON lines"
+        ) from error
+    return [line for line in lines if line.strip()]
+
+
+def _parse(line: str, model: Model) -> Int64s:
+    try:
+        fields = json.loads(line)
+        text, ids = fields.get("prompt"), fields.get("token_ids")
+    except (ValueError, AttributeError) as error:
+        raise click.UsageError(
+            f"not a prompt: {line[:60]!r}; each line is a JSON object with prompt or "
+            "token_ids"
+        ) from error
+    if text is not None and not isinstance(text, str):
+        raise click.UsageError(f"not a prompt: {line[:60]!r}; prompt must be text")
+    return model.prompt(text, ids)

@@ -1,0 +1,148 @@
+"""The verbs, and what their help says of every option."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+
+import click
+import pytest
+
+import jetdraft as package
+from jetdraft.cli import main
+from jetdraft.cli.generate import command as generate
+from jetdraft.terminal.command import GROUPS, Option, option
+from jetdraft.terminal.flags import drafting_options
+from tests.cli.running import assert_refused, jetdraft
+
+VERBS = [
+    *("export", "generate", "chat", "serve", "bench", "check"),
+    *("tune", "plan", "doctor", "recipes", "train", "store"),
+]
+
+
+def commands(
+    command: click.Command, path: str = ""
+) -> Iterator[tuple[str, click.Command]]:
+    """Every command that is no group, by its words."""
+    if not isinstance(command, click.Group):
+        yield path.strip(), command
+        return
+    context = click.Context(command)
+    for name in command.list_commands(context):
+        yield from commands(command.get_command(context, name), f"{path} {name}")
+
+
+COMMANDS = dict(commands(main))
+
+
+def options(command: click.Command) -> list[click.Option]:
+    return [param for param in command.params if isinstance(param, click.Option)]
+
+
+def test_the_walk_reaches_every_command():
+    found = {words.split()[0] for words in COMMANDS}
+    assert found == set(VERBS)
+    trained = {words.split()[1] for words in COMMANDS if words.startswith("train")}
+    assert trained == {"streams", "acceptance", "table"}
+
+
+def test_help_lists_the_verbs_in_the_order_of_use():
+    result = jetdraft("--help")
+    assert result.exit_code == 0
+    _, _, listed = result.stdout.partition("Commands:")
+    assert [line.split()[0] for line in listed.splitlines() if line.strip()] == VERBS
+
+
+def test_help_of_the_verbs_imports_none_of_them():
+    code = (
+        "import sys\n"
+        "from jetdraft.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "verbs = [m for m in sys.modules if m.startswith('jetdraft.cli.')]\n"
+        "assert not verbs, verbs\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_every_option_has_a_help_text_and_a_group(words):
+    for param in options(COMMANDS[words]):
+        assert isinstance(param, Option), param.name
+        assert param.group in GROUPS, param.name
+        assert param.help, param.name
+        assert param.help.endswith("."), param.help
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_help_prints_each_option_once_under_its_group(words):
+    result = jetdraft(*words.split(), "--help")
+    assert result.exit_code == 0, result.output
+    section, shown = "", defaultdict(set)
+    for line in result.stdout.splitlines():
+        if line and not line.startswith(" ") and line.endswith(":"):
+            section = line[:-1].lower()
+        elif line.startswith("  -"):
+            names = line.split("   ")[0].replace("/", " ").replace(",", " ").split()
+            shown[section] |= {name for name in names if name.startswith("--")}
+    for param in options(COMMANDS[words]):
+        long = {name for name in param.opts if name.startswith("--")}
+        places = [name for name, names in shown.items() if long <= names]
+        assert places == ([] if param.hidden else [param.group]), param.name
+
+
+def test_a_group_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="unknown group"):
+        option("misc", "--x", help="X.")
+
+
+def test_no_long_option_means_two_things():
+    meanings = defaultdict(lambda: defaultdict(list))
+    for words, command in COMMANDS.items():
+        for param in options(command):
+            # A choice of texts is a text that is checked sooner.
+            kind = "text" if param.type.name == "choice" else param.type.name
+            kind = kind.removesuffix(" range")
+            shorts = tuple(sorted(param.opts))
+            meaning = (shorts, kind, param.is_flag, param.multiple, param.group)
+            for name in param.opts:
+                meanings[name][meaning].append(words)
+    differing = {name: dict(ways) for name, ways in meanings.items() if len(ways) > 1}
+    assert not differing
+
+
+def test_generate_has_at_most_26_options():
+    @click.command()
+    @drafting_options
+    def tree_options() -> None: ...
+
+    # These become the one option --drafting.
+    replaced = {param.name for param in tree_options.params}
+    names = [param.name for param in options(generate) if param.name not in replaced]
+    assert len(names) + 1 <= 26, names
+
+
+@pytest.mark.parametrize("name", ["inspect", "devices", "quantize"])
+def test_old_verbs_are_gone(name):
+    assert_refused(jetdraft(name), f"No such command '{name}'")
+
+
+def test_version_is_printed():
+    result = jetdraft("--version")
+    assert result.exit_code == 0
+    assert package.__version__ in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["magic"], ["--magic"], ["generate"]])
+def test_wrong_usage_is_refused_in_one_line(arguments):
+    result = jetdraft(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
