@@ -21,7 +21,8 @@ from jetdraft.errors import OptionError
 from jetdraft.runtime.passes.target import Target
 from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Proposer
-from jetdraft.runtime.sampling.verifiers import VERIFIERS, Verifier
+from jetdraft.runtime.sampling.verifier import Verifier
+from jetdraft.runtime.sampling.verifiers import VERIFIERS
 
 WALK = "walk"
 """The verifier that gives the text of plain decoding."""

@@ -7,7 +7,7 @@ import jetdraft
 from jetdraft.errors import OptionError
 from jetdraft.methods import Proposer, Rows, Traits
 from jetdraft.runtime.sampling.chooser import Sampling
-from jetdraft.runtime.sampling.verifiers import Walk
+from jetdraft.runtime.sampling.verifier import Walk
 from tests.runtime import fake_method
 
 PROMPT = np.random.default_rng(8).integers(0, 288, 20)
