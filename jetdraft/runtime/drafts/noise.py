@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jetdraft.runtime.drafts.arrays import Float64s, UInt64s
+from jetdraft.runtime.drafts.arrays import Float64s, Int64s, UInt64s
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
