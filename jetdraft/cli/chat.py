@@ -43,7 +43,7 @@ HELP = """/stats       print the stats of the last reply
 @new_tokens_option(512)
 @sampling_options
 @constraint_options
-@method_option()
+@method_option
 @runtime_options
 def command(
     bundle: Path,

@@ -60,7 +60,7 @@ from jetdraft.terminal.summary import explanation, summary
     help="Divide the logits of earlier tokens by this; 1 is off.",
 )
 @constraint_options
-@method_option()
+@method_option
 @option(
     "drafting",
     "--num-draft-tokens",

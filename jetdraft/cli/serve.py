@@ -95,7 +95,7 @@ from jetdraft.terminal.flags import (
     show_default=True,
     help="The most seconds that a text may take.",
 )
-@method_option()
+@method_option
 @store_option
 @runtime_options
 def command(

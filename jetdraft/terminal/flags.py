@@ -65,6 +65,15 @@ prompts_option = option(
     help='JSON lines with "prompt" or "token_ids"; default: four short texts.',
 )
 
+method_option = option(
+    "drafting",
+    "--method",
+    default=AUTO,
+    show_default=True,
+    help="auto, none, draft, lookup, stream, recall, trigram or cascade; or a comma "
+    "list to pick from.",
+)
+
 store_option = option(
     "drafting",
     "--store",
@@ -132,22 +141,10 @@ def new_tokens_option(default: int) -> Decorator:
         "ending",
         "-n",
         "--max-new-tokens",
-        type=int,
+        type=click.IntRange(1),
         default=default,
         show_default=True,
         help="The most tokens of a text.",
-    )
-
-
-def method_option(default: str | None = AUTO) -> Decorator:
-    """Return --method."""
-    return option(
-        "drafting",
-        "--method",
-        default=default,
-        show_default=True,
-        help="auto, none, draft, lookup, stream, recall, trigram or cascade; or a "
-        "comma list to pick from.",
     )
 
 
