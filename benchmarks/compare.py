@@ -67,8 +67,8 @@ def commands(setup: Setup) -> dict[str, list[str]]:
     ]  # fmt: skip
     found = {
         f"jetdraft b{size}": [
-            sys.executable, "-m", "jetdraft", "bench", str(bundle(setup, size)), *common,
-            "--lengths", setup.num_draft_tokens, "--output",
+            sys.executable, "-m", "jetdraft", "bench", str(bundle(setup, size)),
+            *common, "--lengths", setup.num_draft_tokens, "--output",
         ]
         for size in (32, 128)
     }  # fmt: skip
