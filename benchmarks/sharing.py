@@ -21,7 +21,7 @@ import onnxruntime
 from jetdraft.bundle import Bundle
 from jetdraft.devices.providers import PROVIDERS, presence
 from jetdraft.errors import ProviderError
-from jetdraft.runtime.passes.shared_weights import shared_weights
+from jetdraft.runtime.passes.opener import shared_weights
 
 CASES = ("none", "one", "two over a file", "two over shared weights")
 

@@ -1,18 +1,18 @@
 """The bundle: one folder that holds everything a runtime needs, checked on opening.
 
-    bundle.json       what is in it, with a sha256 per file
+    bundle.json       the manifest, with a sha256 per file
     target.onnx       step graph of the target, weights in target.onnx.data
     target-tree.onnx  the same for branching drafts, over the same weights
     target-compaction.onnx   moves an accepted branch together in the KV buffers
-    drafter.onnx, drafter-tree.onnx, ...   likewise, where there is a drafter
-    target-lower.onnx, target-upper.onnx, ...   the target in halves, and
-    streams.npz       what makes a task of the base, where it has streams
-    similarity.npy    the target's embeddings, small: which requests are alike
-    tokenizer.json    where the checkpoint has one
+    target-lower.onnx, target-upper.onnx, ...   the target in two halves
+    drafter.onnx, drafter-tree.onnx, ...   the same graphs of a drafter
+    drafter-vocabulary.npy   token ids of a head that chooses among a part of them
+    streams.npz       the weights of a task, for a target with streams
+    similarity.npy    small embeddings of the target: they find similar requests
+    tokenizer.json    if the checkpoint has a tokenizer
     chat_template.jinja
 
-A bundle appears whole or not at all: `writing` fills a hidden folder beside the
-output and swaps it in with one rename.
+`jetdraft.staging.writing` makes a bundle appear whole or not at all.
 
 Usage:
 
@@ -22,47 +22,54 @@ Usage:
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from jetdraft.contract import SplitContract, StepContract
-from jetdraft.errors import BundleError, OutputError, PairError
-from jetdraft.files import read_arrays
+from jetdraft.errors import BundleError, PairError
+from jetdraft.files import read_array, read_arrays
+from jetdraft.manifest import (
+    MANIFEST,
+    SCHEMA_VERSION,
+    check_file,
+    read_manifest,
+    sha256_of,
+)
 
-SCHEMA_VERSION = 3
 CONTRIB, STANDARD, SCATTERED = FLAVOURS = "contrib", "standard", "standard-scatternd"
-"""Graphs with onnxruntime's own operators; those of ai.onnx alone; and these without
-TensorScatter, in case TensorRT does not import that."""
-MANIFEST = "bundle.json"
+"""Graphs with onnxruntime's own operators; with operators of ai.onnx alone; and the
+latter without TensorScatter, for a TensorRT that does not import it."""
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 STREAMS = "streams.npz"
 SIMILARITY = "similarity.npy"
 TARGET = "target"
 DRAFTER = "drafter"
+GENERATION = ("temperature", "top_p", "top_k", "repetition_penalty")
+"""Options of a generation whose defaults a checkpoint may give."""
 
 
 @dataclass(frozen=True)
 class Halves:
-    """The graphs of a model with streams below and above where they enter."""
+    """The graphs of a model that is cut below its top `layers`.
+
+    `hidden_size` is the width of the states between the halves; with `scores` the lower
+    half has an early exit.
+    """
 
     lower: str
     upper: str
     lower_compaction: str
     upper_compaction: str
+    layers: int
     hidden_size: int
+    scores: bool
 
     @property
     def files(self) -> list[str]:
@@ -72,11 +79,12 @@ class Halves:
 
 @dataclass(frozen=True)
 class GraphEntry:
-    """One model: its step graph, contract, quantization and where it came from.
+    """One model: its step graph, contract, quantization and source.
 
     `tree_file` and `compaction_file` are its graphs for branching drafts, None where
-    its attention does not allow them. `streams` says how its streams were made and
-    `halves` where it is cut for them, None where it has none.
+    its attention does not allow them. `streams` are the settings that its streams were
+    trained with, and `halves` its graphs below and above a cut. `vocabulary_file` is
+    the draft vocabulary of a head, see `Bundle.draft_vocabulary`.
     """
 
     file: str
@@ -88,21 +96,27 @@ class GraphEntry:
     compaction_file: str | None = None
     streams: dict[str, Any] | None = None
     halves: Halves | None = None
+    vocabulary_file: str | None = None
 
     @property
     def files(self) -> list[str]:
-        """All graph files."""
-        named = (self.file, self.tree_file, self.compaction_file)
-        halves = self.halves.files if self.halves else []
-        return [*(file for file in named if file is not None), *halves]
+        """All its files but the weights."""
+        names = (
+            self.file,
+            self.tree_file,
+            self.compaction_file,
+            self.vocabulary_file,
+            *(self.halves.files if self.halves else ()),
+        )
+        return [name for name in names if name is not None]
 
     @property
     def split_contract(self) -> SplitContract:
-        """The contract of the halves; only where there are some."""
+        """The contract of the halves; only for an entry that has them."""
         assert self.halves is not None
-        assert self.streams is not None
-        layers = int(self.streams["layers"])
-        return self.tree_contract.split(layers, self.halves.hidden_size)
+        return self.tree_contract.split(
+            self.halves.layers, self.halves.hidden_size, self.halves.scores
+        )
 
     @property
     def tree_contract(self) -> StepContract:
@@ -111,7 +125,7 @@ class GraphEntry:
 
     @property
     def widest_contract(self) -> StepContract:
-        """The contract of the graph that runs whatever can be run."""
+        """The contract of the tree graph, or without one of the chain graph."""
         return self.contract if self.tree_file is None else self.tree_contract
 
     def to_json(self) -> dict[str, Any]:
@@ -125,30 +139,42 @@ class GraphEntry:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> GraphEntry:
-        """Read `to_json`'s object."""
+        """Read `to_json`'s object.
+
+        Raises `ContractError`, or `KeyError`, `TypeError` or `ValueError` for another
+        malformed object.
+        """
         contract = StepContract.from_json(fields["contract"])
         halves = Halves(**fields["halves"]) if fields["halves"] else None
-        return cls(**{**fields, "contract": contract, "halves": halves})
+        entry = cls(**{**fields, "contract": contract, "halves": halves})
+        if entry.halves is not None:
+            entry.split_contract.upper_inputs  # noqa: B018  # raises if malformed
+        if bool(contract.draft_vocab) != (entry.vocabulary_file is not None):
+            raise ValueError("a draft vocabulary and its file come together")
+        return entry
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened bundle: `path` and what its manifest says.
+    """An opened bundle: its `path` and its manifest.
 
     `files` maps each file name to its bytes and sha256, `tools` the exporting tools
-    to their versions; `flavour` is one of `FLAVOURS`, and `drafter_provider` is None
-    where the drafter runs beside the target.
+    to their versions. `flavour` is one of `FLAVOURS`. `drafter_provider` is None for a
+    drafter that runs where the target does. `generation` has the checkpoint's own
+    defaults by option, see `GENERATION`; an option without a default is left out.
+
+        Bundle.open("bundle").generation  # {"temperature": 0.6, "top_p": 0.95}
     """
 
     path: Path
     graphs: dict[str, GraphEntry]
-    methods: tuple[str, ...]
     eos_token_ids: tuple[int, ...]
     provider: str
     tools: dict[str, str]
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     flavour: str = CONTRIB
     drafter_provider: str | None = None
+    generation: dict[str, float] = field(default_factory=dict)
 
     @property
     def target(self) -> GraphEntry:
@@ -157,27 +183,27 @@ class Bundle:
 
     @property
     def drafter(self) -> GraphEntry | None:
-        """The drafter's graph, if the bundle has one."""
+        """The drafter's graph; None without a drafter."""
         return self.graphs.get(DRAFTER)
 
     @property
     def tokenizer(self) -> Path | None:
-        """The tokenizer file, if the checkpoint had one."""
+        """The tokenizer file; None if the checkpoint had no tokenizer."""
         return self.path / TOKENIZER if TOKENIZER in self.files else None
 
     @property
     def chat_template(self) -> Path | None:
-        """The chat template, if the checkpoint had one."""
+        """The chat template; None if the checkpoint had none."""
         return self.path / CHAT_TEMPLATE if CHAT_TEMPLATE in self.files else None
 
     @property
     def similarity(self) -> Path | None:
-        """What tells similar requests; bundles of jetdraft 0.1 may have none."""
+        """The small embeddings that find similar requests; None without them."""
         return self.path / SIMILARITY if SIMILARITY in self.files else None
 
     @property
     def tokenizer_sha256(self) -> str:
-        """What ids mean: the tokenizer's hash, or without one the vocabulary's size."""
+        """The tokenizer's hash; without a tokenizer, the size of the vocabulary."""
         if self.tokenizer is None:
             return f"{self.target.contract.vocab_size} ids"
         return str(self.files[TOKENIZER]["sha256"])
@@ -190,13 +216,37 @@ class Bundle:
 
     @classmethod
     def open(cls, path: str | Path) -> Bundle:
-        """Read and check a bundle; raise `BundleError` with what is wrong."""
+        """Read and check a bundle; raise `BundleError` or `PairError` with the fact."""
         folder = Path(path)
-        bundle = cls._parse(folder, _read_manifest(folder))
+        bundle = cls._parse(folder, read_manifest(folder))
         for name, expected in bundle.files.items():
-            _check_file(folder / name, expected)
-        bundle._check_pair()
+            check_file(folder / name, expected)
+        for name, entry in bundle.graphs.items():
+            bundle.draft_vocabulary(name)
+            if name != TARGET:
+                check_pair(bundle.target.contract, entry.contract, name)
         return bundle
+
+    def draft_vocabulary(self, name: str = DRAFTER) -> npt.NDArray[np.int64] | None:
+        """The target's token id of each of a head's logits, int64 [draft_vocab].
+
+        None for a graph that chooses among the whole vocabulary. Raises `BundleError`.
+        """
+        entry = self.graphs[name]
+        if entry.vocabulary_file is None:
+            return None
+        file, contract = self.path / entry.vocabulary_file, entry.contract
+        refusal = BundleError(
+            f"{file} does not hold {contract.draft_vocab} different token ids below "
+            f"{contract.vocab_size} as int64; export the bundle again"
+        )
+        ids = read_array(file, refusal)
+        if ids.dtype != np.int64 or ids.shape != (contract.draft_vocab,):
+            raise refusal
+        in_range = ids.min() >= 0 and ids.max() < contract.vocab_size
+        if len(set(ids.tolist())) < len(ids) or not in_range:
+            raise refusal
+        return ids
 
     @classmethod
     def _parse(cls, folder: Path, manifest: dict[str, Any]) -> Bundle:
@@ -205,13 +255,13 @@ class Bundle:
             bundle = cls(
                 path=folder,
                 graphs={name: GraphEntry.from_json(entry) for name, entry in graphs},
-                methods=tuple(manifest["methods"]),
                 eos_token_ids=tuple(manifest["eos_token_ids"]),
                 provider=manifest["provider"],
                 tools=manifest["tools"],
                 files=manifest["files"],
-                flavour=manifest.get("flavour", CONTRIB),
-                drafter_provider=manifest.get("drafter_provider"),
+                flavour=manifest["flavour"],
+                drafter_provider=manifest["drafter_provider"],
+                generation=manifest["generation"],
             )
             bundle._check_types()
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -221,8 +271,8 @@ class Bundle:
         return bundle
 
     def _check_types(self) -> None:
-        """Raise `ValueError` or what a wrong type leads to."""
-        names = [self.provider, self.drafter_provider or "", *self.methods]
+        """Raise `ValueError`, `TypeError`, `KeyError` or `AttributeError`."""
+        names = [self.provider, self.drafter_provider or ""]
         if self.flavour not in FLAVOURS:
             raise ValueError(f"unknown flavour {self.flavour!r}")
         listed = {file for entry in self.graphs.values() for file in entry.files}
@@ -232,26 +282,25 @@ class Bundle:
             names.append(file["sha256"])
             int(file["bytes"])
         if not all(isinstance(name, str) for name in (*names, *self.tools.values())):
-            raise ValueError("text is wanted")
+            raise ValueError("a name or hash must be text")
         if not all(isinstance(token, int) for token in self.eos_token_ids):
-            raise ValueError("end-of-text ids are integers")
+            raise ValueError("end-of-text ids must be integers")
+        for name, value in self.generation.items():
+            if name not in GENERATION or type(value) not in (int, float):
+                raise ValueError(f"{name!r} cannot have the default {value!r}")
         if TARGET not in self.graphs or not listed <= set(self.files):
             raise ValueError("a graph or its file is not listed")
-
-    def _check_pair(self) -> None:
-        if self.drafter is not None:
-            check_pair(self.target.contract, self.drafter.contract)
 
     def to_json(self) -> dict[str, Any]:
         """The manifest."""
         return {
             "schema_version": SCHEMA_VERSION,
             "graphs": {name: graph.to_json() for name, graph in self.graphs.items()},
-            "methods": list(self.methods),
             "eos_token_ids": list(self.eos_token_ids),
             "provider": self.provider,
             "flavour": self.flavour,
             "drafter_provider": self.drafter_provider,
+            "generation": self.generation,
             "tools": self.tools,
             "files": self.files,
         }
@@ -261,23 +310,34 @@ class Bundle:
         for file in sorted(self.path.iterdir()):
             self.files[file.name] = {
                 "bytes": file.stat().st_size,
-                "sha256": _sha256(file),
+                "sha256": sha256_of(file),
             }
         text = json.dumps(self.to_json(), indent=2) + "\n"
         (self.path / MANIFEST).write_text(text, encoding="utf-8")
 
 
-def check_pair(target: StepContract, drafter: StepContract) -> None:
-    """Raise `PairError` unless the two share vocabulary and capacity."""
+def check_pair(
+    target: StepContract, drafter: StepContract, name: str = DRAFTER
+) -> None:
+    """Raise `PairError` unless the graph `name` can draft for the target.
+
+    Both must have the same vocabulary, of which a head may choose among a part, and the
+    same capacity; a head reads features as wide as the target gives.
+    """
     if target.vocab_size != drafter.vocab_size:
         raise PairError(
-            f"the drafter's vocabulary has {drafter.vocab_size} tokens, the target's "
+            f"the {name}'s vocabulary has {drafter.vocab_size} tokens, the target's "
             f"{target.vocab_size}; choose a drafter trained with the same tokenizer"
         )
     if target.capacity != drafter.capacity:
         raise PairError(
-            f"the drafter's capacity is {drafter.capacity}, the target's "
+            f"the {name}'s capacity is {drafter.capacity}, the target's "
             f"{target.capacity}; export both together"
+        )
+    if drafter.feature_input not in (0, target.feature_size):
+        raise PairError(
+            f"the {name} reads features of width {drafter.feature_input}, the target "
+            f"gives width {target.feature_size}; export both together"
         )
 
 
@@ -289,16 +349,16 @@ def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
     if streams is None or base != streams["base"]:
         raise BundleError(
             f"the streams in {file} were trained for another base, in another mode or "
-            "exported at another adapter scale; give those of this bundle's"
+            "exported at another adapter scale; give a file for this bundle's base"
         )
     own = _read_arrays(bundle.path / STREAMS)
     del own["base"]
     for name in sorted(own.keys() | weights.keys()):
-        one, other = (
-            (a[name].shape, a[name].dtype) if name in a else None
-            for a in (own, weights)
+        old, new = (
+            (arrays[name].shape, arrays[name].dtype) if name in arrays else None
+            for arrays in (own, weights)
         )
-        if one != other:
+        if old != new:
             raise BundleError(
                 f"{name} in {file} does not fit the bundle's; train with the same "
                 "gamma, layers and ranks"
@@ -312,161 +372,3 @@ def _read_arrays(file: Path) -> dict[str, npt.NDArray[Any]]:
         "wrote"
     )
     return read_arrays(file, refusal)
-
-
-def check_output(output: Path) -> None:
-    """Raise `OutputError` unless `output` is free or a bundle to replace."""
-    if not output.exists():
-        return
-    if not output.is_dir() or not (output / MANIFEST).is_file():
-        raise OutputError(
-            f"{output} exists and is not a bundle; choose another output folder"
-        )
-
-
-@contextmanager
-def writing(output: str | Path) -> Iterator[Path]:
-    """Give a hidden folder to fill; swap it in as `output` when the block succeeds.
-
-    A failure or a kill at any point leaves what `output` was before.
-
-        with writing("bundle") as folder:
-            (folder / "file").write_text("...")
-    """
-    final = Path(output).resolve()
-    check_output(final)
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(final)
-        staging = Path(mkdtemp(prefix=f".{final.name}.partial-", dir=final.parent))
-    except OSError as error:
-        raise OutputError(
-            f"cannot write beside {final} ({error.strerror}); choose another folder"
-        ) from error
-    try:
-        with _locked(staging):
-            staging.chmod(0o777 & ~_umask())
-            yield staging
-            _flush(staging)
-            _swap_in(staging, final)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Hold a lock that ends with this process; True if nobody else held it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        free = True
-    except BlockingIOError:
-        free = False
-    try:
-        yield free
-    finally:
-        os.close(handle)
-
-
-def _umask() -> int:
-    """The process's umask, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _sweep(final: Path) -> None:
-    """Undo or remove what killed exports to the same folder left behind."""
-    aside = _aside(final)
-    if aside.exists() and not final.exists():
-        aside.rename(final)
-    shutil.rmtree(aside, ignore_errors=True)
-    for left in final.parent.glob(f".{final.name}.partial-*"):
-        with _locked(left) as dead:
-            if dead:
-                shutil.rmtree(left, ignore_errors=True)
-
-
-def _aside(final: Path) -> Path:
-    return final.with_name(f".{final.name}.old")
-
-
-def _flush(folder: Path) -> None:
-    """Have the data on disk before the rename is."""
-    for file in folder.iterdir():
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
-
-
-def _swap_in(staging: Path, final: Path) -> None:
-    """Rename into place; an earlier bundle moves to `staging`, to be removed."""
-    if not final.exists():
-        staging.rename(final)
-    elif not _exchange(staging, final):
-        # Only file systems without an atomic exchange come here. After a kill between
-        # the two renames the next export to this place moves the old bundle back.
-        aside = _aside(final)
-        final.rename(aside)
-        staging.rename(final)
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one atomic step (Linux); False where that is not possible."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    at_cwd, exchange = -100, 2
-    paths = os.fsencode(one), os.fsencode(other)
-    return bool(rename(at_cwd, paths[0], at_cwd, paths[1], exchange) == 0)
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise BundleError(f"no bundle at {folder}; make one with jetdraft export")
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        version = manifest["schema_version"]
-    except FileNotFoundError as error:
-        raise BundleError(
-            f"{folder} has no {MANIFEST}; make a bundle with jetdraft export"
-        ) from error
-    except OSError as error:
-        raise BundleError(
-            f"cannot read {folder / MANIFEST} ({error.strerror}); check its permissions"
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise BundleError(
-            f"{folder / MANIFEST} is damaged; export the bundle again"
-        ) from error
-    if version != SCHEMA_VERSION:
-        advice = (
-            "update jetdraft"
-            if isinstance(version, int) and version > SCHEMA_VERSION
-            else "export the bundle again"
-        )
-        raise BundleError(
-            f"{folder} has bundle schema {version}, this jetdraft reads "
-            f"{SCHEMA_VERSION}; {advice}"
-        )
-    return dict(manifest)
-
-
-def _check_file(file: Path, expected: dict[str, Any]) -> None:
-    if not file.is_file():
-        raise BundleError(f"{file} is missing; export the bundle again")
-    size = file.stat().st_size
-    if size != expected["bytes"]:
-        raise BundleError(
-            f"{file} has {size} bytes instead of {expected['bytes']}; "
-            "export or copy the bundle again"
-        )
-    if _sha256(file) != expected["sha256"]:
-        raise BundleError(
-            f"{file} was altered (its sha256 differs); export or copy the bundle again"
-        )
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -1,8 +1,8 @@
-"""The graph contract: what a step graph takes and gives, declared once.
+"""The graph contract: the inputs and outputs of a step graph, declared once.
 
-The exporter names its inputs and outputs after these declarations and the runtime
-checks a session against them at load. A *step graph* runs `n` rows over a fixed KV
-buffer of `capacity` rows:
+The exporter names inputs and outputs after these declarations and the runtime checks
+each session against them at load. A *step graph* runs `n` rows over a fixed KV buffer
+of `capacity` rows:
 
 | input | type, shape |
 | --- | --- |
@@ -12,21 +12,29 @@ buffer of `capacity` rows:
 | `answer_rows` | int64 [m], the rows to answer for: all, or the last in a prefill |
 | `attention_bias` | dtype [1, 1, n + r, capacity], 0 or `HIDDEN`; trees or streams |
 | `probe_rows`, `probe_ids` | int64 [r], the row and the stream of each probe |
+| `features` | float32 [1, n, w], one per row, in the graph of a head |
 | `past_key.{i}`, `past_value.{i}` | dtype [1, kv_heads, capacity, head_dim] |
 
 | output | type, shape |
 | --- | --- |
 | `candidates`, `candidate_logits` | int64, float32 [1, m, K], best first |
 | `logsumexp` | float32 [1, m] |
-| `logits` | float32 [1, m, vocab] |
+| `logits` | float32 [1, m, vocab], or [1, m, draft_vocab] |
+| `hidden` | float32 [1, m, h], the state that enters the LM head |
+| `features` | float32 [1, n, w], one per row, for a head to read |
+| `carried` | float32 [1, n, c], a head's own features, for its next draft step |
 | `probe_candidates`, ..., `probe_logits` | the same four for the r probes |
 | `present_key.{i}`, `present_value.{i}` | the same buffers, updated in place |
 
-Probes only exist in graphs that draft as they verify: rows that propose and are never
-committed. Their keys and values land past the rows of the pass.
+Probes are rows that propose and are never committed; only graphs that draft as they
+verify have them. Their keys and values land past the rows of the pass.
 
-Such a graph also comes in two halves, see `SplitContract`, between which a host may
-drop rows that an early exit thinks little of.
+A *head graph* reads the `features` of another graph. It may choose among a part of the
+vocabulary only, its *draft vocabulary*. Its `input_ids` and `candidates` are the
+target's token ids all the same, but `logits` has a column per token of that part.
+
+A graph can also be cut into two halves, see `SplitContract`, so that a host may look at
+the rows in between.
 """
 
 from __future__ import annotations
@@ -42,13 +50,15 @@ CANDIDATES = 64
 WIDEST = 16
 """Rows of the widest pass that a controller plans."""
 
+CAPACITY, MAX_WIDTH = 2048, 128
+"""Defaults of an export: rows of the KV buffers, and rows of the widest pass."""
+
 HIDDEN = -1e4
 """Added to the score of a slot that a row may not see; fits float16."""
 
 ROWS, ANSWERS, PROBES, ALL = "n", "m", "r", "n+r"
-"""The names of the dynamic axes: the rows of a pass, those it answers for, its probes,
-and rows and probes together."""
-
+"""The names of the dynamic axes: the rows of a pass, the rows it answers for, its
+probes, and rows and probes together."""
 
 EARLY_EXIT = ("streams.narrow.weight", "streams.widen.weight")
 """The weights of the pruning adapter, which only the lower half of a graph has."""
@@ -75,18 +85,30 @@ class TensorSpec:
         )
 
 
+PARENTS = TensorSpec("parents", "int64", (ROWS,))
+"""Of the rows of a draft, for an early exit; the root is its own parent."""
+
+SCORES = TensorSpec("scores", "float32", (1, ROWS))
+"""What an early exit gives: the log probability of each row's token."""
+
+
 @dataclass(frozen=True)
 class StepContract:
     """The sizes that fix every shape of a step graph.
 
-    `kv_shapes` holds (kv_heads, head_dim) per layer and `dtype` is the one of the KV
-    buffers, "float32" or "float16". A `tree` graph verifies branching drafts too, and
-    one with `streams` drafts that many tokens after each row that carries them. One
-    with a `hidden_size` gives the hidden states under its head as well. With `kv_bits`
-    the buffers hold integers: int8, or two of four bits in a byte.
+    `kv_shapes` holds (kv_heads, head_dim) per layer; `dtype`, "float32" or "float16",
+    is the type of the KV buffers. A `tree` graph verifies branching drafts too. A graph
+    with `streams` drafts that many tokens after each row that carries them. With
+    `kv_bits` 8 the buffers hold int8, with 0 they hold `dtype`.
+
+    The other sizes are widths of optional tensors, 0 where a graph does not have them:
+    `hidden_size` of the output `hidden`, `feature_size` of the output `features`,
+    `feature_input` of the input `features`, and `carried_size` of `carried`. A
+    `draft_vocab` of 0 means the whole vocabulary. Raises `ContractError` for sizes that
+    contradict each other.
 
         contract = StepContract(
-            vocab_size=4096, capacity=2048, max_width=256, dtype="float32",
+            vocab_size=4096, capacity=2048, max_width=128, dtype="float32",
             kv_shapes=((2, 64),) * 7,
         )
         [spec.name for spec in contract.inputs]
@@ -101,11 +123,39 @@ class StepContract:
     streams: int = 0
     hidden_size: int = 0
     kv_bits: int = 0
+    feature_size: int = 0
+    feature_input: int = 0
+    carried_size: int = 0
+    draft_vocab: int = 0
+
+    def __post_init__(self) -> None:
+        for wrong, fact in (
+            (
+                self.feature_size and self.feature_input,
+                "features are both an input and an output",
+            ),
+            (
+                self.carried_size and not self.feature_input,
+                "carried features need features as an input",
+            ),
+            (
+                not 0 <= self.draft_vocab <= self.vocab_size,
+                f"a draft vocabulary of {self.draft_vocab} tokens is not a part of "
+                f"{self.vocab_size}",
+            ),
+        ):
+            if wrong:
+                raise ContractError(f"graph contract: {fact}; export the bundle again")
+
+    @property
+    def choices(self) -> int:
+        """Columns of the logits: the tokens that the graph chooses among."""
+        return self.draft_vocab or self.vocab_size
 
     @property
     def candidates(self) -> int:
         """Candidates per row."""
-        return min(CANDIDATES, self.vocab_size)
+        return min(CANDIDATES, self.choices)
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -118,23 +168,24 @@ class StepContract:
             TensorSpec("answer_rows", "int64", (ANSWERS,)),
             *([self.bias] if self.biased else []),
             *(self.probes if self.streams else []),
+            *_optional("features", ROWS, self.feature_input),
             *self.buffers("past"),
         )
 
     @property
     def biased(self) -> bool:
-        """Whether a pass says which slots its rows may see."""
+        """Whether the graph has an `attention_bias`."""
         return self.tree or self.streams > 0
 
     @property
     def bias(self) -> TensorSpec:
-        """Which slots each row, and then each probe, may see."""
+        """The slots that each row, and then each probe, may see."""
         rows = ALL if self.streams else ROWS
         return TensorSpec("attention_bias", self.dtype, (1, 1, rows, self.capacity))
 
     @property
     def probes(self) -> tuple[TensorSpec, ...]:
-        """The inputs that say which row carries which stream."""
+        """The inputs that give each probe its row and its stream."""
         return (
             TensorSpec("probe_rows", "int64", (PROBES,)),
             TensorSpec("probe_ids", "int64", (PROBES,)),
@@ -143,10 +194,13 @@ class StepContract:
     @property
     def answers(self) -> tuple[TensorSpec, ...]:
         """The outputs that are not KV buffers, in graph order."""
-        size = self.hidden_size
-        hidden = [TensorSpec("hidden", "float32", (1, ANSWERS, size))] if size else []
-        probes = self._answers("probe_", PROBES) if self.streams else ()
-        return (*self._answers("", ANSWERS), *hidden, *probes)
+        return (
+            *self._answers("", ANSWERS),
+            *_optional("hidden", ANSWERS, self.hidden_size),
+            *_optional("features", ROWS, self.feature_size),
+            *_optional("carried", ROWS, self.carried_size),
+            *(self._answers("probe_", PROBES) if self.streams else ()),
+        )
 
     def _answers(self, prefix: str, axis: str) -> tuple[TensorSpec, ...]:
         k = self.candidates
@@ -154,7 +208,7 @@ class StepContract:
             TensorSpec(f"{prefix}candidates", "int64", (1, axis, k)),
             TensorSpec(f"{prefix}candidate_logits", "float32", (1, axis, k)),
             TensorSpec(f"{prefix}logsumexp", "float32", (1, axis)),
-            TensorSpec(f"{prefix}logits", "float32", (1, axis, self.vocab_size)),
+            TensorSpec(f"{prefix}logits", "float32", (1, axis, self.choices)),
         )
 
     @property
@@ -164,26 +218,37 @@ class StepContract:
 
     def buffers(self, side: str) -> tuple[TensorSpec, ...]:
         """The KV buffers named `{side}_key.{i}` and `{side}_value.{i}`."""
-        dtype = {0: self.dtype, 8: "int8", 4: "uint8"}[self.kv_bits]
-        each = 2 if self.kv_bits == 4 else 1
+        dtype = {0: self.dtype, 8: "int8"}[self.kv_bits]
         return tuple(
             TensorSpec(
                 f"{side}_{kind}.{layer}",
                 dtype,
-                (1, heads, self.capacity, head_dim // each),
+                (1, heads, self.capacity, head_dim),
             )
             for layer, (heads, head_dim) in enumerate(self.kv_shapes)
             for kind in ("key", "value")
         )
 
-    def split(self, layers: int, hidden_size: int) -> SplitContract:
-        """The contract of the halves below and from the top `layers` on."""
+    def split(
+        self, layers: int, hidden_size: int, scores: bool = False
+    ) -> SplitContract:
+        """The contract of two halves, of which the upper one has the top `layers`.
+
+        `hidden_size` is the width of the states between them; with `scores` the lower
+        half has an early exit. Raises `ContractError` if a half would have no layer.
+        """
         below = len(self.kv_shapes) - layers
+        if layers < 1 or below < 1:
+            raise ContractError(
+                f"graph contract: {len(self.kv_shapes)} layers cannot be cut below the "
+                f"top {layers}; export the bundle again"
+            )
         return SplitContract(
             whole=self,
             hidden_size=hidden_size,
             lower=replace(self, kv_shapes=self.kv_shapes[:below]),
             upper=replace(self, kv_shapes=self.kv_shapes[below:]),
+            scores=scores,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -192,18 +257,13 @@ class StepContract:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> StepContract:
-        """Read `to_json`'s object; raise `ContractError` if it is not one."""
+        """Read `to_json`'s object; raise `ContractError` if it is malformed."""
         try:
+            numbers = {name: int(fields[name]) for name in _NUMBERS}
+            numbers["kv_bits"] = {0: 0, 8: 8}[numbers["kv_bits"]]
             shapes = tuple((int(h), int(d)) for h, d in fields["kv_shapes"])
-            sizes = {
-                name: int(fields[name])
-                for name in ("vocab_size", "capacity", "max_width", "streams")
-            }
-            # Bundles of the first version 0.1 have neither.
-            sizes["hidden_size"] = int(fields.get("hidden_size", 0))
-            sizes["kv_bits"] = {0: 0, 4: 4, 8: 8}[int(fields.get("kv_bits", 0))]
-            flags = {"tree": bool(fields["tree"]), "kv_shapes": shapes}
-            return cls(**{**fields, **sizes, **flags})
+            others = {"tree": bool(fields["tree"]), "kv_shapes": shapes}
+            return cls(**{**fields, **numbers, **others})
         except (KeyError, TypeError, ValueError) as error:
             raise ContractError(
                 f"the graph contract in bundle.json is malformed ({error}); "
@@ -211,14 +271,27 @@ class StepContract:
             ) from error
 
 
+_NUMBERS = [
+    name
+    for name, field in StepContract.__dataclass_fields__.items()
+    if field.type == "int"
+]
+
+
+def _optional(name: str, axis: str, size: int) -> tuple[TensorSpec, ...]:
+    """A float tensor of one vector per row of `axis`; nothing where its size is 0."""
+    return (TensorSpec(name, "float32", (1, axis, size)),) if size else ()
+
+
 @dataclass(frozen=True)
 class SplitContract:
-    """Two graphs that together are one with streams.
+    """Two graphs that together do what a whole graph does.
 
-    The lower one runs the rows of a draft and says how likely an early exit thinks each
-    is after its parent (`scores`, log probabilities); the upper one takes the hidden
-    states of those that are kept. `lower` and `upper` have the shapes of their buffers,
-    which are numbered from 0 in both.
+    The lower half runs the rows of a draft and gives the hidden states that enter the
+    upper one. With `scores` it has an early exit, which also gives the log probability
+    of each row's token after its parent. The upper half takes the hidden states of the
+    rows that the host keeps. `lower` and `upper` are the contracts of the buffers,
+    numbered from 0 in both.
 
         halves = contract.split(layers=2, hidden_size=384)
     """
@@ -227,6 +300,7 @@ class SplitContract:
     hidden_size: int
     lower: StepContract
     upper: StepContract
+    scores: bool = False
 
     @property
     def hidden(self) -> TensorSpec:
@@ -236,21 +310,19 @@ class SplitContract:
     @property
     def lower_inputs(self) -> tuple[TensorSpec, ...]:
         """All inputs of the lower half, in graph order."""
-        bias = TensorSpec(
-            "attention_bias", self.whole.dtype, (1, 1, ROWS, self.whole.capacity)
-        )
+        rows_only = replace(self.lower, streams=0)
         return (
             *self.whole.inputs[:4],
-            bias,
-            TensorSpec("parents", "int64", (ROWS,)),
+            *([rows_only.bias] if self.whole.biased else []),
+            *([PARENTS] if self.scores else []),
             *self.lower.buffers("past"),
         )
 
     @property
     def lower_outputs(self) -> tuple[TensorSpec, ...]:
         """All outputs of the lower half, in graph order."""
-        scores = TensorSpec("scores", "float32", (1, ROWS))
-        return (self.hidden, scores, *self.lower.buffers("present"))
+        scores = [SCORES] if self.scores else []
+        return (self.hidden, *scores, *self.lower.buffers("present"))
 
     @property
     def upper_inputs(self) -> tuple[TensorSpec, ...]:
@@ -273,31 +345,31 @@ _ONNX_TYPES = {
 }
 
 
-def check_tensors(declared: tuple[TensorSpec, ...], found: list[Any], of: str) -> None:
+def check_tensors(declared: tuple[TensorSpec, ...], actual: list[Any], of: str) -> None:
     """Compare a session's inputs or outputs with their declaration.
 
-    `found` are onnxruntime `NodeArg`s, `of` names the graph and side in the message.
+    `actual` are onnxruntime `NodeArg`s; `of` names the graph and the side in messages.
     Raises `ContractError` on the first difference.
     """
-    actual = {arg.name: (arg.type, tuple(arg.shape)) for arg in found}
+    undeclared = {arg.name: (arg.type, tuple(arg.shape)) for arg in actual}
     for spec in declared:
-        if spec.name not in actual:
+        if spec.name not in undeclared:
             raise ContractError(f"{of} lack {spec.name!r}; export the bundle again")
-        dtype, shape = actual.pop(spec.name)
+        dtype, shape = undeclared.pop(spec.name)
         if dtype != _ONNX_TYPES[spec.dtype] or not _fits(spec.shape, shape):
             raise ContractError(
                 f"{of}: {spec.name!r} is {dtype} {list(shape)}, declared "
                 f"{spec.dtype} {list(spec.shape)}; export the bundle again"
             )
-    if actual:
+    if undeclared:
         raise ContractError(
-            f"{of} have undeclared {sorted(actual)}; export the bundle again"
+            f"{of} have undeclared {sorted(undeclared)}; export the bundle again"
         )
 
 
-def _fits(declared: tuple[int | str, ...], found: tuple[Any, ...]) -> bool:
+def _fits(declared: tuple[int | str, ...], actual: tuple[Any, ...]) -> bool:
     """A named axis fits any symbolic axis; a number fits only itself."""
-    return len(declared) == len(found) and all(
+    return len(declared) == len(actual) and all(
         not isinstance(there, int) if isinstance(here, str) else here == there
-        for here, there in zip(declared, found, strict=True)
+        for here, there in zip(declared, actual, strict=True)
     )

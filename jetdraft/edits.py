@@ -8,14 +8,24 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from jetdraft.contract import TensorSpec
+
 PARAMETER = "parameter"
-"""Metadata of a value: the names of the checkpoint's weights in it, a line each."""
+"""Metadata key of a value: the checkpoint's names of its weights, one a line."""
 
 Array = npt.NDArray[np.generic]
 
 
+def value_of(spec: TensorSpec) -> ir.Value:
+    """A new graph input or output with the declared name, type and shape."""
+    dtype = ir.DataType.from_numpy(np.dtype(spec.dtype))
+    return ir.Value(
+        name=spec.name, shape=ir.Shape(spec.shape), type=ir.TensorType(dtype)
+    )
+
+
 def initializer(graph: ir.Graph, name: str, array: npt.NDArray[np.generic]) -> ir.Value:
-    """A constant of the graph; the one of that name if there already is one."""
+    """A constant of the graph by name; an existing constant is not replaced."""
     if name in graph.initializers:
         return graph.initializers[name]
     tensor = ir.tensor(array, name=name)
@@ -36,9 +46,9 @@ def derived(
     function: Callable[..., Array],
     shape: Sequence[int],
 ) -> ir.Value:
-    """A constant that is computed of others, by the arrays they hold, when it is read.
+    """A constant that `function` computes from other constants when it is read.
 
-    So a graph of large weights takes no memory before it is written.
+    A graph of large weights takes no memory before it is written.
     """
     constants = [value.const_value for value in sources if value.const_value]
     dtype = constants[0].dtype
@@ -47,25 +57,22 @@ def derived(
         arrays = [constant.numpy() for constant in constants]
         return ir.tensor(function(*arrays), dtype=dtype)
 
-    found = ir.Shape(shape)
+    fixed = ir.Shape(shape)
     value = ir.Value(
         name=name,
-        const_value=ir.LazyTensor(read, dtype, found, name=name),
-        shape=found,
+        const_value=ir.LazyTensor(read, dtype, fixed, name=name),
+        shape=fixed,
         type=ir.TensorType(dtype),
     )
-    names = [each.metadata_props.get(PARAMETER) for each in sources]
+    names = [source.metadata_props.get(PARAMETER) for source in sources]
     if all(names):
-        value.metadata_props[PARAMETER] = "\n".join(each for each in names if each)
+        value.metadata_props[PARAMETER] = "\n".join(name for name in names if name)
     graph.register_initializer(value)
     return value
 
 
 def substitute(old: Iterable[ir.Value], new: Iterable[ir.Value]) -> None:
-    """Let everything that read the old values read the new ones.
-
-    A graph output keeps its name.
-    """
+    """Replace values wherever they are read; a graph output keeps its name."""
     for before, after in zip(old, new, strict=True):
         after.shape = before.shape
         if before.dtype is not None:

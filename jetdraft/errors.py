@@ -1,19 +1,13 @@
 """Everything jetdraft raises on purpose.
 
     JetdraftError
-    ├── OptionError        an option is out of range or contradicts another
+    ├── OptionError        an option cannot be used; `field` names it
     ├── CheckpointError    a checkpoint cannot be read
     │   └── UnsupportedModelError   its architecture cannot be exported
     ├── PairError          target and drafter do not belong together
     ├── OutputError        the output folder cannot be written
     ├── BundleError        a bundle is missing, damaged or too new
     │   └── ContractError  a graph does not have the declared inputs and outputs
-    ├── ConstraintError    a schema or grammar is malformed, or cannot be followed
-    ├── PromptError        a prompt is empty, too long or not in the vocabulary
-    ├── TemplateError      a chat template is missing, broken or refuses the messages
-    ├── MethodError        the bundle cannot draft with the asked method
-    ├── DraftError         a tree of drafted tokens is malformed, or too wide
-    ├── VerifierError      a verifier is unknown, or not exact for the kind of draft
     ├── DeviceError        a device or its profile is unknown or malformed
     ├── ProviderError      this onnxruntime cannot run on the asked provider
     ├── StoreError         earlier responses or a table cannot be used
@@ -38,7 +32,11 @@ class JetdraftError(Exception):
 
 
 class OptionError(JetdraftError):
-    """An option is out of range or contradicts another."""
+    """An option cannot be used; `field` names it, for example "method" or "prompt"."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class CheckpointError(JetdraftError):
@@ -63,30 +61,6 @@ class BundleError(JetdraftError):
 
 class ContractError(BundleError):
     """A graph does not have the declared inputs and outputs."""
-
-
-class ConstraintError(JetdraftError):
-    """A schema or grammar is malformed, or cannot be followed."""
-
-
-class PromptError(JetdraftError):
-    """A prompt is empty, too long or not in the vocabulary."""
-
-
-class TemplateError(JetdraftError):
-    """A chat template is missing, broken or refuses the messages."""
-
-
-class MethodError(JetdraftError):
-    """The bundle cannot draft with the asked method."""
-
-
-class DraftError(JetdraftError):
-    """A tree of drafted tokens is malformed, or too wide for the graph."""
-
-
-class VerifierError(JetdraftError):
-    """A verifier is unknown, or not exact for the kind of draft."""
 
 
 class ProviderError(JetdraftError):

@@ -1,4 +1,4 @@
-"""Files that appear whole, and arrays that are read from them."""
+"""Files that appear whole, and arrays in files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jetdraft.errors import JetdraftError
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Give a path to write to, which becomes `file` when the block succeeds.
+    """Give a path to write to; it becomes `file` when the block succeeds.
 
     with replacing(Path("table.npz")) as partial:
         partial.write_bytes(b"...")
     """
-    # Another process may be writing it too.
+    # Another process may be writing the same file.
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
         yield partial
@@ -32,9 +32,21 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def read_arrays(file: Path, refusal: JetdraftError) -> dict[str, npt.NDArray[Any]]:
-    """All arrays of an npz by name; raises `refusal` where it is none."""
+    """All arrays of an npz by name; raises `refusal` for any other file."""
     try:
         with np.load(file, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         raise refusal from error
+
+
+def read_array(file: Path, refusal: JetdraftError) -> npt.NDArray[Any]:
+    """The array of an npy; raises `refusal` for any other file."""
+    try:
+        with file.open("rb") as handle:
+            return np.lib.format.read_array(handle, allow_pickle=False)
+    except _UNREADABLE as error:
+        raise refusal from error
+
+
+_UNREADABLE = (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile)

@@ -15,11 +15,11 @@ from pathlib import Path
 from tempfile import mkdtemp
 from zipfile import ZipFile
 
-from jetdraft.bundle import writing
 from jetdraft.errors import OutputError
+from jetdraft.staging import writing
 
 PACKED = Path(__file__).with_name("toy.zip")
-"""What scripts/toy made."""
+"""The zip that scripts/toy makes."""
 
 
 def toy_bundle(folder: str | Path | None = None) -> Path:
@@ -27,14 +27,14 @@ def toy_bundle(folder: str | Path | None = None) -> Path:
 
     Without `folder` it is a new temporary one, removed when the process ends. A target
     of two layers and a drafter of one, float32, 384 tokens, 512 rows of KV buffers and
-    a chat template. It talks about a robot's sensors, calls `read_sensor` where tools
-    are given, and goes on with "The robot sees" and '{"name": "'. Passes are so
+    a chat template. It talks about a robot's sensors, calls `read_sensor` if the tool
+    is offered, and continues "The robot sees" and '{"name": "'. Its passes are so
     short that `auto` and adaptive lengths seldom draft; `num_draft_tokens` always does.
-    It needs an onnxruntime and no torch. Raises `OutputError` where `folder` is not
-    empty or cannot be written.
+    It needs onnxruntime but not torch. Raises `OutputError` if `folder` is not empty or
+    cannot be written.
 
         model = jetdraft.load(toy_bundle(), threads=1)
-        model.generate("The robot sees", method="draft", num_draft_tokens=4).text
+        model.generate("The robot sees", num_draft_tokens=4).text
     """
     path = _temporary() if folder is None else Path(folder)
     _check_free(path)
@@ -44,11 +44,11 @@ def toy_bundle(folder: str | Path | None = None) -> Path:
 
 
 def _temporary() -> Path:
-    """A place for one bundle that goes with this process."""
+    """A path for one bundle; it is removed when this process ends."""
     folder, owner = mkdtemp(prefix="jetdraft-toy-"), os.getpid()
 
     def remove() -> None:
-        # A forked process ends too, and has not made it.
+        # A forked process runs this too, but does not own the folder.
         if os.getpid() == owner:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -57,9 +57,9 @@ def _temporary() -> Path:
 
 
 def _check_free(path: Path) -> None:
-    """Raise `OutputError` unless there is nothing, or an empty folder, which goes."""
+    """Remove an empty folder; raise `OutputError` for anything else in its place."""
     try:
-        path.rmdir()  # refuses whatever is not empty
+        path.rmdir()  # refuses a folder that is not empty
     except FileNotFoundError:
         pass
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Reading what is learned from; no torch needed."""
+"""Text files that a model learns from; torch is not needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jetdraft.errors import DataError
 
 
 def read_bytes(file: Path) -> bytes:
-    """What a file holds; raises `DataError`."""
+    """The bytes of a file; raises `DataError`."""
     try:
         return file.read_bytes()
     except FileNotFoundError as error:
@@ -18,7 +18,7 @@ def read_bytes(file: Path) -> bytes:
 
 
 def read_text(file: Path) -> str:
-    """What a text file says; raises `DataError`."""
+    """The text of a UTF-8 file; raises `DataError`."""
     try:
         return read_bytes(file).decode("utf-8")
     except UnicodeDecodeError as error:

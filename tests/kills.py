@@ -20,8 +20,9 @@ if __name__ == "__main__":
     # Not wanted here, and forking is faster without it.
     sys.modules["onnxruntime"] = None  # type: ignore[assignment]
 
-from jetdraft.bundle import Bundle, GraphEntry, writing
+from jetdraft.bundle import Bundle, GraphEntry
 from jetdraft.contract import StepContract
+from jetdraft.staging import writing
 
 CONTRACT = StepContract(100, 32, 8, "float32", ((1, 16),))
 
@@ -36,7 +37,6 @@ def fill(folder: Path, text: str, names: tuple[str, ...] = ("target",)) -> None:
     Bundle(
         path=folder,
         graphs=graphs,
-        methods=("none", "lookup"),
         eos_token_ids=(0,),
         provider="cpu",
         tools={},

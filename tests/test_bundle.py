@@ -1,19 +1,19 @@
 from __future__ import annotations
 
-import contextlib
-import dataclasses
+import io
 import json
-import os
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-import jetdraft.bundle
-from jetdraft.bundle import MANIFEST, Bundle, check_pair, writing
-from jetdraft.errors import BundleError, ContractError, OutputError, PairError
-from tests.kills import CONTRACT, content, fill, make
+from jetdraft.bundle import Bundle, GraphEntry, Halves, check_pair
+from jetdraft.contract import StepContract
+from jetdraft.errors import BundleError, ContractError, PairError
+from jetdraft.manifest import MANIFEST, SCHEMA_VERSION
+from tests.kills import CONTRACT, content, make
+from tests.toy_head import HEAD, IDS, TARGET, write_head
 
 
 def edit(folder: Path, **changes: object) -> None:
@@ -31,7 +31,7 @@ def test_opens_what_was_saved(small):
     opened = Bundle.open(small)
     assert opened.target.contract == CONTRACT
     assert opened.drafter is not None
-    assert opened.methods == ("none", "lookup")
+    assert opened.generation == {}
     assert opened.eos_token_ids == (0,)
     assert opened.tokenizer is None
     assert set(opened.files) == {
@@ -95,7 +95,12 @@ def test_altered_file_is_refused(small):
 
 
 @pytest.mark.parametrize(
-    ("version", "advice"), [(99, "update jetdraft"), (0, "export the bundle again")]
+    ("version", "advice"),
+    [
+        (99, "update jetdraft"),
+        (0, "export the bundle again"),
+        (SCHEMA_VERSION - 1, "export the bundle again"),
+    ],
 )
 def test_other_schema_is_refused(small, version, advice):
     edit(small, schema_version=version)
@@ -117,7 +122,17 @@ def test_manifest_that_is_not_text_is_refused(small):
 
 
 @pytest.mark.parametrize(
-    "field", ["graphs", "methods", "eos_token_ids", "provider", "tools", "files"]
+    "field",
+    [
+        "graphs",
+        "eos_token_ids",
+        "provider",
+        "flavour",
+        "drafter_provider",
+        "generation",
+        "tools",
+        "files",
+    ],
 )
 def test_manifest_without_a_field_is_refused(small, field):
     manifest = json.loads((small / MANIFEST).read_text())
@@ -134,8 +149,10 @@ def test_manifest_without_a_field_is_refused(small, field):
         {"graphs": {}},
         {"graphs": {"target": {}}},
         {"graphs": {"target": 5}},
-        {"methods": 5},
-        {"methods": [["none"]]},
+        {"generation": 5},
+        {"generation": {"temperature": "0.6"}},
+        {"generation": {"temperature": True}},
+        {"generation": {"colour": 1}},
         {"eos_token_ids": None},
         {"eos_token_ids": ["0"]},
         {"provider": 5},
@@ -181,132 +198,107 @@ def test_pair_that_does_not_match_is_refused(small, field):
 
 
 def test_pair_may_differ_in_everything_else():
-    drafter = dataclasses.replace(CONTRACT, kv_shapes=((2, 8),), max_width=4)
+    drafter = replace(CONTRACT, kv_shapes=((2, 8),), max_width=4)
     check_pair(CONTRACT, drafter)
 
 
-def test_writing_makes_the_folder_appear_whole(tmp_path):
-    output = tmp_path / "deep" / "er" / "bundle"
-    with writing(output) as folder:
-        fill(folder, "new")
-        assert not output.exists()
-    assert content(output) == "new"
-    assert os.listdir(output.parent) == ["bundle"]
+def zipped(ids: np.ndarray) -> bytes:
+    """An npz where an npy belongs."""
+    buffer = io.BytesIO()
+    np.savez(buffer, ids=ids)
+    return buffer.getvalue()
 
 
-def test_writing_replaces_a_bundle(small):
-    with writing(small) as folder:
-        fill(folder, "new")
-        assert content(small) == "made"
-    assert content(small) == "new"
-    assert os.listdir(small.parent) == ["bundle"]
+def make_with_head(
+    folder: Path,
+    ids: np.ndarray | bytes = IDS,
+    head: StepContract = HEAD,
+    **fields: object,
+) -> Path:
+    """A bundle of a target that gives features and a head that reads them."""
+    folder.mkdir()
+    (folder / "target.onnx").write_text("made")
+    write_head(folder / "drafter.onnx")
+    if isinstance(ids, bytes):
+        (folder / "drafter-vocabulary.npy").write_bytes(ids)
+    else:
+        np.save(folder / "drafter-vocabulary.npy", ids)
+    vocabulary = {"vocabulary_file": "drafter-vocabulary.npy", **fields}
+    entries = {
+        "target": GraphEntry("target.onnx", TARGET, {}, "here", 1),
+        "drafter": GraphEntry("drafter.onnx", head, {}, "here", 1, **vocabulary),
+    }
+    Bundle(folder, entries, (0,), "cpu", {}).save()
+    return folder
 
 
-def test_writing_replaces_a_bundle_where_folders_cannot_be_exchanged(
-    small, monkeypatch
-):
-    monkeypatch.setattr(jetdraft.bundle, "_exchange", lambda one, other: False)
-    with writing(small) as folder:
-        fill(folder, "new")
-    assert content(small) == "new"
-    assert os.listdir(small.parent) == ["bundle"]
+def test_a_head_and_its_vocabulary_survive_the_bundle(tmp_path):
+    opened = Bundle.open(make_with_head(tmp_path / "bundle"))
+    assert opened.target.contract == TARGET
+    assert opened.drafter.contract == HEAD
+    assert "drafter-vocabulary.npy" in opened.drafter.files
+    np.testing.assert_array_equal(opened.draft_vocabulary(), IDS)
+    assert opened.draft_vocabulary("target") is None
 
 
-def write_and_fail(output: Path, failure: type[BaseException]) -> None:
-    with writing(output) as folder:
-        fill(folder, "new")
-        raise failure("on purpose")
+@pytest.mark.parametrize(
+    "ids",
+    [
+        IDS[:9],
+        IDS + 7,
+        IDS - 4,
+        np.array([*IDS[:9], IDS[0]]),
+        IDS.astype(np.int32),
+        IDS.astype(np.float64),
+        IDS[None],
+        np.array(3),
+    ],
+)
+def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path, ids):
+    folder = make_with_head(tmp_path / "bundle", ids)
+    with pytest.raises(BundleError, match="10 different token ids below 100 as int64"):
+        Bundle.open(folder)
 
 
-@pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
-def test_failed_writing_leaves_what_was_there(small, failure):
-    with pytest.raises(failure):
-        write_and_fail(small, failure)
-    assert content(small) == "made"
-    assert os.listdir(small.parent) == ["bundle"]
+@pytest.mark.parametrize("content", [b"not an array", b"", zipped(IDS)])
+def test_a_vocabulary_that_is_not_an_array_is_refused(tmp_path, content):
+    folder = make_with_head(tmp_path / "bundle", content)
+    with pytest.raises(BundleError, match="different token ids"):
+        Bundle.open(folder)
 
 
-def test_failed_first_writing_leaves_nothing(tmp_path):
-    with pytest.raises(ValueError, match="on purpose"):
-        write_and_fail(tmp_path / "bundle", ValueError)
-    assert os.listdir(tmp_path) == []
+@pytest.mark.parametrize(
+    ("head", "fields"),
+    [(HEAD, {"vocabulary_file": None}), (replace(HEAD, draft_vocab=0), {})],
+)
+def test_a_draft_vocabulary_and_its_file_come_together(tmp_path, head, fields):
+    folder = make_with_head(tmp_path / "bundle", head=head, **fields)
+    with pytest.raises(BundleError, match="its file come together"):
+        Bundle.open(folder)
 
 
-def test_folder_that_is_no_bundle_is_not_touched(tmp_path):
-    (tmp_path / "mine").write_text("precious")
-    with pytest.raises(OutputError, match="is not a bundle"), writing(tmp_path):
-        pytest.fail("got as far as writing")
-    assert (tmp_path / "mine").read_text() == "precious"
+def test_a_head_of_other_features_is_refused(tmp_path):
+    head = replace(HEAD, feature_input=7)
+    with pytest.raises(PairError, match="reads features of width 7, the target gives"):
+        Bundle.open(make_with_head(tmp_path / "bundle", head=head))
+    with pytest.raises(PairError, match="gives width 0; export both together"):
+        check_pair(replace(TARGET, feature_size=0), HEAD)
 
 
-def test_output_that_is_a_file_is_not_touched(tmp_path):
-    (tmp_path / "file").write_text("precious")
-    with pytest.raises(OutputError, match="not a bundle"), writing(tmp_path / "file"):
-        pytest.fail("got as far as writing")
-    assert (tmp_path / "file").read_text() == "precious"
+HALVES = Halves("l.onnx", "u.onnx", "lc.onnx", "uc.onnx", 1, 48, scores=False)
 
 
-@pytest.mark.parametrize("before", [None, "old"])
-def test_link_stays_and_the_bundle_behind_it_is_replaced(tmp_path, before):
-    (tmp_path / "link").symlink_to(tmp_path / "bundle")
-    if before:
-        make(tmp_path / "bundle", before)
-    with writing(tmp_path / "link") as folder:
-        fill(folder, "new")
-    assert (tmp_path / "link").is_symlink()
-    assert content(tmp_path / "bundle") == "new"
-    assert sorted(os.listdir(tmp_path)) == ["bundle", "link"]
+def test_an_entry_stores_where_it_is_cut():
+    contract = replace(CONTRACT, kv_shapes=((1, 16),) * 3)
+    entry = GraphEntry("a.onnx", contract, {}, "here", 1, halves=HALVES)
+    read = GraphEntry.from_json(json.loads(json.dumps(entry.to_json())))
+    assert read == entry
+    assert len(read.split_contract.upper.kv_shapes) == 1
+    assert set(HALVES.files) < set(read.files)
+    assert not read.split_contract.scores
 
 
-def test_output_below_a_file_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot write"), writing(tmp_path / "file/b"):
-        pytest.fail("got as far as writing")
-
-
-def test_leftovers_of_dead_processes_are_swept_and_others_kept(tmp_path):
-    dead, alive = (tmp_path / f".bundle.partial-{name}" for name in ("dead", "alive"))
-    for folder in (dead, alive):
-        folder.mkdir()
-        (folder / "half").write_text("half")
-    with jetdraft.bundle._locked(alive) as free:
-        assert free
-        with writing(tmp_path / "bundle") as folder:
-            fill(folder, "new")
-    assert sorted(os.listdir(tmp_path)) == [alive.name, "bundle"]
-
-
-def test_without_an_atomic_exchange_the_old_bundle_is_replaced_too(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(jetdraft.bundle, "_exchange", lambda one, other: False)
-    make(tmp_path / "bundle", "old")
-    with writing(tmp_path / "bundle") as folder:
-        fill(folder, "new")
-    assert content(tmp_path / "bundle") == "new"
-    assert os.listdir(tmp_path) == ["bundle"]
-
-
-def test_a_kill_between_two_renames_is_undone_by_the_next_export(tmp_path):
-    make(tmp_path / ".bundle.old", "old")
-    with contextlib.suppress(RuntimeError), writing(tmp_path / "bundle"):
-        raise RuntimeError("this export fails too")
-    assert content(tmp_path / "bundle") == "old"
-    assert os.listdir(tmp_path) == ["bundle"]
-
-
-@pytest.mark.parametrize("before", [None, "old"])
-def test_bundle_survives_a_kill_at_any_point(tmp_path, before):
-    # A process of its own: forking one that holds torch takes far too long.
-    arguments = [str(tmp_path), *([before] if before else [])]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kills", *arguments],
-        cwd=Path(__file__).parents[1],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["kills"] > 100, "the profiler saw too little"
-    assert report["found"] == [before, "new"]
+def test_a_cut_outside_the_layers_is_refused():
+    entry = GraphEntry("a.onnx", CONTRACT, {}, "here", 1, halves=HALVES)
+    with pytest.raises(ContractError, match="1 layers cannot be cut below the top 1"):
+        GraphEntry.from_json(entry.to_json())

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
+import onnxruntime
 import pytest
 
 from jetdraft.contract import CANDIDATES, StepContract, TensorSpec, check_tensors
 from jetdraft.errors import ContractError
+from tests.toy_head import HEAD, IDS, WEIGHTS, write_head
 
 CONTRACT = StepContract(
     vocab_size=100,
@@ -23,7 +27,7 @@ ONNX_TYPES = {
 }
 
 
-def found(specs):
+def reported(specs):
     """What a session that keeps to `specs` reports."""
     return [
         SimpleNamespace(
@@ -90,6 +94,7 @@ def test_survives_json():
         {"kv_shapes": None},
         {"kv_shapes": [["two", 16]]},
         {"colour": "red"},
+        {"kv_bits": 4},
     ],
 )
 def test_malformed_json_is_refused(damage):
@@ -97,18 +102,7 @@ def test_malformed_json_is_refused(damage):
         StepContract.from_json({**CONTRACT.to_json(), **damage})
 
 
-LATER = {"hidden_size", "kv_bits"}
-"""What contracts of older bundles do not say."""
-
-
-@pytest.mark.parametrize("field", sorted(LATER))
-def test_what_older_contracts_do_not_have_is_off(field):
-    fields = CONTRACT.to_json()
-    del fields[field]
-    assert StepContract.from_json(fields) == CONTRACT
-
-
-@pytest.mark.parametrize("field", sorted(CONTRACT.to_json().keys() - LATER))
+@pytest.mark.parametrize("field", sorted(CONTRACT.to_json()))
 def test_json_without_a_field_is_refused(field):
     fields = CONTRACT.to_json()
     del fields[field]
@@ -116,25 +110,121 @@ def test_json_without_a_field_is_refused(field):
         StepContract.from_json(fields)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "fact"),
+    [
+        ({"feature_size": 4, "feature_input": 4}, "both an input and an output"),
+        ({"carried_size": 4}, "need features as an input"),
+        ({"draft_vocab": 101}, "101 tokens is not a part of 100"),
+        ({"draft_vocab": -1}, "-1 tokens is not a part of 100"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_refused(sizes, fact):
+    with pytest.raises(ContractError, match=f"{fact}; export the bundle again"):
+        StepContract.from_json({**CONTRACT.to_json(), **sizes})
+
+
+def test_a_target_gives_features_of_every_row():
+    contract = replace(CONTRACT, feature_size=6)
+    added = [spec for spec in contract.outputs if spec not in CONTRACT.outputs]
+    assert [(s.name, s.dtype, s.shape) for s in added] == [
+        ("features", "float32", (1, "n", 6))
+    ]
+    assert contract.inputs == CONTRACT.inputs
+
+
+def test_a_head_reads_features_and_carries_its_own():
+    assert [(s.name, s.shape) for s in HEAD.inputs[5:6]] == [("features", (1, "n", 6))]
+    shapes = {spec.name: spec.shape for spec in HEAD.outputs}
+    assert shapes["carried"] == (1, "n", 6)
+    assert shapes["logits"] == (1, "m", 10)
+    assert shapes["candidates"] == (1, "m", 10)
+
+
+def test_a_head_graph_runs_as_its_contract_says(tmp_path):
+    write_head(tmp_path / "head.onnx")
+    session = onnxruntime.InferenceSession(
+        tmp_path / "head.onnx", providers=["CPUExecutionProvider"]
+    )
+    check_tensors(HEAD.inputs, session.get_inputs(), "the head's inputs")
+    check_tensors(HEAD.outputs, session.get_outputs(), "the head's outputs")
+    features = np.random.default_rng(1).normal(size=(1, 3, 6)).astype(np.float32)
+    feeds = {s.name: np.zeros(s.sized(3, 1), s.dtype) for s in HEAD.inputs}
+    feeds |= {"features": features, "answer_rows": np.array([2])}
+    names = [spec.name for spec in HEAD.outputs]
+    answer = dict(zip(names, session.run(names, feeds), strict=True))
+    for spec in HEAD.outputs:
+        assert answer[spec.name].shape == spec.sized(3, 1), spec.name
+        assert answer[spec.name].dtype == spec.dtype
+    best = np.argsort(-(features[0, 2] @ WEIGHTS))
+    np.testing.assert_array_equal(answer["candidates"][0, 0], IDS[best])
+    np.testing.assert_array_equal(answer["carried"], features + 1)
+
+
+def test_a_head_graph_without_its_features_is_refused(tmp_path):
+    write_head(tmp_path / "head.onnx")
+    session = onnxruntime.InferenceSession(
+        tmp_path / "head.onnx", providers=["CPUExecutionProvider"]
+    )
+    wider = replace(HEAD, feature_input=7)
+    with pytest.raises(ContractError, match=r"'features' is .*6\], declared .*7\]"):
+        check_tensors(wider.inputs, session.get_inputs(), "the head's inputs")
+
+
+def test_halves_share_the_layers_and_the_states_between_them():
+    halves = CONTRACT.split(layers=1, hidden_size=48)
+    assert halves.lower.kv_shapes == ((2, 16),)
+    assert halves.upper.kv_shapes == ((1, 32),)
+    lower, upper = (
+        [spec.name for spec in specs]
+        for specs in (halves.lower_outputs, halves.upper_inputs)
+    )
+    assert lower == ["hidden", "present_key.0", "present_value.0"]
+    assert upper == [
+        "hidden",
+        *[spec.name for spec in CONTRACT.inputs[1:5]],
+        "past_key.0",
+        "past_value.0",
+    ]
+    assert halves.hidden.shape == (1, "n", 48)
+
+
+def test_an_early_exit_reads_parents_and_gives_scores():
+    plain = CONTRACT.split(1, 48)
+    halves = replace(CONTRACT, tree=True, streams=3).split(1, 48, scores=True)
+    added = {s.name for s in halves.lower_inputs} - {s.name for s in plain.lower_inputs}
+    assert added == {"attention_bias", "parents"}
+    bias = next(s for s in halves.lower_inputs if s.name == "attention_bias")
+    assert bias.shape == (1, 1, "n", 32), "the lower half has no probes"
+    added = set(halves.lower_outputs) - set(plain.lower_outputs)
+    assert [(spec.name, spec.shape) for spec in added] == [("scores", (1, "n"))]
+
+
+@pytest.mark.parametrize("layers", [0, 2, 3])
+def test_a_half_without_layers_is_refused(layers):
+    with pytest.raises(ContractError, match=f"cannot be cut below the top {layers}"):
+        CONTRACT.split(layers, 48)
+
+
 def test_accepts_what_is_declared_in_any_order():
-    check_tensors(CONTRACT.inputs, found(CONTRACT.inputs)[::-1], "inputs")
-    check_tensors(CONTRACT.outputs, found(CONTRACT.outputs), "outputs")
+    check_tensors(CONTRACT.inputs, reported(CONTRACT.inputs)[::-1], "inputs")
+    check_tensors(CONTRACT.outputs, reported(CONTRACT.outputs), "outputs")
 
 
 def test_accepts_any_name_of_the_row_axis():
-    tensors = found(CONTRACT.inputs)
+    tensors = reported(CONTRACT.inputs)
     tensors[0].shape = [1, "batch_rows"]
     check_tensors(CONTRACT.inputs, tensors, "inputs")
 
 
 def test_refuses_a_missing_tensor():
     with pytest.raises(ContractError, match=r"the inputs lack 'past_value.1'"):
-        check_tensors(CONTRACT.inputs, found(CONTRACT.inputs[:-1]), "the inputs")
+        check_tensors(CONTRACT.inputs, reported(CONTRACT.inputs[:-1]), "the inputs")
 
 
 def test_refuses_an_undeclared_tensor():
     with pytest.raises(ContractError, match=r"undeclared \['past_value.1'\]"):
-        check_tensors(CONTRACT.inputs[:-1], found(CONTRACT.inputs), "the inputs")
+        check_tensors(CONTRACT.inputs[:-1], reported(CONTRACT.inputs), "the inputs")
 
 
 @pytest.mark.parametrize(
@@ -147,14 +237,14 @@ def test_refuses_an_undeclared_tensor():
     ],
 )
 def test_refuses_another_type_or_shape(field, wrong):
-    tensors = found(CONTRACT.inputs)
+    tensors = reported(CONTRACT.inputs)
     setattr(tensors[5], field, wrong)
     with pytest.raises(ContractError, match=r"'past_key.0' is .*, declared float16"):
         check_tensors(CONTRACT.inputs, tensors, "the inputs")
 
 
 def test_refuses_a_fixed_row_axis():
-    tensors = found(CONTRACT.inputs)
+    tensors = reported(CONTRACT.inputs)
     tensors[0].shape = [1, 7]
     with pytest.raises(ContractError, match="'input_ids'"):
         check_tensors(CONTRACT.inputs, tensors, "the inputs")

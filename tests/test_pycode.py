@@ -11,8 +11,8 @@ from jetdraft.recipe import Recipe
 FOLDER = Path(__file__).parent.parent / "examples" / "pycode"
 PROMPT = "class Queue:\n    def __init__(self, items):\n        self.items = "
 TOKENS = 1000
-# Set below these runs' rates by a margin, see docs/log.md: a change that costs
-# acceptance must be seen, and equality of texts cannot see it.
+# Set below these runs' rates by a margin, see docs/log/quantization.md: a change that
+# costs acceptance must be seen, and equality of texts cannot see it.
 GREEDY_FLOOR = 0.50
 SAMPLED_FLOOR = 0.40
 

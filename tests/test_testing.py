@@ -10,7 +10,7 @@ import pytest
 
 import jetdraft
 from jetdraft import testing
-from jetdraft.errors import OutputError, TemplateError
+from jetdraft.errors import OptionError, OutputError
 from jetdraft.runtime.text.template import user
 from jetdraft.testing import toy_bundle
 
@@ -158,7 +158,7 @@ def test_the_template_takes_a_call_and_its_result(toy):
         '{"name": "read_sensor", "arguments": {}}</tool_call><|end|>'
         "<|tool|>7<|end|><|assistant|>"
     )
-    with pytest.raises(TemplateError, match="unknown role"):
+    with pytest.raises(OptionError, match="unknown role"):
         toy.chat_prompt([{"role": "poet", "content": ""}])
 
 

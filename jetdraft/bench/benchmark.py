@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from jetdraft.errors import MethodError, PromptError
+from jetdraft.errors import OptionError
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.noise import Int64s
-from jetdraft.runtime.measured import widths as calibration
+from jetdraft.runtime.measured import widths
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
+from jetdraft.runtime.passes.graph import Graph
 
 CURVE_WIDTHS = range(1, 9)
 
@@ -71,8 +72,9 @@ def contenders(
     known = ("auto", *model.methods)
     for method in methods:
         if method not in known:
-            raise MethodError(
-                f"the bundle has no method {method!r}; choose {', '.join(known)}"
+            raise OptionError(
+                f"the bundle has no method {method!r}; choose {', '.join(known)}",
+                "method",
             )
     rows = [Contender("none", None, exact=False), Contender("none", None, exact=True)]
     for method in methods:
@@ -99,7 +101,7 @@ def run(
     every contender decodes the same number of tokens.
     """
     if not prompts:
-        raise PromptError("there are no prompts; give at least one")
+        raise OptionError("there are no prompts; give at least one", "prompt")
     for contender in rows:
         contender.runs = [[] for _ in range(repeats)]
         _generate(model, contender, prompts[0], {**options, "max_new_tokens": 8})
@@ -135,12 +137,12 @@ def _generate(
 def report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
     """The rows with every metric, the pass-time curves, and where it was measured."""
     plain = next(row for row in rows if row.method == "none" and not row.exact)
-    fresh = calibration.measure(model.target, model.drafter)
-    curves = {"target": fresh.target_ms, "drafter": fresh.drafter_ms}
+    graphs = {"target": model.parts.target, "drafter": model.parts.drafter}
+    curves = {name: _pass_ms(graph) for name, graph in graphs.items()}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "machine": {
-            **model.machine(),
+            **model.parts.profiles.machine,
             "cores": len(os.sched_getaffinity(0)),
             "system": platform.platform(),
         },
@@ -158,6 +160,13 @@ def report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
         },
         "peak_memory_bytes": peak,
     }
+
+
+def _pass_ms(graph: Graph | None) -> dict[int, float]:
+    """The pass times of a graph by width; empty where there is no graph."""
+    if graph is None:
+        return {}
+    return widths.pass_times(graph, widths.decoding_widths(graph))
 
 
 def _version() -> str:

@@ -116,7 +116,7 @@ class Comparison:
     def _calibrated(self) -> bool:
         """Whether any recipe looks at a text."""
         beside = self.drafter_recipes if self.drafter else []
-        return any(recipe.calibrated for recipe in (*self.recipes, *beside))
+        return any(recipe.needs_calibration for recipe in (*self.recipes, *beside))
 
     def _drafters(self, calibration: Path | None) -> dict[str, Bundle]:
         """Each recipe's drafter, in a bundle whose target is the drafter too."""
@@ -147,7 +147,7 @@ class Comparison:
         """Token ids to measure on."""
         if self.text is None:
             return [_written(full, seed) for seed in range(WINDOWS)]
-        ids = full.text.encode(read_text(self.text))
+        ids = full.parts.text.encode(read_text(self.text))
         if len(ids) < 2:
             raise DataError(f"{self.text} has {len(ids)} tokens; give a longer text")
         size = min(WINDOW, len(ids))
@@ -158,7 +158,7 @@ class Comparison:
         """A text of the model's own for calibration, other than the measured one."""
         file = self.work / "calibration.txt"
         seeds = range(1000, 1000 + 2 * WINDOWS)
-        texts = (full.text.decode(_written(full, seed)) for seed in seeds)
+        texts = (full.parts.text.decode(_written(full, seed)) for seed in seeds)
         file.write_text("\n".join(texts), encoding="utf-8")
         return file
 
@@ -166,8 +166,8 @@ class Comparison:
         self, recipe: Recipe, bundle: Bundle, full: Model, windows: list[list[int]]
     ) -> Row:
         model = self._load(bundle)
-        quality = compare(full.target, model.target, windows)
-        ours, theirs = pass_ms(model.target, full.target)
+        quality = compare(full.parts.target, model.parts.target, windows)
+        ours, theirs = pass_ms(model.parts.target, full.parts.target)
         return Row(
             recipe=recipe.name,
             bytes=sum(bundle.files[name]["bytes"] for name in _weights_of(bundle)),
@@ -205,7 +205,7 @@ class Comparison:
 
 def _written(model: Model, seed: int) -> list[int]:
     """A window that the model writes itself, from a token of chance."""
-    vocab = model.target.contract.vocab_size
+    vocab = model.parts.target.contract.vocab_size
     first = int(np.random.default_rng(seed).integers(vocab))
     return model.generate(
         token_ids=[first],
@@ -235,8 +235,7 @@ def compose(target: Bundle, drafter: Bundle, folder: Path) -> Bundle:
             os.link(target.path / file, folder / file)
     assert drafter.drafter is not None
     graphs = {TARGET: target.target, DRAFTER: drafter.drafter}
-    methods = (*target.methods, "draft")
-    made = replace(target, path=folder, graphs=graphs, methods=methods, files={})
+    made = replace(target, path=folder, graphs=graphs, files={})
     made.save()
     return Bundle.open(folder)
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from jetdraft.errors import OptionError
 from jetdraft.runtime.model import Model
+from jetdraft.runtime.planning.drafting import Drafting
+from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 
 _SETTINGS: tuple[dict[str, float | int], ...] = (
     {},
@@ -16,7 +19,6 @@ _SETTINGS: tuple[dict[str, float | int], ...] = (
     {"temperature": 1.2, "seed": 2, "top_k": 40, "top_p": 0.95},
 )
 _DRAFT_LENGTHS = (1, 2, 4, None)
-_TREES = ("best", "heap", "comb")
 _TOKENS = 96
 
 
@@ -42,7 +44,7 @@ def compare_methods(model: Model) -> Iterator[Comparison]:
             "max_new_tokens": count,
             "ignore_eos": True,
         }
-        plain = model.generate(token_ids=prompt, method="none", **options).token_ids
+        plain = model.generate(token_ids=prompt, method=NONE, **options).token_ids
         for name, length, way in _ways(model):
             ids = model.generate(token_ids=prompt, **way, **options).token_ids
             yield Comparison(name, length, settings, len(plain), _differ(plain, ids))
@@ -50,22 +52,27 @@ def compare_methods(model: Model) -> Iterator[Comparison]:
 
 def _ways(model: Model) -> Iterator[tuple[str, int | None, dict[str, Any]]]:
     """A name, a draft length and the options of each way to decode."""
-    for method in model.methods[1:]:
-        if method == "stream" and not model.planner.calibration.probes_agree:
+    for name in model.methods:
+        if name == NONE or not _runs(model, Drafting(name)):
             continue
         for length in _DRAFT_LENGTHS:
-            yield method, length, {"method": method, "num_draft_tokens": length}
-    found = model.planner.calibration
-    if model.planner.drafts_trees and found.trees_agree:
-        for tree in _TREES:
-            yield tree, None, {"method": "draft", "tree": tree}
-    if model.target.contract.streams and found.probes_agree:
-        for tree in _TREES if found.trees_agree else ():
-            yield f"stream {tree}", None, {"method": "stream", "tree": tree}
-        if model.bundle.target.halves:
-            pruned = {"method": "stream", "tree": "best", "prune_threshold": 0.05}
-            yield "stream pruned", None, pruned
-    yield "auto", None, {"method": "auto"}
+            yield name, length, {"method": name, "num_draft_tokens": length}
+        for settings in methods()[name].samples:
+            if _runs(model, Drafting(name, settings=settings)):
+                words = ",".join(f"{key}={value}" for key, value in settings.items())
+                way = {"method": name, "drafting": settings}
+                yield f"{name} {words}", None, way
+    yield AUTO, None, {"method": AUTO}
+
+
+def _runs(model: Model, drafting: Drafting) -> bool:
+    """Whether the bundle has what it takes, and this machine keeps it exact."""
+    try:
+        model.planner.lineup(drafting)
+        model.planner.target(drafting)
+    except OptionError:
+        return False
+    return True
 
 
 def _prompt(model: Model) -> list[int]:

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from safetensors import SafetensorError, safe_open
 from transformers.initialization import no_init_weights
 
 from jetdraft.checkpoints.attention import IMPLEMENTATION
+from jetdraft.checkpoints.defaults import read_defaults
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.parameters import compute_in, convert
+from jetdraft.checkpoints.silence import silenced
 from jetdraft.checkpoints.streamed import (
     SETTINGS,
     SHARED,
@@ -51,6 +53,7 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...]
     packed: PackedWeights | None = None
     streams: StreamSettings | None = None
+    generation: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def load(cls, source: str, dtype: torch.dtype) -> Checkpoint:
@@ -59,7 +62,8 @@ class Checkpoint:
         It computes in `dtype`, whatever type its weights are stored in.
         """
         _check_folder(source)
-        with _quiet():
+        with silenced(logging.WARNING), _no_progress_bars():
+            generation = read_defaults(source)
             config = _load_config(source)
             packed = _read_packed(source, config)
             model = _load_model(source, config, packed)
@@ -73,6 +77,7 @@ class Checkpoint:
             eos_token_ids=_eos_token_ids(model),
             packed=packed and replace(packed, floats={}),
             streams=read_settings(checkpoint_folder(source)),
+            generation=generation,
         )
 
     @property
@@ -326,15 +331,12 @@ def _first_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars or warnings of the loaders on our terminal."""
-    logging_state = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    bars = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS")
+def _no_progress_bars() -> Iterator[None]:
+    """Hide the loaders' progress bars while the block runs."""
+    shown = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") is None
     transformers.utils.logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.disable(logging_state)
-        if bars is None:
+        if shown:
             transformers.utils.logging.enable_progress_bar()

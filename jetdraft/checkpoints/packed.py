@@ -24,7 +24,7 @@ from torch import Tensor
 
 from jetdraft.checkpoints.streamed import WEIGHTS as STREAM_WEIGHTS
 from jetdraft.errors import CheckpointError, UnsupportedModelError
-from jetdraft.quant.blocks import Blocks, Bytes, Floats, Order, unpack
+from jetdraft.quant.blocks import Blocks, Bytes, Floats, Order, in_blocks, unpack
 from jetdraft.recipe import BLOCK_SIZES
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -243,15 +243,14 @@ def _blocks(
     if not whole:
         raise _CannotHoldError(f"has {group} weights to a scale")
     block = whole[0]
-    count = -(-rows // block)
-    filled = np.zeros((columns, count * block), np.uint8)
-    filled[:, :rows] = integers if order is None else integers[:, order]
-    own = np.arange(count) * block // group
+    ordered = integers if order is None else integers[:, order]
+    blocked = in_blocks(ordered, block, np.uint8)
+    own = np.arange(blocked.shape[1]) * block // group
     if zeros is not None and (zeros == 1 << (bits - 1)).all():
         zeros = None
     floats: Floats = scales.float().numpy()
     found = Blocks.of(
-        filled.reshape(columns, count, block),
+        blocked,
         np.ascontiguousarray(floats[:, own]),
         None if zeros is None else np.ascontiguousarray(zeros[:, own]),
         bits,

@@ -12,10 +12,13 @@ from jetdraft.bench import benchmark
 from jetdraft.bench.energy import Meter
 from jetdraft.devices.detection import detect
 from jetdraft.runtime.model import load
+from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import Options
+from jetdraft.runtime.proposers.parts import LoadArguments
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import (
     bundle_argument,
+    given,
     integers,
     json_option,
     new_tokens_option,
@@ -65,27 +68,26 @@ def command(
     repeats: int,
     as_json: bool,
     output: Path | None,
-    provider: str | None,
-    drafter_provider: str | None,
-    threads: int | None,
-    streams: Path | None,
+    runtime: LoadArguments,
     **options: Any,
 ) -> None:
     """Compare the methods of BUNDLE, prompt by prompt in one process."""
     draft_lengths = integers(lengths, "--lengths")
-    model = load(bundle, provider, threads, streams, drafter_provider=drafter_provider)
+    model = load(bundle, **runtime)
+    fields = given(options)
     prompts = read_prompts(prompts_file, model)
     names = methods.split(",") if methods else [*model.methods, "auto"]
     rows = benchmark.contenders(model, names, draft_lengths)
-    for row in rows:  # refuse options that are out of range before measuring
-        Options(num_draft_tokens=row.num_draft_tokens, **options)
+    Options.of(**fields)  # refuse bad options before measuring
+    for row in rows:
+        Drafting(row.method, row.num_draft_tokens)
     click.echo(
         f"measuring {len(rows)} rows over {len(prompts)} prompts, {repeats} times",
         err=True,
     )
     with ProgressBars() as bars:
         tick = bars.ticks("measure", repeats * len(prompts) * len(rows))
-        benchmark.run(model, rows, prompts, repeats, tick, Meter, **options)
+        benchmark.run(model, rows, prompts, repeats, tick, Meter, **fields)
     report = benchmark.report(model, rows)
     report["machine"]["power_mode"] = detect().power_mode
     report["options"] = {**options, "repeats": repeats, "prompts": len(prompts)}

@@ -12,11 +12,14 @@ import click
 from jetdraft.errors import JetdraftError
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.model import load
+from jetdraft.runtime.proposers.parts import LoadArguments
 from jetdraft.runtime.text.template import user
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import (
     bundle_argument,
     constraint_options,
+    drafting_option,
+    given,
     method_option,
     new_tokens_option,
     runtime_options,
@@ -43,25 +46,22 @@ HELP = """/stats       print the stats of the last reply
 @new_tokens_option(512)
 @sampling_options
 @constraint_options
-@method_option
+@method_option()
+@drafting_option
 @runtime_options
 def command(
     bundle: Path,
     system: str | None,
     drop_oldest: bool,
-    provider: str | None,
-    drafter_provider: str | None,
-    threads: int | None,
-    streams: Path | None,
+    runtime: LoadArguments,
     **options: Any,
 ) -> int:
     """Talk to BUNDLE's model, line by line; /help lists the commands."""
-    with load(
-        bundle, provider, threads, streams, drafter_provider=drafter_provider
-    ) as model:
-        talk = Conversation(model, system, drop_oldest, **options)
+    with load(bundle, **runtime) as model:
+        fields = given(options, model)
+        talk = Conversation(model, system, drop_oldest, **fields)
         # Refuse a missing template or a bad option before the first line.
-        model.stream(token_ids=model.chat_prompt([user("")]), **options)
+        model.stream(token_ids=model.chat_prompt([user("")]), **fields)
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401

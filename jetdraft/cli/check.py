@@ -12,11 +12,12 @@ import click
 from jetdraft.bench.verification import Comparison, compare_methods
 from jetdraft.bundle import Bundle
 from jetdraft.errors import CheckError
-from jetdraft.runtime.measured.widths import Calibration
+from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.model import load
+from jetdraft.runtime.proposers.parts import LoadArguments
 from jetdraft.terminal.command import Command, option
+from jetdraft.terminal.description import describe
 from jetdraft.terminal.flags import bundle_argument, json_option, runtime_options
-from jetdraft.terminal.manifest import describe
 
 
 @click.command("check", cls=Command)
@@ -33,18 +34,16 @@ from jetdraft.terminal.manifest import describe
 def command(
     bundle: Path,
     run: bool,
-    provider: str | None,
-    drafter_provider: str | None,
-    threads: int | None,
-    streams: Path | None,
+    runtime: LoadArguments,
     as_json: bool,
 ) -> None:
     """Check BUNDLE's files and contracts, width classes, and every method's text."""
     if not run:
         _show_manifest(Bundle.open(bundle), as_json)
         return
-    model = load(bundle, provider, threads, streams, drafter_provider=drafter_provider)
-    model.planner.calibration = widths = model.calibrate(again=True)
+    model = load(bundle, **runtime)
+    model.measure_again()
+    widths = model.parts.widths
     files, graphs = len(model.bundle.files), len(model.bundle.graphs)
     comparisons = []
     if not as_json:
@@ -77,14 +76,14 @@ def _show_manifest(bundle: Bundle, as_json: bool) -> None:
     click.echo(json.dumps(fields, indent=2) if as_json else describe(bundle))
 
 
-def _width_lines(widths: Calibration) -> Iterator[str]:
+def _width_lines(widths: Widths) -> Iterator[str]:
     """Describe the classes of widths, and their distance from the exact class."""
     for group in widths.classes:
         span = f"{group[0]}" if len(group) == 1 else f"{group[0]}..{group[-1]}"
         if group != list(range(group[0], group[-1] + 1)):
             span = ", ".join(map(str, group))
         gap = max(widths.gaps[width] for width in group)
-        exact = group == widths.exact_widths
+        exact = group == widths.exact
         yield f"{span:9} {'exact' if exact else f'logits differ by {gap:.1e}'}"
     if not widths.trees_agree:
         yield (
@@ -96,7 +95,7 @@ def _width_lines(widths: Calibration) -> Iterator[str]:
             "probes change the last bits of the rows beside them: an exact generation "
             "has no probes; --no-exact has"
         )
-    if len(widths.exact_widths) == 1:
+    if len(widths.exact) == 1:
         yield (
             "no two widths agree bit by bit: an exact generation cannot draft here; "
             "--no-exact can"

@@ -8,16 +8,21 @@ from typing import Any
 
 import click
 
-from jetdraft.errors import PromptError
-from jetdraft.runtime.generation import Result, Stream
+from jetdraft.errors import OptionError
 from jetdraft.runtime.model import Model, load
+from jetdraft.runtime.piece import Result
+from jetdraft.runtime.planning.options import GenerateOptions
+from jetdraft.runtime.proposers.parts import LoadArguments
+from jetdraft.runtime.text.stops import INTERRUPTED
 from jetdraft.runtime.text.template import user as user_message
+from jetdraft.runtime.text_stream import Stream
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import (
     PATH,
     bundle_argument,
     constraint_options,
-    drafting_options,
+    drafting_option,
+    given,
     json_option,
     method_option,
     new_tokens_option,
@@ -55,12 +60,11 @@ from jetdraft.terminal.summary import explanation, summary
     "sampling",
     "--repetition-penalty",
     type=float,
-    default=1.0,
-    show_default=True,
-    help="Divide the logits of earlier tokens by this; 1 is off.",
+    help="Divide the logits of earlier tokens by this; 1 is off. Default: the "
+    "checkpoint's own, or 1.",
 )
 @constraint_options
-@method_option
+@method_option()
 @option(
     "drafting",
     "--num-draft-tokens",
@@ -68,7 +72,7 @@ from jetdraft.terminal.summary import explanation, summary
     help="Draft this many tokens a round, at most this many with several methods; "
     "default: adaptive.",
 )
-@drafting_options
+@drafting_option
 @option(
     "drafting",
     "--exact/--no-exact",
@@ -92,13 +96,8 @@ def command(
     raw: bool,
     as_json: bool,
     explain: bool,
-    provider: str | None,
-    drafter_provider: str | None,
-    threads: int | None,
-    streams: Path | None,
+    runtime: LoadArguments,
     store: Path | None,
-    user: str,
-    table: Path | None,
     **options: Any,
 ) -> int:
     """Generate a text with BUNDLE.
@@ -107,10 +106,9 @@ def command(
     is the reply; --raw continues the prompt itself.
     """
     text = read_prompt(prompt, prompt_file)
-    model = load(
-        bundle, provider, threads, streams, store, user, table, drafter_provider
-    )
-    stream = _stream(model, text, raw, options)
+    runtime["store"] = store
+    model = load(bundle, **runtime)
+    stream = _stream(model, text, raw, given(options, model))
     interrupted = False
     try:
         for piece in stream:
@@ -118,7 +116,7 @@ def command(
                 click.echo(piece.text, nl=False)
     except KeyboardInterrupt:
         interrupted = True
-        stream.stats.finish_reason = "interrupted"
+        stream.close(INTERRUPTED)
     result = stream.result()
     if as_json:
         click.echo(_as_json(result))
@@ -130,10 +128,10 @@ def command(
     return 130 if interrupted else 0
 
 
-def _stream(model: Model, text: str, raw: bool, options: dict[str, Any]) -> Stream:
+def _stream(model: Model, text: str, raw: bool, options: GenerateOptions) -> Stream:
     """Start a reply to `text`, or its continuation."""
     if not text:
-        raise PromptError("the prompt is empty; give some text")
+        raise OptionError("the prompt is empty; give some text", "prompt")
     if raw or model.bundle.chat_template is None:
         return model.stream(text, **options)
     ids = model.chat_prompt([user_message(text)])

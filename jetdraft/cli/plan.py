@@ -10,16 +10,27 @@ import click
 
 from jetdraft.bench.picture import draw_curves
 from jetdraft.devices.device import Device
-from jetdraft.devices.plan import Choice, Plan, Question, plan, refusal
+from jetdraft.devices.plan import (
+    FREE,
+    PROBES,
+    Choice,
+    Contender,
+    Plan,
+    Question,
+    plan,
+    refusal,
+)
 from jetdraft.recipe import Recipe
+from jetdraft.runtime.planning.registry import methods
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import json_option, picture_option
 
 DRAWN_ACCEPTANCES = (0.4, 0.6, 0.8)
 NOTES = {
-    "stream": "for a target that jetdraft train streams has trained",
-    "lookup": "for a text that repeats itself that often; lookup drafts nothing else",
+    PROBES: "for a target that jetdraft train streams has trained",
+    FREE: "for a text that repeats itself that often; it drafts nothing else",
 }
+"""What the acceptance of a method means, by the cost of its drafts."""
 
 
 @click.command("plan", cls=Command)
@@ -84,6 +95,7 @@ def command(
         context,
         acceptance,
         power_mode,
+        contenders(),
     )
     prediction = plan(question)
     if as_json:
@@ -94,6 +106,15 @@ def command(
         _show(prediction, question.device)
     if picture is not None:
         _draw(question, picture)
+
+
+def contenders() -> tuple[Contender, ...]:
+    """The methods whose cost on a device can be predicted, from the registry."""
+    return tuple(
+        Contender(method.name, method.cost, method.trees)
+        for method in methods().values()
+        if method.cost is not None
+    )
 
 
 def _show(prediction: Plan, device: Device) -> None:
@@ -115,8 +136,9 @@ def _show(prediction: Plan, device: Device) -> None:
         click.echo(_line(max(same, key=lambda row: row.tokens_per_second)))
     click.echo("best:")
     click.echo(_line(prediction.best))
-    for method in {row.method for row in prediction.rows} & NOTES.keys():
-        click.echo(f"  ({method}: {NOTES[method]})")
+    for method, cost in dict.fromkeys((r.method, r.cost) for r in prediction.rows):
+        if cost in NOTES:
+            click.echo(f"  ({method}: {NOTES[cost]})")
     others = [m.name for m in device.power_modes if m.name != prediction.power_mode]
     if others:
         click.echo(f"  (--power-mode {', '.join(others)}: other rates)")

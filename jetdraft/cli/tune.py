@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from jetdraft.bench.picture import draw_curves
+from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.planning import tuning
-from jetdraft.runtime.planning.tuning import Tuning
+from jetdraft.runtime.proposers.parts import LoadArguments
 from jetdraft.terminal.command import Command
 from jetdraft.terminal.flags import (
     bundle_argument,
@@ -31,34 +31,31 @@ def command(
     bundle: Path,
     picture: Path | None,
     as_json: bool,
-    provider: str | None,
-    drafter_provider: str | None,
-    threads: int | None,
-    streams: Path | None,
+    runtime: LoadArguments,
 ) -> None:
     """Measure pass times by width and every proposer, and keep them in BUNDLE."""
-    model = load(bundle, provider, threads, streams, drafter_provider=drafter_provider)
+    model = load(bundle, **runtime)
     with ProgressBars() as bars:
-        times = model.tune(bars.ticks("tune", tuning.steps(model.planner.proposers)))
+        curve = model.tune(bars.ticks("tune", tuning.steps(model.planner.proposers())))
     if as_json:
-        fields = {"machine": model.machine(), "tuning": asdict(times)}
-        click.echo(json.dumps(fields))
+        machine = model.parts.profiles.machine
+        click.echo(json.dumps({"machine": machine, "curve": curve.to_json()}))
     else:
-        _show(model, times)
+        _show(model, curve)
     if picture is not None:
-        curves = {"chain": times.chain_ms, "tree": times.tree_ms}
-        measured = {name: curve for name, curve in curves.items() if curve}
+        curves = {"chain": curve.passes, "tree": curve.trees}
+        measured = {name: times for name, times in curves.items() if times}
         draw_curves(picture, measured, "rows in a pass", "milliseconds")
 
 
-def _show(model: Model, times: Tuning) -> None:
-    exact = model.planner.calibration.exact_widths
+def _show(model: Model, curve: Curve) -> None:
+    exact = model.parts.widths.exact
     click.echo("rows   chain ms   tree ms   ms per row")
-    for width, ms in times.chain_ms.items():
-        tree = times.tree_ms.get(width)
+    for width, ms in curve.passes.items():
+        tree = curve.trees.get(width)
         tree_text = "       -" if tree is None else f"{tree:8.3f}"
         note = "" if width > max(exact) or width in exact else "   not exact"
         click.echo(f"{width:4} {ms:10.3f} {tree_text:>9} {ms / width:12.3f}{note}")
-    for name, ms in times.draft_ms.items():
+    for name, ms in curve.drafts.items():
         click.echo(f"{name:10} {ms:8.4f} ms per drafted token")
-    click.echo(f"compaction {times.compaction_ms:8.4f} ms")
+    click.echo(f"compaction {curve.compaction:8.4f} ms")

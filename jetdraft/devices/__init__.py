@@ -1,1 +1,1 @@
-"""What a device can do: profiles, detection, planning, execution providers."""
+"""Devices: profiles, detection, a cost model, execution providers."""

@@ -1,4 +1,4 @@
-"""Which board this is and in what state, read from files below a root folder."""
+"""Detects the board and its state from files below a root folder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jetdraft.devices.device import Device, JetPack
 
 @dataclass(frozen=True)
 class Machine:
-    """What the files say; None where they do not.
+    """The facts that the files hold; None for a fact that no file holds.
 
-    Memory in MB of 10^6 bytes, clocks in MHz. `device` is the profile of the board,
-    `jetpack` the release that its L4T belongs to.
+    Memory is in MB of 10^6 bytes, clocks are in MHz. `device` is the profile of the
+    board, `jetpack` the release that its L4T belongs to.
     """
 
     board: str | None
@@ -34,7 +34,7 @@ class Machine:
 
 
 def detect(root: Path = Path("/")) -> Machine:
-    """Look at a machine, or at a recorded tree of its files.
+    """Read a machine's files, or a recorded tree of them.
 
     detect().device
     """
@@ -61,7 +61,7 @@ def detect(root: Path = Path("/")) -> Machine:
 
 
 def _text(file: Path) -> str | None:
-    """A file's text without the end that device trees and sysfs put there."""
+    """A file's text without the line end or NUL that device trees and sysfs add."""
     try:
         text = file.read_text(encoding="utf-8", errors="replace").strip("\0\n ")
     except OSError:
@@ -70,9 +70,9 @@ def _text(file: Path) -> str | None:
 
 
 def _device(root: Path) -> Device | None:
-    """By the part numbers in the device tree: "nvidia,p3768-0000+p3767-0000" ..."""
-    said = _text(root / "proc/device-tree/compatible") or ""
-    parts = set(re.findall(r"p\d{4}-\d{4}", said))
+    """The profile with a part number like "nvidia,p3768-0000+p3767-0000"."""
+    text = _text(root / "proc/device-tree/compatible") or ""
+    parts = set(re.findall(r"p\d{4}-\d{4}", text))
     for name in Device.names():
         device = Device.named(name)
         if parts & set(device.boards):
@@ -82,15 +82,15 @@ def _device(root: Path) -> Device | None:
 
 def _l4t(root: Path) -> str | None:
     """ "36.4.3" out of "# R36 (release), REVISION: 4.3, ..."."""
-    said = _text(root / "etc/nv_tegra_release") or ""
-    found = re.search(r"R(\d+) \(release\), REVISION: ([\d.]+)", said)
-    return f"{found[1]}.{found[2]}" if found else None
+    text = _text(root / "etc/nv_tegra_release") or ""
+    release = re.search(r"R(\d+) \(release\), REVISION: ([\d.]+)", text)
+    return f"{release[1]}.{release[2]}" if release else None
 
 
-def _same_release(known: str, found: str) -> bool:
-    """Patches of a release come after it: 36.4.3 is JetPack 6.2, 36.4.0 was 6.1."""
-    one, other = _numbers(known), _numbers(found)
-    return one[:2] == other[:2] and other >= one
+def _same_release(release: str, l4t: str) -> bool:
+    """Whether `l4t` is a release or its patch: 36.4.4 is JetPack 6.2, 36.4.0 is 6.1."""
+    first, installed = _numbers(release), _numbers(l4t)
+    return first[:2] == installed[:2] and installed >= first
 
 
 def _numbers(version: str) -> list[int]:
@@ -108,17 +108,17 @@ def _cuda(root: Path) -> str | None:
 
 def _tensorrt(root: Path) -> str | None:
     """The version in the library's name."""
-    found = [
+    suffixes = [
         file.name.partition(".so.")[2]
         for folder in ("usr/lib/aarch64-linux-gnu", "usr/lib/x86_64-linux-gnu")
         for file in (root / folder).glob("libnvinfer.so.*.*")
     ]
-    versions = [name for name in found if re.fullmatch(r"\d+(\.\d+)+", name)]
+    versions = [name for name in suffixes if re.fullmatch(r"\d+(\.\d+)+", name)]
     return max(versions, default=None, key=_numbers)
 
 
 def _power_mode(root: Path) -> str | None:
-    """nvpmodel's status has a number, its configuration the name of it."""
+    """nvpmodel's status holds a number, its configuration the number's name."""
     status = re.search(r"pmode:(\d+)", _text(root / "var/lib/nvpmodel/status") or "")
     if status is None:
         return None
@@ -128,10 +128,10 @@ def _power_mode(root: Path) -> str | None:
 
 
 def _gpu(root: Path, board: str | None) -> str | None:
-    """Its name and its driver's version; on a Jetson the board decides both."""
+    """The GPU's name and driver version; a Jetson's board decides both."""
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-    said = "".join(_text(file) or "" for file in files[:1])
-    name = re.search(r"Model:\s*(.+)", said)
+    text = "".join(_text(file) or "" for file in files[:1])
+    name = re.search(r"Model:\s*(.+)", text)
     if name is None:
         return board
     driver = _text(root / "proc/driver/nvidia/version") or ""
@@ -140,15 +140,16 @@ def _gpu(root: Path, board: str | None) -> str | None:
 
 
 def _memory(root: Path) -> dict[str, float]:
-    said = _text(root / "proc/meminfo") or ""
-    found = re.findall(r"^(\w+):\s+(\d+) kB", said, re.MULTILINE)
-    return {name: int(kb) * 1.024e-3 for name, kb in found}
+    """The sizes in /proc/meminfo, in MB of 10^6 bytes."""
+    text = _text(root / "proc/meminfo") or ""
+    sizes = re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)
+    return {name: int(kb) * 1.024e-3 for name, kb in sizes}
 
 
-def _gpu_mhz(root: Path, what: str) -> float | None:
-    """From the GPU's devfreq, "17000000.gpu" on Orin, "gpu-gpc-0" on Thor."""
+def _gpu_mhz(root: Path, file: str) -> float | None:
+    """A clock of the GPU's devfreq, "17000000.gpu" on Orin, "gpu-gpc-0" on Thor."""
     for folder in sorted((root / "sys/class/devfreq").glob("*gpu*")):
-        text = _text(folder / what)
+        text = _text(folder / file)
         if text is not None and text.isdigit():
             return int(text) / 1e6
     return None

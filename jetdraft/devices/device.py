@@ -1,4 +1,4 @@
-"""Profiles of devices, read from `profiles/*.toml`; every figure has its source."""
+"""Profiles of devices, read from `profiles/*.toml`; every figure names its source."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PowerMode:
 
 @dataclass(frozen=True)
 class JetPack:
-    """Versions that belong together."""
+    """The versions of one JetPack release."""
 
     version: str
     l4t: str
@@ -40,11 +40,11 @@ class JetPack:
 
 @dataclass(frozen=True)
 class Device:
-    """What a board is and can do.
+    """The profile of a board: its sizes, rates and versions.
 
-    `boards` are the part numbers in its device tree, `quantizations` those its GPU has
-    arithmetic for. The first power mode is the one without "Super". `recipe` is how
-    its models are quantized where a text calibrates them.
+    `boards` are the part numbers in its device tree; `quantizations` are the number
+    formats that its GPU computes in. The first power mode is the default, without
+    "Super". `recipe` is the default recipe of an export with a calibration text.
 
         Device.named("orin-nx-16gb").power_mode().bandwidth_gbs
     """
@@ -65,12 +65,12 @@ class Device:
 
     @classmethod
     def names(cls) -> list[str]:
-        """The profiles there are."""
+        """The names of all profiles."""
         return sorted(file.stem for file in FOLDER.glob("*.toml"))
 
     @classmethod
     def named(cls, name: str) -> Device:
-        """A profile; raises `DeviceError` if there is none."""
+        """The profile of that name; raises `DeviceError` if there is none."""
         if name not in cls.names():
             raise DeviceError(
                 f"unknown device {name!r}; choose {', '.join(cls.names())}"
@@ -79,54 +79,55 @@ class Device:
 
     @classmethod
     def read(cls, file: Path) -> Device:
-        """Read a profile file; raises `DeviceError` if it is none."""
+        """Read a profile; raises `DeviceError` if the file does not hold one."""
         try:
-            found = tomllib.loads(file.read_text(encoding="utf-8"))
-            modes = tuple(_typed(PowerMode, mode) for mode in found.pop("power_modes"))
-            packs = tuple(_typed(JetPack, pack) for pack in found.pop("jetpacks"))
-            lists = {name: tuple(found[name]) for name in ("boards", "quantizations")}
+            table = tomllib.loads(file.read_text(encoding="utf-8"))
+            modes = tuple(_typed(PowerMode, mode) for mode in table.pop("power_modes"))
+            packs = tuple(_typed(JetPack, pack) for pack in table.pop("jetpacks"))
+            lists = {name: tuple(table[name]) for name in ("boards", "quantizations")}
             if odd := set(lists["quantizations"]) - QUANTIZATIONS:
                 raise ValueError(f"unknown quantization {odd.pop()!r}")
-            Recipe.parse(str(found["recipe"]))
-            given = {**found, **lists, "power_modes": modes, "jetpacks": packs}
-            device: Device = _typed(cls, {"name": file.stem, **given})
+            Recipe.parse(str(table["recipe"]))
+            table |= {**lists, "power_modes": modes, "jetpacks": packs}
+            device: Device = _typed(cls, {"name": file.stem, **table})
             return device
         except OSError as error:
             raise DeviceError(f"cannot read {file} ({error.strerror})") from error
         except KeyError as error:
             raise DeviceError(
-                f"{file} is no device profile ({error} is missing); compare with those "
-                f"in {FOLDER}"
+                f"{file} is not a device profile ({error} is missing); compare it with "
+                f"those in {FOLDER}"
             ) from error
         except (ValueError, TypeError, AttributeError, OptionError) as error:
             raise DeviceError(
-                f"{file} is no device profile ({error}); compare with those in {FOLDER}"
+                f"{file} is not a device profile ({error}); compare it with those in "
+                f"{FOLDER}"
             ) from error
 
     def power_mode(self, name: str | None = None) -> PowerMode:
-        """A power mode, or the first; raises `DeviceError` if unknown."""
+        """A power mode by name, or the first; raises `DeviceError` if unknown."""
         if name is None:
             return self.power_modes[0]
         for mode in self.power_modes:
             if mode.name == name:
                 return mode
-        known = ", ".join(mode.name for mode in self.power_modes)
-        raise DeviceError(f"{self.name} has no power mode {name!r}; choose {known}")
+        names = ", ".join(mode.name for mode in self.power_modes)
+        raise DeviceError(f"{self.name} has no power mode {name!r}; choose {names}")
 
 
-def _typed(kind: Any, given: Mapping[str, Any]) -> Any:
-    """A dataclass from a table of exactly its fields."""
-    wanted = {field.name: field.type for field in fields(kind)}
-    if given.keys() != wanted.keys():
-        odd = ", ".join(sorted(given.keys() ^ wanted.keys()))
+def _typed(kind: Any, table: Mapping[str, Any]) -> Any:
+    """Build the dataclass `kind` from a table that has exactly its fields."""
+    types = {field.name: field.type for field in fields(kind)}
+    if table.keys() != types.keys():
+        odd = ", ".join(sorted(table.keys() ^ types.keys()))
         raise ValueError(f"missing or unknown: {odd}")
-    for name, kind_name in wanted.items():
-        number = kind_name in ("float", "int")
-        if number and not (_is_number(given[name]) and given[name] > 0):
+    for name, type_name in types.items():
+        value = table[name]
+        if type_name in ("float", "int") and not (_is_number(value) and value > 0):
             raise ValueError(f"{name} must be a positive number")
-        if kind_name == "str" and not isinstance(given[name], str):
+        if type_name == "str" and not isinstance(value, str):
             raise ValueError(f"{name} must be a text")
-    return kind(**given)
+    return kind(**table)
 
 
 def _is_number(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""A decoder's sizes, from its config.json alone: no weights are needed to plan."""
+"""A decoder's sizes, read from its config.json; a plan needs no weights."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ LINEAR_SIZES = (
 
 @dataclass(frozen=True)
 class Dimensions:
-    """How many weights a decoder has and what a token leaves behind.
+    """The numbers of a decoder's weights and of the values that its caches hold.
 
-    `matrices` are the weights of the layers' products, `head` those of the LM head, as
-    many as the embedding has; where `tied`, the two are one. `kv_values` are kept per
-    token, and `state_values` once, by layers of linear attention, which read and write
-    them in every pass.
+    `matrices` counts the weights of the layers' matrices, `head` the weights of the LM
+    head; the embedding has as many, and where `tied` the two are one matrix.
+    `kv_values` are stored per token. `state_values` are stored once, by layers of
+    linear attention, which read and write them in every pass.
 
         Dimensions.read(Path("target/config.json")).matrices
     """
@@ -48,7 +48,7 @@ class Dimensions:
 
     @classmethod
     def read(cls, path: Path) -> Dimensions:
-        """From a config file or its folder; raises `CheckpointError`."""
+        """Read a config file or its folder; raises `CheckpointError`."""
         file = path / CONFIG if path.is_dir() else path
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
@@ -57,7 +57,9 @@ class Dimensions:
                 f"cannot read {file} ({error.strerror}); give a config.json"
             ) from error
         except ValueError as error:
-            raise CheckpointError(f"{file} is no JSON ({error})") from error
+            raise CheckpointError(
+                f"{file} is not JSON ({error}); give a config.json"
+            ) from error
         try:
             return cls.of(config)
         except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
@@ -68,13 +70,16 @@ class Dimensions:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Dimensions:
-        """From a config's fields; those of a vision model's text part count."""
+        """Read a config's fields; of a vision model, those of its text part.
+
+        Raises `CheckpointError`, or `UnsupportedModelError` for a mixture of experts.
+        """
         tied = config.get("tie_word_embeddings")
         config = config.get("text_config", config)
         if config.get("num_experts") or config.get("num_local_experts"):
             raise UnsupportedModelError(
-                "a mixture of experts reads only some weights per pass and cannot be "
-                "planned; give a dense model"
+                "a mixture of experts reads only some weights per pass, which a plan "
+                "cannot predict; give a dense model"
             )
         tied = config.get("tie_word_embeddings", False) if tied is None else tied
         _check_sizes(config)
@@ -94,21 +99,21 @@ class Dimensions:
 
     @property
     def weights(self) -> int:
-        """All of them but the norms."""
+        """The number of all weights, without the norms."""
         return self.matrices + self.head * (1 if self.tied else 2)
 
 
 def _check_sizes(config: dict[str, Any]) -> None:
-    """Every size that is counted with is a number that a model can have."""
+    """Raise `CheckpointError` unless all sizes are numbers that a model can have."""
     needed = SIZES + (LINEAR_SIZES if _linear_layers(config) else ())
     optional = ("num_key_value_heads", "head_dim", "full_attention_interval")
-    given = [name for name in optional if config.get(name) is not None]
-    for name in (*needed, *given):
+    present = [name for name in optional if config.get(name) is not None]
+    for name in (*needed, *present):
         value = config.get(name)
         if type(value) is not int or not 1 <= value <= MOST:
             shown = repr(value)[:20]
             raise CheckpointError(
-                f"the config's {name} is {shown}; give that of a causal language model"
+                f"the config's {name} is {shown}; give a causal language model's config"
             )
 
 
@@ -116,14 +121,14 @@ def _check_groups(config: dict[str, Any]) -> None:
     heads, groups = config["num_attention_heads"], _kv_heads(config)
     if heads % groups:
         raise CheckpointError(
-            f"the config's {heads} attention heads cannot share {groups} of keys and "
-            "values; give that of a causal language model"
+            f"the config's {heads} attention heads cannot share {groups} heads of keys "
+            "and values; give a causal language model's config"
         )
 
 
 def _head_size(config: dict[str, Any]) -> int:
-    given = config.get("head_dim")
-    return int(given or config["hidden_size"] // config["num_attention_heads"])
+    default = config["hidden_size"] // config["num_attention_heads"]
+    return int(config.get("head_dim") or default)
 
 
 def _kv_heads(config: dict[str, Any]) -> int:
@@ -131,7 +136,7 @@ def _kv_heads(config: dict[str, Any]) -> int:
 
 
 def _attention(config: dict[str, Any]) -> int:
-    """Weights of a layer's q, k, v and o; a gated output doubles q."""
+    """The weights of a layer's q, k, v and o; a gated output doubles q."""
     gated = 1 + bool(config.get("attn_output_gate"))
     heads = (1 + gated) * config["num_attention_heads"] + 2 * _kv_heads(config)
     return int(config["hidden_size"] * heads * _head_size(config))
@@ -148,7 +153,7 @@ def _linear_layers(config: dict[str, Any]) -> int:
 
 
 def _linear_attention(config: dict[str, Any], layers: int) -> int:
-    """Weights of a gated delta net: q, k, v, the gate and the output."""
+    """The weights of a gated delta net: q, k, v, the gate and the output."""
     if not layers:
         return 0
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]

@@ -1,4 +1,4 @@
-"""A machine looked at end to end: what is wrong, and what to do first."""
+"""Examines a machine end to end: what is wrong, and what to do first."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ OLDEST_ORT = (1, 29)
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. `fix` is what to do, empty where all is well.
+    """One fact about the machine: `what` was examined and `found`.
 
-    `wrong` findings keep jetdraft from running; others cost speed.
+    `fix` is what to do, empty where all is well. A `wrong` finding keeps jetdraft from
+    running; other findings with a fix cost speed.
     """
 
     what: str
@@ -28,16 +29,16 @@ class Finding:
 
 
 def examine(
-    root: Path = Path("/"), look: Callable[[str], Presence] = presence
+    root: Path = Path("/"), presence_of: Callable[[str], Presence] = presence
 ) -> list[Finding]:
-    """Everything, in the order in which to mend it: what is wrong comes first.
+    """All findings in the order in which to fix them; the wrong ones come first.
 
     examine()[0].fix
     """
     machine = detect(root)
-    found = [*_onnxruntime(), *_system(machine), *_state(machine)]
-    found += [_provider(look(name), machine) for name in reversed(PROVIDERS)]
-    return sorted(found, key=lambda f: (not f.wrong, not f.fix))
+    findings = [*_onnxruntime(), *_system(machine), *_state(machine)]
+    findings += [_provider(presence_of(name), machine) for name in reversed(PROVIDERS)]
+    return sorted(findings, key=lambda finding: (not finding.wrong, not finding.fix))
 
 
 def _onnxruntime() -> Iterator[Finding]:
@@ -53,8 +54,8 @@ def _system(machine: Machine) -> Iterator[Finding]:
         yield Finding("gpu", machine.gpu or "no NVIDIA driver is loaded")
         return
     fix = "" if machine.device else "name the device with --device; report this board"
-    known = f" ({machine.device.name})" if machine.device else ", without a profile"
-    yield Finding("board", machine.board + known, fix)
+    profile = f" ({machine.device.name})" if machine.device else ", without a profile"
+    yield Finding("board", machine.board + profile, fix)
     if machine.l4t is None:
         yield Finding(
             "driver", "no L4T release file", "flash JetPack 6.2 or 7.2", wrong=True
@@ -62,9 +63,10 @@ def _system(machine: Machine) -> Iterator[Finding]:
         return
     release = f"L4T {machine.l4t}"
     if machine.jetpack is None:
-        known_packs = machine.device.jetpacks if machine.device else ()
-        packs = " or ".join(pack.version for pack in known_packs) or "a known JetPack"
-        yield Finding("driver", release, f"jetdraft knows JetPack {packs} here")
+        jetpacks = machine.device.jetpacks if machine.device else ()
+        versions = " or ".join(pack.version for pack in jetpacks) or "6.2 or 7.2"
+        fix = f"jetdraft knows JetPack {versions} on this board; others may work"
+        yield Finding("driver", release, fix)
     else:
         yield Finding("driver", f"{release}, JetPack {machine.jetpack.version}")
     cuda = "" if machine.cuda else "install it: apt install nvidia-jetpack"
@@ -78,12 +80,12 @@ def _state(machine: Machine) -> Iterator[Finding]:
         fix = ""
         if machine.available_mb < LEAST_FREE_MB:
             fix = "close other programs, or boot without a desktop"
-        of = f" of {machine.memory_mb:.0f}" if machine.memory_mb else ""
-        yield Finding("free memory", f"{machine.available_mb:.0f}{of} MB", fix)
+        total = f" of {machine.memory_mb:.0f}" if machine.memory_mb else ""
+        yield Finding("free memory", f"{machine.available_mb:.0f}{total} MB", fix)
     if machine.board is None:
         return
     if machine.swap_mb is not None:
-        fix = "" if machine.swap_mb else "exports need some; add a swap file"
+        fix = "" if machine.swap_mb else "add a swap file; exports need swap"
         yield Finding("swap", f"{machine.swap_mb:.0f} MB", fix)
     yield _power(machine)
     if machine.gpu_mhz is not None and machine.gpu_max_mhz is not None:
@@ -95,7 +97,7 @@ def _state(machine: Machine) -> Iterator[Finding]:
 
 
 def _power(machine: Machine) -> Finding:
-    """The fastest mode is the last of a profile."""
+    """The power mode; the last mode of a profile is the fastest."""
     mode = machine.power_mode
     if mode is None or machine.device is None:
         return Finding("power mode", mode or "unknown")
@@ -104,21 +106,21 @@ def _power(machine: Machine) -> Finding:
     return Finding("power mode", mode, fix)
 
 
-def _provider(found: Presence, machine: Machine) -> Finding:
-    what = f"provider {found.name}"
-    if found.runs:
+def _provider(state: Presence, machine: Machine) -> Finding:
+    what = f"provider {state.name}"
+    if state.runs:
         return Finding(what, "runs")
-    if found.name == "cpu":
-        return Finding(what, found.reason, "reinstall onnxruntime", wrong=True)
+    if state.name == "cpu":
+        return Finding(what, state.reason, "reinstall onnxruntime", wrong=True)
     fix = ""
-    if machine.board is not None or found.compiled:
+    if machine.board is not None or state.compiled:
         fix = {
             "no code": "build onnxruntime for it: deploy/jetson",
             "needs": "install that library, or put its folder into LD_LIBRARY_PATH",
             "driver": "install a newer driver, or an older build",
             "without": "install a build that has it: deploy/jetson",
-        }.get(_kind(found.reason), "")
-    return Finding(what, found.reason, fix)
+        }.get(_kind(state.reason), "")
+    return Finding(what, state.reason, fix)
 
 
 def _kind(reason: str) -> str:

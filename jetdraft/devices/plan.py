@@ -1,19 +1,19 @@
-"""What a model would do on a device that is not there: does it fit, how fast, and how.
+"""Predicts memory and speed of a model on a device that is not there.
 
-Everything follows from config files, a device's rates and an assumed acceptance p. A
-node's n-th child is taken to be right with probability p (1 - p)^(n - 1), a chain being
+Everything follows from config files, a device's rates and an assumed acceptance p. The
+n-th child of a row is taken to be right with probability p (1 - p)^(n - 1); a chain is
 a tree of first children.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jetdraft.best_tree import best_tree
 from jetdraft.contract import WIDEST
 from jetdraft.devices.device import Device, PowerMode
 from jetdraft.devices.dimensions import Dimensions
@@ -22,22 +22,44 @@ from jetdraft.errors import DeviceError, OptionError
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 60, 64)
 SYSTEM_MB = 1500.0
-"""What the system keeps for itself, without a desktop; an assumption."""
+"""Memory that the system keeps for itself, without a desktop; an assumption."""
 
 OFF, CHAIN, TREE = "none", "chain", "tree"
-DRAFT, LOOKUP = "draft", "lookup"
+DRAFTER, PROBES, FREE = "drafter", "probes", "free"
+"""What drafts cost: passes of the drafter, probes in the target's pass, or nothing."""
+
 PLANNED = ("none", "int8", "int4")
 """Quantizations that can be exported; a device may have arithmetic for others."""
 
 STREAM_LAYERS = 2
-"""Top layers that streams pass through, as `jetdraft train streams` has them."""
+"""Top layers that probes pass through, by default in `jetdraft train streams`."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method to compare, and what its drafts cost.
+
+    `cost` "drafter": a pass of the drafter for each drafted level. "probes": rows
+    through the target's top layers, in the pass that verifies. "free": nothing.
+    `trees` says whether the method drafts trees beside chains.
+
+        Contender("drafter of 1 B", "drafter", trees=True)
+    """
+
+    name: str
+    cost: str
+    trees: bool
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A way to decode: `width` rows a pass, `tokens_per_pass` expected of them."""
+    """A way to decode: `width` rows a pass, `tokens_per_pass` expected of them.
+
+    `cost` is the contender's, and "" for plain decoding.
+    """
 
     method: str
+    cost: str
     shape: str
     width: int
     tokens_per_pass: float
@@ -49,7 +71,8 @@ class Choice:
 class Plan:
     """A prediction; memory in 10^6 bytes, times in ms.
 
-    `memory_mb` says where it goes, `available_mb` what the device has for it.
+    `memory_mb` is the model's memory by its parts, `available_mb` what the device has
+    for it. The first of `rows` is plain decoding.
     """
 
     device: str
@@ -64,27 +87,28 @@ class Plan:
 
     @property
     def needed_mb(self) -> float:
-        """All of it."""
+        """The memory of all parts."""
         return sum(self.memory_mb.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the device has that much."""
+        """Whether the device has enough memory."""
         return self.needed_mb <= self.available_mb
 
     @property
     def best(self) -> Choice:
-        """The fastest way, plain decoding included, of those that this runtime has.
+        """The fastest choice that this runtime can run, plain decoding included.
 
-        With a drafter, lookup is no contender: the acceptance is the drafter's.
+        Where there is a drafter, the acceptance is the drafter's, so free drafts, which
+        have another acceptance, do not count.
         """
-        drafts = any(choice.method == DRAFT for choice in self.rows)
-        known = [
+        has_drafter = any(choice.cost == DRAFTER for choice in self.rows)
+        choices = [
             choice
             for choice in self.rows
-            if choice.width <= WIDEST and not (drafts and choice.method == LOOKUP)
+            if choice.width <= WIDEST and not (has_drafter and choice.cost == FREE)
         ]
-        return max(known, key=lambda choice: choice.tokens_per_second)
+        return max(choices, key=lambda choice: choice.tokens_per_second)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""
@@ -110,11 +134,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned; raises `OptionError` or `DeviceError`.
+    """The model, the device and the methods of a plan.
 
-        plan(Question(Path("target"), Device.named("orin-nx-16gb"))).best.method
+    `target` and `drafter` are config files or their folders; `context` is in tokens.
+    Raises `OptionError` or `DeviceError` for values that cannot be planned.
 
-    `target` and `drafter` are config files or their folders.
+        device = Device.named("orin-nx-16gb")
+        repeats = Contender("repeats", "free", trees=False)
+        plan(Question(Path("target"), device, contenders=(repeats,))).best.method
     """
 
     target: Path
@@ -124,6 +151,7 @@ class Question:
     context: int = 2048
     acceptance: float = 0.6
     power_mode: str | None = None
+    contenders: tuple[Contender, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.acceptance < 1.0:
@@ -132,24 +160,27 @@ class Question:
             )
         if self.context < 1:
             raise OptionError(f"context {self.context} is out of range; give 1 or more")
-        known = [each for each in self.device.quantizations if each in PLANNED]
-        if self.quantization not in known:
+        choices = [name for name in self.device.quantizations if name in PLANNED]
+        if self.quantization not in choices:
             raise DeviceError(
                 f"{self.quantization!r} cannot be planned on {self.device.name}; "
-                f"choose {', '.join(known)}"
+                f"choose {', '.join(choices)}"
             )
 
 
 def plan(question: Question) -> Plan:
-    """Predict; nothing is run and no weights are read."""
+    """Predict; runs nothing and reads no weights.
+
+    plan(question).best.speedup
+    """
     device = question.device
     mode = device.power_mode(question.power_mode)
     target = Load.of(Dimensions.read(question.target), question.quantization)
     drafter = None
     if question.drafter is not None:
         # Drafters keep more bits, see `Recipe.for_drafter`.
-        kept = "none" if question.quantization == "none" else "int8"
-        drafter = Load.of(Dimensions.read(question.drafter), kept)
+        scheme = "none" if question.quantization == "none" else "int8"
+        drafter = Load.of(Dimensions.read(question.drafter), scheme)
     board = Board(device, mode, question.context, target, drafter)
     memory = {"target": target.memory_mb(question.context), "runtime": RUNTIME_MB}
     if drafter is not None:
@@ -163,7 +194,7 @@ def plan(question: Question) -> Plan:
         memory_mb=memory,
         available_mb=device.memory_gb * 1.024**3 * 1e3 - SYSTEM_MB,
         pass_ms_by_width={width: board.pass_ms(width) for width in WIDTHS},
-        rows=list(board.choices(question.acceptance)),
+        rows=list(board.choices(question.contenders, question.acceptance)),
     )
 
 
@@ -178,36 +209,40 @@ class Board:
     drafter: Load | None
 
     def pass_ms(self, width: int) -> float:
-        """A pass of the target."""
+        """The time of a pass of the target."""
         return self._ms(self.target, width)
 
-    def choices(self, acceptance: float) -> Iterator[Choice]:
-        """Plain decoding first, then every method at every width."""
-        plain = 1e3 / self.pass_ms(1)
-        yield Choice(OFF, CHAIN, 1, 1.0, plain, 1.0)
-        for width in WIDTHS[1:]:
-            for shape in (CHAIN, TREE):
-                levels = expected(width - 1, acceptance, branching=shape == TREE)
-                tokens = 1.0 + sum(rate for _, rate in levels)
-                for method, extra in self._drafting_ms(levels, shape).items():
-                    speed = 1e3 * tokens / (self.pass_ms(width) + extra)
-                    yield Choice(method, shape, width, tokens, speed, speed / plain)
+    def choices(
+        self, contenders: tuple[Contender, ...], acceptance: float
+    ) -> Iterator[Choice]:
+        """Plain decoding first, then every contender at every width.
 
-    def _drafting_ms(
-        self, levels: list[tuple[int, float]], shape: str
-    ) -> dict[str, float]:
-        """What a draft costs beside the pass that verifies it, by method.
-
-        The acceptance is the drafter's if there is one.
+        The acceptance is the drafter's if there is a drafter, else that of the probes;
+        the contenders of the other kind are left out.
         """
-        lookup = {LOOKUP: 0.0} if shape == CHAIN else {}
-        if self.drafter is not None:
-            spent = sum(self._ms(self.drafter, rows) for rows, _ in levels)
-            return {DRAFT: spent, **lookup}
-        return {"stream": self._probes_ms(levels), **lookup}
+        plain = 1e3 / self.pass_ms(1)
+        yield Choice(OFF, "", CHAIN, 1, 1.0, plain, 1.0)
+        costs = (FREE, PROBES if self.drafter is None else DRAFTER)
+        rivals = [contender for contender in contenders if contender.cost in costs]
+        for width, shape in itertools.product(WIDTHS[1:], (CHAIN, TREE)):
+            levels = expected_levels(width - 1, acceptance, shape == TREE)
+            tokens = 1.0 + sum(rate for _, rate in levels)
+            for rival in rivals:
+                if shape == TREE and not rival.trees:
+                    continue
+                ms = self.pass_ms(width) + self._draft_ms(rival.cost, levels)
+                name, speed = rival.name, 1e3 * tokens / ms
+                ratio = speed / plain
+                yield Choice(name, rival.cost, shape, width, tokens, speed, ratio)
+
+    def _draft_ms(self, cost: str, levels: list[tuple[int, float]]) -> float:
+        """The time of drafting these levels, beside the pass that verifies them."""
+        if cost == DRAFTER and self.drafter is not None:
+            return sum(self._ms(self.drafter, rows) for rows, _ in levels)
+        return self._probes_ms(levels) if cost == PROBES else 0.0
 
     def _probes_ms(self, levels: list[tuple[int, float]]) -> float:
-        """Every row carries a stream for each level, through the top layers."""
+        """Every row carries a probe for each level, through the top layers."""
         sizes = self.target.sizes
         share = min(1.0, STREAM_LAYERS / sizes.layers)
         part = (share * sizes.matrices + sizes.head) / (sizes.matrices + sizes.head)
@@ -222,59 +257,54 @@ class Board:
         return load.row_ms(self.mode, self.device.compute_capability, FITTED)
 
 
-def expected(rows: int, acceptance: float, branching: bool) -> list[tuple[int, float]]:
-    """The likeliest tree of so many rows: per level, its rows and tokens expected.
+def expected_levels(
+    rows: int, acceptance: float, branching: bool
+) -> list[tuple[int, float]]:
+    """The likeliest tree: per level, its rows and the tokens expected of them.
 
-    Greedy insertion is optimal where a node's probability is its path's product.
-
-        expected(2, 0.5, branching=False)  # [(1, 0.5), (1, 0.25)]
+    expected_levels(2, 0.5, branching=False)    # [(1, 0.5), (1, 0.25)]
     """
+    siblings = range(rows - 1 if branching else 0)
+    others = [acceptance * (1.0 - acceptance) ** rank for rank in siblings]
+    parents, chances = best_tree(rows, [acceptance] * rows, others)
     levels: list[tuple[int, float]] = []
-    count = itertools.count()
-    waiting = [(-acceptance, next(count), 0, 0)]
-    for _ in range(rows):
-        negative, _, level, rank = heapq.heappop(waiting)
-        rate = -negative
-        if level == len(levels):
+    depths = [0]
+    for parent, chance in zip(parents, chances, strict=True):
+        depth = depths[parent]
+        depths.append(depth + 1)
+        if depth == len(levels):
             levels.append((0, 0.0))
-        levels[level] = (levels[level][0] + 1, levels[level][1] + rate)
-        heapq.heappush(waiting, (-rate * acceptance, next(count), level + 1, 0))
-        if branching:
-            sibling = (-rate * (1 - acceptance), next(count), level, rank + 1)
-            heapq.heappush(waiting, sibling)
+        count, tokens = levels[depth]
+        levels[depth] = count + 1, tokens + chance
     return levels
 
 
-def refusal(question: Question, found: Plan) -> DeviceError:
-    """By how much it does not fit, and what would."""
-    over = (found.needed_mb - found.available_mb) / 1e3
+def refusal(question: Question, prediction: Plan) -> DeviceError:
+    """The error for a plan that does not fit: by how much, and what would fit."""
+    needed, available = prediction.needed_mb / 1e3, prediction.available_mb / 1e3
     return DeviceError(
-        f"the model needs {found.needed_mb / 1e3:.1f} GB, {found.device} has "
-        f"{found.available_mb / 1e3:.1f} GB beside the system: {over:.1f} GB too much; "
-        f"{_what_fits(question)}"
+        f"the model needs {needed:.1f} GB, {prediction.device} has {available:.1f} GB "
+        f"beside the system: {needed - available:.1f} GB too much; "
+        f"{_what_fits(replace(question, contenders=()))}"
     )
 
 
 def _what_fits(question: Question) -> str:
     """Fewer bits on this device, or other devices."""
-    for bits in ("int8", "int4"):
-        smaller = _with(question, quantization=bits)
-        if bits != question.quantization and plan(smaller).fits:
-            return f"--quantize {bits} would fit"
+    for scheme in ("int8", "int4"):
+        smaller = replace(question, quantization=scheme)
+        if scheme != question.quantization and plan(smaller).fits:
+            return f"--quantize {scheme} would fit"
     names = []
     devices = map(Device.named, Device.names())
     for device in sorted(devices, key=lambda device: device.memory_gb):
         if question.quantization not in device.quantizations:
             continue
-        if plan(_with(question, device=device, power_mode=None)).fits:
+        if plan(replace(question, device=device, power_mode=None)).fits:
             names.append(device.name)
     if names:
         return f"it fits {', '.join(names)}"
     return "choose a smaller model or context"
-
-
-def _with(question: Question, **changed: Any) -> Question:
-    return Question(**{**question.__dict__, **changed})
 
 
 def _rounded(choice: Choice) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""The execution providers: what each is good for, and which really run here.
+"""The execution providers: what they can run, and which of them run on this machine.
 
-onnxruntime's own list is of what was compiled in. A provider counts as present once a
-graph has run on it; if it does not, the reason is worth more than the fact: a missing
-library, or a GPU that the build holds no code for.
+onnxruntime lists the providers that were compiled in. Here, a provider is present only
+if a graph has run on it; if not, `Presence.reason` says why, for example a missing
+library, or a build without code for this GPU.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from jetdraft.bundle import CONTRIB, STANDARD
-from jetdraft.devices.probe import RAN
+from jetdraft.devices.trial import RAN
 from jetdraft.errors import ProviderError
 from jetdraft.ort import ort
 
 AUTO = "auto"
-"""The first of `PROVIDERS`, from the fastest down, that runs a bundle here."""
+"""The fastest of `PROVIDERS` that runs a bundle on this machine."""
 
 AT_HAND = "choose --provider cpu, or see jetdraft doctor"
-"""What to do where a provider does not run."""
+"""The fix in messages about a provider that does not run."""
 
-PATIENCE = 120.0
-"""Seconds: TensorRT builds an engine for the graph."""
+TRIAL_SECONDS = 120.0
+"""The longest trial run: TensorRT builds an engine for the graph."""
 
 
 @dataclass(frozen=True)
 class Provider:
     """An execution provider of onnxruntime.
 
-    `full` is onnxruntime's name and `memory` where its tensors lie. `flavour` and
-    `dtype` are what a bundle is exported in for it unless the user says otherwise.
+    `full` is onnxruntime's name; `memory` is the device that holds its tensors.
+    `flavour` and `dtype` are the defaults of an export for this provider.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Provider:
         """Why it cannot run graphs of a flavour and a numpy dtype; empty if it can."""
         if self.name == "tensorrt" and flavour == CONTRIB:
             return (
-                "TensorRT imports no contrib operators; export with --flavour standard"
+                "TensorRT cannot read contrib operators; export with --flavour standard"
             )
         if self.name == "cuda" and (flavour, dtype) == (CONTRIB, "float32"):
             return (
@@ -58,22 +58,22 @@ class Provider:
 
 
 PROVIDERS = {
-    each.name: each
-    for each in (
+    provider.name: provider
+    for provider in (
         Provider("tensorrt", "TensorrtExecutionProvider", "cuda", STANDARD, "fp16"),
         Provider("cuda", "CUDAExecutionProvider", "cuda", CONTRIB, "fp16"),
         Provider("cpu", "CPUExecutionProvider", "cpu", CONTRIB, "fp32"),
     )
 }
-"""By name, the fastest first."""
+"""All providers by name, the fastest first."""
 
 
 @dataclass(frozen=True)
 class CudaOptions:
-    """What the CUDA provider is told; see onnxruntime's names.
+    """Options of the CUDA provider, by onnxruntime's names.
 
-    An arena that grows by what is asked keeps a Jetson's shared memory for others, and
-    without TF32 an fp32 graph computes in fp32.
+    An arena that grows by the requested sizes leaves a Jetson's shared memory to other
+    programs. Without TF32, an fp32 graph computes in fp32.
     """
 
     device_id: int = 0
@@ -84,10 +84,10 @@ class CudaOptions:
 
 @dataclass(frozen=True)
 class TensorrtOptions:
-    """What the TensorRT provider is told; see onnxruntime's names.
+    """Options of the TensorRT provider, by onnxruntime's names.
 
-    Shapes are "name:1x4,other:4"; a session has one profile, since onnxruntime 1.31
-    never leaves the first one (its pull request 31624).
+    Shapes are texts like "name:1x4,other:4". A session gets one profile only, since
+    onnxruntime 1.31 never leaves the first (pull request 31624).
     """
 
     trt_engine_cache_path: str
@@ -102,25 +102,25 @@ class TensorrtOptions:
 
 
 def as_options(options: CudaOptions | TensorrtOptions) -> dict[str, str]:
-    """The texts that onnxruntime takes."""
+    """The options as onnxruntime reads them: texts, with "1" for true."""
     return {
         name: str(int(value) if isinstance(value, bool) else value)
         for name, value in asdict(options).items()
     }
 
 
-def known(name: str) -> Provider:
-    """The provider of that name, or a `ProviderError`."""
+def provider_named(name: str) -> Provider:
+    """The provider of that name; raises `ProviderError` if there is none."""
     if name not in PROVIDERS:
         raise ProviderError(f"unknown provider {name!r}; choose {', '.join(PROVIDERS)}")
     return PROVIDERS[name]
 
 
 def choose(name: str, graphs: Iterable[tuple[str, str]]) -> Provider:
-    """The provider to run graphs of these flavours and numpy dtypes on.
+    """The provider that will run graphs of these flavours and numpy dtypes.
 
-    Raises `ProviderError` with the reason if it cannot; "auto" takes the fastest that
-    can instead.
+    "auto" takes the fastest provider that can. Raises `ProviderError` with the reason
+    if none can, or if the named provider cannot.
 
         choose("auto", [("contrib", "float32")]).name    # "cpu"
     """
@@ -128,11 +128,10 @@ def choose(name: str, graphs: Iterable[tuple[str, str]]) -> Provider:
     if name not in (AUTO, *PROVIDERS):
         names = ", ".join((*PROVIDERS, AUTO))
         raise ProviderError(f"unknown provider {name!r}; choose {names}")
-    tried = list(PROVIDERS) if name == AUTO else [name]
-    for each in tried:
-        reason = _unfit(PROVIDERS[each], graphs)
+    for candidate in PROVIDERS if name == AUTO else [name]:
+        reason = _obstacle(PROVIDERS[candidate], graphs)
         if not reason:
-            return PROVIDERS[each]
+            return PROVIDERS[candidate]
     raise ProviderError(f"provider {name!r} cannot run this bundle here: {reason}")
 
 
@@ -141,18 +140,19 @@ def fastest() -> str:
     return next(name for name in PROVIDERS if name == "cpu" or presence(name).runs)
 
 
-def _unfit(provider: Provider, graphs: list[tuple[str, str]]) -> str:
+def _obstacle(provider: Provider, graphs: list[tuple[str, str]]) -> str:
+    """Why a provider cannot run the graphs here; empty if it can."""
     refusals = (provider.refusal(*graph) for graph in graphs)
     if reason := next(filter(None, refusals), ""):
         return reason
-    # What is always there need not be tried out at every load.
-    found = "" if provider.name == "cpu" else presence(provider.name).reason
-    return found and f"{found}; {AT_HAND}"
+    # The CPU provider is always present, and a trial takes time at every load.
+    reason = "" if provider.name == "cpu" else presence(provider.name).reason
+    return reason and f"{reason}; {AT_HAND}"
 
 
 @dataclass(frozen=True)
 class Presence:
-    """Whether a provider runs; `reason` says why not, in one line."""
+    """Whether a provider is compiled in and runs; `reason` says why not, in a line."""
 
     name: str
     compiled: bool
@@ -162,7 +162,7 @@ class Presence:
 
 @functools.cache
 def presence(name: str) -> Presence:
-    """Run a small graph on a provider of `PROVIDERS`, once per process.
+    """Run a trial of one of `PROVIDERS`, once per process.
 
     presence("cuda").reason
     """
@@ -171,10 +171,10 @@ def presence(name: str) -> Presence:
         return Presence(
             name, False, False, f"this onnxruntime was built without {full}"
         )
-    command = [sys.executable, "-m", "jetdraft.devices.probe", full]
+    command = [sys.executable, "-m", "jetdraft.devices.trial", full]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE, check=False
+            command, capture_output=True, text=True, timeout=TRIAL_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return Presence(name, True, False, f"a small graph did not run ({error})")
@@ -183,18 +183,18 @@ def presence(name: str) -> Presence:
     return Presence(name, True, False, reason_of(done.returncode, done.stderr))
 
 
-def reason_of(code: int, said: str) -> str:
-    """What is wrong, out of what a failed run left on stderr."""
-    library = re.search(r"error: (\S+): cannot open shared object file", said)
+def reason_of(code: int, stderr: str) -> str:
+    """The reason of a failed trial, from its exit code and what it wrote to stderr."""
+    library = re.search(r"error: (\S+): cannot open shared object file", stderr)
     if library:
         return f"it needs {library[1]}, which the loader does not find"
-    if "no kernel image" in said or "NoKernelImageForDevice" in said:
+    if "no kernel image" in stderr or "NoKernelImageForDevice" in stderr:
         return "this build of onnxruntime holds no code for this GPU"
-    if "no CUDA-capable device" in said or "CUDA failure 100" in said:
+    if "no CUDA-capable device" in stderr or "CUDA failure 100" in stderr:
         return "there is no CUDA device, or its driver is not loaded"
-    if "driver version is insufficient" in said or "CUDA failure 35" in said:
+    if "driver version is insufficient" in stderr or "CUDA failure 35" in stderr:
         return "the GPU's driver is older than this build's CUDA"
     if code < 0:
         return f"a small graph ended the process with signal {-code}"
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     return f"a small graph failed: {(lines or ['no message'])[-1][:200]}"

@@ -1,11 +1,11 @@
-"""How long a pass takes and what it needs, from sizes and rates.
+"""Predicts the time and the memory of a pass from a model's sizes and a device's rates.
 
     ms(width) = fixed + bytes read / bandwidth + (width - 1) * operations per row / rate
 
-A pass of one row reads every weight once, which is what bounds it; each further row
-adds its arithmetic. A strict roofline would take the larger of the two, and rows would
-be free up to a knee; the published figures show them added (docs/devices.md has the
-fit).
+Reading every weight once bounds a pass of one row; each further row adds its
+arithmetic. A strict roofline would take the larger of the two times, so that rows would
+be free up to a knee; in the published figures the times add up (docs/devices.md has
+the fit).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from jetdraft.devices.dimensions import STATE_BYTES, Dimensions
 from jetdraft.errors import OptionError
 
 BYTES = {"none": 2.0, "int8": 1.0 + 2 / 128, "int4": 0.5 + 2 / 128}
-"""Per weight, with a half-precision scale for 128 of them."""
+"""Bytes per weight, with a half-precision scale for 128 weights."""
 
 BYTES_PER_KV = 2.0
 RUNTIME_MB = 846.0
-"""What a session has beside weights, KV and logits; fitted, see docs/devices.md."""
+"""Memory of a session beside weights, KV and logits; fitted, see docs/devices.md."""
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What is reached of the peak rates, the same for every model.
+    """The shares of the peak rates that passes reach, the same for every model.
 
-    `bandwidth` and `compute` are shares, the latter by compute capability, of the dense
-    fp16 rate; `pass_ms` are launches and the host.
+    `bandwidth` is a share of the memory bandwidth; `compute` holds shares of the dense
+    fp16 rate by compute capability. `pass_ms` is the time of launches and the host.
     """
 
     bandwidth: float
@@ -44,9 +44,9 @@ has not been measured on these devices."""
 
 @dataclass(frozen=True)
 class Load:
-    """A decoder as it lies in memory: `weight_bytes` and `head_bytes` per weight.
+    """A decoder in memory: bytes per weight of the layers and of the head.
 
-    The head is read in every pass; of the embedding a few rows are.
+    A pass reads the whole head, but only a few rows of the embedding.
 
         Load(Dimensions.read(path), BYTES["int4"], BYTES["int4"]).pass_bytes(2048)
     """
@@ -57,7 +57,7 @@ class Load:
 
     @classmethod
     def of(cls, sizes: Dimensions, quantization: str) -> Load:
-        """With everything in one format; raises `OptionError`."""
+        """A load with one format for all weights; raises `OptionError` if unknown."""
         if quantization not in BYTES:
             raise OptionError(
                 f"cannot plan quantization {quantization!r}; choose {', '.join(BYTES)}"
@@ -65,21 +65,21 @@ class Load:
         return cls(sizes, BYTES[quantization], BYTES[quantization])
 
     def pass_bytes(self, context: int) -> float:
-        """Read by a pass of one row, `context` tokens deep."""
+        """The bytes that a pass of one row reads after `context` tokens."""
         sizes = self.sizes
         weights = sizes.matrices * self.weight_bytes + sizes.head * self.head_bytes
         state = 2 * sizes.state_values * STATE_BYTES
         return weights + context * sizes.kv_values * BYTES_PER_KV + state
 
     def memory_mb(self, capacity: int) -> float:
-        """Weights, KV buffers and state, in 10^6 bytes; no runtime."""
+        """The size of weights, KV buffers and state, in 10^6 bytes."""
         sizes = self.sizes
-        # A tied head and the embedding are one tensor if they have one format.
+        # A tied head and embedding of the same format are one tensor.
         embedding = 0.0 if sizes.tied else sizes.head * self.head_bytes
-        kept = capacity * sizes.kv_values * BYTES_PER_KV
-        kept += sizes.state_values * STATE_BYTES
+        cache = capacity * sizes.kv_values * BYTES_PER_KV
+        cache += sizes.state_values * STATE_BYTES
         weights = sizes.matrices * self.weight_bytes + sizes.head * self.head_bytes
-        return (weights + embedding + kept) / 1e6
+        return (weights + embedding + cache) / 1e6
 
     def pass_ms(
         self,
@@ -89,7 +89,7 @@ class Load:
         capability: str,
         efficiency: Efficiency = FITTED,
     ) -> float:
-        """Predicted time of a pass of `width` rows."""
+        """The predicted time of a pass of `width` rows after `context` tokens."""
         reading = self.pass_bytes(context) / (mode.bandwidth_gbs * efficiency.bandwidth)
         rows = (width - 1) * self.row_ms(mode, capability, efficiency)
         return efficiency.pass_ms + reading / 1e6 + rows
@@ -97,6 +97,6 @@ class Load:
     def row_ms(
         self, mode: PowerMode, capability: str, efficiency: Efficiency = FITTED
     ) -> float:
-        """What a further row adds: its multiplications and additions."""
+        """The time of a further row: its multiplications and additions."""
         rate = mode.fp16_tflops * efficiency.compute[capability]
         return 2 * (self.sizes.matrices + self.sizes.head) / (rate * 1e9)

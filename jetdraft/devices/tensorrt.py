@@ -1,4 +1,4 @@
-"""What TensorRT needs beside a graph: ranges of shapes, and a place for its engines."""
+"""What TensorRT needs beside a graph: ranges of shapes, and a folder for engines."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from jetdraft.contract import StepContract, TensorSpec
 from jetdraft.devices.providers import TensorrtOptions
 
 WIDTHS = (2, 4, 8)
-"""Passes that get an engine of their own; each engine holds the weights once more."""
+"""Widths with an engine of their own; each engine holds a copy of the weights."""
 
 _MADE_BY = "made-by.json"
 
 
 def profile(contract: StepContract, width: int | None) -> tuple[str, str, str]:
-    """The least, usual and largest shapes of passes, as TensorRT's options take them.
+    """The smallest, usual and largest input shapes, as TensorRT's options take them.
 
-    Of one `width`, where all rows are answered for; or None for passes of any width.
+    For passes of one `width`, in which all rows have an answer, or of any width (None).
     """
     streams = contract.streams
     if width is not None:
-        sizes = [(width, width, each * width) for each in (0, streams, streams)]
+        sizes = [(width, width, count * width) for count in (0, streams, streams)]
     else:
         most = contract.max_width
         sizes = [(1, 1, 0), (most, 1, 0), (most, most, most * streams)]
@@ -33,12 +33,12 @@ def profile(contract: StepContract, width: int | None) -> tuple[str, str, str]:
         for spec in contract.inputs
         if any(isinstance(axis, str) for axis in spec.shape)
     ]
-    least, usual, largest = (_shapes(dynamic, *each) for each in sizes)
+    least, usual, largest = (_shapes(dynamic, *size) for size in sizes)
     return least, usual, largest
 
 
 def _shapes(specs: Sequence[TensorSpec], rows: int, answers: int, probes: int) -> str:
-    """ "input_ids:1x4,answer_rows:4"."""
+    """The shapes in TensorRT's form, for example "input_ids:1x4,answer_rows:4"."""
     sized = ((spec.name, spec.sized(rows, answers, probes)) for spec in specs)
     return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in sized)
 
@@ -46,12 +46,12 @@ def _shapes(specs: Sequence[TensorSpec], rows: int, answers: int, probes: int) -
 def engine_options(
     contract: StepContract, width: int | None, folder: Path | None
 ) -> TensorrtOptions:
-    """The options of one engine; without a `folder` it is built at every load."""
+    """The options of one engine; without a `folder`, every load builds it again."""
     least, usual, largest = profile(contract, width)
-    where = "" if folder is None else str(folder / f"width-{width or 'any'}")
+    cache = "" if folder is None else str(folder / f"width-{width or 'any'}")
     return TensorrtOptions(
-        trt_engine_cache_path=where,
-        trt_timing_cache_path=where,
+        trt_engine_cache_path=cache,
+        trt_timing_cache_path=cache,
         trt_profile_min_shapes=least,
         trt_profile_opt_shapes=usual,
         trt_profile_max_shapes=largest,
@@ -62,10 +62,10 @@ def engine_options(
 
 
 def engine_folder(folder: Path, machine: dict[str, str]) -> Path | None:
-    """Where engines made by this machine are kept, empty if they were made by another.
+    """The folder of this machine's engines, emptied if another machine built them.
 
-    `machine` says what they depend on: the bundle, the GPU, the versions. None, with a
-    warning, where nothing can be written.
+    `machine` names what engines depend on: the bundle, the GPU, the versions. Returns
+    None, with a warning, if the folder cannot be written.
     """
     stamp = folder / _MADE_BY
     try:
@@ -77,7 +77,7 @@ def engine_folder(folder: Path, machine: dict[str, str]) -> Path | None:
                     stacklevel=4,
                 )
                 shutil.rmtree(folder)
-            # What was measured of other engines says nothing of how these round.
+            # Width classes measured on the old engines do not hold for new ones.
             for measured in folder.parent.glob("tensorrt*.json"):
                 measured.unlink()
             folder.mkdir(parents=True)

@@ -20,6 +20,7 @@ from onnx_ir.passes import common
 
 from jetdraft.contract import StepContract
 from jetdraft.edits import PARAMETER, derived, initializer, substitute
+from jetdraft.export.attentions import attentions
 
 _CONTRIB = "com.microsoft"
 
@@ -36,20 +37,16 @@ def fuse(
     # One cosine per layer becomes one cosine, so that one table serves all layers.
     common.CommonSubexpressionEliminationPass()(model)
     tables = _RotaryTables(model, contract.capacity)
-    for node in _attentions(model.graph):
+    for node in attentions(model.graph):
         _fuse_rotary(model.graph, node, tables)
     _drop_identity_reshapes(model.graph)
     _split_gemms(model.graph)
     _merge_projections(model.graph, forms or {})
-    for node in _attentions(model.graph):
+    for node in attentions(model.graph):
         _pack_projections(node)
     _fuse_norms(model.graph)
     common.RemoveUnusedNodesPass()(model)
     model.graph.sort()
-
-
-def _attentions(graph: ir.Graph) -> list[ir.Node]:
-    return [node for node in graph if node.op_type == "GroupQueryAttention"]
 
 
 def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:

@@ -1,4 +1,4 @@
-"""Integer KV buffers: attention reads and writes them, with a scale per channel."""
+"""Integer KV buffers: attention quantizes what it writes, with a scale per channel."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import onnx_ir as ir
 import torch
 
 from jetdraft.contract import StepContract
-from jetdraft.edits import initializer
+from jetdraft.edits import initializer, value_of
+from jetdraft.export.attentions import attentions
 from jetdraft.export.step import Step, dtype_of
-from jetdraft.export.tree import attentions, value_of
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows
 
 SCALE_INPUTS = 12, 13
-"""Of GroupQueryAttention: those of keys and of values."""
+"""GroupQueryAttention's inputs for the scales of keys and of values."""
 
 PAST_KEY = 3
 
@@ -24,23 +24,24 @@ PAST_KEY = 3
 def cache_scales(
     model: Any, contract: StepContract, windows: Windows, bits: int
 ) -> list[Floats]:
-    """The scales of all buffers in the contract's order, float32 [kv_heads * head_dim].
+    """A scale per channel for each buffer, in the contract's order.
 
-    The largest key and value of each channel over a text become the largest integer.
+    Each is float32 [kv_heads * head_dim]. A channel's largest magnitude over the text
+    becomes the largest integer of `bits`.
     """
     step = Step(model, contract)
     largest: list[torch.Tensor] = []
     with torch.no_grad():
         for ids in windows.ids[:, : contract.capacity]:
-            found = [x.abs().amax(2)[0].flatten() for x in _buffers(step, ids[None])]
-            pairs = zip(largest, found, strict=True) if largest else ()
-            largest = [torch.maximum(*pair) for pair in pairs] or found
-    most = (1 << (bits - 1)) - 1
-    return [(x.clamp(min=1e-6) / most).float().numpy() for x in largest]
+            peaks = [x.abs().amax(2)[0].flatten() for x in _buffers(step, ids[None])]
+            pairs = zip(largest, peaks, strict=True) if largest else ()
+            largest = [torch.maximum(*pair) for pair in pairs] or peaks
+    largest_integer = (1 << (bits - 1)) - 1
+    return [(x.clamp(min=1e-6) / largest_integer).float().numpy() for x in largest]
 
 
 def _buffers(step: Step, ids: torch.Tensor) -> list[torch.Tensor]:
-    """What a pass over a window leaves in the buffers, of float contracts."""
+    """The float buffers after a pass over a window, `ids` [1, tokens]."""
     contract, rows = step.contract, ids.shape[1]
     dtype = dtype_of(contract)
     past = [torch.zeros(spec.sized(), dtype=dtype) for spec in contract.buffers("past")]
@@ -59,16 +60,16 @@ def _buffers(step: Step, ids: torch.Tensor) -> list[torch.Tensor]:
 def quantize_cache(
     model: ir.Model, contract: StepContract, scales: list[Floats], bits: int
 ) -> StepContract:
-    """Let the attentions of a traced graph keep integers; the contract of the result.
+    """Make a traced graph's attentions keep int8 buffers; returns the new contract.
 
-    int8, or two int4 in a byte.
+    `scales` are the result of `cache_scales`.
     """
     quantized, graph = replace(contract, kv_bits=bits), model.graph
     for side, values in (("past", graph.inputs), ("present", graph.outputs)):
         named = {value.name: value for value in values}
         for spec in quantized.buffers(side):
-            wanted, value = value_of(spec), named[spec.name]
-            value.type, value.shape = wanted.type, wanted.shape
+            declared, value = value_of(spec), named[spec.name]
+            value.type, value.shape = declared.type, declared.shape
     for node in attentions(graph):
         past = node.inputs[PAST_KEY]
         assert past is not None

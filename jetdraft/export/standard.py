@@ -14,12 +14,10 @@ from onnx_ir.passes import common
 
 from jetdraft.edits import initializer, substitute
 from jetdraft.errors import UnsupportedModelError
+from jetdraft.export.attentions import attentions
 
 OPSET = 24
 """The first that has TensorScatter and Attention over a part of a buffer."""
-
-MASK_INPUT = 3
-"""Of Attention."""
 
 
 def standardize(model: ir.Model, scattered: bool) -> None:
@@ -28,11 +26,10 @@ def standardize(model: ir.Model, scattered: bool) -> None:
     A `scattered` one writes new rows with ScatterND in place of TensorScatter.
     """
     graph = model.graph
-    for node in list(graph):
-        if node.op_type == "GroupQueryAttention":
-            _attention(graph, node, scattered)
-        elif node.op_type == "RMSNormalization":
-            _norm(graph, node)
+    for node in attentions(graph):
+        _attention(graph, node, scattered)
+    for node in [node for node in graph if node.op_type == "RMSNormalization"]:
+        _norm(graph, node)
     graph.opset_imports[""] = OPSET
     graph.opset_imports.pop("com.microsoft", None)
     common.CommonSubexpressionEliminationPass()(model)
@@ -148,10 +145,3 @@ def _norm(graph: ir.Graph, node: ir.Node) -> None:
         found = make("Cast", [found], to=dtype)
     substitute(node.outputs[:1], [make("Mul", [found, weight])])
     graph.remove(node, safe=True)
-
-
-def branch(graph: ir.Graph, bias: ir.Value) -> None:
-    """Let chain attentions look where a bias says too, in place."""
-    for node in graph:
-        if node.op_type == "Attention" and node.inputs[MASK_INPUT] is None:
-            node.replace_input_with(MASK_INPUT, bias)

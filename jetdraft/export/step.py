@@ -1,4 +1,4 @@
-"""The pass as a module: a step graph is this module, traced."""
+"""The pass as a torch module, and the tracer that makes a step graph of it."""
 
 from __future__ import annotations
 
@@ -14,28 +14,62 @@ import torch
 
 from jetdraft.checkpoints.attention import HandThrough, StepState, attending
 from jetdraft.checkpoints.parameters import keep_weights, simplify
-from jetdraft.checkpoints.streamed import Streamed
+from jetdraft.checkpoints.silence import silenced
+from jetdraft.checkpoints.streamed import decoder_layers
 from jetdraft.contract import ANSWERS, PROBES, ROWS, StepContract, TensorSpec
 from jetdraft.errors import JetdraftError, UnsupportedModelError
 
 OPSET = 23
-# Different sizes, so that the tracer does not take two axes for the same.
+# Different sizes, so that the tracer does not merge two axes into one.
 _TRACED_ROWS, _TRACED_ANSWERS, _TRACED_PROBES = 7, 5, 6
 
 
-class Step(torch.nn.Module):
-    """One pass of a causal LM over fixed buffers, as the graph contract has it.
+CUT = "cut_hidden"
+"""The extra output of a graph that is traced with a cut: the states that enter it."""
 
-    Run eagerly it is the oracle of its own graph; the returned buffers are copies.
+
+class Step(torch.nn.Module):
+    """One pass of a causal LM over fixed buffers, as the graph contract declares it.
+
+    Run eagerly, it is the oracle of its own graph; the returned buffers are copies.
+    With a `cut` it also gives the hidden states that enter the top `cut` layers.
+    `extra_inputs` and `extra_outputs` come after the contract's while it is traced.
 
         outputs = Step(model, contract)(ids, positions, cursor, total, answers, buffers)
     """
 
-    def __init__(self, model: Any, contract: StepContract) -> None:
+    extra_inputs: tuple[TensorSpec, ...] = ()
+    extra_outputs: tuple[str, ...] = ()
+
+    def __init__(self, model: Any, contract: StepContract, cut: int = 0) -> None:
         super().__init__()
         self.model = model
         self.contract = contract
+        self.cut = cut
         self.windows: set[int] = set()
+        if cut:
+            self.extra_outputs = (CUT,)
+
+    @property
+    def decoder(self) -> Any:
+        """The model of transformers."""
+        return self.model
+
+    def example(self) -> list[torch.Tensor]:
+        """The contract's inputs up to the buffers, with values to trace with."""
+        rows = torch.arange(_TRACED_ROWS)
+        sizes = (_TRACED_ROWS, _TRACED_ANSWERS, _TRACED_PROBES)
+        values = {
+            "position_ids": rows[None],
+            "total_length": torch.tensor([_TRACED_ROWS], dtype=torch.int32),
+            "answer_rows": rows[:_TRACED_ANSWERS],
+            "probe_rows": rows[:_TRACED_PROBES],
+        }
+        before = len(self.contract.inputs) - len(self.contract.buffers("past"))
+        return [
+            values.get(spec.name, _zeros(spec, *sizes))
+            for spec in self.contract.inputs[:before]
+        ]
 
     def forward(
         self,
@@ -46,9 +80,9 @@ class Step(torch.nn.Module):
         answer_rows: torch.Tensor,
         past: list[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Outputs in the order of `StepContract.outputs`."""
-        state = _state(position_ids, cursor, total_length, past)
-        with attending(state), _under_head(self.model) as hidden:
+        """Outputs in the order of `StepContract.outputs`, then the extra ones."""
+        state = state_of(position_ids, cursor, total_length, past)
+        with attending(state), self._watched() as (head, cut):
             logits = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,
@@ -67,27 +101,36 @@ class Step(torch.nn.Module):
                 f"only {len(state.present)} of {len(state.past)} layers keep keys and "
                 "values; models with recurrent or shared layers cannot be exported"
             )
-        found = answers(logits, self.contract)
-        if self.contract.hidden_size:
-            found.append(hidden[0].float())
-        return [*found, *presents(state)]
+        hidden = [head[0].float()] if self.contract.hidden_size else []
+        return [*answers(logits, self.contract), *hidden, *presents(state), *cut]
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """The states that enter the head and the cut, filled by the forward pass."""
+        head, cut = list[torch.Tensor](), list[torch.Tensor]()
+        with contextlib.ExitStack() as hooks:
+            hooks.callback(_watch(self.model.get_output_embeddings(), head).remove)
+            if self.cut:
+                first = decoder_layers(self.model)[-self.cut]
+                hooks.callback(_watch(first, cut).remove)
+            yield head, cut
 
 
-@contextlib.contextmanager
-def _under_head(model: Any) -> Iterator[list[torch.Tensor]]:
-    """The hidden states that a model's head is given."""
-    seen: list[torch.Tensor] = []
-    handle = model.get_output_embeddings().register_forward_pre_hook(
-        lambda head, args: seen.append(args[0])
-    )
-    try:
-        yield seen
-    finally:
-        handle.remove()
+def _watch(module: torch.nn.Module, seen: list[torch.Tensor]) -> Any:
+    """Append the hidden states that enter `module` to `seen`; the hook's handle."""
+
+    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _count(numbers: torch.Tensor) -> torch.Tensor:
-    """How many numbers [1, n], none below 0, there are, as int32 [1].
+def _zeros(spec: TensorSpec, *sizes: int) -> torch.Tensor:
+    return torch.zeros(spec.sized(*sizes), dtype=getattr(torch, spec.dtype))
+
+
+def count(numbers: torch.Tensor) -> torch.Tensor:
+    """The size n of numbers [1, n], none below 0, as int32 [1].
 
     A shape is known on the host only, and a graph that copies it to the device cannot
     be captured as a CUDA graph.
@@ -95,92 +138,24 @@ def _count(numbers: torch.Tensor) -> torch.Tensor:
     return (numbers >= 0).to(torch.int32).sum(1, dtype=torch.int32)
 
 
-def _state(
+def state_of(
     position_ids: torch.Tensor,
     cursor: torch.Tensor,
     total_length: torch.Tensor,
     past: list[torch.Tensor],
 ) -> StepState:
-    """What a pass over `past` gives its attention layers."""
+    """The state that the attention layers share in a pass over `past`."""
     return StepState(
         cursor=cursor,
         # total_length may be a fixed bucket, so the last row is counted here.
-        last_row=cursor + _count(position_ids) - 1,
+        last_row=cursor + count(position_ids) - 1,
         total_length=total_length,
         past=list(zip(past[::2], past[1::2], strict=True)),
     )
 
 
-EARLY = ("hidden", "scores")
-"""What streams add to the outputs while they are traced, for the halves: the hidden
-states that enter the top layers, and how likely an early exit thinks each row is."""
-
-PARENTS = "parents"
-
-
-class StreamStep(torch.nn.Module):
-    """One pass of a model whose rows can carry streams; see `Step`."""
-
-    def __init__(self, streamed: Streamed, contract: StepContract) -> None:
-        super().__init__()
-        self.streamed = streamed
-        self.contract = contract
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        cursor: torch.Tensor,
-        total_length: torch.Tensor,
-        answer_rows: torch.Tensor,
-        attention_bias: torch.Tensor,
-        probe_rows: torch.Tensor,
-        probe_ids: torch.Tensor,
-        past: list[torch.Tensor],
-        parents: torch.Tensor,
-    ) -> list[torch.Tensor]:
-        """Outputs in the order of `StepContract.outputs`, then `EARLY`.
-
-        `parents` int64 [n] are those of the rows in a draft, the root's being itself.
-        """
-        state = _state(position_ids, cursor, total_length, past)
-
-        def entered() -> None:
-            state.last_row = state.last_row + _count(probe_rows[None])
-            state.bias = attention_bias
-
-        self.streamed.entered = entered
-        with attending(state):
-            logits, early, hidden = self.streamed(
-                input_ids,
-                position_ids,
-                probe_rows,
-                probe_ids,
-                answer_rows,
-                early_exit=True,
-                past_key_values=HandThrough(),
-                use_cache=True,
-            )
-        # Split last: a pass may have no probes, and not every operator takes nothing.
-        found = answers(logits.float(), self.contract)
-        rows = answer_rows.shape[0]
-        main, probes = (
-            [x[:, a:b] for x in found] for a, b in ((0, rows), (rows, None))
-        )
-        scores = _scores(early.float(), input_ids, parents)
-        return [*main, *probes, *presents(state), hidden, scores]
-
-
-def _scores(
-    logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
-) -> torch.Tensor:
-    """The log probability of each row's token after its parent, float32 [1, n]."""
-    found = logits[:, parents].gather(-1, tokens[..., None])[..., 0]
-    return found - torch.logsumexp(logits, -1)[:, parents]
-
-
 def answers(logits: torch.Tensor, contract: StepContract) -> list[torch.Tensor]:
-    """What a graph says of rows whose logits are float32 [1, m, vocab]."""
+    """The four answers for rows whose logits are float32 [1, m, vocab]."""
     values, indices = torch.topk(logits, contract.candidates)
     return [indices, values, torch.logsumexp(logits, -1), logits]
 
@@ -191,7 +166,7 @@ def presents(state: StepState) -> list[torch.Tensor]:
 
 
 def dtype_of(contract: StepContract) -> torch.dtype:
-    """What a graph computes in."""
+    """The type that a graph computes in."""
     dtype: torch.dtype = getattr(torch, contract.dtype)
     return dtype
 
@@ -245,93 +220,89 @@ class _MakeBuffers(HandThrough):
 
 
 class _Open(torch.nn.Module):
-    """A step whose weights are a last argument: the exporter would fold constants."""
+    """A step whose weights are its last argument: the exporter folds constants."""
 
     step: torch.nn.Module
 
     def __init__(self, step: torch.nn.Module, names: list[str]) -> None:
         super().__init__()
-        # No submodule, or the exporter would take its weights along.
+        # As a submodule, its weights would be exported as constants.
         object.__setattr__(self, "step", step)
         self.names = names
 
     def forward(self, *inputs: Any) -> list[torch.Tensor]:
-        """What the step gives for all inputs but the last."""
+        """The step's outputs; the last input holds the weights."""
         *others, weights = inputs
-        given = dict(zip(self.names, weights, strict=True))
-        found: list[torch.Tensor] = torch.func.functional_call(
-            self.step, given, tuple(others)
+        named = dict(zip(self.names, weights, strict=True))
+        outputs: list[torch.Tensor] = torch.func.functional_call(
+            self.step, named, tuple(others)
         )
-        return found
+        return outputs
 
 
-def trace(
-    model: Any, contract: StepContract, names: Mapping[int, str]
-) -> onnx_ir.Model:
-    """Trace a model, or a `Streamed` one, into a float step graph.
+def trace(step: Step, names: Mapping[int, str]) -> onnx_ir.Model:
+    """Trace a step into a float step graph.
 
-    Inputs and outputs have the contract's names. The weights are read from `model` when
-    they are needed. Those with no name in `names`, by their ids, stay inputs after all
-    others until `keep_weights`: a task's, which nothing may fuse or quantize.
+    Inputs and outputs have the names of the contract and of the step's extra ones. The
+    weights are read from the model when they are needed. A weight whose id is not in
+    `names` stays an input after all others until `keep_weights`: it belongs to a task,
+    and nothing may fuse or quantize it. Raises `UnsupportedModelError`.
 
-        trace(checkpoint.model, contract, checkpoint.names())
+        trace(Step(checkpoint.model, contract), checkpoint.names())
     """
-    decoder = model.model if isinstance(model, Streamed) else model
-    _pin_rotary_frequencies(decoder, contract.capacity)
-    widest = max(_TRACED_ROWS + 1, contract.max_width)
-    dims = {axis: torch.export.Dim(axis, min=1, max=widest) for axis in (ROWS, ANSWERS)}
-    dims[PROBES] = torch.export.Dim(PROBES, min=0, max=16 * widest)
-    dtype = dtype_of(contract)
-    arguments = _example(dtype, contract)
-    shapes = [_dynamic(spec, dims) for spec in contract.inputs[: len(arguments)]]
-    past = [torch.zeros(spec.sized(), dtype=dtype) for spec in contract.buffers("past")]
-    streams = isinstance(model, Streamed)
-    step: torch.nn.Module = (StreamStep if streams else Step)(model, contract)
+    contract, dtype = step.contract, dtype_of(step.contract)
+    _pin_rotary_frequencies(step.decoder, contract.capacity)
     step.eval()
-    parents = [torch.zeros(_TRACED_ROWS, dtype=torch.long)] if streams else []
-    early = EARLY if streams else ()
+    example = step.example()
+    past = [_zeros(spec) for spec in contract.buffers("past")]
+    extras = [_zeros(spec, _TRACED_ROWS) for spec in step.extra_inputs]
     inner = dict(step.named_parameters())
     weights = {name.partition(".")[2]: weight for name, weight in inner.items()}
     # Memory that nobody touches.
     empty = [torch.empty(weight.shape, dtype=dtype) for weight in weights.values()]
+    shapes = _dynamic_shapes(
+        contract, (*contract.inputs[: len(example)], *step.extra_inputs)
+    )
     try:
-        with _silence(), torch.no_grad():
+        with _silent(), torch.no_grad():
             program = torch.onnx.export(
                 _Open(step, list(inner)),
-                (*arguments, past, *parents, empty),
+                (*example, past, *extras, empty),
                 dynamo=True,
                 opset_version=OPSET,
                 # The one parameter of `_Open.forward`.
                 dynamic_shapes=(
                     (
-                        *shapes,
+                        *shapes[: len(example)],
                         [None] * len(past),
-                        *({0: dims[ROWS]} for _ in parents),
+                        *shapes[len(example) :],
                         [None] * len(empty),
                     ),
                 ),
                 input_names=[
-                    *(spec.name for spec in contract.inputs),
-                    *([PARENTS] if streams else []),
+                    *(spec.name for spec in (*contract.inputs, *step.extra_inputs)),
                     *weights,
                 ],
-                output_names=[*(spec.name for spec in contract.outputs), *early],
+                output_names=[
+                    *(spec.name for spec in contract.outputs),
+                    *step.extra_outputs,
+                ],
                 verbose=False,
             )
     except JetdraftError:
         raise
     except Exception as error:  # the exporter wraps every cause in its own types
-        raise refusal(decoder, error) from error
+        raise refusal(step.decoder, error) from error
     assert program is not None
     _rename_inner(program.model.graph)
-    named = {name: each for name, each in weights.items() if id(each) in names}
-    keep_weights(program.model, named, names)
+    own = {name: weight for name, weight in weights.items() if id(weight) in names}
+    keep_weights(program.model, own, names)
     simplify(program.model)
     return program.model
 
 
 def _rename_inner(graph: onnx_ir.Graph) -> None:
-    """The exporter names outputs last, and may take a name that is in use."""
+    """Rename inner values: the exporter may give an output a name that is in use."""
     taken = {value.name for value in graph.outputs}
     for node in graph:
         for value in node.outputs:
@@ -339,35 +310,26 @@ def _rename_inner(graph: onnx_ir.Graph) -> None:
                 value.name = f"{value.name}.inner"
 
 
-def _example(dtype: torch.dtype, contract: StepContract) -> list[torch.Tensor]:
-    """What to trace with: the inputs up to the buffers."""
-    rows, probes = _TRACED_ROWS, _TRACED_PROBES if contract.streams else 0
-    found = [
-        torch.zeros(1, rows, dtype=torch.long),
-        torch.arange(rows)[None],
-        torch.zeros(1, dtype=torch.int32),
-        torch.full((1,), rows, dtype=torch.int32),
-        torch.arange(_TRACED_ANSWERS),
+def _dynamic_shapes(
+    contract: StepContract, specs: tuple[TensorSpec, ...]
+) -> list[dict[int, Any] | None]:
+    """The axes that vary, per input; rows and probes together follow from both."""
+    widest = max(_TRACED_ROWS + 1, contract.max_width)
+    dims = {axis: torch.export.Dim(axis, min=1, max=widest) for axis in (ROWS, ANSWERS)}
+    dims[PROBES] = torch.export.Dim(PROBES, min=0, max=16 * widest)
+    return [
+        {
+            index: dims.get(axis, torch.export.Dim.AUTO)
+            for index, axis in enumerate(spec.shape)
+            if isinstance(axis, str)
+        }
+        or None
+        for spec in specs
     ]
-    if contract.biased:
-        found.append(torch.zeros(contract.bias.sized(rows, 0, probes), dtype=dtype))
-    if contract.streams:
-        found += [torch.arange(probes) % rows, torch.zeros(probes, dtype=torch.long)]
-    return found
-
-
-def _dynamic(spec: TensorSpec, dims: dict[str, Any]) -> dict[int, Any] | None:
-    """Which axes of an input vary; that of rows and probes together follows."""
-    axes = {
-        index: dims.get(axis, torch.export.Dim.AUTO)
-        for index, axis in enumerate(spec.shape)
-        if isinstance(axis, str)
-    }
-    return axes or None
 
 
 def refusal(model: Any, error: BaseException) -> UnsupportedModelError:
-    """The innermost reason, ours where it is ours."""
+    """An error with the innermost reason; an error of ours stays as it is."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, UnsupportedModelError):
@@ -411,13 +373,12 @@ def _pin_rotary_frequencies(model: Any, capacity: int) -> None:
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """The torch exporter prints and logs far more than a user can use."""
-    previous = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(previous)
+def _silent() -> Iterator[None]:
+    """Drop what the torch exporter prints and logs."""
+    with (
+        silenced(logging.ERROR),
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        yield

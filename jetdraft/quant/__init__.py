@@ -1,1 +1,1 @@
-"""Weight quantization of step graphs."""
+"""Weight quantization: algorithms, calibration on a text, and edits of step graphs."""

@@ -1,9 +1,10 @@
-"""A matrix as small integers with a scale per block: what every algorithm gives."""
+"""A matrix as small integers with a scale per block: the result of every algorithm."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +16,12 @@ Order = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Blocks:
-    """`(integers - zeros) * scales`, of a matrix with `rows` rows.
+    """The matrix `(integers - zeros) * scales`, which has `rows` rows.
 
     `packed` uint8 [columns, blocks, bytes] holds the integers, the first in the lowest
-    bits; `scales` float and `zeros` uint8 [columns, blocks]; without zeros half the
-    range is 0. What fills up the last block is never read. With `divisors` float [rows]
-    the matrix is for inputs that are divided by them first; with an `order` int64
-    [rows] its row i is for input `order[i]`.
+    bits; `scales` are float and `zeros` uint8, both [columns, blocks]. Without `zeros`,
+    half the range of the integers stands for 0. The filling of the last block is never
+    read. With an `order` int64 [rows], row i belongs to input `order[i]`.
 
         Blocks.of(integers, scales, None, bits=4, rows=384).packed
     """
@@ -31,19 +31,18 @@ class Blocks:
     zeros: Bytes | None
     bits: int
     rows: int
-    divisors: Floats | None = None
     order: Order | None = None
 
     @classmethod
     def of(
         cls, integers: Bytes, scales: Floats, zeros: Bytes | None, bits: int, rows: int
     ) -> Blocks:
-        """Of integers below 2^bits, uint8 [columns, blocks, block_size]."""
+        """Pack integers below 2^bits, uint8 [columns, blocks, block_size]."""
         return cls(_pack(integers, bits), scales, zeros, bits, rows)
 
     @classmethod
     def joined(cls, parts: Sequence[Blocks]) -> Blocks:
-        """One matrix of the columns of several of the same form."""
+        """One matrix with the columns of several; all must have the same `form`."""
         zeros = [part.zeros for part in parts if part.zeros is not None]
         return cls(
             np.concatenate([part.packed for part in parts]),
@@ -51,12 +50,12 @@ class Blocks:
             np.concatenate(zeros) if zeros else None,
             parts[0].bits,
             parts[0].rows,
-            order=parts[0].order,
+            parts[0].order,
         )
 
     @property
     def form(self) -> object:
-        """What one product can only have one of."""
+        """Equal for matrices that one product can read side by side."""
         order = None if self.order is None else self.order.tobytes()
         return self.bits, self.block_size, self.zeros is None, order
 
@@ -67,7 +66,7 @@ class Blocks:
 
     @property
     def block_size(self) -> int:
-        """How many share a scale."""
+        """The number of integers that share a scale."""
         return int(self.packed.shape[2]) * 8 // self.bits
 
     @property
@@ -80,20 +79,29 @@ class Blocks:
 
     @property
     def floats(self) -> Floats:
-        """The matrix that they stand for, [rows, columns], for inputs as they come."""
+        """The matrix as floats [rows, columns], with its rows in the inputs' order."""
         middle = 1 << (self.bits - 1)
         zeros = middle if self.zeros is None else self.zeros[..., None].astype(np.int16)
         whole = (self.integers.astype(np.int16) - zeros) * self.scales[..., None]
         floats: Floats = whole.reshape(len(whole), -1)[:, : self.rows].T
-        if self.divisors is not None:
-            floats = floats / self.divisors[:, None]
         if self.order is not None:
             floats = floats[np.argsort(self.order)]
         return floats.astype(self.scales.dtype)
 
 
+def in_blocks(
+    columns: npt.NDArray[Any], block_size: int, dtype: npt.DTypeLike
+) -> npt.NDArray[Any]:
+    """[columns, blocks, block_size] of [columns, rows]; 0 fills up the last block."""
+    count, rows = columns.shape
+    blocks = -(-rows // block_size)
+    filled = np.zeros((count, blocks * block_size), dtype)
+    filled[:, :rows] = columns
+    return filled.reshape(count, blocks, block_size)
+
+
 def unpack(packed: Bytes, bits: int) -> Bytes:
-    """Integers of so many bits along the last axis, the lowest bits first."""
+    """The integers of `bits` bits along the last axis, the lowest bits first."""
     parts = [(packed >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
     return np.stack(parts, axis=-1).reshape(*packed.shape[:-1], -1)
 
@@ -101,9 +109,9 @@ def unpack(packed: Bytes, bits: int) -> Bytes:
 def _pack(integers: Bytes, bits: int) -> Bytes:
     if bits == 8:
         return integers
-    each = 8 // bits
-    parts = integers.reshape(*integers.shape[:-1], -1, each)
+    per_byte = 8 // bits
+    parts = integers.reshape(*integers.shape[:-1], -1, per_byte)
     packed = np.zeros(parts.shape[:-1], np.uint8)
-    for place in range(each):
+    for place in range(per_byte):
         packed |= parts[..., place] << np.uint8(bits * place)
     return packed

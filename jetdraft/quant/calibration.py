@@ -1,4 +1,4 @@
-"""What the matrices of a model are fed: second moments of their inputs over a text."""
+"""Calibration: the second moments of a model's matrix inputs over a text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jetdraft.quant.blocks import Floats
 from jetdraft.texts import read_text
 
 WINDOW = 256
-"""Tokens of a piece of text that is run at once."""
+"""Tokens that the model reads in one pass."""
 
 MOST_WINDOWS = 32
 
@@ -23,9 +23,7 @@ MOST_WINDOWS = 32
 class Windows:
     """A text as token ids, int64 [windows, length].
 
-    Raises `DataError` where it is unreadable, empty, or no token.
-
-        Windows.of(Path("notes.txt"), tokenizer).ids
+    Windows.of(Path("notes.txt"), tokenizer).ids
     """
 
     def __init__(self, ids: torch.Tensor) -> None:
@@ -33,30 +31,37 @@ class Windows:
 
     @classmethod
     def of(cls, file: Path, tokenizer: str | None, longest: int = WINDOW) -> Windows:
-        """Equal pieces from all over a file, none with more tokens than `longest`."""
+        """Pieces of equal length, at most `longest` tokens, from all over a file.
+
+        `tokenizer` is the JSON of a tokenizers.Tokenizer. Raises `DataError` if it is
+        None, or if the file cannot be read or has fewer than two tokens.
+        """
         if tokenizer is None:
             raise DataError(
-                "the checkpoint has no tokenizer, so no text can calibrate it; choose "
-                "an algorithm that needs none, as rtn"
+                "the checkpoint has no tokenizer to read the calibration text; choose "
+                "an algorithm that needs no text, for example rtn"
             )
         text = read_text(file)
-        found = Tokenizer.from_str(tokenizer).encode(text, add_special_tokens=False).ids
-        if len(found) < 2:
+        encoder = Tokenizer.from_str(tokenizer)
+        tokens = encoder.encode(text, add_special_tokens=False).ids
+        if len(tokens) < 2:
             raise DataError(
-                f"{file} has {len(found)} tokens; give a text like those that the "
+                f"{file} has {len(tokens)} tokens; give a text like those that the "
                 "model will write"
             )
-        length = min(WINDOW, longest, len(found))
-        count = len(found) // length
-        ids = torch.tensor(found[: count * length]).reshape(count, length)
+        length = min(WINDOW, longest, len(tokens))
+        count = len(tokens) // length
+        ids = torch.tensor(tokens[: count * length]).reshape(count, length)
         chosen = torch.linspace(0, count - 1, min(count, MOST_WINDOWS)).long()
         return cls(ids[chosen])
 
 
 def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
-    """The sums of x x^T over the inputs x of every linear layer, by weight name.
+    """The sums of x x^T over the inputs x of each linear layer, by weight name.
 
-    float32 [inputs, inputs]. `model` runs with an attention of its own, not ours.
+    Each is float32 [inputs, inputs]. The model runs with transformers' own attention.
+
+        second_moments(model, windows)["lm_head.weight"]
     """
     sums = _Sums()
     with own_attention(model), sums.watching(model), torch.no_grad():
@@ -67,7 +72,7 @@ def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
 
 @contextmanager
 def own_attention(model: Any) -> Iterator[None]:
-    """Let a model attend without our buffers for a while."""
+    """Let a model use transformers' attention instead of ours inside the block."""
     ours = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -77,7 +82,7 @@ def own_attention(model: Any) -> Iterator[None]:
 
 
 class _Sums:
-    """One sum for all layers that are given the same tensor, as q, k and v are."""
+    """One sum for all layers that read the same tensor, for example q, k and v."""
 
     def __init__(self) -> None:
         self.of: dict[str, Floats] = {}
@@ -86,17 +91,17 @@ class _Sums:
         self._owner = ""
 
     def add(self, name: str, inputs: torch.Tensor) -> None:
-        """Count the inputs of a layer."""
+        """Add the inputs of a layer, [..., inputs]."""
         if inputs is not self._last:
             self._last, self._owner = inputs, name
             rows = inputs.reshape(-1, inputs.shape[-1]).float()
-            found = (rows.T @ rows).numpy()
-            self.of[name] = self.of[name] + found if name in self.of else found
+            moments = (rows.T @ rows).numpy()
+            self.of[name] = self.of[name] + moments if name in self.of else moments
         self.owners[name] = self._owner
 
     @contextmanager
     def watching(self, model: Any) -> Iterator[None]:
-        """Add whatever linear layers are given."""
+        """Add the inputs of all linear layers that run inside the block."""
 
         def hook(name: str) -> Any:
             return lambda layer, inputs: self.add(name, inputs[0])

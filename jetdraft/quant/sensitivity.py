@@ -1,9 +1,9 @@
-"""Mixed precision: which layers need more bits, by what each costs when alone.
+"""Mixed precision: which layers need twice the bits.
 
-The units are a model's decoder layers and its head. Each is quantized alone, and the KL
-divergence to the full model is how sensitive it is. More bits go to those that give
-back the most for their bytes, until a limit is met; whether it is, is measured with all
-units together. In float arithmetic: what int8 activations cost comes on top.
+The units are a model's decoder layers and its head. Each unit is quantized alone; the
+KL divergence to the full model is its sensitivity. The units that lower the KL most per
+byte get twice the bits, until a limit is met, which is measured with all units
+together. Everything runs in float arithmetic; int8 activations add to the KL.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ from jetdraft.quant.calibration import Windows
 from jetdraft.recipe import HEAD, SYMMETRIC, Recipe, Unit, unit_of
 
 TOKENS = 512
-"""How many of the text are compared; their logits are kept."""
-
-Progress = Callable[[int, int], None]
+"""Tokens of the text that are compared; their logits stay in memory."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What a mix may cost: bytes of quantized matrices, or mean KL in nats per token.
+    """The most that a mix may cost: bytes of matrices, or mean KL in nats per token.
 
-    One of both is None.
+    Exactly one must be given, above 0; raises `OptionError` otherwise.
 
         Limit(max_kl=0.01)
     """
@@ -41,7 +39,7 @@ class Limit:
 
     def __post_init__(self) -> None:
         if (self.max_bytes is None) == (self.max_kl is None):
-            raise OptionError("give either max bytes or max KL, not both")
+            raise OptionError("a limit is one number; give either max bytes or max KL")
         if not (self.max_bytes or self.max_kl or 0) > 0:
             name = "max KL" if self.max_bytes is None else "max bytes"
             raise OptionError(
@@ -51,11 +49,11 @@ class Limit:
 
 
 class Sensitivity:
-    """Measures mixes of a recipe and its raised form on a model of torch.
+    """Measures mixes of a recipe and its raised form on a torch model.
 
-    `moments` as `second_moments` gives them, for algorithms that look at them.
+    `moments` are the result of `second_moments`, for algorithms that need them.
 
-        Sensitivity(model, Recipe(), windows, {}).mixed(Limit(max_kl=0.01)).name
+        Sensitivity(model, Recipe(), windows, {}).mixed(Limit(max_kl=0.01))
     """
 
     def __init__(
@@ -72,7 +70,6 @@ class Sensitivity:
         self.ids = windows.ids[: TOKENS // length, :length]
         self.units: dict[Unit, dict[str, torch.nn.Linear]] = {}
         head = model.get_output_embeddings()
-        self._tied = head.weight is model.get_input_embeddings().weight
         for name, layer in model.named_modules():
             if isinstance(layer, torch.nn.Linear):
                 unit = HEAD if layer is head else unit_of(name)
@@ -83,17 +80,20 @@ class Sensitivity:
         self._full = self._logs()
 
     def kl(self, recipes: Mapping[Unit, Recipe]) -> float:
-        """The mean over tokens, with these units quantized and the others not."""
+        """The mean KL in nats per token when only these units are quantized."""
         with self._quantized(recipes):
-            found = self._logs()
-        return float((self._full.exp() * (self._full - found)).sum(-1).mean())
+            logs = self._logs()
+        return float((self._full.exp() * (self._full - logs)).sum(-1).mean())
 
     def mixed(
-        self, limit: Limit, progress: Progress = lambda done, of: None
+        self,
+        limit: Limit,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> tuple[Recipe, float]:
         """The recipe that meets a limit, and its KL.
 
-        Raises `OptionError` where none does.
+        `progress(done, total)` is called after each unit. Raises `OptionError` if no
+        mix meets the limit.
         """
         candidates = [unit for unit in self.units if unit and self._more_bytes(unit)]
         gain = {}
@@ -108,7 +108,7 @@ class Sensitivity:
         return self._within_kl(order, limit.max_kl)
 
     def bytes_of(self, recipe: Recipe) -> int:
-        """Of all quantized matrices and their scales."""
+        """The bytes of all quantized matrices and their scales."""
         return sum(
             _bytes(layer, recipe.of_unit(unit))
             for unit, layers in self.units.items()
@@ -116,12 +116,12 @@ class Sensitivity:
         )
 
     def _within_bytes(self, order: list[Unit], most: int) -> tuple[Recipe, float]:
-        """As many units as fit, those first that give back the most."""
+        """Raise as many units as fit, in this order."""
         least = self.bytes_of(self.recipe)
         if least > most:
             raise OptionError(
                 f"{self.recipe.name} alone takes {least} bytes of matrices; allow "
-                "that, or choose fewer bits or larger blocks"
+                "that many, or choose fewer bits or larger blocks"
             )
         chosen: list[Unit] = []
         for unit in order:
@@ -134,18 +134,18 @@ class Sensitivity:
         return recipe, self._kl_of(recipe)
 
     def _within_kl(self, order: list[Unit], most: float) -> tuple[Recipe, float]:
-        """The fewest of the order that are enough, by bisection."""
-        found = {}
+        """Raise the fewest units that are enough, in this order, by bisection."""
+        mixes: dict[int, tuple[Recipe, float]] = {}
 
         def enough(count: int) -> bool:
             recipe = self.recipe.raise_units(order[:count])
-            found[count] = recipe, self._kl_of(recipe)
-            return found[count][1] <= most
+            mixes[count] = recipe, self._kl_of(recipe)
+            return mixes[count][1] <= most
 
         if not enough(len(order)):
             raise OptionError(
                 f"{self.recipe.name} with more bits for all has a KL of "
-                f"{found[len(order)][1]:.2g}; allow that, or choose more bits or "
+                f"{mixes[len(order)][1]:.2g}; allow that much, or choose more bits or "
                 "smaller blocks"
             )
         low, high = 0, len(order)
@@ -155,7 +155,7 @@ class Sensitivity:
                 high = middle
             else:
                 low = middle + 1
-        return found[high]
+        return mixes[high]
 
     def _kl_of(self, recipe: Recipe) -> float:
         return self.kl({unit: recipe.of_unit(unit) for unit in self.units})
@@ -168,34 +168,32 @@ class Sensitivity:
             for layer in self.units[unit].values()
         )
 
-    def _of(self, name: str, layer: torch.nn.Linear, recipe: Recipe) -> Blocks:
+    def _blocks_of(self, name: str, layer: torch.nn.Linear, recipe: Recipe) -> Blocks:
         key = name, recipe
         if key not in self._blocks:
             matrix = layer.weight.detach().float().numpy().T
-            tied = self._tied and name in self.units.get(HEAD, {})
-            moments = self.moments.get(name)
-            self._blocks[key] = quantize(matrix, recipe, moments, tied)
+            self._blocks[key] = quantize(matrix, recipe, self.moments.get(name))
         return self._blocks[key]
 
     @contextmanager
     def _quantized(self, recipes: Mapping[Unit, Recipe]) -> Iterator[None]:
-        """Let the weights be what their integers stand for."""
-        kept = []
+        """Replace weights by the floats that their integers stand for."""
+        originals = []
         try:
             for unit, recipe in recipes.items():
                 for name, layer in self.units[unit].items():
                     if recipe.bits is None:
                         continue
-                    blocks = self._of(name, layer, recipe)
-                    kept.append((layer, layer.weight.data))
+                    blocks = self._blocks_of(name, layer, recipe)
+                    originals.append((layer, layer.weight.data))
                     layer.weight.data = torch.from_numpy(blocks.floats.T).to(
                         self._dtype
                     )
             yield
         finally:
             # Backwards: two layers may share a weight.
-            for layer, stored in reversed(kept):
-                layer.weight.data = stored
+            for layer, original in reversed(originals):
+                layer.weight.data = original
 
     def _logs(self) -> torch.Tensor:
         """Log probabilities, float32 [windows, length, vocab]."""
@@ -206,18 +204,18 @@ class Sensitivity:
 
 
 def _check_measurable(name: str, module: torch.nn.Module) -> None:
-    """Matrices outside of linear layers are quantized, but no unit would have them."""
+    """Refuse matrices outside of linear layers: no unit would measure them."""
     weights = module.named_parameters(recurse=False)
-    matrices = [each for each, weight in weights if weight.dim() > 1]
+    matrices = [weight_name for weight_name, weight in weights if weight.dim() > 1]
     if matrices and not isinstance(module, torch.nn.Embedding):
         raise OptionError(
-            f"{name}.{matrices[0]} is no linear layer's, so how much its bits matter "
-            "cannot be measured; leave the limit out"
+            f"{name}.{matrices[0]} does not belong to a linear layer, so its "
+            "sensitivity cannot be measured; leave the limit out"
         )
 
 
 def _bytes(layer: torch.nn.Linear, recipe: Recipe) -> int:
-    """Of a layer's integers, scales and zeros, or of its floats, in float32."""
+    """The bytes of a layer's integers, float32 scales and zeros, or of its floats."""
     columns, rows = layer.weight.shape
     if recipe.bits is None:
         return columns * rows * torch.float32.itemsize

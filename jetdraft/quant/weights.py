@@ -23,17 +23,16 @@ from jetdraft.quant.blocks import Blocks, Floats, Order
 from jetdraft.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
 
 _CONTRIB = "com.microsoft"
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """A recipe, and what it needs to know of the model.
+    """A recipe with the facts about the model that it needs.
 
-    `moments` are those of `calibration.second_moments` for recipes that are calibrated.
-    `head` is the name of the head's weight. In a `standard` graph a MatMul
-    reads a DequantizeLinear, and embeddings are stored as floats. Weights that are
-    `packed` already, by name, stay the integers they are.
+    `head` is the name of the head's weight. In a `standard` graph a MatMul reads a
+    DequantizeLinear, and embeddings are stored as floats. `moments` are the result of
+    `calibration.second_moments`, for recipes that need them. `packed` weights, by name,
+    keep the integers of the checkpoint.
 
         Quantization(Recipe("int8")).apply(model)
     """
@@ -49,23 +48,24 @@ class Quantization:
             self.recipe.check_standard()
 
     def apply(
-        self, model: ir.Model, progress: Progress = lambda done, of: None
+        self,
+        model: ir.Model,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Quantize every constant matrix of `model` in place.
 
         `progress(done, total)` is called after each matrix. Raises `CheckpointError`
-        for a matrix with numbers that are not finite.
+        for a matrix with numbers that are not finite, `OptionError` for one that the
+        algorithm or the flavour cannot take.
         """
         graph = model.graph
         products = [node for node in graph if _matrix(node) is not None]
         shared: dict[ir.Value, Packed] = {}
         for done, node in enumerate(products, start=1):
-            found = _matrix(node)
-            assert found is not None
-            source, transposed = found
+            matrix = _matrix(node)
+            assert matrix is not None
+            source, transposed = matrix
             blocks = self._blocks(source, transposed)
-            if blocks is not None and blocks.divisors is not None:
-                _divide_inputs(graph, node, blocks.divisors)
             if blocks is not None and blocks.order is not None:
                 _reorder_inputs(graph, node, blocks.order)
             if blocks is None:
@@ -73,9 +73,7 @@ class Quantization:
             elif self.standard:
                 _dequantize(graph, node, source, blocks)
             else:
-                packed = _quantize_product(graph, node, source, blocks)
-                if _is_looked_up(source):
-                    shared[source] = packed
+                shared[source] = _quantize_product(graph, node, source, blocks)
             progress(done, len(products))
         for node in list(graph):
             if node.op_type == "Gather" and node.inputs[0] in shared:
@@ -83,51 +81,51 @@ class Quantization:
         common.RemoveUnusedNodesPass()(model)
 
     def _blocks(self, source: ir.Value, transposed: bool) -> Blocks | None:
-        """A matrix as integers; None where it stays as it is."""
+        """A matrix as integers; None if it stays a matrix of floats."""
         assert source.const_value is not None
         names = source.metadata_props.get(PARAMETER, source.name or "").splitlines()
-        # Merged weights have one input, which is all that is asked of the name.
+        # Merged weights read the same input, so the first name stands for all.
         name = names[0]
         if name in self.packed:
             return self._joined(names, source.const_value.dtype.numpy())
         recipe = self.recipe.of_unit(HEAD if name == self.head else unit_of(name))
         if recipe.bits is None:
             return None
-        stored = source.const_value.numpy()
-        matrix = stored.T if transposed else stored
+        array = source.const_value.numpy()
+        matrix = array.T if transposed else array
         if not np.isfinite(matrix).all():
             raise CheckpointError(
                 f"the weight {name} has numbers that are not finite; fetch the "
                 "checkpoint again"
             )
-        if recipe.by_moments and name not in self.moments:
+        if recipe.needs_moments and name not in self.moments:
             raise OptionError(
-                f"{recipe.algorithm} knows nothing of what {name} is fed, which is no "
-                "linear layer; choose rtn, k_quant or hqq"
+                f"{recipe.algorithm} needs linear layers, and {name} belongs to none; "
+                "choose rtn, k_quant or hqq"
             )
-        return quantize(matrix, recipe, self.moments.get(name), _is_looked_up(source))
+        return quantize(matrix, recipe, self.moments.get(name))
 
     def _joined(self, names: list[str], dtype: npt.DTypeLike) -> Blocks:
-        """The integers of these weights, side by side, with scales of that type."""
-        found = Blocks.joined([self.packed[name] for name in names])
-        if self.standard and (found.zeros is not None or found.bits not in _SIGNED):
+        """The checkpoint's integers of these weights, side by side."""
+        blocks = Blocks.joined([self.packed[name] for name in names])
+        if self.standard and (blocks.zeros is not None or blocks.bits not in _SIGNED):
             raise OptionError(
-                f"the weight {names[0]} is quantized with zeros or to {found.bits} "
-                "bits, which the standard flavour does not have; export the contrib one"
+                f"the weight {names[0]} is quantized with zeros or to {blocks.bits} "
+                "bits, which the standard flavour cannot read; choose contrib"
             )
-        return replace(found, scales=found.scales.astype(dtype))
+        return replace(blocks, scales=blocks.scales.astype(dtype))
 
 
 @dataclass(frozen=True)
 class Packed:
-    """The initializers of a quantized matrix and their numbers."""
+    """The initializer of a quantized matrix, and its numbers."""
 
     weight: ir.Value
     blocks: Blocks
 
 
 def _matrix(node: ir.Node) -> tuple[ir.Value, bool] | None:
-    """The constant matrix of a MatMul, and whether a Transpose stands before it."""
+    """The constant matrix of a MatMul, and whether a Transpose comes before it."""
     if node.op_type != "MatMul" or node.inputs[1] is None:
         return None
     value = node.inputs[1]
@@ -141,46 +139,12 @@ def _matrix(node: ir.Node) -> tuple[ir.Value, bool] | None:
     return value, turned
 
 
-def _is_looked_up(source: ir.Value) -> bool:
-    """Whether an embedding reads it too."""
-    return any(other.op_type == "Gather" for other in source.consumers())
-
-
-def _divide_inputs(graph: ir.Graph, node: ir.Node, divisors: Floats) -> None:
-    """Let a norm that only this product reads divide them, or a Mul before it."""
-    source = node.inputs[0]
-    assert source is not None
-    norm = source.producer()
-    if norm is not None and (source is not norm.outputs[0] or source.is_graph_output()):
-        norm = None
-    place = _NORM_WEIGHTS.get(norm.op_type) if norm is not None else None
-    weight = norm.inputs[place] if norm is not None and place is not None else None
-    constant = weight.const_value if weight is not None else None
-    name = f"{node.outputs[0].name}.divisors"
-    if norm is None or place is None or constant is None or len(source.consumers()) > 1:
-        dtype = (source.dtype or ir.DataType.FLOAT).numpy()
-        factor = initializer(graph, name, (1 / divisors).astype(dtype))
-        made = ir.node("Mul", [source, factor])
-        graph.insert_before(node, made)
-        node.replace_input_with(0, made.outputs[0])
-        return
-    stored = constant.numpy()
-    divided = initializer(graph, name, (stored / divisors).astype(stored.dtype))
-    norm.replace_input_with(place, divided)
-
-
 def _reorder_inputs(graph: ir.Graph, node: ir.Node, order: Order) -> None:
     name = f"{node.outputs[0].name}.order"
-    made = ir.node(
-        "Gather",
-        [node.inputs[0], initializer(graph, name, order)],
-        {"axis": -1},
-    )
-    graph.insert_before(node, made)
-    node.replace_input_with(0, made.outputs[0])
-
-
-_NORM_WEIGHTS = {"RMSNormalization": 1, "SkipSimplifiedLayerNormalization": 2}
+    indices = initializer(graph, name, order)
+    gather = ir.node("Gather", [node.inputs[0], indices], {"axis": -1})
+    graph.insert_before(node, gather)
+    node.replace_input_with(0, gather.outputs[0])
 
 
 def _quantize_product(
@@ -216,7 +180,7 @@ def _quantize_product(
 def _dequantize(
     graph: ir.Graph, node: ir.Node, source: ir.Value, blocks: Blocks
 ) -> None:
-    """Let the MatMul read DequantizeLinear of integers [rows, columns] in blocks."""
+    """Insert a DequantizeLinear of integers [rows, columns] before the MatMul."""
     zero, kind = 1 << (blocks.bits - 1), _SIGNED[blocks.bits]
     signed = blocks.integers.astype(np.int16) - zero
     integers = signed.reshape(len(signed), -1)[:, : blocks.rows]
@@ -226,12 +190,12 @@ def _dequantize(
         for name, array in parts.items()
     ]
     attributes = {"axis": 0, "block_size": signed.shape[2]}
-    made = ir.node("DequantizeLinear", values, attributes)
-    graph.insert_before(node, made)
-    node.replace_input_with(1, made.outputs[0])
+    floats = ir.node("DequantizeLinear", values, attributes)
+    graph.insert_before(node, floats)
+    node.replace_input_with(1, floats.outputs[0])
     for other in source.consumers():
         if other.op_type == "Gather":
-            # A tied embedding: floats, but the same numbers as in the other flavour.
+            # The tied embedding reads floats, equal to those of the contrib flavour.
             rows = np.ascontiguousarray(blocks.floats.T)
             other.replace_input_with(0, initializer(graph, f"{source.name}.rows", rows))
 
@@ -245,8 +209,8 @@ _SIGNED: dict[int, npt.DTypeLike] = {
 def _quantize_gather(graph: ir.Graph, node: ir.Node, packed: Packed) -> None:
     """Read embeddings out of the LM head's quantized matrix.
 
-    Gathering along the columns of [columns, blocks, bytes] gives rows in blocks. Only
-    scales and zeros are stored twice: the two operators want different ranks.
+    Gathering columns of [columns, blocks, bytes] gives embeddings in blocks. Only
+    scales and zeros are stored twice: the two operators read different ranks.
     """
     weight, blocks = packed.weight, packed.blocks
     scales = blocks.scales[..., None]
@@ -274,15 +238,15 @@ def _quantize_gather(graph: ir.Graph, node: ir.Node, packed: Packed) -> None:
     shape = initializer(
         graph, f"{weight.name}.row", np.array([0, 0, blocked], np.int64)
     )
-    made = [gather, ir.node("Reshape", [gather.outputs[0], shape])]
+    nodes = [gather, ir.node("Reshape", [gather.outputs[0], shape])]
     if blocked != width:
         limits = [
             initializer(graph, f"{weight.name}.{name}", np.array([at], np.int64))
             for name, at in (("start", 0), ("end", width), ("axis", 2))
         ]
-        made.append(ir.node("Slice", [made[-1].outputs[0], *limits]))
-    graph.insert_before(node, made[:-1])
-    _replace(graph, node, made[-1])
+        nodes.append(ir.node("Slice", [nodes[-1].outputs[0], *limits]))
+    graph.insert_before(node, nodes[:-1])
+    _replace(graph, node, nodes[-1])
 
 
 def _replace(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:

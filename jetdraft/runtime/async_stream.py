@@ -7,8 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from jetdraft.runtime.generation import Piece, Result, Stream
 from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.piece import Piece, Result
+from jetdraft.runtime.text_stream import Stream
 
 T = TypeVar("T")
 
@@ -30,11 +31,11 @@ class AsyncStream:
 
     @property
     def stats(self) -> Stats:
-        """Of the generation, filled as it goes."""
+        """The stats of the generation, filled as it goes."""
         return self._stream.stats
 
     def cancel(self) -> None:
-        """End it at the next round, with finish reason "cancelled"."""
+        """End at the next round, with finish reason "cancelled"."""
         self._stream.cancel()
 
     def __aiter__(self) -> AsyncStream:
@@ -48,22 +49,22 @@ class AsyncStream:
         return piece
 
     async def result(self) -> Result:
-        """Run to the end, and what came out in all."""
+        """Run to the end, and give all that came out."""
         if self._thread._shutdown:
             return self._stream.result()  # nothing is left to run
-        found = await self._in_thread(self._stream.result)
+        result = await self._in_thread(self._stream.result)
         await self.aclose()
-        return found
+        return result
 
     async def aclose(self) -> None:
-        """End it; the model is free again when this returns."""
+        """End the generation; the model is free again when this returns."""
         self._stream.cancel()
         if not self._thread._shutdown:
             await asyncio.shield(self._submit(self._stream.close))
             self._thread.shutdown(wait=False)
 
     def __del__(self) -> None:
-        # Nobody will read on: the model is free when the round under way has ended.
+        # Nobody reads on, so free the model when the round under way ends.
         self._stream.cancel()
         if not self._thread._shutdown:
             self._thread.submit(self._stream.close)

@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Protocol, Unpack
 
-from jetdraft.errors import JetdraftError, OptionError, PromptError
+from jetdraft.bundle import Bundle
+from jetdraft.errors import JetdraftError, OptionError, OutputError
 from jetdraft.files import replacing
-from jetdraft.runtime.generation import Piece, Result, Stream
+from jetdraft.runtime.piece import Piece, Result
+from jetdraft.runtime.planning.options import GenerateOptions
+from jetdraft.runtime.text.stops import Ending
 from jetdraft.runtime.text.template import Message, check_messages, user
-
-if TYPE_CHECKING:
-    from jetdraft.runtime.model import Model
+from jetdraft.runtime.text_stream import Stream
 
 KEPT = 0.75
-"""Of the capacity is filled after turns were dropped: then all is read again, and the
-next turns should not drop some too."""
+"""The share of the capacity that is filled after turns were dropped. The next prompt is
+then read whole, so the next turns should not drop turns too."""
+
+
+class ChatModel(Protocol):
+    """What a conversation needs of a model."""
+
+    bundle: Bundle
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of messages in the checkpoint's template."""
+        ...
+
+    def stream(
+        self, *, token_ids: Sequence[int], **fields: Unpack[GenerateOptions]
+    ) -> Stream:
+        """Generate round by round."""
+        ...
 
 
 class Conversation:
-    """Turns of a user and a model; what was said before is not read again.
+    """Turns of a user and a model; the model does not read earlier turns again.
 
-    `options` are those of `Model.generate`. With `drop_oldest` whole turns go, oldest
-    first, where the buffers would be full; without, `PromptError` says so.
+    The keyword arguments are those of `Model.generate`. Where the buffers would be
+    full, `drop_oldest` drops whole turns, oldest first; without it `OptionError` is
+    raised.
 
         talk = Conversation(model, system="Be brief.", max_new_tokens=64)
         for piece in talk.say("Hello"):
@@ -33,10 +51,10 @@ class Conversation:
 
     def __init__(
         self,
-        model: Model,
+        model: ChatModel,
         system: str | None = None,
         drop_oldest: bool = False,
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> None:
         self.model = model
         self.drop_oldest = drop_oldest
@@ -46,25 +64,27 @@ class Conversation:
         self.last: Result | None = None
         self._stream: Stream | None = None
 
-    def say(self, text: str, **options: Any) -> Iterator[Piece]:
-        """The model's reply, piece by piece; it belongs to the conversation then.
+    def say(self, text: str, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
+        """The model's reply, piece by piece, which then belongs to the conversation.
 
-        A reply that is cut off, by `cancel` or by not reading on, stays as far as it
-        came.
+        A reply that is cut off, by `cancel` or because you stop reading, stays as far
+        as it came.
         """
         if not isinstance(text, str):
-            raise PromptError(f"{text!r} is no text; give what the user says")
+            raise OptionError(
+                f"{text!r} is not a text; give what the user says", "prompt"
+            )
         asked = [*self.messages, user(text)]
-        given = {**self.options, **options}
-        asked, prompt = self._fitting(asked, given)
-        self._stream = self.model.stream(token_ids=prompt, **given)
+        fields: GenerateOptions = {**self.options, **options}
+        asked, prompt = self._fitting(asked, fields)
+        self._stream = self.model.stream(token_ids=prompt, **fields)
         return self._reply(asked, self._stream)
 
     def _reply(self, asked: list[Message], stream: Stream) -> Iterator[Piece]:
         try:
             yield from stream
         except JetdraftError:
-            raise  # nothing was said
+            raise  # there is no reply
         except BaseException:
             self._ended(asked, stream)
             raise
@@ -94,24 +114,26 @@ class Conversation:
             with replacing(Path(file)) as partial:
                 partial.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise OptionError(f"cannot write {file} ({error.strerror})") from error
+            raise OutputError(
+                f"cannot write {file} ({error.strerror}); choose another file"
+            ) from error
 
     def load(self, file: str | Path) -> None:
         """Go on with the messages of a file that `save` wrote."""
         try:
-            found = json.loads(Path(file).read_text(encoding="utf-8"))
+            messages = json.loads(Path(file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise OptionError(
-                f"{file} is no saved conversation ({error}); give one"
+                f"{file} is not a saved conversation ({error}); give one", "file"
             ) from error
-        self.messages = check_messages(found)
+        self.messages = check_messages(messages)
 
     def _fitting(
-        self, asked: list[Message], options: dict[str, Any]
+        self, asked: list[Message], options: GenerateOptions
     ) -> tuple[list[Message], list[int]]:
         """The messages that fit with the reply, and their prompt."""
         capacity = self.model.bundle.target.contract.capacity
-        wanted = int(options.get("max_new_tokens", 128))
+        wanted = options.get("max_new_tokens", Ending.max_new_tokens)
         first = len(self._opening)
         room = capacity
         while True:
@@ -122,10 +144,11 @@ class Conversation:
             if needed <= room or (last and needed <= capacity):
                 return asked, prompt
             if last:
-                raise PromptError(
+                raise OptionError(
                     f"the conversation has {len(prompt)} tokens, the capacity is "
                     f"{capacity}; reset it, let the oldest turns be dropped "
-                    "(drop_oldest), or export with a larger --capacity"
+                    "(drop_oldest), or export with a larger --capacity",
+                    "prompt",
                 )
             asked = asked[:first] + asked[turns[1] :]
             room = int(KEPT * capacity)

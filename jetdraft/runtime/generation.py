@@ -1,214 +1,376 @@
-"""A generation under way, what each of its rounds adds, and what it was in the end."""
+"""One generation: read the prompt, then propose, verify and commit round by round.
+
+The public sequence, prompt and committed tokens, is the source of truth. Before each
+round the target's cache holds all of it but the last token, the root.
+
+    propose   the controller assigns a draft to a proposer, which gives rows below the
+              root
+    verify    one target pass runs root and draft; every row gets one chosen token
+    commit    walk from the root to the child that carries the chosen token, as far as
+              there is such a child; commit that path and the last chosen token
+
+In an exact generation a branch counts only as far as it lies without gaps in the
+buffer. A row beyond a gap adds up its attention in another order than plain decoding
+does, so its chosen token is a good guess but not proven: it is carried into the next
+pass, at the beginning of the draft, and committed there. Otherwise the branch is
+compacted.
+
+Invariants: the cursor is always the length of the sequence minus one; a pass never
+reaches past the buffer; whatever was drafted, the chosen tokens are the tokens that
+plain decoding would choose. No method is known by name here.
+"""
 
 from __future__ import annotations
 
 import time
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Generator as Running
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from jetdraft.errors import OptionError
-from jetdraft.runtime.drafts.noise import Int64s
-from jetdraft.runtime.generator import Generator
-from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.drafts.probes import NO_PROBING, Probing
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.measured.stats import Round, Stats
+from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.prefix import Prefix
+from jetdraft.runtime.passes.target import Target
+from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.planning.options import Options
-from jetdraft.runtime.proposers.constrained import constrained
+from jetdraft.runtime.planning.planner import Planner
+from jetdraft.runtime.proposers.method import WALK
+from jetdraft.runtime.proposers.parts import Parts
+from jetdraft.runtime.proposers.proposer import Proposer, Seen
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.sampling.logprobs import Logprob
-from jetdraft.runtime.sampling.penalties import Penalties, Shaper
-from jetdraft.runtime.text.stops import CANCELLED, Ending
+from jetdraft.runtime.sampling.penalties import PenaltyProcessor
+from jetdraft.runtime.sampling.processor import LogitsProcessor
+from jetdraft.runtime.text.constraint import Vocabulary
+from jetdraft.runtime.text.matcher import Matcher
+from jetdraft.runtime.text.stops import (
+    CANCELLED,
+    INTERRUPTED,
+    LENGTH,
+    StopWatcher,
+)
 
-if TYPE_CHECKING:
-    from jetdraft.runtime.model import Model
 
+@dataclass
+class Offer:
+    """What the proposers offered in one round, and the draft that was taken.
 
-@dataclass(frozen=True)
-class Piece:
-    """What one round added: `text` may be empty while a character is incomplete.
-
-    The first `from_draft` of `token_ids` had been drafted. `logprobs` has one for each
-    token where they were asked for.
+    `drafted` maps each proposer that was asked to the number of its rows and its
+    seconds.
     """
 
-    text: str
-    token_ids: list[int]
-    from_draft: int
-    logprobs: list[Logprob] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Result:
-    """A generation that has ended; `token_ids` are the new ones, end-of-text included.
-
-    `from_draft` says of each token whether it had been drafted. `finish_reason` is
-    "stop" (end of text or a stop string), "length", "cancelled" or "deadline". Where a
-    stop string ended the text, the last token is the one that completed it.
-    """
-
-    text: str
-    token_ids: list[int]
-    prompt_tokens: int
-    finish_reason: str
-    stats: Stats
-    from_draft: list[bool]
-    logprobs: list[Logprob] | None = None
-
-
-class Stream:
-    """A generation under way: an iterator of `Piece`, with `stats` that fill up.
-
-    Any thread may `cancel` it. Leaving a loop over it ends it, if nobody else has it;
-    who keeps it uses `with`, or `close`.
-
-    stream = model.stream("def fib(n):")
-    text = "".join(piece.text for piece in stream)
-    stream.result().finish_reason
-    """
-
-    def __init__(self, model: Model, prompt: Int64s, options: Options) -> None:
-        self._generation = _Generation(model, prompt, options)
-        self._pieces = self._generation.run()
+    method: str
+    rows: Rows
+    probing: Probing = NO_PROBING
+    drafted: dict[Proposer, tuple[int, float]] = field(default_factory=dict)
 
     @property
-    def stats(self) -> Stats:
-        """Of the generation, filled as it goes."""
-        return self._generation.stats
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> Piece:
-        return next(self._pieces)
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def cancel(self) -> None:
-        """End it at the next round, with finish reason "cancelled"."""
-        self._generation.ending.cancelled.set()
-
-    def close(self) -> None:
-        """End it now; the model is free again."""
-        self._pieces.close()
-
-    def result(self) -> Result:
-        """Run to the end, and what came out in all."""
-        for _ in self._pieces:
-            pass
-        return self._generation.result()
+    def is_empty(self) -> bool:
+        """Whether proposers were asked and none had a guess."""
+        return bool(self.drafted) and not any(n for n, _ in self.drafted.values())
 
 
-class _Generation:
-    """What a stream runs. Nothing here knows the stream, so that goes when left."""
+class Generation:
+    """One sequence over the parts of a loaded bundle.
 
-    def __init__(self, model: Model, prompt: Int64s, options: Options) -> None:
-        planner = model.planner
+    All options are checked at once; nothing runs before `run`. Raises `OptionError`.
+
+        generation = Generation(parts, planner, [5, 8, 9], Options())
+        for piece in generation.run():
+            print(piece.text, end="")
+        generation.result().finish_reason
+    """
+
+    def __init__(
+        self, parts: Parts, planner: Planner, prompt: list[int], options: Options
+    ) -> None:
+        _check_options(options, parts)
+        drafting, ending = options.drafting, options.ending
+        self.parts, self.planner, self.options = parts, planner, options
+        matcher = self._matcher(len(prompt))
+        lineup = planner.lineup(drafting, matcher)
+        self.proposers, self.controller = lineup.proposers, lineup.controller
+        self.verifier = lineup.verifier
+        self.chooser = Chooser(options.sampling, self._processors(prompt, matcher))
+        self.watcher = StopWatcher(
+            parts.text.stream(prompt),
+            () if ending.ignore_eos else parts.bundle.eos_token_ids,
+            ending.stops,
+            ending.max_seconds,
+        )
+        self.widths = planner.widths(drafting)
         self.stats = Stats(
-            method=options.method,
-            exact=options.exact,
+            method=drafting.method,
+            exact=drafting.exact,
+            seed=options.sampling.seed if options.sampling.temperature else None,
             prompt_tokens=len(prompt),
-            plain_ms=planner.costs.pass_ms(min(planner.widths(options))),
+            plain_ms=parts.curve.pass_ms(self.widths[0]),
         )
-        _check_model(options, model)
-        self._model, self._prompt, self._options = model, prompt.tolist(), options
-        self._proposers = planner.choose(options)
-        self._shapers: list[Shaper] = []
-        if options.shaping.changes:
-            self._shapers.append(Penalties(options.shaping, self._prompt))
-        if options.constraint is not None:
-            matcher = model.vocabulary.matcher(options.constraint, len(prompt))
-            self._shapers.append(matcher)
-            if options.verifier == "walk":
-                self._proposers = constrained(self._proposers, matcher)
-        self._controller = planner.controller(options, self._proposers)
-        self.ending = Ending(
-            model.text.stream(self._prompt),
-            () if options.ignore_eos else model.bundle.eos_token_ids,
-            options.stops,
-            options.max_seconds,
-        )
-        self._seen: list[Piece] = []
+        self._prompt = prompt
+        self._pieces: list[Piece] = []
+        # Tokens of the last round that are not proven yet.
+        self._carried: list[int] = []
+        self._target: Target = parts.target
+
+    def _matcher(self, start: int) -> Matcher | None:
+        """Follows the constraint after a prompt of `start` tokens."""
+        if self.options.constraint is None:
+            return None
+        return vocabulary_of(self.parts).matcher(self.options.constraint, start)
+
+    def _processors(
+        self, prompt: list[int], matcher: Matcher | None
+    ) -> list[LogitsProcessor]:
+        processors: list[LogitsProcessor] = []
+        if self.options.penalties.changes:
+            processors.append(PenaltyProcessor(self.options.penalties, prompt))
+        if matcher is not None:
+            processors.append(matcher)
+        return processors
 
     def result(self) -> Result:
-        """What came out until now."""
-        pieces = self._seen
-        return Result(
-            text="".join(piece.text for piece in pieces),
-            token_ids=[token for piece in pieces for token in piece.token_ids],
-            prompt_tokens=self.stats.prompt_tokens,
-            finish_reason=self.stats.finish_reason,
-            stats=self.stats,
-            from_draft=[
-                place < piece.from_draft
-                for piece in pieces
-                for place in range(len(piece.token_ids))
-            ],
-            logprobs=(
-                None
-                if self._options.logprobs is None
-                else [each for piece in pieces for each in piece.logprobs]
-            ),
-        )
+        """All that came out until now."""
+        with_logprobs = self.options.logprobs is not None
+        return Result.of(self._pieces, self.stats, with_logprobs)
 
     def run(self) -> Running[Piece, None, None]:
-        """Piece by piece, alone on the model."""
-        model = self._model
-        with model.claimed(self.ending):
+        """Give piece after piece, alone on the buffers; `stats` fills up on the way."""
+        with self.parts.claim.held_by(self.watcher):
             try:
-                for piece in self._rounds(model):
-                    self._seen.append(piece)
+                for piece in self._run():
+                    self._pieces.append(piece)
                     paused = time.perf_counter()
                     yield piece
                     self.stats.waited_seconds += time.perf_counter() - paused
+                self.watcher.end(LENGTH)
             except GeneratorExit:
-                self.stats.finish_reason = self.ending.reason or CANCELLED
+                self.watcher.end(CANCELLED)
                 raise
-            said = [token for piece in self._seen for token in piece.token_ids]
-            model.remember(self._prompt, said)
+            except KeyboardInterrupt:
+                self.watcher.end(INTERRUPTED)
+                raise
+            finally:
+                self.stats.finish_reason = self.watcher.reason
+            response = [token for piece in self._pieces for token in piece.token_ids]
+            user = self.options.drafting.user
+            self.parts.remember(self._prompt, response, user)
 
-    def _rounds(self, model: Model) -> Iterator[Piece]:
-        options, ending = self._options, self.ending
-        target = model.target_for(options)
-        if options.verifier != "walk" and model.follower is not None:
-            model.follower.forget()  # its probabilities have a say, to the last bit
-        generator = Generator(
-            target,
-            model.planner.widths(options),
-            list(self._proposers.values()),
-            options.drafting.checker,
-            options.exact,
-            options.logprobs,
-            model.prefix_of(target),
-            model.planner.prefills,
-        )
-        for commit in generator.run(
-            self._prompt,
-            Chooser(options.sampling, self._shapers),
-            self._controller,
-            options.max_new_tokens,
-            ending,
-            self.stats,
-        ):
-            yield Piece(
-                ending.take(), commit.token_ids, commit.accepted, commit.logprobs
-            )
-        if rest := ending.rest():
+    def _run(self) -> Iterator[Piece]:
+        parts, exact = self.parts, self.options.drafting.exact
+        start = time.perf_counter()
+        self._target = self.planner.target(self.options.drafting)
+        if self.verifier.name != WALK and parts.follower is not None:
+            # This verifier reads draft probabilities, so recompute them to the last
+            # bit.
+            parts.follower.forget()
+        prefix = self._prefix()
+        for proposer in self.proposers:
+            proposer.begin(self._prompt, self.chooser)
+        sequence = array("I", self._prompt)
+        self.stats.reused_tokens = prefix.keep(self._prompt, exact)
+        try:
+            self._prefill(self.stats.reused_tokens)
+            yield from self._decode(sequence, start)
+        finally:
+            prefix.hold(sequence, exact)
+        if rest := self.watcher.rest():
             yield Piece(rest, [], 0)
-        self.stats.finish_reason = ending.reason or "length"
+
+    def _prefix(self) -> Prefix:
+        """The rows in the target's buffers, where their bits are those of decoding."""
+        if self._target is self.parts.target and self.planner.prefills:
+            return self.parts.prefix
+        return Prefix(self._target)
+
+    def _prefill(self, kept: int) -> None:
+        """Put all but the last prompt token into the cache, in wide passes."""
+        cache, prompt, prefills = (
+            self._target.cache,
+            self._prompt,
+            self.planner.prefills,
+        )
+        cache.rewind(kept)
+        while cache.length < len(prompt) - 1 and not self.watcher.interrupted():
+            rest = len(prompt) - 1 - cache.length
+            width = self._prefill_width(rest, prefills)
+            tokens = prompt[cache.length : cache.length + min(rest, width)]
+            answer = self._target.run(tokens, last_only=True, width=width)
+            cache.advance(len(tokens))
+            rows, path = Rows.chain(tokens), range(len(tokens))
+            self._show(Seen(cache.length + 1, rows, path, answer))
+
+    def _prefill_width(self, rest: int, prefills: Sequence[int]) -> int:
+        """The width of the next pass over `rest` tokens of a prompt."""
+        if not prefills:
+            return min(self._target.contract.max_width, rest)
+        wide = next((width for width in prefills if width <= rest), None)
+        if wide is not None:
+            return wide
+        width = self._width(min(rest, self.widths[-1]))
+        if width <= self._target.cache.room:
+            return width
+        # No room for the padding: take the widest pass that fits, or no padding at all.
+        fitting = [width for width in self.widths if width <= self._target.cache.room]
+        return fitting[-1] if fitting else rest
+
+    def _decode(self, sequence: array[int], start: float) -> Iterator[Piece]:
+        """Round after round; `sequence` grows by the committed tokens."""
+        cache, watcher = self._target.cache, self.watcher
+        # Even the last pass has room for the narrowest width.
+        room = cache.capacity + 2 - self.widths[0]
+        wanted = len(sequence) + self.options.ending.max_new_tokens
+        limit, prefilled = min(cache.capacity, room, wanted), 0.0
+        while len(sequence) < limit and not (watcher.reason or watcher.interrupted()):
+            round_, piece = self._round(sequence, limit)
+            kept = watcher.keep(piece.token_ids[: limit - len(sequence)])
+            count = len(kept)
+            sequence.extend(kept)
+            self.stats.add(round_, count)
+            if self.stats.target_passes == 1:
+                prefilled = self._session_seconds()
+            elapsed = time.perf_counter() - start - self.stats.waited_seconds
+            self.stats.time_round(elapsed, count, self._session_seconds() - prefilled)
+            yield Piece(
+                watcher.take(),
+                kept,
+                min(piece.from_draft, count),
+                piece.logprobs[:count],
+            )
+
+    def _round(self, context: Sequence[int], limit: int) -> tuple[Round, Piece]:
+        """One round after `context`; its tokens may exceed `limit`."""
+        target, exact = self._target, self.options.drafting.exact
+        started = time.perf_counter()
+        offer = self._propose(context, limit)
+        draft_seconds, before = time.perf_counter() - started, target.seconds
+        carried = len(self._carried)
+        drafted = self._with_carried(context, offer.rows)
+        rows, answer = target.verify(drafted, self._width(len(drafted)), offer.probing)
+        positions = [len(context) + depth for depth in rows.depths]
+        processed = self.chooser.process(answer, rows, context)
+        chosen = self.verifier.choose(rows, processed, positions, self.chooser)
+        path = rows.walk(chosen)
+        # Each accepted token is the token chosen before it.
+        tokens = [chosen[row] for row in path]
+        logprobs = self._logprobs(answer, path, tokens)
+        proven = target.commit(path, exact)
+        committed, self._carried = tokens[:proven], tokens[proven:]
+        self._show(Seen(len(context) + len(tokens), rows, path, answer))
+        count = offer.rows.drafted
+        round_ = Round(
+            method=offer.method,
+            width=self._width(len(rows)),
+            drafted=count,
+            # Nothing was drafted below carried tokens that turned out wrong.
+            ranks=rows.ranks(path)[carried:],
+            target_seconds=target.seconds - before,
+            draft_seconds=draft_seconds,
+            probes=answer.probe_count,
+            off="" if count else self._why_off(limit - len(context), offer),
+            asked={p.traits.name: spent for p, spent in offer.drafted.items()},
+        )
+        self.controller.observe(round_)
+        return round_, Piece("", committed, len(path) - 1, logprobs)
+
+    def _propose(self, context: Sequence[int], limit: int) -> Offer:
+        """Ask proposers until the assigned draft is one that was offered, or none."""
+        # The new token takes the last place, so a draft may fill all but that place.
+        widest = self.widths[bisect_right(self.widths, self._target.cache.room) - 1]
+        room = min(limit - len(context), widest) - 1
+        del self._carried[max(room, 0) :]
+        room -= len(self._carried)
+        if self._carried:
+            context = array("I", [*context, *self._carried])
+        offer = Offer("none", Rows.chain([context[-1]]))
+        offers: dict[Proposer, Rows] = {}
+        while room > 0:
+            counts = {p: rows.drafted for p, rows in offers.items()}
+            assignment = self.controller.assign(room, counts)
+            proposer, budget = assignment.proposer, assignment.budget
+            offer.probing = assignment.probing
+            if proposer is None:
+                break
+            if proposer not in offers:
+                before = time.perf_counter()
+                rows = proposer.propose(context, budget, assignment.parents)
+                seconds = time.perf_counter() - before
+                offers[proposer] = rows
+                offer.drafted[proposer] = rows.drafted, seconds
+            # A proposer that offers all it was asked for need not be compared again.
+            if offers[proposer].drafted >= budget:
+                offer.method = proposer.traits.name
+                offer.rows = offers[proposer].cut(budget)
+                break
+        return offer
+
+    def _with_carried(self, context: Sequence[int], rows: Rows) -> Rows:
+        """The draft below the tokens that the last pass left unproven."""
+        if not self._carried:
+            return rows
+        return rows.under([context[-1], *self._carried[:-1]])
+
+    def _show(self, seen: Seen) -> None:
+        for proposer in self.proposers:
+            proposer.observe(seen)
+
+    def _width(self, rows: int) -> int:
+        """The narrowest allowed pass that holds the rows."""
+        return self.widths[bisect_left(self.widths, rows)]
+
+    def _logprobs(
+        self, answer: Answer, path: Sequence[int], tokens: Sequence[int]
+    ) -> list[Logprob]:
+        """Log probabilities of the tokens chosen along a path, by the model alone."""
+        count = self.options.logprobs
+        if count is None:
+            return []
+        return [
+            Logprob.of(answer, row, token, count)
+            for row, token in zip(path, tokens, strict=True)
+        ]
+
+    def _why_off(self, room: int, offer: Offer) -> str:
+        """Why a round had no draft."""
+        if not self.proposers:
+            return "no method was asked for"
+        if room <= 1:
+            return "the answer was at its end, or the buffers full"
+        if self.widths[-1] == 1:
+            return "no wider pass is exact here; --no-exact can draft"
+        if offer.is_empty:
+            return "nothing was proposed"
+        return "a draft would not pay"
+
+    def _session_seconds(self) -> float:
+        """Seconds inside `session.run` so far, of target and proposers."""
+        own = self._target.seconds + self._target.cache.seconds
+        return own + sum(p.session_seconds for p in self.proposers)
 
 
-def _check_model(options: Options, model: Model) -> None:
-    """Refuse what this model's vocabulary or tokenizer does not allow."""
-    vocabulary = model.bundle.target.contract.vocab_size
-    wrong = [t for t in options.shaping.logit_bias if not 0 <= t < vocabulary]
+def vocabulary_of(parts: Parts) -> Vocabulary:
+    """The vocabulary that constraints on a bundle's text need."""
+    size = parts.bundle.target.contract.vocab_size
+    return parts.text.vocabulary(size, tuple(parts.bundle.eos_token_ids))
+
+
+def _check_options(options: Options, parts: Parts) -> None:
+    """Refuse what the bundle's vocabulary or tokenizer does not allow."""
+    vocabulary = parts.bundle.target.contract.vocab_size
+    wrong = [t for t in options.penalties.biases if not 0 <= t < vocabulary]
     if wrong:
         raise OptionError(
             f"logit bias of token {wrong[0]}, which is outside the vocabulary; ids are "
-            f"0 to {vocabulary - 1}"
+            f"0 to {vocabulary - 1}",
+            "logit_bias",
         )
-    if options.stops and not model.text.readable:
-        raise OptionError("the bundle has no tokenizer, so no stop string can be found")
+    if options.ending.stops and not parts.text.readable:
+        raise OptionError(
+            "the bundle has no tokenizer, so no stop string can be found; leave stop "
+            "out",
+            "stop",
+        )

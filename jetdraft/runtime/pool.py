@@ -1,4 +1,4 @@
-"""Several models over one set of weights, for as many generations at once."""
+"""Several models over one set of weights, for several generations at once."""
 
 from __future__ import annotations
 
@@ -6,26 +6,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from queue import Empty, LifoQueue
-from typing import Any
+from typing import Unpack
 
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.model import Model, load
+from jetdraft.runtime.proposers.parts import LoadArguments
 
 
 class Pool:
     """`size` models of a bundle; each has KV buffers of its own.
 
-    On the CPU they share their sessions, and so all weights. They also share its cores:
-    a pool answers several at once, not faster. The options are those of `load`.
+    On the CPU the models share their sessions, and so all weights. They also share the
+    cores: a pool answers several requests at once, but not faster. The keyword
+    arguments are those of `load`.
 
         with Pool("bundle", size=2) as pool, pool.take() as model:
             model.generate("def fib(n):")
     """
 
-    def __init__(self, path: str | Path, size: int, **options: Any) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        size: int,
+        method: str | None = None,
+        **options: Unpack[LoadArguments],
+    ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise OptionError(f"a pool of {size!r} models is none; give 1 or more")
-        first = load(path, **options)
+            raise OptionError(
+                f"pool size must be at least 1, not {size!r}; give 1 or more", "size"
+            )
+        first = load(path, method=method, **options)
         self.models = [first, *(first.twin() for _ in range(size - 1))]
         self._free: LifoQueue[Model] = LifoQueue()
         for model in reversed(self.models):
@@ -33,7 +43,7 @@ class Pool:
 
     @contextmanager
     def take(self, seconds: float | None = None) -> Iterator[Model]:
-        """A model that is free, waiting for one; `JetdraftError` after `seconds`."""
+        """Wait for a free model and take it; `JetdraftError` after `seconds`."""
         try:
             model = self._free.get(timeout=seconds)
         except Empty:

@@ -21,12 +21,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jetdraft.errors import JetdraftError, OptionError
-from jetdraft.runtime.generation import Result
+from jetdraft.runtime.piece import Result
 from jetdraft.runtime.pool import Pool
 from jetdraft.server.desk import Desk, Job
+from jetdraft.server.generation_request import GenerationRequest, RequestError
 from jetdraft.server.metrics import Metrics
 from jetdraft.server.reply import Reply
-from jetdraft.server.request import GenerationRequest, RequestError
 from jetdraft.server.tools import BEGIN
 
 T = TypeVar("T")
@@ -71,6 +71,7 @@ class Service:
         self.metrics = Metrics(self.desk)
         template = pool.models[0].bundle.chat_template
         # Reading the template here refuses a broken one before the first request.
+        self._defaults = pool.models[0].defaults
         self._marked = bool(template) and BEGIN in pool.models[0].template.source
 
     def app(self, host: str = "127.0.0.1") -> Starlette:
@@ -129,7 +130,7 @@ class Service:
             "object": "model",
             "created": 0,
             "owned_by": "jetdraft",
-            "context_window": first.target.contract.capacity,
+            "context_window": first.parts.target.contract.capacity,
             "methods": list(first.methods),
         }
 
@@ -143,10 +144,12 @@ class Service:
         self._admit(request)
         body = await self._body(request)
         self._check_name(body.get("model", self.name))
-        wanted = GenerationRequest.of(body, chat, self.limits.new_tokens, self._marked)
+        wanted = GenerationRequest.of(
+            body, chat, self.limits.new_tokens, self._marked, self._defaults
+        )
         seconds = wanted.options.get("max_seconds", self.limits.seconds)
         wanted.options["max_seconds"] = min(seconds, self.limits.seconds)
-        reply = Reply(wanted, self.name, self.pool.models[0].text)
+        reply = Reply(wanted, self.name, self.pool.models[0].parts.text)
         job = Job(self.desk, wanted, self._client(request, wanted.user))
         if wanted.streamed:
             first = await _unless_gone(request.receive, job, job.next())
@@ -328,7 +331,7 @@ def _error_fields(error: object, status: int) -> dict[str, Any]:
     kind = KINDS.get(
         status, "invalid_request_error" if status < 500 else "server_error"
     )
-    param = getattr(error, "param", None)
+    param = getattr(error, "param", None) or getattr(error, "field", None)
     return {
         "error": {"message": str(error), "type": kind, "param": param, "code": None}
     }

@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
-from jetdraft.runtime.generation import Piece, Result, Stream
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
-from jetdraft.server.request import GenerationRequest, RequestError
+from jetdraft.runtime.piece import Piece, Result
+from jetdraft.runtime.text_stream import Stream
+from jetdraft.server.generation_request import GenerationRequest, RequestError
 
 
 class Desk:

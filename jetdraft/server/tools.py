@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from jetdraft.errors import ConstraintError, OptionError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.text.constraint import SPACING, Constraint, Vocabulary
 
 Schema = dict[str, Any]
@@ -99,14 +99,14 @@ class Tools:
         return f"start: {start}\n{answer}\n{rules}\none: {_json(self._schema())}\n"
 
     def check(self, vocabulary: Vocabulary) -> None:
-        """Raise `ConstraintError` for the first function with a refused schema."""
+        """Raise `OptionError` for the first function with a refused schema."""
         for tool in self.functions:
             schema = json.dumps(_call_schema(tool["function"]))
             try:
                 vocabulary.matcher(Constraint("JSON schema", schema), 0)
-            except ConstraintError as error:
+            except OptionError as error:
                 name = tool["function"]["name"]
-                raise ConstraintError(f"tool {name!r}: {error}") from error
+                raise OptionError(f"tool {name!r}: {error}", "constraint") from error
 
     def calls(self, text: str) -> list[dict[str, Any]]:
         """Return the calls in a text in OpenAI's form; none if a call is incomplete."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
 from jetdraft.devices.providers import PROVIDERS
 from jetdraft.errors import OutputError
 from jetdraft.files import replacing
-from jetdraft.runtime.planning.drafting import AUTO, SIBLINGS, TREES
-from jetdraft.runtime.proposers.draft_stops import NAMES
-from jetdraft.runtime.sampling.verifiers import VERIFIERS
+from jetdraft.runtime.model import Model
+from jetdraft.runtime.planning.options import GenerateOptions
+from jetdraft.runtime.planning.registry import AUTO, NONE, methods
+from jetdraft.runtime.proposers.parts import LoadArguments
 from jetdraft.terminal.command import Decorator, option, together
 
 PATH = click.Path(path_type=Path)
@@ -42,9 +44,17 @@ seed_option = option(
     "sampling",
     "--seed",
     type=int,
+    help="Seed of the random numbers; the same seed gives the same text. Default: a "
+    "random seed where the temperature is above 0.",
+)
+
+training_seed_option = option(
+    "training",
+    "--seed",
+    type=int,
     default=0,
     show_default=True,
-    help="Seed of the random numbers; the same seed gives the same result.",
+    help="Seed of the random numbers; the same seed gives the same training.",
 )
 
 temperature_option = option(
@@ -52,9 +62,8 @@ temperature_option = option(
     "--temperature",
     "--temp",
     type=float,
-    default=0.0,
-    show_default=True,
-    help="Temperature of sampling; 0 always takes the most likely token.",
+    help="Temperature of sampling; 0 always takes the most likely token. Default: the "
+    "checkpoint's own, or 0.",
 )
 
 prompts_option = option(
@@ -65,15 +74,6 @@ prompts_option = option(
     help='JSON lines with "prompt" or "token_ids"; default: four short texts.',
 )
 
-method_option = option(
-    "drafting",
-    "--method",
-    default=AUTO,
-    show_default=True,
-    help="auto, none, draft, lookup, stream, recall, trigram or cascade; or a comma "
-    "list to pick from.",
-)
-
 store_option = option(
     "drafting",
     "--store",
@@ -82,7 +82,7 @@ store_option = option(
     "keep nothing.",
 )
 
-runtime_options = together(
+_runtime_flags = together(
     threads_option,
     option(
         "runtime",
@@ -104,22 +104,41 @@ runtime_options = together(
     ),
 )
 
+
+def runtime_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give the command `runtime`, the arguments of `jetdraft.load` from its flags."""
+
+    @wraps(function)
+    def command(
+        provider: str | None,
+        drafter_provider: str | None,
+        threads: int | None,
+        streams: Path | None,
+        **options: Any,
+    ) -> Any:
+        runtime = LoadArguments(
+            provider=provider,
+            drafter_provider=drafter_provider,
+            threads=threads,
+            streams=streams,
+        )
+        return function(runtime=runtime, **options)
+
+    return _runtime_flags(command)
+
+
 sampling_options = together(
     temperature_option,
     option(
         "sampling",
         "--top-k",
         type=int,
-        default=0,
-        show_default=True,
         help="Sample from this many of the most likely tokens; 0 is off.",
     ),
     option(
         "sampling",
         "--top-p",
         type=float,
-        default=1.0,
-        show_default=True,
         help="Sample from the most likely tokens up to this total probability; 1 is "
         "off.",
     ),
@@ -127,8 +146,6 @@ sampling_options = together(
         "sampling",
         "--min-p",
         type=float,
-        default=0.0,
-        show_default=True,
         help="Drop tokens below this share of the highest probability; 0 is off.",
     ),
     seed_option,
@@ -145,6 +162,17 @@ def new_tokens_option(default: int) -> Decorator:
         default=default,
         show_default=True,
         help="The most tokens of a text.",
+    )
+
+
+def method_option() -> Decorator:
+    """Return --method; its help lists the registry."""
+    return option(
+        "drafting",
+        "--method",
+        default=AUTO,
+        show_default=True,
+        help=f"{', '.join((AUTO, NONE, *methods()))}; or a comma list to pick from.",
     )
 
 
@@ -257,17 +285,15 @@ def integers(text: str, option: str) -> list[int]:
         ) from error
 
 
-def _integers(context: Any, param: Any, value: str | None) -> list[int] | None:
-    return None if value is None else integers(value, param.opts[0])
-
-
-def _number_or_auto(context: Any, param: Any, value: str | None) -> float | str | None:
-    if value is None or value == AUTO:
-        return value
-    try:
-        return float(value)
-    except ValueError as error:
-        raise click.BadParameter(f"{value!r} is neither a number nor {AUTO}") from error
+def _settings(context: Any, param: Any, values: Sequence[str]) -> dict[str, str]:
+    """Parse KEY=VALUE options; a key may have dashes or underscores."""
+    settings = {}
+    for value in values:
+        key, separator, text = value.partition("=")
+        if not separator:
+            raise click.BadParameter(f"{value!r} is not KEY=VALUE")
+        settings[key.replace("-", "_")] = text
+    return settings
 
 
 user_option = option(
@@ -277,55 +303,19 @@ user_option = option(
     help="The user whose requests in the store count; default: the nameless user.",
 )
 
-_drafting = partial(option, "drafting")
-
-drafting_options = together(
-    user_option,
-    _drafting(
-        "--table",
-        type=PATH,
-        help="A trigram table that jetdraft train table wrote.",
-    ),
-    _drafting(
-        "--tree",
-        default=AUTO,
-        show_default=True,
-        help=f"Shape of a draft, for draft and stream: {', '.join(TREES)}.",
-    ),
-    _drafting(
-        "--siblings",
-        default="coupled",
-        show_default=True,
-        help=f"How children are picked: {', '.join(SIBLINGS)}.",
-    ),
-    _drafting(
-        "--branching",
-        callback=_integers,
-        help="Comma list: children per level, for k-ary.",
-    ),
-    _drafting(
-        "--tree-parents",
-        callback=_integers,
-        help="Comma list: the parent of rows 1, 2, ...; 0 is root.",
-    ),
-    _drafting(
-        "--stopping",
-        help=f"End a draft where the drafter doubts: {', '.join(NAMES)}.",
-    ),
-    _drafting(
-        "--stop-threshold", type=float, help="The probability that ends a draft."
-    ),
-    _drafting(
-        "--prune-threshold",
-        callback=_number_or_auto,
-        metavar="NUMBER|auto",
-        help="With streams: drop rows that the early exit finds less likely.",
-    ),
-    _drafting(
-        "--verifier",
-        default="walk",
-        show_default=True,
-        help=f"{', '.join(VERIFIERS)}; all but walk need --no-exact.",
-    ),
+drafting_option = option(
+    "drafting",
+    "--drafting",
+    multiple=True,
+    metavar="KEY=VALUE",
+    callback=_settings,
+    help="Set an option of the method, for example tree=best; may be given several "
+    "times. An unknown KEY lists the keys of the method.",
 )
-"""Options that --drafting KEY=VALUE will replace."""
+
+
+def given(options: Mapping[str, Any], model: Model | None = None) -> GenerateOptions:
+    """The options that were given, beside the defaults of a model's checkpoint."""
+    defaults = {} if model is None else model.defaults
+    flags = {name: value for name, value in options.items() if value is not None}
+    return cast(GenerateOptions, {**defaults, **flags})

@@ -47,7 +47,7 @@ from jetdraft.errors import (
 )
 from jetdraft.files import replacing
 from jetdraft.terminal.command import Command, option
-from jetdraft.terminal.flags import PATH, output_option, seed_option
+from jetdraft.terminal.flags import PATH, output_option, training_seed_option
 from jetdraft.terminal.progress import ProgressBars
 from jetdraft.train.data import Corpus
 from jetdraft.train.losses import Losses, losses
@@ -496,7 +496,7 @@ def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     show_default=True,
     help="Steps between validations; each saves the checkpoint.",
 )
-@seed_option
+@training_seed_option
 @output_option("Write the checkpoint to this folder, or resume the run in it.")
 def command(
     target: str,

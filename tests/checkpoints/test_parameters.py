@@ -11,7 +11,7 @@ import transformers
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contract import StepContract
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.export.step import kv_shapes, trace
+from jetdraft.export.step import Step, kv_shapes, trace
 from jetdraft.recipe import Recipe
 from tests.tiny import SIZES, llama_config, save_checkpoint
 
@@ -68,7 +68,7 @@ def test_a_traced_graph_holds_no_copy_of_a_matrix(half):
     contract = StepContract(
         checkpoint.vocab_size, 64, 8, "float32", kv_shapes(checkpoint.model)
     )
-    graph = trace(checkpoint.model, contract, checkpoint.names()).graph
+    graph = trace(Step(checkpoint.model, contract), checkpoint.names()).graph
     matrices = [
         value.const_value
         for value in graph.initializers.values()

@@ -62,7 +62,7 @@ def test_unknown_names():
         ('recipe = "int4', 'recipe = "int3', "unknown quantization 'int3'"),
         ("memory_gb = 16", "", "missing or unknown: memory_gb"),
         ("watts = 25", "watts = 25\nvolts = 5", "missing or unknown: volts"),
-        ("title =", "title", "no device profile"),
+        ("title =", "title", "not a device profile"),
     ],
 )
 def test_a_corrupt_profile(tmp_path, old, new, match):

@@ -6,7 +6,13 @@ import json
 import pytest
 
 from jetdraft.devices.device import Device
-from jetdraft.devices.plan import Question, expected, plan, refusal
+from jetdraft.devices.plan import (
+    Contender,
+    Question,
+    expected_levels,
+    plan,
+    refusal,
+)
 from jetdraft.errors import DeviceError, OptionError
 from tests.cli.running import assert_refused, jetdraft
 
@@ -27,6 +33,11 @@ LARGE = {
     "num_hidden_layers": 80,
     "intermediate_size": 28672,
 }
+CONTENDERS = (
+    Contender("draft", "drafter", trees=True),
+    Contender("stream", "probes", trees=True),
+    Contender("lookup", "free", trees=False),
+)
 
 
 @pytest.fixture
@@ -40,7 +51,7 @@ def config(tmp_path):
 
 
 def ask(target, device="orin-nx-16gb", **more):
-    return Question(target, Device.named(device), **more)
+    return Question(target, Device.named(device), **more, contenders=CONTENDERS)
 
 
 def brute_force(rows, acceptance):
@@ -56,19 +67,35 @@ def brute_force(rows, acceptance):
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_trees_are_the_likeliest(acceptance, rows):
-    levels = expected(rows, acceptance, branching=True)
+    levels = expected_levels(rows, acceptance, branching=True)
     assert sum(count for count, _ in levels) == rows
     total = sum(rate for _, rate in levels)
     assert total == pytest.approx(brute_force(rows, acceptance))
 
 
 def test_a_chain_is_a_geometric_series():
-    assert expected(3, 0.5, branching=False) == [(1, 0.5), (1, 0.25), (1, 0.125)]
+    levels = expected_levels(3, 0.5, branching=False)
+    assert levels == [(1, 0.5), (1, 0.25), (1, 0.125)]
 
 
 def test_nothing_is_gained_where_nothing_is_accepted(config):
     best = plan(ask(config(CONFIG), acceptance=0.0)).best
     assert (best.method, best.width, best.speedup) == ("none", 1, 1.0)
+
+
+def test_only_the_contenders_are_compared_and_their_cost_counts(config):
+    """Drafts of a method that is not built in, at every kind of cost."""
+    device, target = Device.named("orin-nx-16gb"), config(CONFIG)
+    drafter = config(SMALL, "drafter.json")
+    assert [row.method for row in plan(Question(target, device)).rows] == ["none"]
+    speeds = {}
+    for cost, draft_config in (("free", None), ("probes", None), ("drafter", drafter)):
+        own = (Contender("own", cost, trees=False),)
+        rows = plan(Question(target, device, draft_config, contenders=own)).rows
+        assert {row.shape for row in rows if row.method == "own"} == {"chain"}
+        speeds[cost] = rows[4].tokens_per_second
+    assert speeds["free"] > max(speeds["probes"], speeds["drafter"])
+    assert min(speeds.values()) > 0
 
 
 def test_more_acceptance_is_never_slower(config):
@@ -87,7 +114,7 @@ def test_a_drafter_costs_time_and_memory(config):
     assert both.needed_mb > alone.needed_mb
     assert {row.method for row in both.rows} == {"none", "draft", "lookup"}
     assert {row.method for row in alone.rows} == {"none", "lookup", "stream"}
-    # As large as the target, it cannot pay; lookup's acceptance is not the drafter's.
+    # A drafter as large as the target cannot pay; lookup has another acceptance.
     assert plan(ask(target, drafter=target)).best.method == "none"
 
 
@@ -95,8 +122,8 @@ def test_the_context_is_read_and_kept(config):
     target = config(CONFIG)
     short, long = (plan(ask(target, context=n)) for n in (64, 32768))
     # 28 layers of 8 heads of 128, keys and values of two bytes.
-    kept = (32768 - 64) * 28 * 2 * 8 * 128 * 2 / 1e6
-    assert long.needed_mb - short.needed_mb == pytest.approx(kept)
+    cache_mb = (32768 - 64) * 28 * 2 * 8 * 128 * 2 / 1e6
+    assert long.needed_mb - short.needed_mb == pytest.approx(cache_mb)
     assert long.pass_ms_by_width[1] > short.pass_ms_by_width[1]
 
 
@@ -110,13 +137,14 @@ def test_super_modes_are_faster(config):
 def test_json(config):
     result = jetdraft("plan", config(CONFIG), "--device", "orin-nx-16gb", "--json")
     assert result.exit_code == 0
-    found = json.loads(result.stdout)
-    assert found["device"] == "orin-nx-16gb"
-    assert found["fits"] is True
-    assert found["plain_tokens_per_second"] > 0
-    assert set(found["pass_ms_by_width"]) >= {"1", "2", "64"}
-    assert found["best"] in found["rows"]
-    assert set(found["best"]) >= {"method", "width", "tokens_per_second", "speedup"}
+    prediction = json.loads(result.stdout)
+    assert prediction["device"] == "orin-nx-16gb"
+    assert prediction["fits"] is True
+    assert prediction["plain_tokens_per_second"] > 0
+    assert set(prediction["pass_ms_by_width"]) >= {"1", "2", "64"}
+    best = prediction["best"]
+    assert best in prediction["rows"]
+    assert set(best) >= {"method", "width", "tokens_per_second", "speedup"}
 
 
 def test_text_and_picture(config, tmp_path):
@@ -140,13 +168,13 @@ def test_a_model_that_does_not_fit(config):
 
 def test_fewer_bits_may_fit(config):
     question = ask(config(CONFIG), "orin-nano-4gb", quantization="none")
-    found = plan(question)
-    assert not found.fits
-    assert "--quantize int4 would fit" in str(refusal(question, found))
+    prediction = plan(question)
+    assert not prediction.fits
+    assert "--quantize int4 would fit" in str(refusal(question, prediction))
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--device", "nano"), "unknown device 'nano'"),
         (("--device", "orin-nx-16gb", "--quantize", "fp8"), "'fp8' cannot be planned"),
@@ -157,8 +185,8 @@ def test_fewer_bits_may_fit(config):
         (("--device", "agx-thor", "--drafter", "none.json"), "cannot read none.json"),
     ],
 )
-def test_bad_options(config, options, said):
-    assert_refused(jetdraft("plan", config(CONFIG), *options), said)
+def test_bad_options(config, options, message):
+    assert_refused(jetdraft("plan", config(CONFIG), *options), message)
 
 
 def test_questions_are_checked_in_python_too(config):
@@ -188,11 +216,9 @@ def test_a_picture_needs_a_file(config, tmp_path):
 
 def test_export_refuses_what_does_not_fit(config, tmp_path):
     folder = config(LARGE).parent
-    how = ("export", folder, "-o", tmp_path / "out", "--device")
-    assert_refused(jetdraft(*how, "orin-nano-8gb"), "GB too much", "it fits")
-    assert_refused(jetdraft(*how, "nano"), "unknown device")
-    hub = jetdraft(
-        "export", "some/model", "-o", tmp_path / "out", *how[-1:], "agx-thor"
-    )
+    command = ("export", folder, "-o", tmp_path / "out", "--device")
+    assert_refused(jetdraft(*command, "orin-nano-8gb"), "GB too much", "it fits")
+    assert_refused(jetdraft(*command, "nano"), "unknown device")
+    hub = jetdraft("export", "some/model", *command[2:], "agx-thor")
     assert_refused(hub, "download it first")
     assert not (tmp_path / "out").exists()

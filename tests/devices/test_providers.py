@@ -9,7 +9,6 @@ from onnx import numpy_helper
 
 from jetdraft.devices import providers
 from jetdraft.devices.doctor import examine
-from jetdraft.devices.probe import GRAPH
 from jetdraft.devices.providers import (
     PROVIDERS,
     CudaOptions,
@@ -19,6 +18,7 @@ from jetdraft.devices.providers import (
     presence,
     reason_of,
 )
+from jetdraft.devices.trial import GRAPH
 from jetdraft.errors import ProviderError
 from jetdraft.runtime.passes import session
 from jetdraft.runtime.passes.session import _check_provider
@@ -32,7 +32,7 @@ CUDA = (
 )
 
 
-def test_the_probe_multiplies():
+def test_the_graph_of_a_trial_multiplies():
     graph = onnx.load(GRAPH).graph
     assert [node.op_type for node in graph.node] == ["MatMul"]
     assert numpy_helper.to_array(graph.initializer[0]).tolist() == [[1, 2], [3, 4]]
@@ -45,25 +45,25 @@ def test_the_cpu_really_runs():
 
 def test_a_provider_that_is_not_compiled_in():
     presence.cache_clear()
-    found = presence("tensorrt")
-    assert (found.compiled, found.runs) == (False, False)
-    assert "built without TensorrtExecutionProvider" in found.reason
+    tensorrt = presence("tensorrt")
+    assert (tensorrt.compiled, tensorrt.runs) == (False, False)
+    assert "built without TensorrtExecutionProvider" in tensorrt.reason
 
 
 def test_a_provider_that_is_compiled_in_but_cannot_run(monkeypatch):
-    """The list says so, the process that tries it does not come back with "ran"."""
+    """onnxruntime lists it, but the trial's process does not end with "ran"."""
     presence.cache_clear()
     monkeypatch.setattr(
         providers.ort, "get_available_providers", lambda: ["CUDAExecutionProvider"]
     )
-    found = presence("cuda")
+    cuda = presence("cuda")
     presence.cache_clear()
-    assert (found.compiled, found.runs) == (True, False)
-    assert found.reason
+    assert (cuda.compiled, cuda.runs) == (True, False)
+    assert cuda.reason
 
 
 @pytest.mark.parametrize(
-    ("code", "said", "reason"),
+    ("code", "stderr", "reason"),
     [
         (1, CUDA, "it needs libcublasLt.so.13"),
         (1, "CUDA error cudaErrorNoKernelImageForDevice:no kernel image", "no code"),
@@ -74,19 +74,19 @@ def test_a_provider_that_is_compiled_in_but_cannot_run(monkeypatch):
         (1, "", "no message"),
     ],
 )
-def test_reasons(code, said, reason):
-    assert reason in reason_of(code, said)
+def test_reasons(code, stderr, reason):
+    assert reason in reason_of(code, stderr)
 
 
-def look(**reasons: str):
-    """A machine whose providers run unless there is a reason not to."""
+def presences(**reasons: str):
+    """The presence of each provider: it runs unless a reason is given."""
     return lambda name: Presence(
         name, compiled=True, runs=name not in reasons, reason=reasons.get(name, "")
     )
 
 
 def fixes(root, **reasons):
-    return {f.what: f.fix for f in examine(root, look(**reasons)) if f.fix}
+    return {f.what: f.fix for f in examine(root, presences(**reasons)) if f.fix}
 
 
 def test_a_healthy_board(tmp_path):
@@ -95,23 +95,24 @@ def test_a_healthy_board(tmp_path):
     assert fixes(write(tmp_path, tree)) == {}
 
 
-def test_what_costs_speed_is_said(tmp_path):
+def test_findings_that_cost_speed_have_a_fix(tmp_path):
     assert fixes(write(tmp_path, ORIN_NANO)) == {
         "power mode": "MAXN_SUPER is faster: sudo nvpmodel",
         "gpu clock": "for steady figures: sudo jetson_clocks",
     }
 
 
-def test_what_is_missing_is_said(tmp_path):
+def test_missing_parts_have_a_fix(tmp_path):
     tree = {**THOR, "proc/meminfo": "MemAvailable: 500000 kB\nSwapTotal: 0 kB\n"}
-    found = fixes(write(tmp_path, tree), cuda="this build holds no code for this GPU")
-    assert set(found) == {"cuda", "tensorrt", "free memory", "swap", "provider cuda"}
-    assert "deploy/jetson" in found["provider cuda"]
+    reason = "this build holds no code for this GPU"
+    fix = fixes(write(tmp_path, tree), cuda=reason)
+    assert set(fix) == {"cuda", "tensorrt", "free memory", "swap", "provider cuda"}
+    assert "deploy/jetson" in fix["provider cuda"]
 
 
 def test_what_is_wrong_comes_first(tmp_path):
     tree = {**ORIN_NANO, "etc/nv_tegra_release": "?"}
-    first, *_ = examine(write(tmp_path, tree), look(cpu="broken"))
+    first, *_ = examine(write(tmp_path, tree), presences(cpu="broken"))
     assert first.wrong
     assert first.fix
     result = jetdraft("doctor", "--root", tmp_path)
@@ -137,7 +138,7 @@ def test_commands(tmp_path):
 
 
 class Session:
-    """What is asked of an onnxruntime session: who runs what."""
+    """The two calls of an onnxruntime session that say which provider runs a node."""
 
     def __init__(self, providers, nodes):
         self.providers = providers
@@ -167,15 +168,15 @@ def test_a_silent_fall_back_of_a_kernel_is_an_error():
 
 
 def test_a_silent_fall_back_of_all_is_an_error(monkeypatch):
-    why = Presence("cuda", compiled=True, runs=False, reason="it needs libcublas.so.13")
-    monkeypatch.setattr(session, "presence", lambda name: why)
+    broken = Presence("cuda", compiled=True, runs=False, reason="it needs libcublas.so")
+    monkeypatch.setattr(session, "presence", lambda name: broken)
     with pytest.raises(ProviderError, match="cannot be used here: it needs libcublas"):
         _check_provider(Session([CPU_EP], []), "cuda", Path("a.onnx"))
 
 
 def test_what_cannot_run_is_refused_with_the_reason(monkeypatch):
-    why = Presence("cuda", compiled=True, runs=False, reason="it needs libcublas.so.13")
-    monkeypatch.setattr(providers, "presence", lambda name: why)
+    broken = Presence("cuda", compiled=True, runs=False, reason="it needs libcublas.so")
+    monkeypatch.setattr(providers, "presence", lambda name: broken)
     with pytest.raises(ProviderError, match="it needs libcublas"):
         choose("cuda", [("contrib", "float16")])
     assert choose("auto", [("standard", "float16")]).name == "cpu"
@@ -184,7 +185,7 @@ def test_what_cannot_run_is_refused_with_the_reason(monkeypatch):
 def test_auto_takes_the_fastest_that_can(monkeypatch):
     runs = Presence("", compiled=True, runs=True)
     monkeypatch.setattr(providers, "presence", lambda name: runs)
-    found = {
+    chosen = {
         graph: choose("auto", [graph]).name
         for graph in (
             ("standard", "float32"),
@@ -192,7 +193,7 @@ def test_auto_takes_the_fastest_that_can(monkeypatch):
             ("contrib", "float32"),
         )
     }
-    assert list(found.values()) == ["tensorrt", "cuda", "cpu"]
+    assert list(chosen.values()) == ["tensorrt", "cuda", "cpu"]
 
 
 def test_options_are_texts():

@@ -39,15 +39,15 @@ def test_an_engine_of_one_width_knows_one_shape(tmp_path):
 
 def test_an_engine_of_all_widths_is_fastest_at_a_prefill(tmp_path):
     options = engine_options(CONTRACT, None, tmp_path)
-    found = [
-        (shapes(each)["input_ids"], shapes(each)["answer_rows"])
-        for each in (
+    rows_and_answers = [
+        (shapes(text)["input_ids"], shapes(text)["answer_rows"])
+        for text in (
             options.trt_profile_min_shapes,
             options.trt_profile_opt_shapes,
             options.trt_profile_max_shapes,
         )
     ]
-    assert found == [("1x1", "1"), ("1x64", "1"), ("1x64", "64")]
+    assert rows_and_answers == [("1x1", "1"), ("1x64", "1"), ("1x64", "64")]
 
 
 def test_onnxruntime_takes_texts():

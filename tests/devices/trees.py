@@ -1,4 +1,4 @@
-"""Trees of files as Jetsons have them, to look at instead of a root folder."""
+"""Trees of a Jetson's files, which tests write below a folder and read as its root."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ POWER = {
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
-    """The files below a root."""
+    """Write the files below a root, which is returned."""
     for name, text in files.items():
         file = root / name
         file.parent.mkdir(parents=True, exist_ok=True)

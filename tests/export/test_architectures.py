@@ -18,9 +18,9 @@ from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.fusion import fuse
 from jetdraft.export.seams import check_seams
 from jetdraft.export.step import Step, kv_shapes, trace
-from jetdraft.runtime.passes.engines import Engines
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import open_session
+from jetdraft.runtime.passes.step_sessions import StepSessions
 from tests.tiny import SIZES, VOCAB_SIZE, llama_config, save_checkpoint
 
 CAPACITY = 64
@@ -101,7 +101,7 @@ def case(request, tmp_path_factory):
     checkpoint = load(config, folder / "checkpoint")
     expected = transformers_logits(config, checkpoint.model.state_dict())
     contract = contract_of(checkpoint)
-    model = trace(checkpoint.model, contract, checkpoint.names())
+    model = trace(Step(checkpoint.model, contract), checkpoint.names())
     fuse(model, contract)
     ir.save(model, folder / "step.onnx")
     session = open_session(folder / "step.onnx", "cpu", threads=1, spinning=False)
@@ -110,7 +110,7 @@ def case(request, tmp_path_factory):
         checkpoint=checkpoint,
         contract=contract,
         onnx=model,
-        graph=Graph(Engines(session, contract)),
+        graph=Graph(StepSessions(session, contract)),
         expected=expected,
     )
 
@@ -231,7 +231,7 @@ def _through_the_whole_path(folder, capacity):
     checkpoint = Checkpoint.load(str(folder), torch.float32)
     contract = contract_of(checkpoint, capacity)
     check_seams(checkpoint.model, contract)
-    trace(checkpoint.model, contract, checkpoint.names())
+    trace(Step(checkpoint.model, contract), checkpoint.names())
 
 
 def test_model_without_attention_interface_is_refused(tmp_path):

@@ -22,6 +22,7 @@ from jetdraft.errors import (
 )
 from jetdraft.export import exporter
 from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.export.variants import chain_graph
 from jetdraft.recipe import Recipe
 from tests.tiny import (
     VOCAB_SIZE,
@@ -57,12 +58,12 @@ def no_tracing(monkeypatch):
     def trace(*_):
         pytest.fail("bad input was noticed too late")
 
-    monkeypatch.setattr(exporter, "trace", trace)
+    monkeypatch.setattr(chain_graph, "trace", trace)
 
 
-def test_pair_becomes_a_bundle_with_every_method(bundle, pair):
+def test_pair_becomes_a_bundle(bundle, pair):
     opened = jetdraft.Bundle.open(bundle)
-    assert opened.methods == ("none", "lookup", "draft")
+    assert list(opened.graphs) == ["target", "drafter"]
     assert opened.eos_token_ids == (0,)
     assert opened.target.source == str(pair.target)
     assert opened.target.quantization == Recipe("int8", 32).to_json()
@@ -102,7 +103,6 @@ def test_every_precision_loads_and_drafts_the_same_text(
 
 def test_target_without_drafter_still_drafts_by_lookup(source, tmp_path):
     made = export(source, tmp_path / "bundle", options=ExportOptions(**SMALL))
-    assert made.methods == ("none", "lookup")
     assert made.drafter is None
     assert not list(made.path.glob("drafter*"))
     assert made.target.quantization == Recipe("int4", 128).to_json()
@@ -118,7 +118,7 @@ def test_checkpoint_without_tokenizer_takes_and_gives_ids(tmp_path):
     result = model.generate(token_ids=[5, 6, 7], max_new_tokens=4)
     assert result.text == ""
     assert result.token_ids
-    with pytest.raises(jetdraft.PromptError, match="no tokenizer"):
+    with pytest.raises(jetdraft.OptionError, match="no tokenizer"):
         model.generate(PROMPT)
 
 

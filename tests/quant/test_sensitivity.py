@@ -137,7 +137,7 @@ def test_the_command_line_says_what_it_chose_and_refuses(folder, tmp_path):
     both = command(*calibrated, "--max-kl", "1", "--max-bytes", "9")
     assert_refused(both, "either max bytes or max KL")
     floats = command(*calibrated, "--quantize", "int8", "--max-kl", "1")
-    assert_refused(floats, "int8 has no form with more bits")
+    assert_refused(floats, "layers of int8 cannot get twice the bits")
     assert_refused(command(*calibrated, "--max-bytes", "9"), "alone takes")
     assert not (tmp_path / "bundle").exists()
     done = command(*calibrated, "--max-kl", "0.1")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,9 @@ import torch
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contract import StepContract
-from jetdraft.errors import CheckpointError, OptionError
+from jetdraft.errors import BundleError, CheckpointError, OptionError
 from jetdraft.export.fusion import fuse
-from jetdraft.export.step import kv_shapes, trace
+from jetdraft.export.step import Step, kv_shapes, trace
 from jetdraft.quant.algorithms import ALGORITHMS
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import BLOCK_SIZES, HEAD, Recipe
@@ -21,7 +22,7 @@ from tests.tiny import VOCAB_SIZE, drafter_config, save_checkpoint
 
 HEAD_NAME = "lm_head.weight"
 WIDTH = 48
-"""Of the hidden rows: no multiple of any block size but 16."""
+"""The hidden size: a multiple of the block size 16 only."""
 
 RECIPES = [Recipe(scheme, size) for scheme in ("int4", "int8") for size in BLOCK_SIZES]
 
@@ -33,7 +34,7 @@ def float_graph(folder: Path, tied: bool) -> bytes:
     checkpoint = Checkpoint.load(str(folder), torch.float32)
     model = checkpoint.model
     contract = StepContract(VOCAB_SIZE, 32, 8, "float32", kv_shapes(model))
-    step = trace(model, contract, checkpoint.names())
+    step = trace(Step(model, contract), checkpoint.names())
     fuse(step, contract)
     return ir.to_proto(step).SerializeToString()
 
@@ -85,14 +86,14 @@ def dequantized(product: ir.Node) -> np.ndarray:
 
 def float_matrices(data: bytes) -> list[np.ndarray]:
     """The constant matrices of all MatMuls, in graph order."""
-    found = []
+    matrices = []
     for node in nodes(read(data), "MatMul"):
         turn = node.inputs[1].producer()
         if turn is not None and turn.op_type == "Transpose":
-            found.append(constant(turn.inputs[0]).T)
+            matrices.append(constant(turn.inputs[0]).T)
         else:
-            found.append(constant(node.inputs[1]))
-    return found
+            matrices.append(constant(node.inputs[1]))
+    return matrices
 
 
 def evaluate(model: ir.Model, inputs, output: ir.Value, feed: np.ndarray) -> np.ndarray:
@@ -183,9 +184,9 @@ def test_embedding_rows_are_exactly_the_columns_of_the_head(quantized):
     while (reader := rows.consumers()[0]).op_type in ("Reshape", "Slice"):
         rows = reader.outputs[0]
     ids = np.arange(VOCAB_SIZE)[None]
-    found = evaluate(quantized, [quantized.graph.inputs[0]], rows, ids)
+    embeddings = evaluate(quantized, [quantized.graph.inputs[0]], rows, ids)
     head = nodes(quantized, "MatMulNBits")[-1]
-    np.testing.assert_array_equal(found[0], dequantized(head).T)
+    np.testing.assert_array_equal(embeddings[0], dequantized(head).T)
 
 
 def test_embedding_of_its_own_stays_a_float_lookup(tmp_path):
@@ -240,13 +241,12 @@ def test_a_tied_embedding_has_the_zeros_too(tied, name):
 
 
 def run_embedding(model: ir.Model, ids: np.ndarray) -> np.ndarray:
-    """What the part of a graph that looks up embeddings gives."""
-    [gather] = nodes(model, "GatherBlockQuantized")
-    found = gather
-    while found.outputs[0].consumers()[0].op_type in ("Reshape", "Slice"):
-        found = found.outputs[0].consumers()[0]
+    """Run only the part of a graph that looks up embeddings."""
+    [last] = nodes(model, "GatherBlockQuantized")
+    while last.outputs[0].consumers()[0].op_type in ("Reshape", "Slice"):
+        last = last.outputs[0].consumers()[0]
     part = ir.convenience.extract(
-        model.graph, [model.graph.inputs[0].name], [found.outputs[0].name]
+        model.graph, [model.graph.inputs[0].name], [last.outputs[0].name]
     )
     proto = ir.to_proto(ir.Model(part, ir_version=10)).SerializeToString()
     session = onnxruntime.InferenceSession(proto, providers=["CPUExecutionProvider"])
@@ -273,55 +273,13 @@ def test_numbers_that_are_not_finite_are_refused_by_name(tied, number):
         Quantization(Recipe("int4", 32)).apply(model)
 
 
-def norm_input(model: ir.Model, place: int) -> tuple[str, ir.Value]:
-    """Who makes the input of the product at that place, and its weight."""
-    made = nodes(model, "MatMulNBits")[place].inputs[0].producer()
-    return made.op_type, made.inputs[-1]
-
-
-def test_awq_divides_in_a_norm_where_there_is_one(tied):
-    """Inputs of known sizes: what goes into a product is divided by its divisors."""
-    model, random = read(tied), np.random.default_rng(0)
-    norms = {}
-    for node in model.graph:
-        if "Norm" in node.op_type:
-            weight = random.uniform(0.5, 2, WIDTH).astype(np.float32)
-            node.inputs[-1].const_value = ir.tensor(weight)
-            norms[node.outputs[0].name] = weight
-    names, sizes = {}, {}
-    for node in nodes(model, "MatMul"):
-        value = node.inputs[1]
-        if value.producer() is not None:
-            sizes["lm_head.weight"] = np.ones(WIDTH)
-        else:
-            names[value.name] = value.metadata_props["parameter"].splitlines()[0]
-            sizes[names[value.name]] = random.uniform(0.1, 5, len(constant(value)))
-    moments = {name: np.diag(size**2) for name, size in sizes.items()}
-    Quantization(Recipe.parse("int4-awq-b16"), HEAD_NAME, moments=moments).apply(model)
-    matrices = float_matrices(tied)
-    kinds = []
-    for place, product in enumerate(nodes(model, "MatMulNBits")[:4]):
-        kind, weight = norm_input(model, place)
-        kinds.append(kind)
-        scaled = dequantized(product) / matrices[place]
-        divisors = np.median(scaled, axis=1)
-        before = norms.get(product.inputs[0].name, 1.0)
-        np.testing.assert_allclose(constant(weight), before / divisors, rtol=0.25)
-    assert kinds == [
-        "RMSNormalization",
-        "Mul",
-        "SkipSimplifiedLayerNormalization",
-        "Mul",
-    ]
-
-
 def test_names_of_recipes():
     for name in (
         "int4-rtn-b128",
         "int8-gptq-b32",
         "int2-hqq-b16-head8",
         "none",
-        "int4-awq-b64-up0.11-head8-kv8",
+        "int4-gptq-b64-up0.11-head8-kv8",
     ):
         assert Recipe.parse(name).name == name
         assert Recipe.from_json(Recipe.parse(name).to_json()).name == name
@@ -340,6 +298,24 @@ def test_names_of_recipes():
     ):
         with pytest.raises(OptionError):
             Recipe.parse(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("int4-awq-b32", "unknown algorithm 'awq'; choose rtn, k_quant, hqq, gptq"),
+        ("int4-kv4", "unknown quantization of the KV cache 'int4'; choose int8"),
+    ],
+)
+def test_recipes_that_are_gone_are_refused_with_the_choices(name, reason):
+    with pytest.raises(OptionError, match=re.escape(reason)):
+        Recipe.parse(name)
+
+
+def test_a_bundle_with_a_recipe_that_is_gone_must_be_exported_again():
+    fields = {**Recipe().to_json(), "algorithm": "awq"}
+    with pytest.raises(BundleError, match=r"'awq'.*; export the bundle again"):
+        Recipe.from_json(fields)
 
 
 def test_the_standard_flavour_has_no_zeros():

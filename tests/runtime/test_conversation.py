@@ -10,7 +10,7 @@ import pytest
 
 import jetdraft
 from jetdraft.bundle import CHAT_TEMPLATE, Bundle
-from jetdraft.errors import JetdraftError, OptionError, PromptError, TemplateError
+from jetdraft.errors import JetdraftError, OptionError, OutputError
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.text.template import ChatTemplate, user
 
@@ -59,25 +59,25 @@ def test_a_template_renders_as_transformers_does():
 def test_a_template_can_change_nothing():
     unsafe = "{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}"
     for source in unsafe:
-        with pytest.raises(TemplateError):
+        with pytest.raises(OptionError):
             ChatTemplate(source, {}).render([user("a")])
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ a | nothing }}", "{% for x %}"])
 def test_a_broken_template_is_refused_with_its_line(source):
-    with pytest.raises(TemplateError, match="line 2"):
+    with pytest.raises(OptionError, match="line 2"):
         ChatTemplate(f"a\n{source}", {})
 
 
 def test_the_reason_of_a_template_is_told():
-    with pytest.raises(TemplateError, match="no tools here"):
+    with pytest.raises(OptionError, match="no tools here"):
         ChatTemplate(TEMPLATE, {}).render([{"role": "tool", "content": "x"}])
 
 
 def test_a_chat_is_a_generation_from_the_rendered_prompt(talker):
     messages = [{"role": "system", "content": "s"}, user("hello")]
-    end = talker.text.token(0)
-    ids = talker.text.encode(f"<system>s{end}<user>hello{end}<assistant>")
+    end = talker.parts.text.token(0)
+    ids = talker.parts.text.encode(f"<system>s{end}<user>hello{end}<assistant>")
     assert talker.chat_prompt(messages) == ids
     found = talker.chat(messages, **OPTIONS)
     assert found.token_ids == talker.generate(token_ids=ids, **OPTIONS).token_ids
@@ -120,7 +120,7 @@ def test_full_buffers_say_so_or_lose_the_oldest_turns(talker):
     long = "the self return " * 9
     for _ in range(2):
         list(talk.say(long))
-    with pytest.raises(PromptError, match="let the oldest turns be dropped"):
+    with pytest.raises(OptionError, match="let the oldest turns be dropped"):
         talk.say(long * 6)
     kept = list(talk.messages)
     dropping = Conversation(talker, system="s", drop_oldest=True, **OPTIONS)
@@ -131,7 +131,7 @@ def test_full_buffers_say_so_or_lose_the_oldest_turns(talker):
         assert dropping.messages[1]["role"] == "user"
         assert dropping.last.finish_reason == "length"
         assert len(dropping.last.token_ids) == 12
-    with pytest.raises(PromptError, match="the capacity is 256"):
+    with pytest.raises(OptionError, match="the capacity is 256"):
         list(dropping.say(long * 9))
 
 
@@ -144,21 +144,21 @@ def test_a_conversation_is_kept_in_a_file(talker, tmp_path):
     assert other.messages == talk.messages
     for wrong in ("{", "[]", '[{"content": "x"}]', "3"):
         (tmp_path / "wrong.json").write_text(wrong)
-        with pytest.raises((OptionError, PromptError)):
+        with pytest.raises(OptionError):
             other.load(tmp_path / "wrong.json")
-    with pytest.raises(OptionError, match="cannot write"):
+    with pytest.raises(OutputError, match="cannot write"):
         talk.save(tmp_path / "no" / "where.json")
     assert other.messages == talk.messages
 
 
 @pytest.mark.parametrize("messages", [None, [], "hi", [3], [{"content": "x"}]])
 def test_messages_that_are_none_are_refused(talker, messages):
-    with pytest.raises(PromptError):
+    with pytest.raises(OptionError):
         talker.chat(messages)
 
 
 def test_without_a_template_a_chat_is_refused(model):
-    with pytest.raises(TemplateError, match="no chat template"):
+    with pytest.raises(OptionError, match="no chat template"):
         model.chat([user("hello")])
 
 

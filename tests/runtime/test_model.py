@@ -1,10 +1,8 @@
-from functools import partial
-
 import numpy as np
 import pytest
 
 import jetdraft
-from jetdraft.errors import MethodError, OptionError, PromptError, ProviderError
+from jetdraft.errors import OptionError, ProviderError
 
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
 METHODS = [
@@ -71,25 +69,26 @@ def test_a_prompt_that_fills_the_capacity_leaves_nothing_to_say(model):
 
 def test_width_one_is_used_only_when_not_exact(model):
     widths = []
-    run = model.target.run
-    model.target.run = lambda t, last_only=False, width=0: (
+    target = model.parts.target
+    run = target.run
+    target.run = lambda t, last_only=False, width=0, **more: (
         last_only or widths.append(width),
-        run(t, last_only, width),
+        run(t, last_only, width, **more),
     )[1]
     try:
         model.generate(token_ids=IDS, method="none", max_new_tokens=5)
         exact, widths[:] = set(widths), []
         model.generate(token_ids=IDS, method="none", max_new_tokens=5, exact=False)
     finally:
-        del model.target.run
-    assert exact == {min(model.planner.calibration.exact_widths)}
+        del target.run
+    assert exact == {min(model.parts.widths.exact)}
     assert set(widths) == {1}
 
 
 def test_one_generation_at_a_time(model):
     first = iter(model.stream(token_ids=IDS))
     next(first)
-    for measure in (model.tune, partial(model.calibrate, again=True)):
+    for measure in (model.tune, model.measure_again):
         with pytest.raises(jetdraft.JetdraftError, match="already generating"):
             measure()
     with pytest.raises(jetdraft.JetdraftError, match="already generating"):
@@ -101,22 +100,22 @@ def test_one_generation_at_a_time(model):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"prompt": ""}, PromptError, "empty"),
-        ({"token_ids": []}, PromptError, "empty"),
-        ({"token_ids": [[1]]}, PromptError, "integers"),
-        ({"token_ids": ["x"]}, PromptError, "integers"),
-        ({"token_ids": [288]}, PromptError, "outside the vocabulary"),
-        ({"token_ids": [-1]}, PromptError, "outside the vocabulary"),
-        ({"token_ids": [1] * 257}, PromptError, "capacity is 256"),
-        ({}, PromptError, "either"),
-        ({"prompt": "a", "token_ids": [1]}, PromptError, "either"),
-        ({"prompt": [1, 2]}, PromptError, "token_ids="),
+        ({"prompt": ""}, OptionError, "empty"),
+        ({"token_ids": []}, OptionError, "empty"),
+        ({"token_ids": [[1]]}, OptionError, "integers"),
+        ({"token_ids": ["x"]}, OptionError, "integers"),
+        ({"token_ids": [288]}, OptionError, "outside the vocabulary"),
+        ({"token_ids": [-1]}, OptionError, "outside the vocabulary"),
+        ({"token_ids": [1] * 257}, OptionError, "capacity is 256"),
+        ({}, OptionError, "either"),
+        ({"prompt": "a", "token_ids": [1]}, OptionError, "either"),
+        ({"prompt": [1, 2]}, OptionError, "token_ids="),
         (
             {"prompt": "a", "method": "none", "num_draft_tokens": 2},
             OptionError,
             "leave one",
         ),
-        ({"prompt": "a", "method": "telepathy"}, MethodError, "no method"),
+        ({"prompt": "a", "method": "telepathy"}, OptionError, "unknown method"),
         ({"prompt": "a", "num_draft_tokens": 0}, OptionError, "1 to 15"),
         ({"prompt": "a", "num_draft_tokens": 16}, OptionError, "1 to 15"),
         ({"prompt": "a", "max_new_tokens": 0}, OptionError, "1 or more"),
@@ -153,9 +152,9 @@ def test_auto_takes_what_runs(bundle):
 
 def test_the_drafter_can_be_left_out(bundle):
     model = jetdraft.load(bundle, threads=1, drafter_provider="off")
-    assert model.drafter is None
+    assert model.parts.drafter is None
     assert "draft" not in model.methods
-    with pytest.raises(MethodError, match="no method 'draft'"):
+    with pytest.raises(OptionError, match="no method 'draft'"):
         model.generate("a", method="draft")
 
 
@@ -168,14 +167,14 @@ def test_measurements_are_kept_beside_the_bundle(model):
     [profile] = (model.bundle.path / "profiles").glob("cpu-1.json")
     before = profile.stat().st_mtime_ns
     again = jetdraft.load(model.bundle.path, threads=1)
-    assert again.planner.calibration == model.planner.calibration
+    assert again.parts.widths == model.parts.widths
     assert profile.stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize(
     "given",
-    [{"store": 3}, {"table": 3}, {"streams": 3}, {"user": 3}, {"threads": 2.5},
-     {"threads": "2"}, {"threads": 100000}, {"threads": 0}],
+    [{"store": 3}, {"streams": 3}, {"threads": 2.5}, {"threads": "2"},
+     {"threads": 100000}, {"threads": 0}],
     ids=str,
 )  # fmt: skip
 def test_load_says_what_is_wrong_with_its_arguments(bundle, given):
@@ -183,6 +182,17 @@ def test_load_says_what_is_wrong_with_its_arguments(bundle, given):
         jetdraft.load(bundle, **given)
 
 
+@pytest.mark.parametrize("given", [{"user": 3}, {"table": 3}], ids=str)
+def test_a_method_says_what_is_wrong_with_its_options(model, given):
+    """The user of a store and the trigram table are options of methods."""
+    [name] = given
+    with pytest.raises(OptionError, match=f"{name} cannot be 3") as refused:
+        model.generate("a", drafting=given)
+    assert refused.value.field == "drafting"
+    with pytest.raises(TypeError, match=name):
+        jetdraft.load(model.bundle.path, **given)
+
+
 def test_a_method_is_named_once(model):
-    with pytest.raises(OptionError, match="names one twice"):
+    with pytest.raises(OptionError, match="names a method twice"):
         model.generate(token_ids=IDS, method="draft,draft")

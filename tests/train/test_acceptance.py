@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jetdraft
-from jetdraft.errors import DataError
+from jetdraft.errors import DataError, OptionError
 from jetdraft.train.acceptance import LENGTH, fit, watch, write
 
 PROMPTS = [np.random.default_rng(seed).integers(0, 288, 20) for seed in range(3)]
@@ -26,7 +26,7 @@ def test_what_is_watched_are_the_compared_tokens(model):
         right += sum(stats.accepted_counts[: LENGTH - 1])
     assert abs(len(hidden) - evaluated) <= len(PROMPTS)
     assert abs(accepted.sum() - right) <= len(PROMPTS) * LENGTH
-    assert hidden.shape[1] == model.drafter.contract.hidden_size
+    assert hidden.shape[1] == model.parts.drafter.contract.hidden_size
 
 
 def test_a_head_learns_what_there_is_to_learn():
@@ -52,12 +52,27 @@ def test_a_head_is_not_learned_by_heart():
 def test_a_learned_head_is_used(bundle, tmp_path):
     model = jetdraft.load(shutil.copytree(bundle, tmp_path / "own"), threads=1)
     head, _ = fit(*watch(model, PROMPTS, max_new_tokens=40, temperature=0.0), steps=20)
-    write(head, model.profiles.acceptance_file, model.bundle.sha256)
+    write(head, model.parts.profiles.acceptance_file, model.bundle.sha256)
     how = {"token_ids": PROMPTS[0], "max_new_tokens": 40}
-    found = model.generate(method="draft", stopping="learned", **how)
+    found = model.generate(method="draft", drafting={"stopping": "learned"}, **how)
     assert found.token_ids == model.generate(method="none", **how).token_ids
 
 
 def test_too_little_to_learn_from(model):
     with pytest.raises(DataError, match="more prompts"):
         watch(model, PROMPTS[:1], max_new_tokens=4, temperature=0.0)
+
+
+def test_watching_leaves_no_trace(model):
+    """Each watch is a method of its own, and `auto` never drafts with it."""
+    again = [watch(model, PROMPTS, 40, 0.0)[0] for _ in range(2)]
+    np.testing.assert_allclose(*again, atol=1e-4)
+    assert "watching" not in model.methods
+    with pytest.raises(OptionError, match="unknown method 'watching'"):
+        model.generate("a", method="watching")
+
+
+def test_without_a_drafter_there_is_nothing_to_watch(bundle):
+    model = jetdraft.load(bundle, threads=1, drafter_provider="off")
+    with pytest.raises(OptionError, match="needs a drafter; export with --drafter"):
+        watch(model, PROMPTS, 40, 0.0)

@@ -1,4 +1,4 @@
-"""A distribution over some of the vocabulary's tokens."""
+"""A probability distribution over some of the vocabulary's tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jetdraft.runtime.drafts.noise import Doubles, Int64s, gumbel
 
 @dataclass(frozen=True)
 class Distribution:
-    """`probabilities` float64 [m] of the token `ids` int64 [m]; all others have none.
+    """The `probabilities` float64 [m] of the tokens `ids` int64 [m]; others have 0.
 
     Distribution(np.array([3, 7]), np.array([0.9, 0.1])).draw(seed=1, position=40)
     """
@@ -20,7 +20,7 @@ class Distribution:
     probabilities: Doubles
 
     def draw(self, seed: int, position: int) -> int:
-        """A token, by the Gumbel-max trick with the noise of that place."""
+        """One token by the Gumbel-max trick; the same seed and position repeat it."""
         return int(self.ids[np.argmax(self.scores(seed, position))])
 
     def scores(self, seed: int, position: int) -> Doubles:
@@ -30,7 +30,7 @@ class Distribution:
         return np.asarray(logs + gumbel(seed, np.array([position]), self.ids))
 
     def over(self, ids: Int64s) -> Doubles:
-        """The probabilities of other `ids`, ascending and including these."""
-        found = np.zeros(len(ids))
-        found[np.searchsorted(ids, self.ids)] = self.probabilities
-        return found
+        """The probabilities of `ids`, ascending ids that include all of its own."""
+        probabilities = np.zeros(len(ids))
+        probabilities[np.searchsorted(ids, self.ids)] = self.probabilities
+        return probabilities

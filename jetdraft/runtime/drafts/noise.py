@@ -1,7 +1,13 @@
 """Gumbel noise as a pure function of (seed, position, token id).
 
-The hash is splitmix64's finalizer (Steele, Lea, Flood: Fast splittable pseudorandom
-number generators, 2014) over a counter; a 52-bit uniform u becomes -log(-log(u)).
+So the noise of a token does not depend on how passes were grouped. The hash is the
+finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
+generators, 2014):
+
+    key  = mix(mix(seed + g) + position g)
+    bits = mix(key + (id + 1) g)                 modulo 2^64
+    u    = (floor(bits / 2^12) + 1/2) / 2^52   uniform in (0, 1)
+    G    = -log(-log(u))                       standard Gumbel
 """
 
 from __future__ import annotations
@@ -24,14 +30,12 @@ def _mix(x: UInt64s) -> UInt64s:
     return x ^ (x >> np.uint64(31))
 
 
-def uniforms(
-    seed: int, positions: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]
-) -> Doubles:
-    """Uniforms in (0, 1), one per broadcast pair of position and token id.
+def uniforms(seed: int, positions: Int64s, ids: Int64s) -> Doubles:
+    """Uniforms in (0, 1), float64, one per pair of position and token id.
 
-    `positions` and `ids` broadcast against each other, as in [n, 1] and [n, K].
+    `positions` and `ids` broadcast against each other, for example [n, 1] and [n, K].
     """
-    # Arithmetic modulo 2**64 is the point, so numpy must not warn about it.
+    # The sums are meant to wrap around at 2**64, so numpy must not warn.
     with np.errstate(over="ignore"):
         key = _mix(np.full(1, seed % (1 << 64), np.uint64) + _GOLDEN)
         key = _mix(key + positions.astype(np.uint64) * _GOLDEN)
@@ -39,12 +43,11 @@ def uniforms(
     return np.asarray(((bits >> np.uint64(12)) + 0.5) * 2.0**-52)
 
 
-def gumbel(
-    seed: int, positions: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]
-) -> Doubles:
-    """Standard Gumbel variates, one per broadcast pair of position and token id.
+def gumbel(seed: int, positions: Int64s, ids: Int64s) -> Doubles:
+    """Standard Gumbel variates, float64, one per pair of position and token id.
 
-    Adding them to logits and taking the largest draws from the softmax.
+    The largest sum of logit and variate is a draw from the softmax of the logits.
+    `positions` and `ids` broadcast against each other.
 
         gumbel(7, np.array([[12]]), np.array([[3, 4, 5]]))   # [1, 3]
     """

@@ -1,4 +1,8 @@
-"""Which rows of a pass draft as they are verified."""
+"""Probes: rows of a pass that draft further tokens while other rows are verified.
+
+A graph trained for Speculative Streaming (2402.11131) has several learned streams. Each
+stream that a row carries is one probe: it predicts one more token ahead.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Probes:
-    """Rows that carry streams, and how many each: streams 0..`streams`-1.
+    """The probes of one pass: each row in `carriers` carries streams 0..`streams`-1.
 
     Probes((3,), streams=4)   # four probes, all carried by row 3
     """
@@ -18,7 +22,7 @@ class Probes:
 
     @property
     def total(self) -> int:
-        """How many probes there are."""
+        """The number of probes."""
         return len(self.carriers) * self.streams
 
     @property
@@ -32,9 +36,10 @@ class Probes:
         return list(range(self.streams)) * len(self.carriers)
 
     def seen(self, ancestors: Sequence[Sequence[int]]) -> list[list[int]]:
-        """What each probe sees of a pass's rows and probes, itself aside.
+        """Per probe, the rows and probes that it attends to, itself left out.
 
-        Its carrier, the carrier's `ancestors`, and the streams below its own.
+        They are its carrier, the carrier's `ancestors`, and the lower streams of the
+        same carrier. Probes are numbered after the rows.
         """
         rows = len(ancestors)
         return [
@@ -51,18 +56,23 @@ NO_PROBES = Probes()
 
 @dataclass(frozen=True)
 class Probing:
-    """Who carries how many streams in the coming passes.
+    """Which rows of the coming passes carry probes: all rows, or the last row only.
 
-    All rows, so that whichever is accepted last has drafted; or the last row only,
-    which is cheaper and drafts nothing after a wrong guess.
+    If all do, the row that is accepted last has drafted. The last row alone is cheaper,
+    but drafts nothing after a wrong guess.
+
+        Probing(streams=4, last_only=True).of(rows=3)    # Probes((2,), streams=4)
     """
 
     streams: int = 0
     last_only: bool = False
 
     def of(self, rows: int) -> Probes:
-        """The probes of a pass over so many rows."""
+        """The probes of a pass over `rows` rows."""
         if not self.streams:
             return NO_PROBES
         first = rows - 1 if self.last_only else 0
         return Probes(tuple(range(first, rows)), self.streams)
+
+
+NO_PROBING = Probing()

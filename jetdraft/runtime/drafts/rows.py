@@ -10,21 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from jetdraft.errors import DraftError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.distribution import Distribution
 
 
 def without_gaps(path: Sequence[int]) -> int:
-    """How many rows of a path from row 0 on lie side by side in the buffer."""
+    """How many rows at the start of a path lie side by side in the buffer."""
     return next((i for i, row in enumerate(path) if row != i), len(path))
 
 
 class Kind(Enum):
-    """How the children of a row came about, which decides who may verify them.
+    """How the children of a row were picked; it decides which verifiers are exact.
 
     `DETERMINISTIC` by their rank, `COUPLED` with the target's own noise, `REPLACED` by
-    independent draws, `DISTINCT` by draws without replacement, `TOP_AND_ONE` the best
-    of the drafter and, last, one drawn from the others.
+    independent draws, `DISTINCT` by draws without replacement, `TOP_AND_ONE` the
+    drafter's best tokens and, last, one token drawn from the others.
     """
 
     DETERMINISTIC = "deterministic"
@@ -59,10 +59,10 @@ class Rows:
 
     @property
     def drafted(self) -> int:
-        """How many rows are proposals."""
+        """How many rows were drafted: all but the root."""
         return len(self.tokens) - 1
 
-    def first(self, drafted: int) -> Rows:
+    def cut(self, drafted: int) -> Rows:
         """The root and the first `drafted` rows below it."""
         if drafted >= self.drafted:
             return self
@@ -70,7 +70,7 @@ class Rows:
         return Rows(self.tokens[:end], self.parents[:end], self.kind, self.drawn_from)
 
     def only(self, kept: Sequence[int]) -> Rows:
-        """Some rows, ascending, with the parents of all of them among them."""
+        """The `kept` rows, ascending; the parent of each kept row must be kept too."""
         if len(kept) == len(self.tokens):
             return self
         place = {row: i for i, row in enumerate(kept)}
@@ -111,23 +111,26 @@ class Rows:
         )
 
     def check(self) -> None:
-        """Raise `DraftError` unless this is a tree with parents before children."""
+        """Raise `OptionError` unless this is a tree with parents before children."""
         if not self.tokens or len(self.tokens) != len(self.parents):
-            raise DraftError("a draft needs a root, and a parent for every row")
+            raise OptionError(
+                "a draft needs a root, and a parent for every row", "drafting"
+            )
         for row, parent in enumerate(self.parents):
             if (parent != -1) if row == 0 else not 0 <= parent < row:
-                raise DraftError(
+                raise OptionError(
                     f"row {row} of the draft has parent {parent}; the root's is -1 and "
-                    "parents come before their children"
+                    "parents come before their children",
+                    "drafting",
                 )
 
     @property
     def ancestors(self) -> list[list[int]]:
         """Each row's ancestors, root first."""
-        found: list[list[int]] = [[]]
+        ancestors: list[list[int]] = [[]]
         for parent in self.parents[1:]:
-            found.append([*found[parent], parent])
-        return found
+            ancestors.append([*ancestors[parent], parent])
+        return ancestors
 
     @property
     def paths(self) -> list[list[int]]:
@@ -135,10 +138,10 @@ class Rows:
 
         Rows([5, 8, 9], [-1, 0, 0]).paths    # [[], [8], [9]]
         """
-        found: list[list[int]] = [[]]
+        paths: list[list[int]] = [[]]
         for token, parent in zip(self.tokens[1:], self.parents[1:], strict=True):
-            found.append([*found[parent], token])
-        return found
+            paths.append([*paths[parent], token])
+        return paths
 
     def children(self, row: int) -> list[int]:
         """The rows below `row`, in the order they were drafted."""
@@ -158,20 +161,20 @@ class Rows:
         return depths
 
     def ranks(self, path: Sequence[int]) -> list[tuple[int, int]]:
-        """Which sibling went on at each row of a path, and of how many.
+        """For each row of a path, which child comes next, and how many children it has.
 
-        The last row has none that did, for which their number stands; a leaf is left
-        out.
+        No child of the last row comes next: its rank is the number of its children. A
+        last row without children has no entry.
 
             Rows([5, 8, 9], [-1, 0, 0]).ranks([0, 2])    # [(1, 2)]
         """
         below = [self.children(row) for row in path]
-        found = [
+        ranks = [
             (siblings.index(row), len(siblings))
             for siblings, row in zip(below, path[1:], strict=False)
         ]
         left = len(below[-1])
-        return [*found, (left, left)] if left else found
+        return [*ranks, (left, left)] if left else ranks
 
     def walk(self, chosen: Sequence[int]) -> list[int]:
         """The accepted rows, root first.

@@ -1,1 +1,1 @@
-"""What was seen before: suffixes, trigrams, stored responses, similar requests."""
+"""Earlier tokens to draft from: suffixes, trigrams, stored responses."""

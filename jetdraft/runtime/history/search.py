@@ -1,8 +1,13 @@
-"""Which tree of tokens is worth verifying: a Monte Carlo tree search over a table.
+"""Chooses which draft tree to verify, by a Monte Carlo tree search over a token table.
 
-As in ADED (2407.12021), with the rollout's score corrected: it sums the probabilities
-of the tokens that the rollout adds, where the released code sums those of tokens that
-were known already.
+The search of ADED (2407.12021), which visits the child c of a node n with the largest
+
+    puct(c) = s_c / v_c + (C1 + log((v_n + C2 + 1) / C2)) p_c sqrt(v_n) / (1 + v_c)
+
+    v visits, s sum of scores, p_c the child's share among its siblings
+
+One difference: a rollout's score sums the probabilities of the tokens that the rollout
+adds, where the released code sums those of tokens that were known already.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ C1, C2 = 32.0, 8.0
 """How much the search explores."""
 
 Successors = Callable[[int, int], Mapping[int, float]]
+"""The tokens that follow two tokens, with their weights."""
 
 
 @dataclass
@@ -32,7 +38,7 @@ class Node:
 
 
 def puct(score: float, visits: int, parent_visits: int, share: float) -> float:
-    """What makes a child worth a visit: its mean score, and how little is known.
+    """How much a child deserves a visit; a child without visits comes first.
 
     puct(3.2, 2, 10, 0.25)    # 10.26
     """
@@ -43,7 +49,7 @@ def puct(score: float, visits: int, parent_visits: int, share: float) -> float:
 
 
 class TreeSearch:
-    """Grows a tree below two tokens and keeps the rows that were visited most.
+    """Grows a tree below two tokens and keeps the rows with the most visits.
 
     TreeSearch(table.successors).run(5, 8, budget=6)    # tokens and parents
     """
@@ -58,72 +64,72 @@ class TreeSearch:
     def run(self, one: int, two: int, budget: int) -> tuple[list[int], list[int]]:
         """Tokens of at most `budget` rows and their parents, 0 being the root.
 
-        Deterministic: rollouts draw from numbers that depend on the pair alone.
+        The same two tokens always give the same tree.
         """
         self._nodes = [Node(two, -1, 1.0)]
         self._before = one
         self._random = random.Random(one << 32 | two)
         for _ in range(self.iterations):
             path = self._descend()
-            score = 1.0 + self._shares(path) + self._rollout(path)
+            score = 1.0 + self._sum_of_shares(path) + self._rollout(path)
             for index in path:
                 self._nodes[index].visits += 1
                 self._nodes[index].score += score
         return self._most_visited(budget)
 
     def _descend(self) -> list[int]:
-        """From the root to a leaf, which gets its children."""
+        """The path from the root to a leaf, expanding the nodes on it."""
         path = [0]
         while len(path) <= self.depth:
-            here = self._nodes[path[-1]]
-            if not here.expanded:
+            node = self._nodes[path[-1]]
+            if not node.expanded:
                 self._expand(path)
-            if not here.children:
+            if not node.children:
                 break
-            path.append(max(here.children, key=lambda i: self._worth(i, here.visits)))
+            path.append(max(node.children, key=lambda i: self._puct(i, node.visits)))
             if not self._nodes[path[-1]].visits:
                 break
         return path
 
-    def _worth(self, index: int, parent_visits: int) -> float:
+    def _puct(self, index: int, parent_visits: int) -> float:
         node = self._nodes[index]
         return puct(node.score, node.visits, parent_visits, node.share)
 
     def _expand(self, path: list[int]) -> None:
-        here = self._nodes[path[-1]]
-        here.expanded = True
-        for token, share in self._following(self._pair(path)).items():
-            here.children.append(len(self._nodes))
+        node = self._nodes[path[-1]]
+        node.expanded = True
+        for token, share in self._shares(self._last_two(path)).items():
+            node.children.append(len(self._nodes))
             self._nodes.append(Node(token, path[-1], share))
 
-    def _pair(self, path: list[int]) -> tuple[int, int]:
+    def _last_two(self, path: list[int]) -> tuple[int, int]:
         before = self._nodes[path[-2]].token if len(path) > 1 else self._before
         return before, self._nodes[path[-1]].token
 
-    def _following(self, pair: tuple[int, int]) -> dict[int, float]:
-        """Successors, the likeliest first, and their shares."""
-        found = self.successors(*pair)
-        total = sum(found.values())
-        order = sorted(found, key=lambda token: (-found[token], token))
-        return {token: found[token] / total for token in order}
+    def _shares(self, pair: tuple[int, int]) -> dict[int, float]:
+        """The share of each successor, likeliest first."""
+        weights = self.successors(*pair)
+        total = sum(weights.values())
+        order = sorted(weights, key=lambda token: (-weights[token], token))
+        return {token: weights[token] / total for token in order}
 
-    def _shares(self, path: list[int]) -> float:
+    def _sum_of_shares(self, path: list[int]) -> float:
         return sum(self._nodes[index].share for index in path[1:])
 
     def _rollout(self, path: list[int]) -> float:
-        """Go on by chance to the full depth; the summed shares of what was added."""
-        (one, two), score = self._pair(path), 0.0
+        """Draw tokens down to the full depth; the sum of their shares."""
+        (one, two), score = self._last_two(path), 0.0
         for _ in range(self.depth + 1 - len(path)):
-            found = self._following((one, two))
-            if not found:
+            shares = self._shares((one, two))
+            if not shares:
                 break
-            [token] = self._random.choices(list(found), list(found.values()))
-            score += found[token]
+            [token] = self._random.choices(list(shares), list(shares.values()))
+            score += shares[token]
             one, two = two, token
         return score
 
     def _most_visited(self, budget: int) -> tuple[list[int], list[int]]:
-        """A parent has at least the visits of its children, so it comes first."""
+        # A parent has at least as many visits as its children, so it comes first.
         order = sorted(
             range(1, len(self._nodes)), key=lambda i: (-self._nodes[i].visits, i)
         )

@@ -1,4 +1,4 @@
-"""How alike two requests are, by the target's own embeddings."""
+"""How similar two requests are, by the target's own token embeddings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ Vector = npt.NDArray[np.float32]
 
 
 class Similarity:
-    """Turns token ids into a direction; the cosine of two says how alike they are.
+    """Turns token ids into a unit vector; similar requests have a large dot product.
+
+    Reads the embeddings, float [vocab, d], from an npy file that export wrote. Raises
+    `BundleError` if it cannot be read.
 
     similarity = Similarity(Path("bundle/similarity.npy"))
     similarity.vector([5, 8, 9]) @ similarity.vector([5, 8, 2])    # near 1
@@ -29,7 +32,7 @@ class Similarity:
             ) from error
 
     def vector(self, tokens: Sequence[int]) -> Vector:
-        """Float32 [d] of unit length: the mean over the tokens."""
+        """Float32 [d] of unit length: the direction of the mean embedding."""
         mean = self._table[np.asarray(tokens)].astype(np.float32).mean(0)
-        found: Vector = mean / max(float(np.linalg.norm(mean)), 1e-9)
-        return found
+        vector: Vector = mean / max(float(np.linalg.norm(mean)), 1e-9)
+        return vector

@@ -1,8 +1,8 @@
-"""All that a sequence has said so far, found by how it ends.
+"""Finds where the end of a token sequence occurred before, and what followed it.
 
-A suffix automaton (Blumer et al., 1985) grows a token at a time, in constant time on
-average. Its states are sets of places: every text that ends at the same places shares
-one, whose `link` is the longest ending of it that is also found elsewhere.
+A suffix automaton (Blumer et al., 1985), which grows token by token in constant time on
+average. All texts that end at the same places of the sequences share one state. A
+state's `link` is the state of the longest ending that also occurs at other places.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from collections.abc import Iterable
 
 ROOT = 0
 FAR = 64
-"""Links that counting follows: endings of a long repetition form long chains."""
+"""At most so many links are followed to count: long repetitions form long chains."""
 
 
 class SuffixAutomaton:
-    """Sequences that grow, with how often and how late each ending of them was seen.
+    """Token sequences, with how often and how recently each of their parts occurred.
+
+    A state is an int; `ROOT` is the state of the empty text.
 
     automaton = SuffixAutomaton()
     automaton.extend([1, 2, 3, 1, 2])
-    automaton.follow(automaton.match, 2)    # [3, 1] and their score
+    automaton.follow(automaton.match, 2)    # [3, 1] and the score
     """
 
     def __init__(self) -> None:
@@ -32,31 +34,31 @@ class SuffixAutomaton:
         self._size = 0
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Go on with the present sequence."""
+        """Append tokens to the current sequence."""
         for token in tokens:
-            self._last = self._grown(token)
+            self._last = self._extended(token)
             self._size += 1
             self._count_endings()
 
     def begin(self) -> None:
-        """Start another sequence; matches do not reach across."""
+        """Start another sequence; no match spans two sequences."""
         self._last = ROOT
 
     @property
     def match(self) -> int:
-        """The state of the longest ending of the present sequence seen before."""
-        again = self._count[self._last] > 1
-        return self._last if again else max(self._link[self._last], ROOT)
+        """The state of the longest ending of the sequence that occurred before."""
+        occurred_before = self._count[self._last] > 1
+        return self._last if occurred_before else max(self._link[self._last], ROOT)
 
     def length(self, state: int) -> int:
-        """Tokens of the longest text of a state."""
+        """The number of tokens of the longest text of a state."""
         return self._length[state]
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """One token on in a text that is not the automaton's own.
+        """Append `token` to a text that is not one of the automaton's sequences.
 
-        From the state of its longest ending that was seen, and how long that is, to
-        those of the text with `token` behind it.
+        Takes and gives the state and length of the text's longest ending that occurs in
+        the sequences.
         """
         while state != ROOT and token not in self._next[state]:
             state = self._link[state]
@@ -66,20 +68,21 @@ class SuffixAutomaton:
         return self._next[state][token], length + 1
 
     def follow(self, state: int, count: int) -> tuple[list[int], float]:
-        """The tokens that came most often after a state, the latest of equals.
+        """At most `count` tokens that came most often after a state, and a score.
 
-        And how many of them are right if things go on as often as they did. Where a
-        sequence ends, what repeats at its end goes on.
+        Of equally frequent tokens the most recent is taken. The score is the expected
+        number of right tokens, by how often each came next. At the end of a sequence it
+        goes on after the longest ending that also occurs elsewhere.
         """
         tokens, chance, score = list[int](), 1.0, 0.0
         while len(tokens) < count:
-            after = self._next[state]
-            if after:
-                token = max(after, key=lambda t: self._rank(after[t]))
-                chance *= self._count[after[token]] / max(self._count[state], 1)
+            successors = self._next[state]
+            if successors:
+                token = max(successors, key=lambda t: self._rank(successors[t]))
+                chance *= self._count[successors[token]] / max(self._count[state], 1)
                 score += chance
                 tokens.append(token)
-                state = after[token]
+                state = successors[token]
             elif self._link[state] > ROOT:
                 state = self._link[state]
             else:
@@ -89,12 +92,11 @@ class SuffixAutomaton:
     def _rank(self, state: int) -> tuple[int, int]:
         return self._count[state], self._latest[state]
 
-    def _grown(self, token: int) -> int:
-        """The state of the present sequence and `token`."""
+    def _extended(self, token: int) -> int:
+        """The state of the current sequence with `token` appended."""
         last = self._last
         if token in self._next[last]:
-            known = self._next[last][token]
-            return self._of_length(known, last, token)
+            return self._exact_state(self._next[last][token], last, token)
         new = self._add({}, self._length[last] + 1)
         while last >= ROOT and token not in self._next[last]:
             self._next[last][token] = new
@@ -102,26 +104,29 @@ class SuffixAutomaton:
         if last < ROOT:
             self._link[new] = ROOT
         else:
-            self._link[new] = self._of_length(self._next[last][token], last, token)
+            self._link[new] = self._exact_state(self._next[last][token], last, token)
         return new
 
-    def _of_length(self, state: int, before: int, token: int) -> int:
-        """`state`, or the part of it that is one token longer than `before`."""
+    def _exact_state(self, state: int, before: int, token: int) -> int:
+        """The state of the longest text of `before` with `token` appended.
+
+        It is `state` if that has no longer text, and else a copy split off from it.
+        """
         length = self._length[before] + 1
         if self._length[state] == length:
             return state
-        part = self._add(dict(self._next[state]), length)
-        self._link[part] = self._link[state]
-        self._count[part] = self._count[state]
-        self._latest[part] = self._latest[state]
-        self._link[state] = part
+        split = self._add(dict(self._next[state]), length)
+        self._link[split] = self._link[state]
+        self._count[split] = self._count[state]
+        self._latest[split] = self._latest[state]
+        self._link[state] = split
         while before >= ROOT and self._next[before].get(token) == state:
-            self._next[before][token] = part
+            self._next[before][token] = split
             before = self._link[before]
-        return part
+        return split
 
-    def _add(self, after: dict[int, int], length: int) -> int:
-        self._next.append(after)
+    def _add(self, successors: dict[int, int], length: int) -> int:
+        self._next.append(successors)
         self._link.append(ROOT)
         self._length.append(length)
         self._count.append(0)
@@ -129,6 +134,7 @@ class SuffixAutomaton:
         return len(self._link) - 1
 
     def _count_endings(self) -> None:
+        """Count one more occurrence of every ending of the current sequence."""
         state = self._last
         for _ in range(FAR):
             if state <= ROOT:

@@ -1,8 +1,8 @@
-"""Which tokens follow which two: counted in a corpus, and learned on the way.
+"""Which tokens follow a pair of tokens, by a corpus and by what was decoded.
 
-The table of ADED (2407.12021): the successors of a pair with their shares, and on top
-of them what the last tokens of each round add. Sorted arrays and a binary search, since
-dictionaries of a corpus would take ten times the memory.
+The table of ADED (2407.12021): the successors of each pair with their weights, to which
+every round adds the trigrams in its last tokens. Sorted arrays with a binary search,
+since dictionaries would take ten times the memory.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from jetdraft.errors import StoreError
 from jetdraft.files import read_arrays
 
 MOST_SUCCESSORS = 12
-"""Kept per pair, the most frequent ones."""
+"""Successors kept per pair, the most frequent first."""
 
 WINDOW = 16
-"""Last tokens of the context that a round learns from."""
+"""The last tokens of the context that a round learns from."""
 
 STEP, MOST_WEIGHT = 0.04, 3.0
-"""What a round adds to a successor that it saw, and where that ends."""
+"""The weight that a round adds to a successor, and the largest weight."""
 
 MOST_LEARNED = 65536
-"""Pairs that are learned on the way; then the oldest are forgotten."""
+"""Pairs learned while decoding; beyond that the oldest are forgotten."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """A corpus: `pairs` uint64 [n] ascending, each pair's two ids in 32 bits each.
+    """The trigrams of a corpus: `pairs` uint64 [n], ascending, 32 bits for each id.
 
     Pair i has the successors `tokens[offsets[i]:offsets[i + 1]]` (uint32, the most
-    frequent first), whose float32 `weights` are shares of all that followed it.
+    frequent first). Their float32 `weights` are shares of all tokens after the pair.
     """
 
     pairs: npt.NDArray[np.uint64]
@@ -49,44 +49,41 @@ class Counts:
 
         Counts.of([[5, 8, 9, 5, 8, 2]]).successors(5, 8)    # {9: 0.5, 2: 0.5}
         """
-        kinds, times = _counted(documents)
-        first = np.flatnonzero(np.r_[True, np.diff(kinds[0]) > 0])
+        (pairs, tokens), times = _counted(documents)
+        first = np.flatnonzero(np.r_[True, np.diff(pairs) > 0])
         pair = np.repeat(np.arange(len(first)), np.diff(np.r_[first, len(times)]))
         shares = times / np.add.reduceat(times, first)[pair] if len(times) else times
-        # By pair, then the most frequent first; of those only the first dozen.
-        order = np.lexsort((-times, pair))
-        place = np.arange(len(order)) - first[pair]
-        kept = order[place < MOST_SUCCESSORS]
+        order = np.lexsort((-times, pair))  # by pair, the most frequent first
+        rank = np.arange(len(order)) - first[pair]
+        kept = order[rank < MOST_SUCCESSORS]
         sizes = np.bincount(pair[kept], minlength=len(first))
         return cls(
-            pairs=kinds[0][first] if len(times) else kinds[0],
+            pairs=pairs[first] if len(times) else pairs,
             offsets=np.r_[0, np.cumsum(sizes)].astype(np.uint32),
-            tokens=kinds[1][kept].astype(np.uint32),
+            tokens=tokens[kept].astype(np.uint32),
             weights=shares[kept].astype(np.float32),
         )
 
     def successors(self, one: int, two: int) -> dict[int, float]:
-        """What followed a pair, and how often; nothing for an unknown one."""
+        """The successors of a pair and their weights; empty for an unknown pair."""
         pair = np.uint64(one << 32 | two)
         at = int(np.searchsorted(self.pairs, pair))
         if at == len(self.pairs) or self.pairs[at] != pair:
             return {}
         part = slice(int(self.offsets[at]), int(self.offsets[at + 1]))
-        found = zip(
-            self.tokens[part].tolist(), self.weights[part].tolist(), strict=True
-        )
-        return dict(found)
+        tokens, weights = self.tokens[part].tolist(), self.weights[part].tolist()
+        return dict(zip(tokens, weights, strict=True))
 
     def save(self, file: Path, tokenizer: str) -> None:
-        """Write an npz with the hash of the tokenizer whose ids these are."""
+        """Write an npz with the counts and the hash of their `tokenizer`."""
         with file.open("wb") as handle:
             np.savez(handle, tokenizer=np.array(tokenizer), **vars(self))
 
     @classmethod
     def load(cls, file: Path, tokenizer: str, vocab_size: int) -> Counts:
-        """Read `save`'s file; raise `StoreError` if it is for another tokenizer."""
+        """Read what `save` wrote; raise `StoreError` for another tokenizer's file."""
         refusal = StoreError(
-            f"cannot read a table from {file}; give one that jetdraft train trigram "
+            f"cannot read a table from {file}; give one that jetdraft train table "
             "wrote"
         )
         arrays = read_arrays(file, refusal)
@@ -98,19 +95,18 @@ class Counts:
                 f"the table {file} belongs to another tokenizer; train one for this "
                 "bundle"
             )
-        found = cls(**arrays)
-        if not found.is_whole(vocab_size):
+        counts = cls(**arrays)
+        if not counts.is_whole(vocab_size):
             raise refusal
-        return found
+        return counts
 
     def is_whole(self, vocab_size: int) -> bool:
-        """Whether the arrays fit each other, and every token the vocabulary."""
-        kinds = {"pairs": "u8", "offsets": "u4", "tokens": "u4", "weights": "f4"}
-        if any(
-            getattr(self, name).dtype != np.dtype(kind) or getattr(self, name).ndim != 1
-            for name, kind in kinds.items()
-        ):
-            return False
+        """Whether the arrays fit each other and all tokens are in the vocabulary."""
+        dtypes = {"pairs": "u8", "offsets": "u4", "tokens": "u4", "weights": "f4"}
+        for name, dtype in dtypes.items():
+            array = getattr(self, name)
+            if array.dtype != np.dtype(dtype) or array.ndim != 1:
+                return False
         ends = self.offsets.astype(np.int64)
         return bool(
             len(ends) == len(self.pairs) + 1
@@ -127,7 +123,7 @@ class Counts:
 def _counted(
     documents: Iterable[Sequence[int]],
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float64]]:
-    """All trigrams as [2, n], pair and successor, in order, and how often each was."""
+    """The distinct trigrams, uint64 [2, n] (pair and successor), and their counts."""
     none = np.zeros(0, np.uint64)
     pairs, tokens = [none], [none]
     for document in documents:
@@ -143,7 +139,7 @@ def _counted(
 
 
 class Trigrams:
-    """A corpus' counts and what decoding adds to them.
+    """The counts of a corpus, and what decoding adds to them.
 
     trigrams = Trigrams()
     trigrams.learn([5, 8, 9, 5, 8])
@@ -156,24 +152,24 @@ class Trigrams:
         self._learned: dict[tuple[int, int], dict[int, float]] = {}
 
     def learn(self, context: Sequence[int]) -> None:
-        """Take in the end of a context, once a round."""
+        """Add the trigrams at the end of a context; call it once per round."""
         last = context[-WINDOW:]
         for one, two, three in zip(last, last[1:], last[2:], strict=False):
-            known = self._learned.pop((one, two), None)
-            known = self.counts.successors(one, two) if known is None else known
-            known[three] = min(known.get(three, 0.0) + STEP, MOST_WEIGHT)
-            if len(known) > MOST_SUCCESSORS:
-                others = (token for token in known if token != three)
-                del known[min(others, key=known.__getitem__)]
-            self._learned[one, two] = known
+            weights = self.successors(one, two)
+            weights[three] = min(weights.get(three, 0.0) + STEP, MOST_WEIGHT)
+            if len(weights) > MOST_SUCCESSORS:
+                others = (token for token in weights if token != three)
+                del weights[min(others, key=weights.__getitem__)]
+            self._learned.pop((one, two), None)  # the pair becomes the youngest
+            self._learned[one, two] = weights
         while len(self._learned) > MOST_LEARNED:
             del self._learned[next(iter(self._learned))]
 
     def forget(self) -> None:
-        """Go back to what the corpus says."""
+        """Drop what decoding added."""
         self._learned.clear()
 
     def successors(self, one: int, two: int) -> dict[int, float]:
-        """What may follow a pair, and its weight."""
-        known = self._learned.get((one, two))
-        return self.counts.successors(one, two) if known is None else known
+        """The successors of a pair and their weights."""
+        learned = self._learned.get((one, two))
+        return self.counts.successors(one, two) if learned is None else learned

@@ -1,67 +1,120 @@
-"""What passes and drafts cost on this machine."""
+"""What passes, drafts and probes cost on this machine: one curve, measured and learned.
+
+A load measures the curve in a moment, `jetdraft tune` measures it with care, and every
+round corrects it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from jetdraft.runtime.measured.stats import Round
 
 LEAST_PROBE_MS = 1e-3
-"""From nothing an estimate could not grow again."""
+"""A lower bound: an estimate of 0 could never grow."""
+
+LONGEST_MS = 1e6
+"""A quarter of an hour; nothing that was measured takes as long."""
+
+FOLLOWING = 0.05
+"""The weight of one round in an estimate; one stall says little."""
 
 
 @dataclass
-class Costs:
-    """Milliseconds: `target[w]` of a pass of w rows, `draft[name]` per drafted token.
+class Curve:
+    """Milliseconds on this machine; empty or 0 where nothing was measured.
 
-    `probe` is what a probe adds to a pass. Widths between measured ones are
-    interpolated, beyond them extrapolated. `tree[w]` is that of a pass whose rows
-    branch, where that was measured, and `compaction` of moving a branch together.
+    passes[w]       a pass of the target over a chain of w rows
+    trees[w]        a pass of the target over w rows that branch
+    compaction      moving the rows of an accepted branch together
+    probe           what one probe adds to a pass
+    drafter         a pass of the drafter over one row
+    drafts[method]  one drafted token
+
+        Curve({1: 20.0, 4: 26.0}).pass_ms(2)    # 22.0
     """
 
-    target: dict[int, float]
-    draft: dict[str, float]
-    probe: float = 0.0
-    tree: dict[int, float] = field(default_factory=dict)
+    passes: dict[int, float]
+    trees: dict[int, float] = field(default_factory=dict)
     compaction: float = 0.0
-
-    def tree_ms(self, width: int, exact: bool) -> float:
-        """A branching pass; exact generations leave gaps, others close them."""
-        ms = max(self.tree.get(width, 0.0), self.pass_ms(width))
-        return ms if exact else ms + self.compaction
+    probe: float = 0.0
+    drafter: float = 0.0
+    drafts: dict[str, float] = field(default_factory=dict)
 
     def pass_ms(self, width: int) -> float:
-        """The target's pass time at `width`."""
-        if width in self.target:
-            return self.target[width]
-        below = [w for w in self.target if w < width]
-        above = [w for w in self.target if w > width]
+        """A chain pass; other widths than the measured ones lie on straight lines."""
+        if width in self.passes:
+            return self.passes[width]
+        below = [w for w in self.passes if w < width]
+        above = [w for w in self.passes if w > width]
         if below and above:
             low, high = max(below), min(above)
-        elif len(self.target) > 1:
-            low, high = sorted(self.target)[-2:] if below else sorted(self.target)[:2]
+        elif len(self.passes) > 1:
+            low, high = sorted(self.passes)[-2:] if below else sorted(self.passes)[:2]
         else:
-            return next(iter(self.target.values()))
-        slope = (self.target[high] - self.target[low]) / (high - low)
-        return self.target[low] + slope * (width - low)
+            return next(iter(self.passes.values()))
+        slope = (self.passes[high] - self.passes[low]) / (high - low)
+        return self.passes[low] + slope * (width - low)
+
+    def tree_ms(self, width: int, exact: bool) -> float:
+        """A branching pass; only inexact generations close the gaps of a branch."""
+        ms = max(self.trees.get(width, 0.0), self.pass_ms(width))
+        return ms if exact else ms + self.compaction
+
+    def take(self, tuned: Curve) -> None:
+        """Replace what a careful measurement knows better."""
+        # A load measures exactly the widths that a controller plans with.
+        self.passes |= {w: tuned.passes[w] for w in self.passes.keys() & tuned.passes}
+        self.drafts |= tuned.drafts
+        self.trees, self.compaction = dict(tuned.trees), tuned.compaction
 
     def learn(self, round_: Round) -> None:
-        """Follow the machine slowly; a single stall says little."""
+        """Follow the machine slowly."""
         if round_.probes:
             added = round_.target_seconds * 1e3 - self.pass_ms(round_.width)
-            each = max(added / round_.probes, LEAST_PROBE_MS)
-            self.probe = _follow(max(self.probe, LEAST_PROBE_MS), each)
-        elif round_.width in self.target:
-            self.target[round_.width] = _follow(
-                self.target[round_.width], round_.target_seconds * 1e3
+            per_probe = max(added / round_.probes, LEAST_PROBE_MS)
+            self.probe = _followed(max(self.probe, LEAST_PROBE_MS), per_probe)
+        elif round_.width in self.passes:
+            self.passes[round_.width] = _followed(
+                self.passes[round_.width], round_.target_seconds * 1e3
             )
-        for name in round_.asked.keys() & self.draft.keys():
-            drafted, seconds = round_.asked[name]
+        for method in round_.asked.keys() & self.drafts.keys():
+            drafted, seconds = round_.asked[method]
             if drafted:
-                each = seconds * 1e3 / drafted
-                # What nobody has timed yet is believed at once.
-                self.draft[name] = _follow(self.draft[name] or each, each)
+                per_token = seconds * 1e3 / drafted
+                # An estimate of 0 was never timed, so the first time replaces it.
+                self.drafts[method] = _followed(
+                    self.drafts[method] or per_token, per_token
+                )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Curve:
+        """Read `to_json`'s object; JSON turned the widths into text.
+
+        Raises `ValueError`, `KeyError` or `TypeError` where it is malformed.
+        """
+        curve = cls(
+            passes={int(w): float(ms) for w, ms in fields["passes"].items()},
+            trees={int(w): float(ms) for w, ms in fields["trees"].items()},
+            compaction=float(fields["compaction"]),
+            probe=float(fields["probe"]),
+            drafter=float(fields["drafter"]),
+            drafts={str(name): float(ms) for name, ms in fields["drafts"].items()},
+        )
+        passes = [*curve.passes.values(), *curve.trees.values()]
+        others = [curve.compaction, curve.probe, curve.drafter, *curve.drafts.values()]
+        plausible = [0 < ms < LONGEST_MS for ms in passes]
+        plausible += [0 <= ms < LONGEST_MS for ms in others]
+        if not passes or not all(plausible):
+            raise ValueError("its times cannot be")
+        return curve
 
 
-def _follow(known: float, seen: float) -> float:
-    return known + 0.05 * (min(seen, 1.5 * known) - known)
+def _followed(estimate: float, ms: float) -> float:
+    """An estimate after one more measurement, which counts as at most 1.5 times it."""
+    return estimate + FOLLOWING * (min(ms, 1.5 * estimate) - estimate)

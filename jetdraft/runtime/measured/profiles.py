@@ -1,10 +1,12 @@
-"""What was measured of a bundle on this machine, kept in its `profiles` folder."""
+"""Measurements of a bundle on this machine, kept in its `profiles` folder."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +14,24 @@ import numpy as np
 
 from jetdraft.bundle import Bundle
 from jetdraft.devices.detection import detect
+from jetdraft.files import replacing
 from jetdraft.ort import ort
-from jetdraft.runtime.measured import widths as calibration
-from jetdraft.runtime.measured.widths import Calibration
+from jetdraft.runtime.measured.curve import Curve
+from jetdraft.runtime.measured.widths import Widths, measure
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.planning import tuning
-from jetdraft.runtime.planning.tuning import Tuning
 
 
 class Profiles:
-    """Reads and writes what belongs to a bundle, a provider and a number of threads.
+    """Reads and writes the measurements of a bundle, a provider and a thread count.
 
-    Where the drafter has another provider both are named: "cuda+cpu".
+    A drafter on another provider adds its name: "cuda+cpu".
 
-    Profiles(bundle, "cpu", 2).calibration(target, drafter)
+        widths, curve = Profiles(bundle, "cpu", 2).measured(target, drafter)
     """
 
     def __init__(self, bundle: Bundle, provider: str, threads: int) -> None:
         folder, name = bundle.path / "profiles", f"{provider}-{threads}"
-        self.calibration_file = folder / f"{name}.json"
+        self.file = folder / f"{name}.json"
         self.tuning_file = folder / f"{name}-tuning.json"
         self.acceptance_file = folder / "acceptance.npz"
         self.machine: dict[str, Any] = {
@@ -44,26 +45,53 @@ class Profiles:
         if provider != "cpu":
             self.machine["gpu"] = detect().gpu
 
-    def calibration(
+    def measured(
         self, target: Graph, drafter: Graph | None, again: bool = False
-    ) -> Calibration:
-        """What was measured at an earlier load, or is now."""
-        file = self.calibration_file
-        found = None if again else calibration.load(file, self.machine)
-        if found is None:
-            found = calibration.measure(target, drafter)
-            calibration.store(file, self.machine, found)
-        return found
+    ) -> tuple[Widths, Curve]:
+        """The measurement of an earlier load, or a new one."""
+        stored = None if again else self._stored()
+        if stored is not None:
+            return stored
+        widths, curve = measure(target, drafter)
+        with suppress(OSError):  # a read-only bundle is measured at every load
+            self._write(self.file, widths=widths.to_json(), curve=curve.to_json())
+        return widths, curve
 
-    def tuning(self) -> Tuning | None:
-        """What `jetdraft tune` measured; `ValueError` if on another machine."""
-        return tuning.load(self.tuning_file, self.machine)
+    def _stored(self) -> tuple[Widths, Curve] | None:
+        """The measurement of an earlier load on this machine, if it is whole."""
+        try:
+            fields = json.loads(self.file.read_text(encoding="utf-8"))
+            if fields["machine"] != self.machine:
+                return None
+            return Widths.from_json(fields["widths"]), Curve.from_json(fields["curve"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
 
-    def keep_tuning(self, found: Tuning) -> None:
-        """Keep it; a folder that cannot be written costs a warning."""
+    def tuned(self) -> Curve | None:
+        """The curve that `jetdraft tune` measured; None where it never ran.
+
+        Raises `ValueError` if the file is malformed or belongs to another machine.
+        """
+        try:
+            fields = json.loads(self.tuning_file.read_text(encoding="utf-8"))
+            where, stored = fields["machine"], fields["curve"]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError("it is malformed") from error
+        try:
+            curve = Curve.from_json(stored)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError("it is malformed") from error
+        if where != self.machine:
+            raise ValueError(f"it was measured elsewhere: {self._difference(where)}")
+        return curve
+
+    def keep_tuned(self, curve: Curve) -> None:
+        """Keep the curve of `jetdraft tune`; warn where the folder is read-only."""
         versions = {"onnxruntime": ort.__version__, "numpy": np.__version__}
         try:
-            tuning.store(self.tuning_file, self.machine, versions, found)
+            self._write(self.tuning_file, versions=versions, curve=curve.to_json())
         except OSError as error:
             warnings.warn(
                 f"the measurement could not be kept in {self.tuning_file} "
@@ -71,9 +99,23 @@ class Profiles:
                 stacklevel=3,
             )
 
+    def _write(self, file: Path, **fields: Any) -> None:
+        file.parent.mkdir(exist_ok=True)
+        text = json.dumps({"machine": self.machine, **fields}, indent=2)
+        with replacing(file) as partial:
+            partial.write_text(f"{text}\n", encoding="utf-8")
+
+    def _difference(self, where: Any) -> str:
+        other = where if isinstance(where, dict) else {}
+        return ", ".join(
+            f"{name} {other.get(name)!r} instead of {value!r}"
+            for name, value in self.machine.items()
+            if other.get(name) != value
+        )
+
 
 def _processor() -> str:
-    """The processor's name, as far as the system tells."""
+    """The name of the processor; the architecture where the system hides it."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(("model name", "Model")):
@@ -84,9 +126,9 @@ def _processor() -> str:
 
 
 def _features() -> str:
-    """A hash of what tells kernels apart: rounding depends on the instructions."""
-    told = ("flags", "Features", "cpu family", "model", "stepping", "CPU part")
-    found: set[str] = set()
+    """A hash of the instruction sets, since they decide how kernels round."""
+    names_used = ("flags", "Features", "cpu family", "model", "stepping", "CPU part")
+    kept: set[str] = set()
     for file in ("/proc/cpuinfo", "/proc/device-tree/model"):
         try:
             lines = Path(file).read_text(encoding="utf-8", errors="replace").split("\n")
@@ -94,5 +136,5 @@ def _features() -> str:
             continue
         names = {line: line.partition(":")[0].strip() for line in lines}
         is_board = file.endswith("model")
-        found |= {line for line in lines if is_board or names[line] in told}
-    return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:12]
+        kept |= {line for line in lines if is_board or names[line] in names_used}
+    return hashlib.sha256("\n".join(sorted(kept)).encode()).hexdigest()[:12]

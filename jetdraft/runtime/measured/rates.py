@@ -1,4 +1,4 @@
-"""How often drafts turned out right, as far as that tells what they will do."""
+"""Running estimates of how often drafted tokens are right."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from jetdraft.runtime.measured.stats import Round
 
 
 class Streak:
-    """Running chances that the next of a row of events goes well, and the next.
+    """Running estimates of the success rate at each position of a row of events.
 
-    Exponentially weighted counts beside a weak prior: a place takes after the one
-    before it until it has been seen, and what is not seen again fades to the prior.
-    A run of failures that the counts cannot explain wipes out the successes before it:
-    a rate of a third has one of `RUN` in a hundred rounds.
+    Each rate is an exponentially weighted share of successes with a weak prior: the
+    rate of the position before it, and at the first position `prior`. The counts of a
+    position that no round shows fade, so its rate returns to the prior. `RUN` failures
+    in a row erase the earlier successes: a rate of a third would show such a run once
+    in a hundred rounds.
     """
 
     WEIGHT = 1.0
@@ -28,12 +29,12 @@ class Streak:
         self._failed: list[int] = []
 
     def fade(self) -> None:
-        """A round passed that tells nothing."""
+        """A round passed that shows nothing of these events."""
         self.well = [x * self.FADING for x in self.well]
         self.seen = [x * self.FADING for x in self.seen]
 
     def observe(self, went_well: Sequence[bool]) -> None:
-        """How the events of one row went, from place 0 on."""
+        """Count the outcomes of one row of events, from position 0 on."""
         grow = len(went_well) - len(self.seen)
         self.well += [0.0] * grow
         self.seen += [0.0] * grow
@@ -48,23 +49,23 @@ class Streak:
             self.seen[place] = self.seen[place] * self.MEMORY + 1
 
     def rates(self, length: int) -> list[float]:
-        """The estimated chances at places 0..length-1, each after those before it."""
+        """The rates at positions 0..length-1, each given that all before went well."""
         rates, rate = [], self.prior
         for place in range(length):
-            known = place < len(self.seen)
-            well = self.well[place] if known else 0.0
-            seen = self.seen[place] if known else 0.0
+            counted = place < len(self.seen)
+            well = self.well[place] if counted else 0.0
+            seen = self.seen[place] if counted else 0.0
             rate = (well + self.WEIGHT * rate) / (seen + self.WEIGHT)
             rates.append(rate)
         return rates
 
 
 class Acceptance:
-    """Running chances that a proposer's token at each place of its draft is right.
+    """Running acceptance of one proposer's drafts, by position and by sibling.
 
-    Where a draft branches, also that the second sibling is where the first is not, and
-    so on. Both priors are hopeful, so that every proposer and every branch gets its
-    chance, now and then again.
+    Where a draft branches, the second sibling may be right where the first is wrong,
+    and so on. Both priors are hopeful, so that every proposer and every branch is
+    tried, and is tried again later.
     """
 
     PRIOR = 0.9
@@ -72,11 +73,11 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.places = Streak(self.PRIOR)
-        # Counted as going well is that one more sibling is wrong: then a row goes on.
+        # An event goes well if one more sibling is wrong: then the row goes on.
         self.siblings = Streak(1.0 - self.SIBLING_PRIOR)
 
     def fade(self) -> None:
-        """A round passed in which this proposer was not asked."""
+        """A round passed without a draft of this proposer."""
         self.places.fade()
         self.siblings.fade()
 
@@ -89,11 +90,11 @@ class Acceptance:
                 self.siblings.observe([True] * (rank - 1) + right)
 
     def rates(self, length: int) -> list[float]:
-        """That the first sibling is right at depths 1..length, those above it right."""
+        """The rates of first siblings at depths 1..length, given right ancestors."""
         return self.places.rates(length)
 
     def shares(self, count: int) -> list[float]:
-        """How often each further sibling is right when the first is wrong."""
+        """The rate of each further sibling where the first is wrong."""
         left, shares = 1.0, []
         for wrong in self.siblings.rates(count):
             shares.append(left * (1.0 - wrong))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -12,11 +13,11 @@ from typing import Any, NamedTuple
 class Round(NamedTuple):
     """One propose, verify and commit.
 
-    `evaluated` drafted tokens were compared with a chosen one: the `accepted` and, if
-    there is one, the first wrong. `ranks` has for each of them which of how many
-    siblings was right, their number where none was. `probes` drafted for the next
-    round, and `off` says why nothing was drafted for this one. `asked` has, for every
-    proposer that was, the rows it came up with and the seconds that took.
+    `evaluated` drafted tokens were compared with a chosen token: the `accepted` tokens
+    and the first wrong token, if there is one. `ranks` says for each of them which of
+    how many siblings was right; the rank is the number of siblings where none was.
+    `probes` drafted for the next round, `off` says why this round had no draft. `asked`
+    maps each method that was asked to the rows that it offered and its seconds.
     """
 
     method: str
@@ -42,9 +43,9 @@ class Round(NamedTuple):
 
 @dataclass
 class Share:
-    """What one method did in a generation, "none" being rounds without a draft.
+    """What one method did in a generation; "none" stands for rounds without a draft.
 
-    `saved_ms` is what its tokens would have taken one by one, less its own time.
+    `saved_ms` is the time of its tokens one by one, less the time of its rounds.
     """
 
     rounds: int = 0
@@ -63,10 +64,11 @@ class Share:
 class Stats:
     """Sums over the rounds of one generation.
 
-    `waited_seconds` is time that the caller spent between pieces; it counts nowhere.
-    `plain_ms` is a pass without a draft on this machine, `by_method` what each method
-    did, and `off` why rounds had no draft, with how many. `reused_tokens` of the prompt
-    were in the buffers already.
+    `waited_seconds` is time that the caller spent between pieces; no metric counts it.
+    `plain_ms` is the time of a pass without a draft on this machine. `by_method` says
+    what each method did, `off` how many rounds had no draft for which reason.
+    `reused_tokens` of the prompt were in the buffers already. `seed` is the seed of a
+    sampled text, also where it was drawn at random.
 
     stats.tokens_per_pass      # committed tokens / target passes, without prefill
     stats.to_json()            # every metric under its name
@@ -75,6 +77,7 @@ class Stats:
     method: str
     exact: bool
     prompt_tokens: int
+    seed: int | None = None
     reused_tokens: int = 0
     generations: int = 0
     new_tokens: int = 0
@@ -118,27 +121,29 @@ class Stats:
         if round_.off:
             self.off[round_.off] = self.off.get(round_.off, 0) + 1
 
+    def time_round(self, elapsed: float, tokens: int, session: float) -> None:
+        """Note the seconds since the start, after a round that kept `tokens`.
+
+        `session` counts the seconds inside `session.run` since the first round.
+        """
+        if self.target_passes == 1:
+            # Prefill and the first round are not decoding.
+            self.time_to_first_token = elapsed
+            self.first_tokens = tokens
+            self.generations = 1
+        self.session_seconds = session
+        self.decode_seconds = elapsed - self.time_to_first_token
+
     def merge(self, other: Stats) -> None:
         """Add another generation's sums to these."""
-        self.generations += other.generations
-        self.prompt_tokens += other.prompt_tokens
-        self.reused_tokens += other.reused_tokens
-        self.new_tokens += other.new_tokens
-        self.first_tokens += other.first_tokens
-        self.target_passes += other.target_passes
-        self.drafted_tokens += other.drafted_tokens
-        self.decode_seconds += other.decode_seconds
-        self.session_seconds += other.session_seconds
-        self.evaluated_by_position = _added(
-            self.evaluated_by_position, other.evaluated_by_position
-        )
-        self.accepted_counts = _added(self.accepted_counts, other.accepted_counts)
-        for own, others in (
-            (self.rounds_by_choice, other.rounds_by_choice),
-            (self.off, other.off),
-        ):
-            for name, rounds in others.items():
-                own[name] = own.get(name, 0) + rounds
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("evaluated_by_position", "accepted_counts"):
+            pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
+            setattr(self, name, [a + b for a, b in pairs])
+        for name in ("rounds_by_choice", "off"):
+            counts = Counter(getattr(self, name)) + Counter(getattr(other, name))
+            setattr(self, name, dict(counts))
         for method, share in other.by_method.items():
             self.by_method.setdefault(method, Share()).merge(share)
 
@@ -179,27 +184,18 @@ class Stats:
 
     def to_json(self) -> dict[str, Any]:
         """All metrics, under the names of the documentation."""
-        return {
-            "method": self.method,
-            "exact": self.exact,
-            "finish_reason": self.finish_reason,
-            "prompt_tokens": self.prompt_tokens,
-            "reused_tokens": self.reused_tokens,
-            "new_tokens": self.new_tokens,
-            "target_passes": self.target_passes,
-            "drafted_tokens": self.drafted_tokens,
-            "accepted_tokens": self.accepted_tokens,
-            "acceptance_rate": self.acceptance_rate,
-            "accepted_by_position": self.accepted_by_position,
-            "tokens_per_pass": self.tokens_per_pass,
-            "tokens_per_second": self.tokens_per_second,
-            "time_to_first_token": self.time_to_first_token,
-            "outside_ms_per_round": self.outside_ms_per_round,
-            "rounds_by_choice": self.rounds_by_choice,
-            "by_method": {name: vars(share) for name, share in self.by_method.items()},
-            "off": self.off,
-        }
+        shares = {name: vars(share) for name, share in self.by_method.items()}
+        return {name: getattr(self, name) for name in _METRICS} | {"by_method": shares}
 
 
-def _added(one: list[int], other: list[int]) -> list[int]:
-    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
+_SUMS = (
+    *("generations", "prompt_tokens", "reused_tokens", "new_tokens", "first_tokens"),
+    *("target_passes", "drafted_tokens", "decode_seconds", "session_seconds"),
+)
+_METRICS = (
+    *("method", "exact", "seed", "finish_reason", "prompt_tokens", "reused_tokens"),
+    *("new_tokens", "target_passes", "drafted_tokens", "accepted_tokens"),
+    *("acceptance_rate", "accepted_by_position", "tokens_per_pass"),
+    *("tokens_per_second", "time_to_first_token", "outside_ms_per_round"),
+    *("rounds_by_choice", "by_method", "off"),
+)

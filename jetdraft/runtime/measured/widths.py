@@ -1,4 +1,4 @@
-"""Measuring a target on this machine: which widths agree bit by bit, and their times.
+"""Which widths of a target agree bit by bit on this machine, and how long they take.
 
 Kernels differ by width, and so may the last bit of a row's logits. Widths whose rows
 are identical form a *class*; an exact generation stays inside one, so that its text
@@ -7,18 +7,16 @@ cannot depend on how rows were grouped into passes.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jetdraft.contract import WIDEST, StepContract
-from jetdraft.files import replacing
-from jetdraft.runtime.drafts.probes import Probing
+from jetdraft.runtime.drafts.probes import NO_PROBING, Probing
+from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.passes.graph import Graph
 
 _ROWS = 36
@@ -27,63 +25,63 @@ _TURNS = 5
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """What was measured: `classes` of widths, milliseconds per pass by width.
+class Widths:
+    """Which passes of a target agree bit by bit on this machine.
 
-    `gaps[w]` is the largest logit difference between width w and the exact class,
-    `probe_ms` what a probe adds to a pass, and `probes_agree` says whether the rows of
-    the exact class are the same bit by bit with probes beside them, `trees_agree` the
-    same of passes that branch, which may run in a session of their own, and
-    `prefills_agree` of the wide passes that prompts are read in.
+    classes         lists of widths whose rows are bit for bit the same
+    gaps[w]         the largest logit difference between width w and the exact class
+    probes_agree    probes beside the rows of an exact pass change no bit of them
+    trees_agree     a branching pass gives a chain's rows the same bits
+    prefills_agree  the wide passes that read a prompt give the bits of decoding
 
-        measure(target, drafter).exact_widths    # [2, 3, ..., 16]
+        measure(target)[0].exact    # [2, 3, ..., 16]
     """
 
     classes: list[list[int]]
     gaps: dict[int, float]
-    target_ms: dict[int, float]
-    drafter_ms: dict[int, float]
-    probe_ms: float = 0.0
     probes_agree: bool = True
     trees_agree: bool = True
     prefills_agree: bool = False
 
     @property
-    def exact_widths(self) -> list[int]:
-        """The largest class; of equals, the one with the narrowest width."""
+    def exact(self) -> list[int]:
+        """The largest class; of equals, the class with the narrowest width."""
         return max(self.classes, key=lambda widths: (len(widths), -widths[0]))
+
+    def allowed(self, exact: bool) -> list[int]:
+        """The widths that a generation may use, ascending."""
+        return self.exact if exact else sorted(self.gaps)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Calibration:
+    def from_json(cls, fields: dict[str, Any]) -> Widths:
         """Read `to_json`'s object; JSON turned the widths into text."""
-        tables = {
-            name: {int(width): float(value) for width, value in fields[name].items()}
-            for name in ("gaps", "target_ms", "drafter_ms")
-        }
+        gaps = {int(width): float(gap) for width, gap in fields["gaps"].items()}
         classes = [[int(width) for width in members] for members in fields["classes"]]
-        held = sorted(width for members in classes for width in members)
-        if held != sorted(tables["target_ms"]):
+        if sorted(width for members in classes for width in members) != sorted(gaps):
             raise ValueError("the classes do not hold every measured width once")
         return cls(
-            classes=classes,
-            probe_ms=float(fields["probe_ms"]),
-            probes_agree=bool(fields["probes_agree"]),
-            trees_agree=bool(fields["trees_agree"]),
-            prefills_agree=bool(fields["prefills_agree"]),
-            **tables,
+            classes,
+            gaps,
+            bool(fields["probes_agree"]),
+            bool(fields["trees_agree"]),
+            bool(fields["prefills_agree"]),
         )
 
 
-def measure(target: Graph, drafter: Graph | None) -> Calibration:
-    """Run both graphs at every decoding width over the same tokens."""
-    logits, target_ms = _survey(target)
+def measure(target: Graph, drafter: Graph | None = None) -> tuple[Widths, Curve]:
+    """Run the target at every decoding width over the same tokens.
+
+    Gives the classes of its widths and the times of its passes; of the `drafter` only
+    a pass over one row is timed.
+    """
+    logits, passes = _survey(target)
     classes: list[list[int]] = []
-    # Rounded to half precision, what one row's own kernels compute is often the same as
-    # for several rows, and then is not: 6 rows of 318 (docs/log.md).
+    # In half precision the kernels of one row often round to the bits of several rows,
+    # and then do not: 6 rows of 318 (docs/log/exactness.md).
     halves = target.contract.dtype != "float32"
     for width in logits:
         for members in classes:
@@ -93,36 +91,28 @@ def measure(target: Graph, drafter: Graph | None) -> Calibration:
                 break
         else:
             classes.append([width])
-    drafter_ms = _survey(drafter)[1] if drafter is not None else {}
-    found = Calibration(classes, {}, target_ms, drafter_ms, _probe_ms(target))
-    reference = logits[found.exact_widths[0]]
-    for width, values in logits.items():
-        found.gaps[width] = float(np.abs(values - reference).max())
-    return replace(
-        found,
-        probes_agree=_probes_agree(target, found.exact_widths),
-        trees_agree=_trees_agree(target, found.exact_widths),
-        prefills_agree=_prefills_agree(target, found.exact_widths),
+    exact = Widths(classes, {}).exact
+    widths = Widths(
+        classes,
+        {w: float(np.abs(rows - logits[exact[0]]).max()) for w, rows in logits.items()},
+        _probes_agree(target, exact),
+        _trees_agree(target, exact),
+        _prefills_agree(target, exact),
     )
+    drafter_ms = 0.0 if drafter is None else pass_times(drafter, [1])[1]
+    return widths, Curve(passes, probe=_probe_ms(target), drafter=drafter_ms)
 
 
-def _survey(graph: Graph) -> tuple[dict[int, np.ndarray], dict[int, float]]:
-    """Logits of the same rows, and the shortest pass time, by width.
+def pass_times(graph: Graph, widths: Sequence[int]) -> dict[int, float]:
+    """The shortest time in milliseconds of a chain pass, by width.
 
     The widths take turns and the shortest time counts, since noise only adds: a busy
     second would otherwise bend the curve that the controller plans with.
     """
-    limit, room = graph.contract.max_width, graph.contract.capacity
-    starts = _fill(graph)
-    rows = min(_ROWS, room - 1 - starts[0])
-    tokens = _tokens(graph, rows)
-    widest = min(WIDEST, limit, rows)
-    # A pass that would be filled up is one of the width that it is filled up to.
-    widths = [w for w in range(1, widest + 1) if graph.engines.width(w, room) == w]
+    _place(graph, _fill(graph)[0])
+    tokens = _tokens(graph, max(widths))
     for width in widths:
         _settle(graph, partial(graph.run, tokens[:width]))
-    logits = {width: _cover(graph, tokens, starts, width) for width in widths}
-    _place(graph, starts[0])
     seconds: dict[int, list[float]] = {width: [] for width in widths}
     for _ in range(_TURNS):
         for width in widths:
@@ -130,30 +120,56 @@ def _survey(graph: Graph) -> tuple[dict[int, np.ndarray], dict[int, float]]:
             graph.run(tokens[:width])
             seconds[width].append(graph.seconds - before)
     graph.cache.rewind(0)
-    return logits, {width: 1e3 * min(times) for width, times in seconds.items()}
+    return {width: 1e3 * min(times) for width, times in seconds.items()}
+
+
+def decoding_widths(graph: Graph) -> list[int]:
+    """The widths that decoding may use; a pass that would be filled up is left out."""
+    limit, room = graph.contract.max_width, graph.contract.capacity
+    rows = min(_ROWS, room - 1 - _starts(graph)[0])
+    widest = min(WIDEST, limit, rows)
+    return [w for w in range(1, widest + 1) if graph.sessions.width(w, room) == w]
+
+
+def _survey(graph: Graph) -> tuple[dict[int, np.ndarray], dict[int, float]]:
+    """Logits of the same rows and pass times, by width."""
+    starts = _fill(graph)
+    rows = min(_ROWS, graph.contract.capacity - 1 - starts[0])
+    tokens, widths = _tokens(graph, rows), decoding_widths(graph)
+    times = pass_times(graph, widths)
+    _fill(graph)
+    return {width: _cover(graph, tokens, starts, width) for width in widths}, times
 
 
 def _tokens(graph: Graph, count: int) -> list[int]:
+    """Random tokens; fewer of them are the beginning of more."""
     random = np.random.default_rng(0)
-    found: list[int] = random.integers(0, graph.contract.vocab_size, count).tolist()
-    return found
+    tokens: list[int] = random.integers(0, graph.contract.vocab_size, count).tolist()
+    return tokens
 
 
 def _fill(graph: Graph) -> list[int]:
-    """Random numbers in all buffers, and where to measure: early, midway and late.
+    """Put random numbers into all buffers; gives the rows to measure at.
 
-    Kernels split long contexts, and add up the parts in an order of their own. Running
-    tokens until the buffers are full would take as long as a long prompt.
+    Running tokens until the buffers are full would take as long as a long prompt.
     """
     random = np.random.default_rng(1)
-    made: dict[tuple[int, ...], np.ndarray] = {}
+    arrays: dict[tuple[int, ...], np.ndarray] = {}
     for spec in graph.contract.buffers("past"):
         shape = spec.sized()
-        if shape not in made:
+        if shape not in arrays:
             numbers = random.standard_normal(shape, np.float32)
             integers = np.dtype(spec.dtype).kind in "iu"
-            made[shape] = (numbers * 40 if integers else numbers).astype(spec.dtype)
-        graph.cache.buffers[spec.name].update_inplace(made[shape])
+            arrays[shape] = (numbers * 40 if integers else numbers).astype(spec.dtype)
+        graph.cache.buffers[spec.name].update_inplace(arrays[shape])
+    return _starts(graph)
+
+
+def _starts(graph: Graph) -> list[int]:
+    """Early, midway and late in the buffers.
+
+    Kernels split long contexts and add up the parts in an order of their own.
+    """
     capacity = graph.contract.capacity
     early = min(_START, capacity // 4)
     late = max(early, capacity - 1 - _ROWS)
@@ -161,37 +177,35 @@ def _fill(graph: Graph) -> list[int]:
 
 
 def _place(graph: Graph, start: int) -> None:
-    """Count so many rows as committed."""
+    """Set the cursor to `start` committed rows."""
     graph.cache.rewind(0)
     graph.cache.advance(start)
 
 
 def _settle(graph: Graph, run: Callable[[], object]) -> None:
-    """Have a pass captured, so that what is measured is what will be replayed."""
+    """Have a pass captured, since decoding will replay the capture."""
     if graph.captures is not None:
         run()
         run()
 
 
 def _probe_ms(graph: Graph) -> float:
-    """What each of two rows' probes adds to a pass."""
-    streams, seconds = graph.contract.streams, []
+    """What one probe adds to a pass of two rows."""
+    streams, shortest = graph.contract.streams, []
     if not streams:
         return 0.0
-    for probing in (Probing(), Probing(streams)):
-        graph.probing = probing
+    for probing in (NO_PROBING, Probing(streams)):
         times = []
         for _ in range(_TURNS):
             before = graph.seconds
-            graph.run([0, 0])
+            graph.run([0, 0], probing=probing)
             times.append(graph.seconds - before)
-        seconds.append(min(times))
-    graph.probing = Probing()
-    return 1e3 * max(seconds[1] - seconds[0], 0.0) / (2 * streams)
+        shortest.append(min(times))
+    return 1e3 * max(shortest[1] - shortest[0], 0.0) / (2 * streams)
 
 
 def _probes_agree(graph: Graph, widths: list[int]) -> bool:
-    """Whether no probe of any exact pass changes a bit of the rows."""
+    """Whether the probes of exact passes change no bit of the rows."""
     if not graph.contract.streams:
         return True
     ways = [
@@ -203,14 +217,14 @@ def _probes_agree(graph: Graph, widths: list[int]) -> bool:
 
 
 def _trees_agree(graph: Graph, widths: list[int]) -> bool:
-    """Whether a chain's rows are the same bit by bit, run as a branching draft."""
-    if not graph.contract.tree or graph.engines.chain is graph.engines.any:
+    """Whether a chain's rows have the same bits in a branching pass."""
+    if not graph.contract.tree or graph.sessions.chain is graph.sessions.any:
         return True
-    return _agree(graph, widths, [(Probing(), True)])
+    return _agree(graph, widths, [(NO_PROBING, True)])
 
 
 def _prefills_agree(graph: Graph, widths: list[int]) -> bool:
-    """Whether the rows of all prefill passes are those of decoding ones."""
+    """Whether the passes that read a prompt give the bits of decoding passes."""
     agree, step = True, widths[-1]
     for start in _fill(graph):
         for wide in prefill_widths(graph.contract):
@@ -229,25 +243,26 @@ def _prefills_agree(graph: Graph, widths: list[int]) -> bool:
 
 
 def prefill_widths(contract: StepContract) -> list[int]:
-    """The passes that prompts are read in, widest first, above those of decoding.
+    """The widths of the passes that read a prompt, widest first.
 
-    Multiples of the widest of those, since kernels take rows in twos or fours.
+    All are multiples of the widest decoding pass, since kernels take rows in twos or
+    fours.
     """
-    wide, found = contract.max_width, []
+    wide, widths = contract.max_width, []
     while wide >= 2 * WIDEST:
-        found.append(wide - wide % WIDEST)
+        widths.append(wide - wide % WIDEST)
         wide //= 2
-    return found
+    return widths
 
 
 def _agree(graph: Graph, widths: list[int], ways: list[tuple[Probing, bool]]) -> bool:
-    """Whether rows run in other ways are those of a chain, early and late."""
+    """Whether rows that run in other `ways` have the bits of a chain pass."""
     agree = True
     for start in _fill(graph):
         _place(graph, start)
         for width in widths:
             tokens = _tokens(graph, width)
-            chain = _rows(graph, tokens, Probing(), False)
+            chain = _rows(graph, tokens, NO_PROBING, False)
             for probing, branching in ways:
                 other = _rows(graph, tokens, probing, branching)
                 agree = agree and np.array_equal(chain, other)
@@ -258,17 +273,14 @@ def _agree(graph: Graph, widths: list[int], ways: list[tuple[Probing, bool]]) ->
 def _rows(
     graph: Graph, tokens: list[int], probing: Probing, branching: bool
 ) -> np.ndarray:
-    """The logits of a chain, run as such or as a branching draft."""
+    """The logits of a chain, run in a chain pass or in a branching pass."""
     depths = range(len(tokens))
     seen = [list(range(row)) for row in depths]
-    run = partial(graph.run, tokens)
+    run = partial(graph.run, tokens, probing=probing)
     if branching:
-        run = partial(graph.run_branches, tokens, depths, seen)
-    graph.probing = probing
+        run = partial(graph.run_branches, tokens, depths, seen, probing=probing)
     _settle(graph, run)
-    logits = run().logits.copy()
-    graph.probing = Probing()
-    return logits
+    return run().logits.copy()
 
 
 def _cover(
@@ -286,25 +298,3 @@ def _cover(
             answer = graph.run(tokens[at : at + width])
             rows[place, at : at + width] = answer.logits
     return rows
-
-
-def load(file: Path, machine: dict[str, Any]) -> Calibration | None:
-    """An earlier measurement, if it was made on this `machine`."""
-    try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        if stored["machine"] == machine:
-            return Calibration.from_json(stored["calibration"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # nothing worth keeping: it is measured again
-    return None
-
-
-def store(file: Path, machine: dict[str, Any], calibration: Calibration) -> None:
-    """Keep a measurement beside the bundle, if the folder can be written."""
-    fields = {"machine": machine, "calibration": calibration.to_json()}
-    try:
-        file.parent.mkdir(exist_ok=True)
-        with replacing(file) as partial:
-            partial.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    except OSError:
-        return  # a read-only bundle is measured at every load

@@ -2,104 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from jetdraft.contract import WIDEST, StepContract
+from jetdraft.contract import WIDEST
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.noise import Int64s
-from jetdraft.runtime.drafts.probes import NO_PROBES, Probes, Probing
+from jetdraft.runtime.drafts.probes import NO_PROBES, NO_PROBING, Probes, Probing
 from jetdraft.runtime.drafts.rows import Rows, without_gaps
+from jetdraft.runtime.passes.answer import Answer, answer_of
 from jetdraft.runtime.passes.binding import Bound, Floats
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.captures import Captures
-from jetdraft.runtime.passes.engines import Engine, Engines
-from jetdraft.runtime.passes.tensor import HOST, Memory, Tensor
+from jetdraft.runtime.passes.step_sessions import StepSession, StepSessions
+from jetdraft.runtime.passes.tensor import HOST, Memory
 
 SHORTEST = 256
 """The least `total_length` of captured graphs."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a pass says of m of its rows; views that the next pass overwrites.
-
-    `candidates` int64 [m, K] best first, `candidate_logits` float32 [m, K],
-    `logsumexp` float32 [m], `logits` float32 [m, vocab], `hidden` float32 [m, h] of
-    graphs that give it. `streams` has, for each row that carried some, what its streams
-    say of the tokens after the row's own. The logits come from the device when they are
-    first looked at.
-    """
-
-    candidates: Int64s
-    candidate_logits: Floats
-    logsumexp: Floats
-    _logits: Floats
-    hidden: Floats | None = None
-    streams: Mapping[int, Answer] = field(default_factory=dict, repr=False)
-    _parts: dict[int, Answer] = field(default_factory=dict, repr=False)
-    _source: Tensor | None = field(default=None, repr=False)
-
-    @property
-    def logits(self) -> Floats:
-        """All logits of the rows."""
-        if self._source is not None:
-            self._source.fetch()
-        return self._logits
-
-    @property
-    def vocab_size(self) -> int:
-        """How many tokens there are to choose from."""
-        return int(self._logits.shape[1])
-
-    @property
-    def probes(self) -> int:
-        """How many probes the pass had."""
-        return sum(len(said.candidates) for said in self.streams.values())
-
-    def first(self, rows: int) -> Answer:
-        """Its first rows, sliced once however often they are asked for."""
-        if rows not in self._parts:
-            part = self.rows(slice(0, rows))
-            self._parts[rows] = replace(part, streams=self.streams)
-        return self._parts[rows]
-
-    def rows(self, which: slice) -> Answer:
-        """A part of the rows."""
-        return Answer(
-            self.candidates[which],
-            self.candidate_logits[which],
-            self.logsumexp[which],
-            self._logits[which],
-            None if self.hidden is None else self.hidden[which],
-            _source=self._source,
-        )
-
-
 class Graph:
-    """Sessions over one `Cache`, with one binding per width made when first used.
+    """Sessions over one `Cache`, with one binding per width, made when first used.
 
-    `seconds` adds up the time inside `session.run`, `passes` counts runs, and `probing`
-    says which rows of coming passes carry streams, in a graph that has them. With
-    `lengths`, ascending up to the capacity, `total_length` is the least that holds a
-    pass; without, it is counted. Without `captures` no CUDA graph is captured.
+    `seconds` adds up the time inside `session.run`, `passes` counts the passes. Where
+    `lengths` are set, ascending up to the capacity, `total_length` is the smallest of
+    them that holds the pass; otherwise it is the exact length. Without `captures` no
+    CUDA graph is captured.
 
-        graph = Graph(Engines(session, contract))
+        graph = Graph(StepSessions(session, contract))
         answer = graph.run([5, 8])      # rows 0 and 1 of an empty cache
         graph.cache.advance(2)
     """
 
     def __init__(
         self,
-        engines: Engines,
+        sessions: StepSessions,
         compaction: ort.InferenceSession | None = None,
         memory: Memory = HOST,
         captures: Captures | None = None,
     ) -> None:
-        self.engines = engines
-        self.contract = engines.any.contract
+        self.sessions = sessions
+        self.contract = sessions.any.contract
         self.memory = memory
         self.captures = captures
         self.lengths: Sequence[int] = ()
@@ -107,37 +51,45 @@ class Graph:
         self.cache = Cache(self.contract, compaction, memory)
         self.seconds = 0.0
         self.passes = 0
-        self.probing = Probing()
         self._bindings: dict[_Size, _Binding] = {}
 
     def prepare(self, exact: bool) -> None:
-        """Get ready for generations that are exact, or need not be.
+        """Choose the `total_length`s of the next generation.
 
-        A captured graph keeps its `total_length`, so there are few. Kernels split their
-        work by it and round accordingly: exact ones know a single one.
+        Each captured graph has a fixed `total_length`, so there are few lengths. The
+        kernels split their work by it and round accordingly: an `exact` generation uses
+        a single length.
         """
         if self.captures is not None:
             most = self.contract.capacity
             self.lengths = [most] if exact else _lengths(most)
 
     def run(
-        self, tokens: Sequence[int], last_only: bool = False, width: int = 0
+        self,
+        tokens: Sequence[int],
+        last_only: bool = False,
+        width: int = 0,
+        probing: Probing = NO_PROBING,
+        features: Floats | None = None,
     ) -> Answer:
         """Run one pass over a chain of n `tokens` at the cache's cursor.
 
-        It answers for all rows, or for the last one only, which spares a prefill the
-        LM head of the others. Rows that only fill up a `width` repeat the last token.
-        The cursor does not move: whoever knows which rows count calls `cache.advance`.
+        The pass answers for all rows, or with `last_only` for the last row alone, which
+        spares a prefill the LM head of the others. Rows that fill up the `width` repeat
+        the last token. The cursor does not move: the caller knows which rows count, and
+        calls `cache.advance`. A head graph reads `features` float [n, w].
         """
         rows, cursor, room = len(tokens), self.cache.length, self.cache.room
         width = max(width, rows)
         last_only = last_only and rows > 1
         if not last_only:
-            width = self.engines.width(width, room)
-        probes = NO_PROBES if last_only else self._probes(rows, room - width)
+            width = self.sessions.width(width, room)
+        probes = NO_PROBES if last_only else _fitting(probing, rows, room - width)
         size = _Size(width, 1 if last_only else width, probes, branching=False)
         binding = self._binding(size, room)
         binding.fill(tokens, range(cursor, cursor + width))
+        if features is not None:
+            binding.fill_features(features)
         if probes.total:
             chain = [list(range(row)) for row in range(width)]
             binding.show_only([*chain, *probes.seen(chain)], cursor)
@@ -146,24 +98,23 @@ class Graph:
         answer = self._run(binding, cursor)
         return answer if last_only or width == rows else answer.first(rows)
 
-    def verify(self, rows: Rows, width: int) -> tuple[Rows, Answer]:
-        """Run a draft in a pass of that width: the rows that were run, and the answer.
-
-        Here these are all rows.
-        """
+    def verify(
+        self, rows: Rows, width: int, probing: Probing = NO_PROBING
+    ) -> tuple[Rows, Answer]:
+        """Run all rows of a draft in a pass of that width; the rows and the answer."""
         if rows.is_chain:
-            return rows, self.run(rows.tokens, width=width)
+            return rows, self.run(rows.tokens, width=width, probing=probing)
         rows.check()
         answer = self.run_branches(
-            rows.tokens, rows.depths, rows.ancestors, width=width
+            rows.tokens, rows.depths, rows.ancestors, width=width, probing=probing
         )
         return rows, answer
 
     def commit(self, path: Sequence[int], exact: bool) -> int:
-        """Commit the rows of a path of the last pass; how many of them.
+        """Commit the rows of a path of the last pass; returns how many.
 
-        An `exact` commit ends where the path leaves a gap in the buffer, any other
-        moves what lies behind gaps.
+        An `exact` commit ends where the path leaves a gap in the buffer; any other
+        moves the rows behind a gap together.
         """
         if not exact:
             self.cache.compact(path)
@@ -179,18 +130,19 @@ class Graph:
         ancestors: Sequence[Sequence[int]],
         filled: int = 0,
         width: int = 0,
+        probing: Probing = NO_PROBING,
     ) -> Answer:
-        """Run rows of a branching draft, for a tree graph; it answers for all.
+        """Run rows of a branching draft in a tree graph, which answers for all rows.
 
-        The draft takes slots from the cursor on, `filled` of which earlier passes have
-        written. Row i sits `depths[i]` places past the cursor and sees the committed
-        rows, the draft's slots `ancestors[i]` and itself.
+        The draft takes slots from the cursor on; earlier passes have written the first
+        `filled` of them. Row i sits `depths[i]` places past the cursor and sees the
+        committed rows, the draft's slots `ancestors[i]` and itself.
         """
         if not self.contract.tree:
             raise ValueError("a chain graph cannot run branches; use a tree graph")
         rows, cursor, room = len(tokens), self.cache.length, self.cache.room - filled
-        width = self.engines.width(max(width, rows), room)
-        probes = self._probes(rows, room - width)
+        width = self.sessions.width(max(width, rows), room)
+        probes = _fitting(probing, rows, room - width)
         binding = self._binding(_Size(width, width, probes, branching=True), room)
         padding = width - rows
         binding.fill(tokens, [cursor + depth for depth in (*depths, *[0] * padding)])
@@ -199,11 +151,6 @@ class Graph:
         answer = self._run(binding, cursor + filled)
         return answer if width == rows else answer.first(rows)
 
-    def _probes(self, rows: int, room: int) -> Probes:
-        """Those of the coming pass; their rows must fit into the buffers too."""
-        probes = self.probing.of(rows)
-        return probes if probes.total <= room else NO_PROBES
-
     def _binding(self, size: _Size, room: int) -> _Binding:
         if not 1 <= size.width <= min(self.contract.max_width, room):
             raise ValueError(
@@ -211,8 +158,8 @@ class Graph:
                 f"{self.contract.max_width} at most"
             )
         if size not in self._bindings:
-            engine = self.engines.of(size.width, size.branching)
-            self._bindings[size] = _Binding(self, engine, size)
+            own = self.sessions.of(size.width, size.branching)
+            self._bindings[size] = _Binding(self, own, size)
         return self._bindings[size]
 
     def _run(self, binding: _Binding, cursor: int) -> Answer:
@@ -230,10 +177,16 @@ class Graph:
         return binding.answer
 
     def _length(self, filled: int, biased: bool) -> int:
-        """What `total_length` says of a pass that fills the buffers that far."""
+        """The `total_length` of a pass that fills `filled` rows of the buffers."""
         if biased:
             return self.contract.capacity
-        return next((each for each in self.lengths if each >= filled), filled)
+        return next((length for length in self.lengths if length >= filled), filled)
+
+
+def _fitting(probing: Probing, rows: int, room: int) -> Probes:
+    """The probes of a pass, none if their rows do not fit into the buffers too."""
+    probes = probing.of(rows)
+    return probes if probes.total <= room else NO_PROBES
 
 
 def _lengths(capacity: int) -> list[int]:
@@ -244,7 +197,7 @@ def _lengths(capacity: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Size:
-    """What passes of one binding have in common; they answer for the last rows."""
+    """The sizes of a binding's passes; they answer for their last `answers` rows."""
 
     width: int
     answers: int
@@ -253,12 +206,12 @@ class _Size:
 
 
 class _Binding(Bound):
-    """What a pass of one width binds, and its answer."""
+    """The inputs and outputs of passes of one size, and their answer."""
 
-    def __init__(self, graph: Graph, engine: Engine, size: _Size) -> None:
-        contract, probes = engine.contract, size.probes
+    def __init__(self, graph: Graph, own: StepSession, size: _Size) -> None:
+        contract, probes = own.contract, size.probes
         super().__init__(
-            engine.session,
+            own.session,
             contract.inputs,
             contract.outputs,
             graph.cache.buffers,
@@ -284,28 +237,8 @@ class _Binding(Bound):
             self.input_ids[row] = tokens[row] if row < len(tokens) else tokens[-1]
             self.position_ids[row] = position
 
-
-def answer_of(
-    tensors: Mapping[str, Tensor], contract: StepContract, probes: Probes
-) -> Answer:
-    """The answer that a binding's outputs hold."""
-    hidden = tensors["hidden"].array[0] if contract.hidden_size else None
-    streams = {}
-    for index, row in enumerate(probes.carriers):
-        own = slice(index * probes.streams, (index + 1) * probes.streams)
-        streams[row] = _answer(tensors, "probe_").rows(own)
-    return replace(_answer(tensors, ""), hidden=hidden, streams=streams)
-
-
-def _answer(tensors: Mapping[str, Tensor], prefix: str) -> Answer:
-    candidates, values, logsumexp, logits = (
-        tensors[prefix + name]
-        for name in ("candidates", "candidate_logits", "logsumexp", "logits")
-    )
-    return Answer(
-        candidates.array[0],
-        values.array[0],
-        logsumexp.array[0],
-        logits.array[0],
-        _source=logits,
-    )
+    def fill_features(self, features: Floats) -> None:
+        """Set the rows' features; the last row's fill up the rest."""
+        array = self.arrays["features"][0]
+        array[: len(features)] = features
+        array[len(features) :] = features[-1]

@@ -1,16 +1,16 @@
-"""A target in two halves, between which rows that look wrong are dropped.
+"""A target in two halves; rows that look wrong are dropped between them.
 
 Speculative Streaming's early exit (2402.11131, 3.1.3): after the lower half the pruning
 adapter, the norm and the head say how likely each drafted token is after its parent.
-Where that is below a threshold, the row and all below it never enter the upper half,
-and so carry no streams.
+Where that is below a threshold, the row and all rows below it never enter the upper
+half, and carry no probes.
 
     keep the root; keep c if its parent is kept and p_early(c | parent) >= threshold
 
-With the walk, dropping a row can only shorten what is accepted, never change it.
-Verifiers that look at what was drafted would be biased by it.
+With the walk, a dropped row can shorten the accepted path, but never change it. A
+verifier that reads draft probabilities would be biased by it.
 
-The threshold is given, or follows from what rounds have shown and the measured times of
+The threshold is fixed, or it adapts to the rounds so far and to the measured times of
 the upper half.
 """
 
@@ -19,67 +19,69 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jetdraft.contract import SplitContract, check_tensors
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.probes import NO_PROBES, Probes, Probing
+from jetdraft.runtime.drafts.probes import NO_PROBES, NO_PROBING, Probes, Probing
 from jetdraft.runtime.drafts.rows import Rows, without_gaps
-from jetdraft.runtime.measured.curve import Costs
+from jetdraft.runtime.passes.answer import Answer, answer_of
 from jetdraft.runtime.passes.binding import Bound
 from jetdraft.runtime.passes.cache import Cache
-from jetdraft.runtime.passes.graph import Answer, answer_of
 from jetdraft.runtime.passes.prune_threshold import Threshold
 
 _TURNS = 3
 
 
-class HalfCaches:
-    """The caches of both halves, which always hold the same tokens."""
+class _Draft(NamedTuple):
+    """The last draft: the early exit's log probability per row, and the lower pass."""
 
-    def __init__(self, lower: Cache, upper: Cache) -> None:
-        self.lower = lower
-        self.upper = upper
+    rows: Rows
+    scores: list[float]
+    lower_ms: float
+    probing: Probing
 
-    @property
-    def length(self) -> int:
-        """Committed rows."""
-        return self.lower.length
 
-    @property
-    def capacity(self) -> int:
-        """Rows that fit."""
-        return self.lower.capacity
+class _PairedCache(Cache):
+    """The lower half's cache; the `upper` one always holds the same tokens."""
 
-    @property
-    def room(self) -> int:
-        """Rows that still fit."""
-        return self.lower.room
-
-    @property
-    def seconds(self) -> float:
-        """Time spent moving rows."""
-        return self.lower.seconds + self.upper.seconds
+    def __init__(
+        self,
+        contract: SplitContract,
+        lower_compaction: ort.InferenceSession | None,
+        upper_compaction: ort.InferenceSession | None,
+    ) -> None:
+        super().__init__(contract.lower, lower_compaction)
+        self.upper = Cache(contract.upper, upper_compaction)
 
     def advance(self, rows: int) -> None:
-        """Count the next rows as committed."""
-        self.lower.advance(rows)
+        """Count the next rows of both as committed."""
+        super().advance(rows)
         self.upper.advance(rows)
 
     def rewind(self, length: int) -> None:
-        """Go back to `length` committed rows."""
-        self.lower.rewind(length)
+        """Go back to `length` committed rows in both."""
+        super().rewind(length)
         self.upper.rewind(length)
 
+    def compact_both(self, lower: Sequence[int], upper: Sequence[int]) -> None:
+        """Commit rows that have other places in the lower and the upper buffers."""
+        cursor, before = self.length, self.upper.seconds
+        self.compact(lower)
+        self.upper.rewind(cursor)
+        self.upper.compact(upper)
+        self.seconds += self.upper.seconds - before
 
-class PrunedGraph:
-    """Runs drafts like a `Graph`, through both halves.
 
-    The `threshold` is the least probability that keeps a row: at 0 all stay, above 1
-    only the root. `widths` are those that the upper half may use.
+class Halves:
+    """A `Target` that runs drafts through both halves and prunes between them.
 
-        graph = PrunedGraph(lower, upper, contract, lower_moves, upper_moves)
-        graph.prepare(0.1, [2, 4, 6, 8])
-        rows, answer = graph.verify(rows, width=8)
+    A row stays if its probability is at least the `threshold`: at 0 all rows stay,
+    above 1 only the root. The upper half runs passes of the given `widths`.
+
+        target = Halves(lower, upper, contract, lower_moves, upper_moves)
+        target.prepare(0.1, [2, 4, 6, 8])
+        rows, answer = target.verify(rows, width=8)
     """
 
     def __init__(
@@ -98,38 +100,38 @@ class PrunedGraph:
             check_tensors(outputs, session.get_outputs(), f"the {name}'s outputs")
         self.halves = contract
         self.contract = contract.whole
-        self.cache = HalfCaches(
-            Cache(contract.lower, lower_compaction),
-            Cache(contract.upper, upper_compaction),
-        )
+        self.cache = _PairedCache(contract, lower_compaction, upper_compaction)
         self.threshold = 0.0
         self.widths: Sequence[int] = ()
         self.adaptive: Threshold | None = None
-        self.probing = Probing()
         self.seconds = 0.0
         self.passes = 0
         self._sessions = lower, upper
         self._lower: dict[int, Bound] = {}
         self._upper: dict[tuple[int, int, Probes], Bound] = {}
         self._kept: list[int] = []
-        self._draft: tuple[Rows, list[float], float] = Rows.chain([0]), [], 0.0
-        self._costs: Costs | None = None
+        self._draft = _Draft(Rows.chain([0]), [], 0.0, NO_PROBING)
+        self._upper_times: dict[int, float] = {}
+        self._probe_ms = 0.0
 
     def prepare(self, threshold: float | None, widths: Sequence[int]) -> None:
         """Set the threshold, None for one that adapts, and the allowed widths."""
         self.widths = sorted(widths)
         self.adaptive = Threshold() if threshold is None else None
         self.threshold = threshold or 0.0
-        if threshold is None and self._costs is None:
-            self._costs = self._measure()
+        if threshold is None:
+            self._measure()
 
-    def _measure(self) -> Costs:
-        """The upper half's time by width, and what a probe adds to it."""
+    def _measure(self) -> None:
+        """Measure the upper half at the allowed widths, and the time of a probe."""
         self.cache.rewind(0)
-        times = {width: self._upper_ms(width, NO_PROBES) for width in self.widths}
-        probes = Probing(self.contract.streams).of(self.widths[0])
-        added = self._upper_ms(self.widths[0], probes) - times[self.widths[0]]
-        return Costs(times, {}, max(added, 0.0) / probes.total)
+        times, narrow = self._upper_times, self.widths[0]
+        for width in self.widths:
+            if width not in times:
+                times[width] = self._upper_ms(width, NO_PROBES)
+        probes = Probing(self.contract.streams).of(narrow)
+        added = self._upper_ms(narrow, probes) - times[narrow]
+        self._probe_ms = max(added, 0.0) / max(probes.total, 1)
 
     def _upper_ms(self, width: int, probes: Probes) -> float:
         rows, times = Rows.chain([0] * width), []
@@ -141,35 +143,37 @@ class PrunedGraph:
         return 1e3 * min(times)
 
     def run(
-        self, tokens: Sequence[int], last_only: bool = True, width: int = 0
+        self, tokens: Sequence[int], last_only: bool = False, width: int = 0
     ) -> Answer:
-        """A pass of a prefill: nothing is pruned or drafted, the last row answered."""
-        assert last_only
+        """Run one pass over a chain of tokens; nothing is pruned and nothing probes."""
         rows, width = Rows.chain(list(tokens)), max(width, len(tokens))
         below = self._run_lower(rows, width)
-        everyone = list(range(len(rows)))
-        return self._run_upper(rows, below, everyone, (width, 1, NO_PROBES))
+        all_rows, answers = list(range(len(rows))), 1 if last_only else width
+        answer = self._run_upper(rows, below, all_rows, (width, answers, NO_PROBES))
+        return answer if last_only else answer.first(len(rows))
 
-    def verify(self, rows: Rows, width: int) -> tuple[Rows, Answer]:
-        """Run a draft: the rows that were kept, and the answer for them."""
+    def verify(
+        self, rows: Rows, width: int, probing: Probing = NO_PROBING
+    ) -> tuple[Rows, Answer]:
+        """Run a draft; gives the rows that were kept, and the answer for them."""
         rows.check()
         if self.adaptive is not None:
             self.threshold = self.adaptive.choose()
         before = self.seconds
         below = self._run_lower(rows, width)
         scores = below.arrays["scores"][0].tolist()
-        self._draft = rows, scores, 1e3 * (self.seconds - before)
+        self._draft = _Draft(rows, scores, 1e3 * (self.seconds - before), probing)
         self._kept = self._keep(rows, scores, self.threshold)
         kept = rows.only(self._kept)
         width = self.widths[bisect_left(self.widths, len(kept))]
-        probes = self.probing.of(len(kept))
+        probes = probing.of(len(kept))
         if width + probes.total > self.cache.room:
             probes = NO_PROBES
         answer = self._run_upper(kept, below, self._kept, (width, width, probes))
         return kept, answer.first(len(kept))
 
     def commit(self, path: Sequence[int], exact: bool) -> int:
-        """Commit the rows of a path; how many of them, see `Graph.commit`.
+        """Commit the rows of a path; returns how many, see `Target.commit`.
 
         A row has one place in the lower half's buffers and another in the upper's.
         """
@@ -177,27 +181,27 @@ class PrunedGraph:
         if self.adaptive is not None:
             self.adaptive.observe(self.threshold, lambda t: self._would(lower, t))
         if not exact:
-            self.cache.lower.compact(lower)
-            self.cache.upper.compact(path)
+            self.cache.compact_both(lower, path)
             return len(path)
         proven = without_gaps(lower)
         self.cache.advance(proven)
         return proven
 
     def _would(self, path: list[int], threshold: float) -> tuple[float, float]:
-        """Tokens and milliseconds of the last round, had that been the threshold.
+        """Tokens and milliseconds of the last round, had this been its threshold.
 
-        `path` has the rows of the whole draft that were accepted.
+        `path` has the accepted rows, numbered as in the whole draft.
         """
-        assert self._costs is not None
-        rows, scores, spent = self._draft
-        kept = self._keep(rows, scores, threshold)
+        draft = self._draft
+        kept = self._keep(draft.rows, draft.scores, threshold)
         width = self.widths[bisect_left(self.widths, len(kept))]
-        probes = self.probing.of(len(kept)).total
-        upper = self._costs.pass_ms(width) + probes * self._costs.probe
-        return sum(row in kept for row in path), spent + upper
+        probes = draft.probing.of(len(kept)).total
+        upper = self._upper_times[width] + probes * self._probe_ms
+        return sum(row in kept for row in path), draft.lower_ms + upper
 
-    def _keep(self, rows: Rows, scores: Sequence[float], threshold: float) -> list[int]:
+    @staticmethod
+    def _keep(rows: Rows, scores: Sequence[float], threshold: float) -> list[int]:
+        """The rows that stay: the root, and likely rows whose parents stay."""
         least = math.log(threshold) if threshold else -math.inf
         kept = [0]
         for row in range(1, len(rows)):
@@ -212,7 +216,7 @@ class PrunedGraph:
                 self._sessions[0],
                 self.halves.lower_inputs,
                 self.halves.lower_outputs,
-                self.cache.lower.buffers,
+                self.cache.buffers,
                 width,
                 0,
                 0,
@@ -226,9 +230,9 @@ class PrunedGraph:
     def _run_upper(
         self, rows: Rows, below: Bound, kept: list[int], key: tuple[int, int, Probes]
     ) -> Answer:
-        """The upper half over what is kept of a draft.
+        """The upper half over the kept rows of a draft.
 
-        `key` holds the width, how many rows are answered for, and the probes.
+        `key` holds the width, the number of rows that are answered for, and the probes.
         """
         width, answers, probes = key
         if key not in self._upper:
@@ -253,7 +257,7 @@ class PrunedGraph:
         return answer_of(bound.tensors, self.halves.upper, probes)
 
     def _place(self, bound: Bound, rows: Rows, padding: int, probes: Probes) -> None:
-        """Set positions and what rows see, and run."""
+        """Set the positions and the attention bias of a pass, and run it."""
         cursor = self.cache.length
         depths = [*rows.depths, *[0] * padding]
         bound.arrays["position_ids"][0] = [cursor + depth for depth in depths]

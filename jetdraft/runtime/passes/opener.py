@@ -1,10 +1,11 @@
-"""Opening a bundle's graphs on a provider, each in the way that suits it."""
+"""Opens the graphs of a bundle on one provider (CPU, CUDA or TensorRT)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,38 +19,43 @@ from jetdraft.devices.providers import (
     as_options,
 )
 from jetdraft.devices.tensorrt import WIDTHS, engine_folder, engine_options
+from jetdraft.errors import ProviderError
 from jetdraft.ort import ort
 from jetdraft.runtime.passes.captures import Captures
-from jetdraft.runtime.passes.engines import Engines
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import open_session
-from jetdraft.runtime.passes.shared_weights import shared_weights
+from jetdraft.runtime.passes.step_sessions import StepSessions
 from jetdraft.runtime.passes.tensor import HOST, Memory
 
 Weights = Mapping[str, npt.NDArray[np.generic]]
 
 
 @dataclass(frozen=True)
-class Opening:
-    """How the graphs of a bundle are opened.
+class Opener:
+    """Opens graphs of one bundle on one provider.
 
-    Opening(bundle, PROVIDERS["cpu"], threads=2, spinning=True).graph(bundle.target)
+    On the CPU all graphs of one file share one session, also between models that use
+    the same opener: a CPU session holds no state of a pass.
+
+        Opener(bundle, PROVIDERS["cpu"], threads=2, spinning=True).graph(bundle.target)
     """
 
     bundle: Bundle
     provider: Provider
     threads: int
     spinning: bool
-    _opened: dict[str, ort.InferenceSession] = field(default_factory=dict, repr=False)
+    _cpu_sessions: dict[str, ort.InferenceSession] = field(
+        default_factory=dict, repr=False
+    )
 
     def graph(self, entry: GraphEntry, weights: Weights | None = None) -> Graph:
-        """A model of the bundle; `weights` take the place of its own of those names."""
-        how = {
+        """A graph of the bundle; `weights` replace the graph's own, by name."""
+        open_on = {
             "cpu": self._on_cpu,
             "cuda": self._on_cuda,
             "tensorrt": self._on_tensorrt,
         }
-        return how[self.provider.name](entry, weights or {})
+        return open_on[self.provider.name](entry, weights or {})
 
     def session(
         self,
@@ -58,14 +64,10 @@ class Opening:
         options: CudaOptions | TensorrtOptions | None = None,
         shared: Mapping[str, ort.OrtValue] | None = None,
     ) -> ort.InferenceSession:
-        """One session of the bundle.
-
-        On the CPU, where sessions hold no state of a pass, the same for every model
-        over this opening.
-        """
-        if file in self._opened:
-            return self._opened[file]
-        made = open_session(
+        """The session of one of the bundle's files; see `open_session`."""
+        if file in self._cpu_sessions:
+            return self._cpu_sessions[file]
+        session = open_session(
             self.bundle.path / file,
             self.provider.name,
             self.threads,
@@ -75,37 +77,43 @@ class Opening:
             as_options(options) if options else {},
         )
         if self.provider.memory == "cpu":
-            self._opened[file] = made
-        return made
+            self._cpu_sessions[file] = session
+        return session
 
     def compaction(self, file: str | None) -> ort.InferenceSession | None:
-        """What moves rows together: weightless, and never worth many threads."""
+        """The session that moves cache rows, on one thread: it has nothing to compute.
+
+        None if the bundle has no such graph.
+        """
         if file is None:
             return None
         path: Path = self.bundle.path / file
         if self.provider.memory == "cpu":
             return open_session(path, "cpu")
-        # TensorRT's own tensors lie where CUDA's do, and an engine would gain nothing.
+        # TensorRT and CUDA use the same device memory, and a TensorRT engine would not
+        # copy rows any faster.
         options = as_options(CudaOptions(enable_cuda_graph=False))
         return open_session(path, "cuda", provider_options=options)
 
     def _on_cpu(self, entry: GraphEntry, weights: Weights) -> Graph:
         """One session: a chain costs the same in a tree graph and gives the same bits.
 
-        Two would hold the packed weights twice (docs/log.md).
+        Two sessions would hold the packed weights twice (docs/log/runtime.md).
         """
         session = self.session(entry.tree_file or entry.file, weights)
-        engines = Engines(session, entry.widest_contract)
-        return Graph(engines, self.compaction(entry.compaction_file), HOST)
+        sessions = StepSessions(session, entry.widest_contract)
+        return Graph(sessions, self.compaction(entry.compaction_file), HOST)
 
     def _on_cuda(self, entry: GraphEntry, weights: Weights) -> Graph:
-        """Chains and trees over the same weights; an attention bias costs a kernel."""
-        moves = self.compaction(entry.compaction_file)
+        """Two sessions over the same weights: chains run faster without a tree's bias.
+
+        Standard graphs get one session, since each would hold its own weights.
+        """
+        compaction = self.compaction(entry.compaction_file)
         memory, options = self.provider.memory, CudaOptions()
         if entry.tree_file is None or self.bundle.flavour != CONTRIB:
-            # Of two standard graphs each would hold the weights.
             session = self.session(entry.tree_file or entry.file, weights, options)
-            engines = Engines(session, entry.widest_contract)
+            sessions = StepSessions(session, entry.widest_contract)
         else:
             shared = shared_weights(self.bundle.path / entry.file, memory)
             shared = {name: w for name, w in shared.items() if name not in weights}
@@ -113,28 +121,28 @@ class Opening:
                 self.session(file, weights, options, shared)
                 for file in (entry.file, entry.tree_file)
             )
-            engines = Engines(tree, entry.tree_contract, chain, weights=shared)
-        return Graph(engines, moves, Memory(memory, copies=True), Captures())
+            sessions = StepSessions(tree, entry.tree_contract, chain, weights=shared)
+        return Graph(sessions, compaction, Memory(memory, copies=True), Captures())
 
     def _on_tensorrt(self, entry: GraphEntry, weights: Weights) -> Graph:
-        """An engine for passes of any width, and some for the widths of decoding."""
+        """An engine for passes of any width, and one for each width of decoding."""
         contract, file = entry.widest_contract, entry.tree_file or entry.file
         widths = [width for width in WIDTHS if width <= contract.max_width]
         name = file.removesuffix(".onnx")
         folder = self.bundle.path / "profiles" / f"tensorrt-{name}"
-        kept = engine_folder(folder, self._machine())
-        sessions = {
-            width: self.session(file, weights, engine_options(contract, width, kept))
+        engines = engine_folder(folder, self._engine_identity())
+        any_width, *fixed = (
+            self.session(file, weights, engine_options(contract, width, engines))
             for width in (None, *widths)
-        }
-        engines = Engines(
-            sessions[None], contract, fixed={w: sessions[w] for w in widths}
         )
-        moves = self.compaction(entry.compaction_file)
-        return Graph(engines, moves, Memory(self.provider.memory, copies=True))
+        sessions = StepSessions(
+            any_width, contract, fixed=dict(zip(widths, fixed, strict=True))
+        )
+        compaction = self.compaction(entry.compaction_file)
+        return Graph(sessions, compaction, Memory(self.provider.memory, copies=True))
 
-    def _machine(self) -> dict[str, str]:
-        """What engines depend on."""
+    def _engine_identity(self) -> dict[str, str]:
+        """What a built TensorRT engine depends on."""
         machine = detect()
         return {
             "bundle": self.bundle.sha256,
@@ -142,3 +150,43 @@ class Opening:
             "tensorrt": machine.tensorrt or "unknown",
             "onnxruntime": ort.__version__,
         }
+
+
+def shared_weights(file: Path, device: str) -> dict[str, ort.OrtValue]:
+    """The external weights of the contrib graph `file`, by name, copied to `device`.
+
+    Sessions that get them (`SessionOptions.add_initializer`) read them in place, so
+    they must outlive the sessions. Only contrib graphs: packed integers of standard
+    graphs have no numpy type. On the CPU it saves nothing, because each session packs
+    its weights again. Raises `ProviderError` if onnx is missing.
+
+        open_session(tree, "cuda", shared=shared_weights(chain, "cuda"))
+    """
+    onnx = _import_onnx()
+    graph = onnx.load(file, load_external_data=False).graph
+    weights = {}
+    for tensor in graph.initializer:
+        place = {entry.key: entry.value for entry in tensor.external_data}
+        if "location" not in place:
+            continue
+        array = np.memmap(
+            file.parent / place["location"],
+            onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type),
+            mode="r",
+            offset=int(place["offset"]),
+            shape=tuple(tensor.dims),
+        )
+        value = ort.OrtValue.ortvalue_from_numpy(np.array(array), device, 0)
+        weights[tensor.name] = value
+    return weights
+
+
+def _import_onnx() -> Any:
+    try:
+        import onnx
+    except ImportError as error:
+        raise ProviderError(
+            "two graphs share their weights on a GPU, and reading those needs onnx; "
+            "pip install 'jetdraft[gpu]'"
+        ) from error
+    return onnx

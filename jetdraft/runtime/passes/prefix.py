@@ -1,21 +1,27 @@
-"""What a target's buffers still hold of an earlier text, so that it is not read again.
+"""The rows of an earlier text that a target's buffers still hold.
 
-A row's keys and values depend on its prefix alone, and on the last bits of the kernels
-that computed it. Prompts are read in passes whose rows are those of decoding bit by bit
-(`Calibration.prefills_agree`), so a row that stays is the row that would be computed:
-the text cannot depend on what came before. A generation that is not exact leaves rows
-that an exact one does not take.
+A prompt that begins like that text is not read again as far as the two agree. A row's
+keys and values depend on its prefix, and on the last bits of the kernels that computed
+it. Prompts are read in passes whose rows are bit for bit those of decoding
+(`Widths.prefills_agree`), so a kept row is the row that would be computed, and the text
+cannot depend on earlier texts. An exact generation does not take the rows of an inexact
+one. A prefix can be saved to a file.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from jetdraft.errors import BundleError, OutputError
+from jetdraft.files import read_arrays, replacing
 from jetdraft.runtime.drafts.noise import Int64s
-from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.passes.halves import PrunedGraph
+from jetdraft.runtime.passes.cache import Cache
+from jetdraft.runtime.passes.target import Target
 
 
 class Prefix:
@@ -25,7 +31,7 @@ class Prefix:
     prefix.hold(sequence, exact=True)   # after a generation
     """
 
-    def __init__(self, target: Graph | PrunedGraph) -> None:
+    def __init__(self, target: Target) -> None:
         self.target = target
         self.forget()
 
@@ -36,22 +42,22 @@ class Prefix:
         self._passes = -1
 
     def keep(self, prompt: Sequence[int], exact: bool) -> int:
-        """How many of a prompt's rows need not be computed; its last is never kept.
+        """How many rows of a prompt are in the buffers; its last row never counts.
 
-        None, if anybody else has run the target since.
+        0 if somebody else has run the target since.
         """
         if self.target.passes != self._passes or (exact and not self._exact):
             return 0
         return min(common(self._tokens, prompt), len(prompt) - 1)
 
     def restore(self, tokens: Sequence[int], exact: bool) -> None:
-        """The buffers hold the rows of these tokens, put there by somebody else."""
+        """Somebody else has put the rows of these tokens into the buffers."""
         self._tokens = np.asarray(tokens, np.int64)
         self._exact = exact
         self._passes = self.target.passes
 
     def hold(self, sequence: Sequence[int], exact: bool) -> None:
-        """A generation has ended, of which the buffers hold the committed rows."""
+        """A generation has ended; the buffers hold its committed rows."""
         self.restore(sequence[: self.target.cache.length], exact)
 
 
@@ -60,3 +66,61 @@ def common(one: Sequence[int] | Int64s, other: Sequence[int] | Int64s) -> int:
     length = min(len(one), len(other))
     differ = np.flatnonzero(np.asarray(one[:length]) != np.asarray(other[:length]))
     return int(differ[0]) if len(differ) else length
+
+
+TOKENS, IDENTITY = "tokens", "identity"
+
+
+def save_prefix(
+    file: Path, tokens: list[int], caches: dict[str, Cache], identity: dict[str, Any]
+) -> None:
+    """Write the rows of `tokens`, which all caches hold, to an npz file.
+
+    `identity` says what the rows depend on. Raises `OutputError`.
+    """
+    arrays: dict[str, Any] = {
+        TOKENS: np.array(tokens, np.int64),
+        IDENTITY: np.array(json.dumps(identity, sort_keys=True)),
+    }
+    for owner, cache in caches.items():
+        stored = cache.stored(len(tokens))
+        arrays |= {f"{owner}/{name}": rows for name, rows in stored.items()}
+    try:
+        with replacing(file) as partial, partial.open("wb") as handle:
+            np.savez(handle, **arrays)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {file} ({error.strerror}); choose another place"
+        ) from error
+
+
+def load_prefix(
+    file: Path, caches: dict[str, Cache], identity: dict[str, Any]
+) -> tuple[list[int], bool]:
+    """Put saved rows into all caches.
+
+    Gives their tokens, and whether this machine computed them. Raises `BundleError` for
+    rows of another bundle.
+    """
+    refusal = BundleError(f"{file} is not a saved prefix; save it again")
+    arrays = read_arrays(file, refusal)
+    try:
+        stored = json.loads(str(arrays[IDENTITY]))
+        tokens: list[int] = arrays[TOKENS].tolist()
+    except (KeyError, ValueError) as error:
+        raise refusal from error
+    if not isinstance(stored, dict) or stored.get("bundle") != identity["bundle"]:
+        raise BundleError(
+            f"{file} was saved with another bundle; save it again with this one"
+        )
+    wanted = {
+        f"{owner}/{name}": (*buffer.shape()[:2], len(tokens), buffer.shape()[3])
+        for owner, cache in caches.items()
+        for name, buffer in cache.buffers.items()
+    }
+    if any(name not in arrays or arrays[name].shape != wanted[name] for name in wanted):
+        raise refusal
+    for owner, cache in caches.items():
+        own = {name: arrays[f"{owner}/{name}"] for name in cache.buffers}
+        cache.restore(own, len(tokens))
+    return tokens, stored == identity

@@ -1,4 +1,4 @@
-"""How many rows a round is worth, zero included, and who proposes them."""
+"""How many rows a round is worth, none included, and who proposes them."""
 
 from __future__ import annotations
 
@@ -6,54 +6,54 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from jetdraft.best_tree import best_tree
 from jetdraft.contract import WIDEST
-from jetdraft.runtime.drafts.probes import Probing
-from jetdraft.runtime.measured.curve import Costs
+from jetdraft.runtime.drafts.probes import NO_PROBING, Probing
+from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.measured.rates import Acceptance
 from jetdraft.runtime.measured.stats import Round
-from jetdraft.runtime.proposers import Proposer
-from jetdraft.runtime.trees.fixed import most_likely
+from jetdraft.runtime.proposers.proposer import Proposer
 
 
 @dataclass(frozen=True)
-class Plan:
+class Assignment:
     """Ask `proposer` for `budget` rows; None means a round without a draft.
 
-    `parents`, if given, says how they branch. The round's pass carries the probes of
-    `probing`, for the next one.
+    `parents` asks for a tree of that shape. The round's pass carries the probes of
+    `probing`, whose answers are drafts of the next round.
     """
 
     proposer: Proposer | None
     budget: int
-    probing: Probing = Probing()
+    probing: Probing = NO_PROBING
     parents: tuple[int, ...] | None = None
 
 
-PLAIN = Plan(None, 0)
+PLAIN = Assignment(None, 0)
 
 MARGIN = 1.02
 """A longer draft must promise this much more: its rates rest on less evidence."""
 
 NEGLIGIBLE = 0.01
-"""A draft token that is right this seldom is not worth planning for."""
+"""Drafted tokens with a smaller chance of being right are not planned."""
 
 MOST_SIBLINGS = 3
-"""Beside the first one, in trees that a controller plans."""
+"""Siblings beside the first one, in trees that a controller plans."""
 
 
 class Controller(Protocol):
-    """Plans each round and learns from what came of it."""
+    """Assigns the draft of each round and learns from the round."""
 
-    def plan(self, room: int, offers: Mapping[Proposer, int]) -> Plan:
-        """The plan for a round with room for `room` drafted rows.
+    def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
+        """The draft of a round with room for `room` drafted rows.
 
-        `offers` has the rows that proposers asked in this round came up with, which
-        may be fewer than asked for.
+        `offers` counts the rows that proposers offered in this round already; a
+        proposer may offer fewer rows than it was asked for.
         """
         ...
 
     def observe(self, round_: Round) -> None:
-        """A round ended."""
+        """Learn from a round that ended."""
         ...
 
 
@@ -64,15 +64,15 @@ class Fixed:
         self.proposer = proposer
         self.num_draft_tokens = num_draft_tokens
 
-    def plan(self, room: int, offers: Mapping[Proposer, int]) -> Plan:
-        """The fixed length, or what fits of it."""
+    def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
+        """The fixed length, or as much of it as fits."""
         if self.proposer is None:
             return PLAIN
-        probing = Probing(min(self.num_draft_tokens, self.proposer.streams))
+        probing = Probing(min(self.num_draft_tokens, self.proposer.traits.probes))
         budget = min(self.num_draft_tokens, _limit(self.proposer, room, offers))
         if budget > 0:
-            return Plan(self.proposer, budget, probing)
-        return Plan(None, 0, probing)
+            return Assignment(self.proposer, budget, probing)
+        return Assignment(None, 0, probing)
 
     def observe(self, round_: Round) -> None:
         """Nothing to learn."""
@@ -80,13 +80,15 @@ class Fixed:
 
 def _limit(proposer: Proposer, room: int, offers: Mapping[Proposer, int]) -> int:
     """The longest draft that this round can get from a proposer."""
-    return min(room, offers.get(proposer, proposer.max_draft_tokens))
+    return min(room, offers.get(proposer, proposer.traits.max_draft_tokens))
 
 
 class _Promise(NamedTuple):
-    """A draft: what a round with it commits, the chance that all of it is right.
+    """A possible draft of `length` rows, `depth` deep, and what it promises.
 
-    `parents` says how it branches, None that it does not; `depth` how deep it goes.
+    tokens   the expected tokens that a round with it commits
+    chance   the chance that the whole draft is right
+    parents  the shape of a tree; None for a chain
     """
 
     length: int
@@ -97,7 +99,11 @@ class _Promise(NamedTuple):
 
 
 class _Steady(NamedTuple):
-    """Going on with these probes: tokens per ms, and what a draft at hand is worth."""
+    """A way to go on round after round with the same probes.
+
+    value     its expected tokens per millisecond
+    prepared  the tokens that a draft at hand is worth at the start of a round
+    """
 
     probing: Probing
     value: float
@@ -105,24 +111,25 @@ class _Steady(NamedTuple):
 
 
 class Adaptive:
-    """Whichever proposer and length promises most committed tokens per second.
+    """Picks the proposer and length that promise most committed tokens per second.
 
-    A draft of K with rates a_1..a_K commits 1 + a_1 + a_1 a_2 + ... tokens (Leviathan
-    et al., section 3) and costs a target pass of its width plus K drafted tokens. Off
-    is a draft of none, at the narrowest of `widths`.
+        a_i      the rate of draft position i, K the length, t(w) the time of a pass
+        tokens = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_K     (Leviathan et al., section 3)
+        spent  = t(K + 1) + K times the time of a drafted token
+        choose the draft with the largest tokens / spent; no draft is K = 0
 
-    With `branching`, proposers that can are asked for trees where those promise more:
-    the rows that are most likely right, as far as a pass has room.
+    With `branching`, proposers that branch are asked for trees where trees promise
+    more: the rows that are most likely right, as many as a pass holds.
 
-    Drafts that are read off probes cost their probes, one pass before. So what is
-    compared are ways to go on: without probes, or with those that would pay in the
-    long run.
+    Probes cost time one pass before their draft is used. So the controller compares
+    ways to go on round after round: without probes, or with the probes that would pay
+    in the long run.
     """
 
     def __init__(
         self,
         proposers: Sequence[Proposer],
-        costs: Costs,
+        curve: Curve,
         acceptance: dict[str, Acceptance],
         widths: Sequence[int],
         max_draft_tokens: int,
@@ -130,10 +137,10 @@ class Adaptive:
         branching: bool = False,
     ) -> None:
         self.proposers = list(proposers)
-        self.costs = costs
+        self.curve = curve
         self.exact = exact
         self.branching = branching
-        # For each number of rows the narrowest allowed width that holds them.
+        # widths[n] is the narrowest allowed width that holds n rows.
         allowed = sorted(widths)
         self.widths = [
             next((w for w in allowed if w >= rows), rows) for rows in range(1 + WIDEST)
@@ -141,74 +148,82 @@ class Adaptive:
         self.max_draft_tokens = max_draft_tokens
         self.acceptance = acceptance
 
-    def plan(self, room: int, offers: Mapping[Proposer, int]) -> Plan:
-        """The best plan under the current estimates."""
+    def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
+        """The best draft under the current estimates."""
         best, best_value = self._without_probes(room, offers)
-        steady = None
+        chosen = None
         for proposer in self.proposers:
-            for found in self._steady(proposer):
-                if found.value > MARGIN * best_value:
-                    steady, best_value = found, found.value
-        return best if steady is None else self._with_probes(room, offers, steady)
+            for steady in self._steady(proposer):
+                if steady.value > MARGIN * best_value:
+                    chosen, best_value = steady, steady.value
+        return best if chosen is None else self._with_probes(room, offers, chosen)
 
     def _without_probes(
         self, room: int, offers: Mapping[Proposer, int]
-    ) -> tuple[Plan, float]:
-        """The draft that promises most tokens per ms, and how many."""
-        best, best_value = PLAIN, 1.0 / self._pass_ms(1, Probing())
-        for plan, promise, spent in self._plans(room, offers, Probing()):
+    ) -> tuple[Assignment, float]:
+        """The draft that promises most tokens per ms, and that value."""
+        best, best_value = PLAIN, 1.0 / self._pass_ms(1, NO_PROBING)
+        for draft, promise, spent in self._drafts(room, offers, NO_PROBING):
             value = promise.tokens / spent
             if value > MARGIN * best_value:
-                best, best_value = plan, value
+                best, best_value = draft, value
         return best, best_value
 
     def _with_probes(
         self, room: int, offers: Mapping[Proposer, int], steady: _Steady
-    ) -> Plan:
-        """The draft that is worth most to someone who goes on like that.
+    ) -> Assignment:
+        """The draft of this round that is worth most if the next rounds go on so.
 
-        Time has the price of the tokens that it would bring in the long run, and being
-        left with a draft for the next round has its worth too.
+            worth = tokens - value * spent + chance * prepared
+
+        Time is paid with the tokens that it would bring in the long run (`value`), and
+        with that chance the next round starts with a draft at hand (`prepared`).
         """
-        probing, best = steady.probing, Plan(None, 0, steady.probing)
+        probing, best = steady.probing, Assignment(None, 0, steady.probing)
         spent = self._pass_ms(1, probing)
         best_worth = 1.0 - steady.value * spent + steady.prepared
-        for plan, promise, spent in self._plans(room, offers, probing):
+        for draft, promise, spent in self._drafts(room, offers, probing):
             if probing.last_only and promise.parents is not None:
-                continue  # the last row of a tree is seldom where it goes on
+                continue  # the accepted path seldom ends at the last row of a tree
             chance = promise.chance if probing.last_only else 1.0
             worth = promise.tokens - steady.value * spent + chance * steady.prepared
             if worth > best_worth:
-                best, best_worth = plan, worth
+                best, best_worth = draft, worth
         return best
 
-    def _plans(
+    def _drafts(
         self, room: int, offers: Mapping[Proposer, int], probing: Probing
-    ) -> Iterator[tuple[Plan, _Promise, float]]:
-        """Every draft that this round could have, what it promises, and its ms."""
+    ) -> Iterator[tuple[Assignment, _Promise, float]]:
+        """Every draft that this round could have, its promise, and its milliseconds."""
         for proposer in self.proposers:
-            if proposer.streams and not probing.streams:
-                continue  # its drafts are not for free, see `_steady`
+            traits = proposer.traits
+            if traits.probes and not probing.streams:
+                continue  # its drafts cost probes, see `_steady`
             limit = min(self.max_draft_tokens, _limit(proposer, room, offers))
-            each = self.costs.draft.get(proposer.name, 0.0)
+            token_ms = self.curve.drafts.get(traits.name, 0.0)
             for promise in self._promises(proposer, limit):
                 length = promise.length
                 branches = promise.parents is not None
-                spent = self._pass_ms(length + 1, probing, branches) + length * each
-                yield Plan(proposer, length, probing, promise.parents), promise, spent
+                spent = self._pass_ms(length + 1, probing, branches) + length * token_ms
+                draft = Assignment(proposer, length, probing, promise.parents)
+                yield draft, promise, spent
 
     def _steady(self, proposer: Proposer) -> Iterator[_Steady]:
         """The ways to go on with a proposer's probes.
 
-        Where only the last row carries streams, a wrong guess leaves the next round
-        without a draft. With p the chance of a whole draft, T its tokens in t ms and a
-        round without one in u ms, that gives (T + 1 - p) / (t + (1 - p) u) tokens per
-        ms, and a draft at hand is worth (T - 1 - value (t - u)) / (2 - p) tokens.
+        If every row carries probes, each round has a draft. If only the last row does,
+        a wrong token leaves the next round without a draft:
+
+            p  the chance that a draft is right as a whole
+            T  the tokens of a round with a draft, t its milliseconds
+            u  the milliseconds of a round without a draft, which commits 1 token
+            value    = (T + 1 - p) / (t + (1 - p) u)
+            prepared = (T - 1 - value (t - u)) / (2 - p)
         """
-        limit = min(self.max_draft_tokens, proposer.max_draft_tokens)
-        for length, depth, tokens, chance, parents in (
-            self._promises(proposer, limit) if proposer.streams else ()
-        ):
+        if not proposer.traits.probes:
+            return
+        limit = min(self.max_draft_tokens, proposer.traits.max_draft_tokens)
+        for length, depth, tokens, chance, parents in self._promises(proposer, limit):
             every, last = Probing(depth), Probing(depth, last_only=True)
             spent = self._pass_ms(length + 1, every, parents is not None)
             yield _Steady(every, tokens / spent, 0.0)
@@ -220,33 +235,34 @@ class Adaptive:
             yield _Steady(last, value, prepared)
 
     def _promises(self, proposer: Proposer, limit: int) -> Iterator[_Promise]:
-        """What chains of 1, 2, ... tokens promise, and what trees do."""
+        """The promises of chains of 1, 2, ... tokens, and of trees."""
         tokens = chance = 1.0
-        deepest = min(limit, proposer.streams or limit)
-        rates = self.acceptance[proposer.name].rates(deepest)
+        traits = proposer.traits
+        deepest = min(limit, traits.probes or limit)
+        rates = self.acceptance[traits.name].rates(deepest)
         for length, rate in enumerate(rates, start=1):
             chance *= rate
             if chance < NEGLIGIBLE:
                 break
             tokens += chance
             yield _Promise(length, length, tokens, chance)
-        if self.branching and proposer.branches and rates:
+        if self.branching and traits.branches and rates:
             yield from self._trees(proposer, limit, rates)
 
     def _trees(
         self, proposer: Proposer, limit: int, rates: list[float]
     ) -> Iterator[_Promise]:
-        """What the likeliest trees that fill a pass promise.
+        """The promises of the likeliest trees that fill a pass.
 
-        In an exact generation a row off the first path is a guess that is run again:
-        its worth is a token less the time of a row.
+        In an exact generation an accepted row off the first path is run again, so it is
+        worth a token less the time of a row.
         """
-        row = (self.costs.pass_ms(WIDEST) - self.costs.pass_ms(1)) / (WIDEST - 1)
-        worth = 1.0 - row / self.costs.pass_ms(1) if self.exact else 1.0
-        others = self.acceptance[proposer.name].shares(MOST_SIBLINGS)
-        if worth * (1.0 - min(rates)) * others[0] < row / self.costs.pass_ms(1):
+        row = (self.curve.pass_ms(WIDEST) - self.curve.pass_ms(1)) / (WIDEST - 1)
+        worth = 1.0 - row / self.curve.pass_ms(1) if self.exact else 1.0
+        others = self.acceptance[proposer.traits.name].shares(MOST_SIBLINGS)
+        if worth * (1.0 - min(rates)) * others[0] < row / self.curve.pass_ms(1):
             return  # not even the best branch pays for its row
-        parents, chances = most_likely(limit, rates, others)
+        parents, chances = best_tree(limit, rates, others)
         tokens, depths, on_first_path = 1.0, [0], [True]
         for index, (parent, chance) in enumerate(zip(parents, chances, strict=True)):
             depths.append(depths[parent] + 1)
@@ -260,16 +276,16 @@ class Adaptive:
                 )
 
     def _pass_ms(self, rows: int, probing: Probing, branches: bool = False) -> float:
-        """The time of a pass that holds `rows` rows and their probes."""
+        """The milliseconds of a pass that holds `rows` rows and their probes."""
         probes = probing.of(rows).total if probing.streams else 0
-        width, extra = self.widths[rows], probes * self.costs.probe
+        width, extra = self.widths[rows], probes * self.curve.probe
         if branches:
-            return extra + self.costs.tree_ms(width, self.exact)
-        return extra + self.costs.pass_ms(width)
+            return extra + self.curve.tree_ms(width, self.exact)
+        return extra + self.curve.pass_ms(width)
 
     def observe(self, round_: Round) -> None:
-        """Update rates and times."""
-        self.costs.learn(round_)
+        """Update the rates and the curve."""
+        self.curve.learn(round_)
         for name, acceptance in self.acceptance.items():
             if name == round_.method and round_.drafted:
                 acceptance.observe(round_)

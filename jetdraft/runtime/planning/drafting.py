@@ -1,152 +1,184 @@
-"""What a draft model drafts and how it is verified, checked before anything runs."""
+"""Which methods draft in a generation, how much, and with which options."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from jetdraft.contract import WIDEST
-from jetdraft.errors import DraftError, OptionError, VerifierError
-from jetdraft.runtime.drafts.rows import Kind
-from jetdraft.runtime.sampling.verifiers import VERIFIERS, Verifier
-from jetdraft.runtime.trees import (
-    Best,
-    Comb,
-    Heap,
-    Kary,
-    Merged,
-    Rerank,
-    Shape,
-    Sparse,
-    Threshold,
-)
+from jetdraft.errors import OptionError
+from jetdraft.ranges import Range, check_ranges
+from jetdraft.runtime.planning.registry import AUTO, NONE, methods
+from jetdraft.runtime.proposers.lookup import StoreOptions
+from jetdraft.runtime.proposers.method import WALK, MethodOptions, unknown_key
+from jetdraft.runtime.sampling.verifiers import VERIFIERS
 
-AUTO, CHAIN = "auto", "chain"
 MAX_DRAFT_TOKENS = WIDEST - 1
-"""The longest draft a caller may ask for: the widest decoding pass less the root."""
+"""The longest draft: the widest decoding pass without the root."""
 
-_DEFAULT_ROWS = 7
-_ADAPTIVE = {
-    shape.name: shape for shape in (Best, Heap, Threshold, Rerank, Comb, Merged)
+_RANGES = {
+    "num_draft_tokens": Range(
+        lambda count: 1 <= count <= MAX_DRAFT_TOKENS,
+        f"1 to {MAX_DRAFT_TOKENS}",
+        integer=True,
+        optional=True,
+    )
 }
-TREES = (AUTO, CHAIN, *_ADAPTIVE, Kary.name, Sparse.name)
-"""The shapes of a draft."""
-
-SIBLINGS = tuple(kind.value for kind in Kind)
-"""The ways to pick a row's children."""
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """The shape of drafts, their siblings, and the verifier.
+    """How a generation drafts; raises `OptionError` where options contradict.
 
-    An "auto" tree is a chain, or where a controller chooses the length and the method
-    can branch, whatever promises most.
-    `branching` belongs to k-ary trees and `tree_parents` to static ones: the parent of
-    rows 1, 2, ..., 0 being the root.
+    method            a method's name, several as in "draft,lookup", "auto" or "none"
+    num_draft_tokens  the length of every draft; None lets a controller choose it, and
+                      with several methods it is the longest draft
+    exact             keep to the text of plain decoding, bit for bit
+    settings          options of the methods by name, or an options object of one method
 
-        Drafting(tree="k-ary", branching=(3, 2), siblings="without-replacement",
-                 verifier="recursive")
+        Drafting("auto", num_draft_tokens=4, settings={"verifier": "walk"})
     """
 
-    tree: str = AUTO
-    siblings: str = Kind.COUPLED.value
-    branching: Sequence[int] | None = None
-    tree_parents: Sequence[int] | None = None
-    verifier: str = "walk"
+    method: str = AUTO
+    num_draft_tokens: int | None = None
+    exact: bool = True
+    settings: Mapping[str, object] | MethodOptions = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _one_of("tree", self.tree, TREES, DraftError)
-        _one_of("siblings", self.siblings, SIBLINGS, DraftError)
-        _one_of("verifier", self.verifier, tuple(VERIFIERS), VerifierError)
-        for name, given, tree in (
-            ("branching", self.branching, Kary.name),
-            ("tree parents", self.tree_parents, Sparse.name),
-        ):
-            if (given is not None) != (self.tree == tree):
-                raise OptionError(f"{name} and a {tree} tree go together; give both")
-            if given is not None and not _are_integers(given):
-                raise OptionError(f"{name} must be a list of integers, as in [2, 1]")
-        if not self.is_chain and self.kind not in self.shape.kinds:
-            allowed = ", ".join(sorted(kind.value for kind in self.shape.kinds))
-            raise DraftError(
-                f"a {self.tree} tree cannot have {self.siblings} siblings; choose "
-                f"{allowed}"
+        if not isinstance(self.method, str):
+            raise OptionError(
+                f"method {self.method!r} is not a text; give, for example, "
+                '"draft,lookup"',
+                "method",
             )
-        if self.is_chain and self.kind is not Kind.COUPLED:
-            raise DraftError(
-                f"a chain is drafted with coupled noise; for {self.siblings} drafts "
-                "use --method draft --tree k-ary --branching 1,1,1"
-            )
-        if self.verifier == "rejection" and not self._is_single:
-            raise VerifierError(
-                "verifier 'rejection' takes one child per row; use --tree k-ary "
-                "--branching 1,1,1 --siblings with-replacement, or verifier 'recursive'"
-            )
-        if self.rows > MAX_DRAFT_TOKENS:
-            raise DraftError(
-                f"a tree of {self.rows} rows is wider than a pass; draft at most "
-                f"{MAX_DRAFT_TOKENS}"
-            )
+        check_ranges(self, _RANGES)
+        self._check_names()
+        for name, options in self.options.items():
+            self._check_options(name, options)
 
     @property
-    def is_chain(self) -> bool:
-        """Whether drafts do not branch, unless the controller would have it."""
-        return self.tree in (AUTO, CHAIN)
+    def names(self) -> tuple[str, ...]:
+        """The names in `method`."""
+        return tuple(name.strip() for name in self.method.split(","))
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The options of each method that may draft, by its name."""
+        registered = methods()
+        if self.names == (NONE,):
+            self._refuse_settings()
+            return {}
+        asked = registered if self.names == (AUTO,) else self.names
+        types = {name: registered[name].options for name in asked}
+        if isinstance(self.settings, MethodOptions):
+            return self._typed(types, self.settings)
+        keys = {
+            key: None for options in types.values() for key in options.option_names()
+        }
+        for key in self.settings:
+            if key not in keys:
+                raise unknown_key(key, tuple(keys))
+        return {
+            name: options.of(
+                {k: v for k, v in self.settings.items() if k in options.option_names()}
+            )
+            for name, options in types.items()
+        }
 
     @property
-    def may_branch(self) -> bool:
-        """Whether a controller may ask for trees."""
-        return self.tree == AUTO and self.verifier == "walk"
+    def verifier(self) -> str:
+        """The verifier that all methods of a generation share."""
+        return next((o.verifier for o in self.options.values()), WALK)
 
     @property
-    def _is_single(self) -> bool:
-        """Whether no row has two children."""
-        parents = self.tree_parents or ()
-        return (
-            self.is_chain
-            or (self.branching is not None and max(self.branching) == 1)
-            or (bool(parents) and len(set(parents)) == len(parents))
+    def user(self) -> str:
+        """Who keeps the response in the store; "" for the nameless user."""
+        stored = (o for o in self.options.values() if isinstance(o, StoreOptions))
+        return next((options.user for options in stored if options.user), "")
+
+    @property
+    def sized(self) -> MethodOptions | None:
+        """The options that choose the size of every draft instead of a controller."""
+        sized = (o for o in self.options.values() if o.draft_size is not None)
+        return next(sized, None)
+
+    def _typed(
+        self, types: dict[str, type[MethodOptions]], settings: MethodOptions
+    ) -> dict[str, Any]:
+        """An options object goes to the methods of its type; others take defaults."""
+        if type(settings) not in types.values():
+            raise OptionError(
+                f"{type(settings).__name__} are not options of method {self.method}; "
+                "give options of that method",
+                "drafting",
+            )
+        default = {"verifier": settings.verifier}
+        return {
+            name: settings if options is type(settings) else options.of(default)
+            for name, options in types.items()
+        }
+
+    def _refuse_settings(self) -> None:
+        """Plain decoding drafts nothing."""
+        settings = self.settings
+        keys = (
+            settings.option_names()
+            if isinstance(settings, MethodOptions)
+            else [*settings]
         )
+        if keys:
+            raise OptionError(
+                f"drafting option {keys[0]!r} has no meaning with method none; leave "
+                "one of them out",
+                "drafting",
+            )
+        if self.num_draft_tokens is not None:
+            raise OptionError(
+                f"num draft tokens {self.num_draft_tokens} has no meaning with method "
+                "none; leave one of them out",
+                "num_draft_tokens",
+            )
 
-    @property
-    def kind(self) -> Kind:
-        """How siblings are picked."""
-        return Kind(self.siblings)
+    def _check_names(self) -> None:
+        names, registered = self.names, methods()
+        if len(names) > 1 and {NONE, AUTO} & set(names):
+            raise OptionError(
+                f"method {self.method!r} mixes {NONE} or {AUTO} with others; list "
+                "methods only",
+                "method",
+            )
+        if len(set(names)) < len(names):
+            raise OptionError(
+                f"method {self.method!r} names a method twice; name each once", "method"
+            )
+        for name in names:
+            if name not in (NONE, AUTO, *registered):
+                choices = ", ".join((AUTO, NONE, *registered))
+                raise OptionError(
+                    f"unknown method {name!r}; choose {choices}", "method"
+                )
 
-    @property
-    def checker(self) -> Verifier:
-        """The verifier itself."""
-        return VERIFIERS[self.verifier]
-
-    @property
-    def shape(self) -> Shape:
-        """A fresh shape."""
-        if self.branching is not None:
-            return Kary(self.branching)
-        if self.tree_parents is not None:
-            return Sparse(self.tree_parents)
-        shape: Any = _ADAPTIVE[self.tree]()
-        return shape  # type: ignore[no-any-return]
-
-    @property
-    def rows(self) -> int:
-        """The rows of a tree, where its shape or a default decides."""
-        if self.branching is not None:
-            return sum(itertools.accumulate(self.branching, lambda a, b: a * b))
-        if self.tree_parents is not None:
-            return len(self.tree_parents)
-        return _DEFAULT_ROWS
-
-
-def _are_integers(given: object) -> bool:
-    return isinstance(given, Sequence) and all(isinstance(x, int) for x in given)
-
-
-def _one_of(
-    what: str, given: str, known: Sequence[str], error: type[Exception]
-) -> None:
-    if given not in known:
-        raise error(f"unknown {what} {given!r}; choose {', '.join(known)}")
+    def _check_options(self, name: str, options: MethodOptions) -> None:
+        """Refuse options that contradict the rest of a generation."""
+        if self.exact and options.verifier != WALK:
+            lossy = VERIFIERS[options.verifier].lossy
+            keeps = "the distribution but not the text"
+            if lossy:
+                keeps = "neither the text nor the distribution"
+            raise OptionError(
+                f"verifier {options.verifier!r} keeps {keeps} of plain decoding; add "
+                "--no-exact (exact=False)",
+                "drafting",
+            )
+        if options.draft_size is not None and self.names != (name,):
+            raise OptionError(
+                f"a draft of a fixed shape needs one method; give --method {name}",
+                "drafting",
+            )
+        if options.sized and self.num_draft_tokens is not None:
+            raise OptionError(
+                "the tree has its own size; leave num draft tokens out",
+                "num_draft_tokens",
+            )

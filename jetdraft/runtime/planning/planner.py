@@ -1,215 +1,204 @@
-"""Who may propose in a generation, and who decides."""
+"""Who may propose in a generation, who decides, and which target verifies."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from jetdraft.errors import DraftError, MethodError
-from jetdraft.runtime.measured.curve import Costs
+from jetdraft.errors import OptionError
+from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.measured.rates import Acceptance
-from jetdraft.runtime.measured.widths import Calibration, prefill_widths
-from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.measured.widths import prefill_widths
+from jetdraft.runtime.passes.target import Target
 from jetdraft.runtime.planning.controller import Adaptive, Controller, Fixed
-from jetdraft.runtime.planning.drafting import AUTO, MAX_DRAFT_TOKENS
-from jetdraft.runtime.planning.options import NONE, Options
-from jetdraft.runtime.planning.tuning import Tuning
-from jetdraft.runtime.proposers import (
-    DraftProposer,
-    Proposer,
-    StreamProposer,
-    TreeProposer,
-)
-from jetdraft.runtime.proposers.draft_stops import (
-    STOPPING,
-    AcceptanceHead,
-    Learned,
-    Stopping,
-)
-from jetdraft.runtime.proposers.follower import Follower
-from jetdraft.runtime.sampling.verifiers import check_kind
+from jetdraft.runtime.planning.drafting import MAX_DRAFT_TOKENS, Drafting
+from jetdraft.runtime.planning.registry import AUTO, NONE, methods
+from jetdraft.runtime.proposers.constrained import constrained
+from jetdraft.runtime.proposers.method import WALK, Method, MethodOptions
+from jetdraft.runtime.proposers.parts import Parts
+from jetdraft.runtime.proposers.proposer import Proposer
+from jetdraft.runtime.sampling.verifier import Verifier, check_kind
+from jetdraft.runtime.sampling.verifiers import VERIFIERS
+from jetdraft.runtime.text.matcher import Matcher
+
+
+@dataclass(frozen=True)
+class Lineup:
+    """Who takes part in a generation."""
+
+    proposers: list[Proposer]
+    controller: Controller
+    verifier: Verifier
 
 
 class Planner:
-    """Knows a bundle's proposers and what they cost and earn on this machine.
+    """Makes the proposers of a loaded bundle, and picks those of each generation.
 
-    What it learns lives on from one generation to the next. `unasked` are the
-    proposers that "auto" picks from; `head` reads the learned acceptance head.
+    Proposers and their acceptance live on from one generation to the next.
 
-        proposers = planner.choose(options)
-        controller = planner.controller(options, proposers)
+        planner = Planner(parts)
+        lineup = planner.lineup(Drafting("draft,lookup"))
     """
 
-    def __init__(
-        self,
-        target: Graph,
-        follower: Follower | None,
-        calibration: Calibration,
-        proposers: dict[str, Proposer],
-        unasked: Collection[str],
-        head: Callable[[], AcceptanceHead],
-    ) -> None:
-        self.calibration = calibration
-        self.proposers = proposers
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
         self.acceptance: dict[str, Acceptance] = defaultdict(Acceptance)
-        self.costs = Costs(
-            target=dict(calibration.target_ms),
-            draft={name: p.ms_per_token for name, p in proposers.items()},
-            probe=calibration.probe_ms,
-        )
-        self._target = target
-        self._follower = follower
-        self._unasked = unasked
-        self._head = head
+        self._proposers: dict[tuple[Method[Any], MethodOptions], Proposer] = {}
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """What `method` may be, "auto" aside."""
-        return (NONE, *self.proposers)
+        """The methods that this bundle can draft with, "none" first."""
+        return (NONE, *self.proposers())
 
-    @property
-    def drafts_trees(self) -> bool:
-        """Whether target and drafter can run branching drafts."""
-        drafter = None if self._follower is None else self._follower.graph
-        graphs = (self._target, drafter)
-        return all(graph is not None and graph.contract.tree for graph in graphs)
+    def proposers(self) -> dict[str, Proposer]:
+        """A proposer of every method that can be made, with its default options."""
+        proposers = {}
+        for name, method in methods().items():
+            try:
+                proposers[name] = self.proposer(method, method.options())
+            except OptionError:
+                continue  # the bundle lacks something for this method
+        return proposers
 
-    def plan_with(self, found: Tuning) -> None:
-        """Believe what `jetdraft tune` measured."""
-        # The load-time curve has only the widths that a controller plans.
-        known = self.costs.target.keys() & found.chain_ms.keys()
-        self.costs.target.update({width: found.chain_ms[width] for width in known})
-        for name in self.costs.draft.keys() & found.draft_ms.keys():
-            self.costs.draft[name] = found.draft_ms[name]
-        self.costs.tree = dict(found.tree_ms)
-        self.costs.compaction = found.compaction_ms
+    def proposer(self, method: Method[Any], options: MethodOptions) -> Proposer:
+        """The proposer of a method with these options; raises `OptionError`."""
+        key = method, options
+        if key not in self._proposers:
+            proposer = method.make(self.parts, options)
+            self._proposers[key] = proposer
+            ms = proposer.traits.ms_per_token
+            self.parts.curve.drafts.setdefault(method.name, ms)
+        return self._proposers[key]
 
-    def widths(self, options: Options) -> Sequence[int]:
-        """The pass widths a generation may use."""
-        if options.exact:
-            return self.calibration.exact_widths
-        return sorted(self.calibration.target_ms)
+    def forget(self) -> None:
+        """Unlearn what earlier generations taught the proposers."""
+        for proposer in self._proposers.values():
+            proposer.forget()
+
+    def take(self, tuned: Curve) -> None:
+        """Plan with the curve that `jetdraft tune` measured."""
+        self.parts.curve.take(tuned)
+
+    def widths(self, drafting: Drafting) -> list[int]:
+        """The pass widths that a generation may use, ascending."""
+        return self.parts.widths.allowed(drafting.exact)
 
     @property
     def prefills(self) -> list[int]:
-        """The widths to read prompts in, so that their rows are those of decoding.
+        """The widths to read prompts in, widest first.
 
-        None where no wide pass has such rows.
+        Empty where the rows of no wide pass have the bits of decoding.
         """
-        if not self.calibration.prefills_agree:
+        if not self.parts.widths.prefills_agree:
             return []
-        return prefill_widths(self._target.contract)
+        return prefill_widths(self.parts.target.contract)
 
-    def choose(self, options: Options) -> dict[str, Proposer]:
-        """Who may propose in a generation; raises `MethodError`."""
-        names, probes = options.methods, self._probes(options)
-        for unknown in set(names) - {NONE, AUTO, *self.proposers}:
-            raise self._no_method(unknown)
-        if "stream" in names and not probes:
-            raise MethodError(
-                "on this machine probes change the last bits of the rows beside them; "
-                "choose another method or add --no-exact"
-            )
-        if not options.drafting.is_chain:
-            if not self._trees(options):
-                raise MethodError(
-                    "on this machine passes that branch change the last bits of their "
-                    "rows; choose tree chain or add --no-exact"
-                )
-            return {names[0]: self._tree_proposer(names[0], options)}
-        if names == (AUTO,):
-            names = tuple(n for n in self._unasked if probes or n != "stream")
-        chosen = {name: self.proposers[name] for name in names if name != NONE}
-        stopping = self._stopping(options)
-        if stopping is None:
-            return chosen
-        if self._follower is None or "draft" not in chosen:
-            raise MethodError(
-                f"stopping {options.stopping!r} ends a drafter's drafts and there is "
-                "none here; leave it out"
-            )
-        cost = self.costs.draft["draft"]
-        chosen["draft"] = DraftProposer(self._follower, cost, stopping)
+    def target(self, drafting: Drafting) -> Target:
+        """The target that verifies, made ready for this generation."""
+        widths = self.widths(drafting)
+        for name, options in drafting.options.items():
+            method = methods()[name]
+            if method.target is not None:
+                other = method.target(self.parts, options, widths)
+                if other is not None:
+                    return other
+        self.parts.target.prepare(drafting.exact)
+        return self.parts.target
+
+    def lineup(self, drafting: Drafting, matcher: Matcher | None = None) -> Lineup:
+        """Who proposes, decides and verifies; raises `OptionError`.
+
+        A `matcher` keeps drafts to what a constraint allows.
+        """
+        chosen = self._chosen(drafting)
+        verifier = VERIFIERS[drafting.verifier]
+        for proposer in chosen:
+            check_kind(verifier, proposer.traits.kind)
+        if matcher is not None and drafting.verifier == WALK:
+            chosen = constrained(chosen, matcher)
+        return Lineup(chosen, self._controller(drafting, chosen), verifier)
+
+    def _chosen(self, drafting: Drafting) -> list[Proposer]:
+        """The proposers that a generation asks for, or that "auto" may pick."""
+        automatic, chosen = drafting.names == (AUTO,), []
+        for name, options in drafting.options.items():
+            method = methods()[name]
+            if automatic and not (
+                method.in_auto(options) and self._agrees(method, drafting)
+            ):
+                continue
+            if not automatic:
+                self._check_agrees(method, options, drafting)
+            try:
+                chosen.append(self.proposer(method, options))
+            except OptionError as error:
+                if error.field != "method":
+                    raise
+                if not automatic:
+                    raise self._refusal(name, error) from error
         return chosen
 
-    def controller(
-        self, options: Options, proposers: dict[str, Proposer]
+    def _controller(
+        self, drafting: Drafting, proposers: Sequence[Proposer]
     ) -> Controller:
-        """Who decides: a fixed plan, or measured times and running acceptance."""
-        names, count = options.methods, options.num_draft_tokens
-        name = names[0]
-        if name == NONE:
+        """A fixed plan, or measured times and running acceptance."""
+        count, sized = drafting.num_draft_tokens, drafting.sized
+        if not proposers:
             return Fixed(None, 0)
-        for proposer in proposers.values():
-            check_kind(options.drafting.checker, proposer.kind)
-        if not options.drafting.is_chain:
-            self._check_fits(options)
-            return Fixed(proposers[name], count or options.drafting.rows)
-        if name != AUTO and len(names) == 1 and count is not None:
-            return Fixed(proposers[name], count)
-        if options.prune_threshold is not None:
-            # Its pass times are not those that are known of the whole target.
-            return Fixed(proposers[name], proposers[name].streams)
+        if sized is not None:
+            self._check_fits(drafting, sized)
+            return Fixed(proposers[0], count or sized.draft_size or MAX_DRAFT_TOKENS)
+        if len(drafting.names) == 1 and drafting.names != (AUTO,) and count is not None:
+            return Fixed(proposers[0], count)
         return Adaptive(
-            list(proposers.values()),
-            self.costs,
+            proposers,
+            self.parts.curve,
             self.acceptance,
-            self.widths(options),
+            self.widths(drafting),
             count or MAX_DRAFT_TOKENS,
-            options.exact,
-            options.drafting.may_branch and self._trees(options),
+            drafting.exact,
+            drafting.verifier == WALK and self._trees_agree(drafting),
         )
 
-    def _probes(self, options: Options) -> bool:
-        """Whether rows may carry streams."""
-        return self.calibration.probes_agree or not options.exact
+    def _trees_agree(self, drafting: Drafting) -> bool:
+        return self.parts.widths.trees_agree or not drafting.exact
 
-    def _trees(self, options: Options) -> bool:
-        """Whether passes may branch."""
-        return self.calibration.trees_agree or not options.exact
+    def _agrees(self, method: Method[Any], drafting: Drafting) -> bool:
+        """Whether passes with the method's probes keep the bits of their rows."""
+        return not method.probes or not drafting.exact or self.parts.widths.probes_agree
 
-    def _tree_proposer(self, name: str, options: Options) -> Proposer:
-        shape, kind = options.drafting.shape, options.drafting.kind
-        if name == "stream":
-            return StreamProposer(self._target, shape, kind)
-        if self._follower is None or not self.drafts_trees:
-            raise MethodError(
-                "the bundle verifies chains only, since a model of it attends in "
-                "sliding windows; leave the tree out"
+    def _check_agrees(
+        self, method: Method[Any], options: MethodOptions, drafting: Drafting
+    ) -> None:
+        """Refuse a method that would change bits in an exact generation."""
+        if not self._agrees(method, drafting):
+            raise OptionError(
+                "on this machine probes change the last bits of the rows beside them; "
+                "choose another method or add --no-exact",
+                "method",
             )
-        cost = self.calibration.drafter_ms[1]
-        return TreeProposer(self._follower, shape, kind, cost)
-
-    def _stopping(self, options: Options) -> Stopping | None:
-        """What ends a drafter's drafts early."""
-        if options.stopping is None:
-            return None
-        if options.stopping != Learned.name:
-            return STOPPING[options.stopping](options.stop_threshold)
-        return Learned(self._head(), options.stop_threshold)
-
-    def _no_method(self, name: str) -> MethodError:
-        if name == "recall":
-            return MethodError(
-                "recall needs a store of earlier responses; give --store FILE "
-                "(store=), and if you do, export the bundle again with this version"
+        if options.branched and not self._trees_agree(drafting):
+            raise OptionError(
+                "on this machine passes that branch change the last bits of their "
+                "rows; choose tree=chain or add --no-exact",
+                "drafting",
             )
-        known = ", ".join((AUTO, *self.methods))
-        hint = {
-            "draft": "; draft needs a drafter: export with --drafter, turn it not off",
-            "cascade": "; cascade needs a drafter, as draft does",
-            "stream": "; for stream export a checkpoint that jetdraft train streams "
-            "wrote",
-        }.get(name, "")
-        return MethodError(f"the bundle has no method {name!r}; choose {known}{hint}")
 
-    def _check_fits(self, options: Options) -> None:
+    def _refusal(self, name: str, reason: OptionError) -> OptionError:
+        """Why the bundle cannot draft with a method, and what it can draft with."""
+        choices = ", ".join((AUTO, *self.methods))
+        return OptionError(
+            f"the bundle has no method {name!r}; choose {choices}; {reason}", "method"
+        )
+
+    def _check_fits(self, drafting: Drafting, options: MethodOptions) -> None:
         """A tree of a given size must fit into a pass whole."""
-        drafting, widest = options.drafting, max(self.widths(options))
-        sized = drafting.branching is not None or drafting.tree_parents is not None
-        if sized and drafting.rows > widest - 1:
-            raise DraftError(
-                f"the tree has {drafting.rows} rows, a pass of this bundle holds "
-                f"{widest - 1} beside the root; make it smaller or export with a "
-                "larger --max-width"
+        widest, size = max(self.widths(drafting)), options.draft_size or 0
+        if options.sized and size > widest - 1:
+            raise OptionError(
+                f"the tree has {size} rows, a pass of this bundle holds {widest - 1} "
+                "beside the root; make it smaller or export with a larger --max-width",
+                "drafting",
             )

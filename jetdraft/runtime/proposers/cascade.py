@@ -1,8 +1,9 @@
-"""A drafter that is drafted for (Cascade Speculative Drafting, 2312.11462).
+"""A drafter with a cheaper drafter of its own (Cascade Drafting, 2312.11462).
 
-Vertical: what a cheaper proposer says is reviewed by the drafter, many tokens in one of
-its passes, so that it seldom runs for a single one. Horizontal: the first tokens, which
-matter most, come from the drafter, those behind them from the cheaper proposer alone.
+Vertical cascade: the drafter reviews the tokens of a cheaper proposer, many in one
+pass, so that it seldom runs a pass for a single token. Horizontal cascade: the first
+tokens, which matter most, come from the drafter, the tokens behind them from the
+cheaper proposer alone.
 """
 
 from __future__ import annotations
@@ -10,30 +11,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.proposers.draft import DraftProposer
+from jetdraft.runtime.proposers.draft import (
+    DraftProposer,
+    drafter_of,
+    lacks_drafter,
+)
 from jetdraft.runtime.proposers.follower import Follower
-from jetdraft.runtime.proposers.lookup import LookupProposer
+from jetdraft.runtime.proposers.lookup import LookupProposer, StoreOptions
+from jetdraft.runtime.proposers.method import Method
+from jetdraft.runtime.proposers.parts import Parts
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens
 from jetdraft.runtime.sampling.chooser import Chooser
 
+NAME = "cascade"
+
 REVIEWED = 5
-"""Drafted tokens that come from the drafter; those behind them are not reviewed."""
+"""Tokens of a draft that come from the drafter; it does not review the rest."""
 
 
 class CascadeProposer(DraftProposer):
-    """An independent drafter that verifies what `below` proposes.
+    """An independent drafter that reviews the tokens of `below`.
 
-    The drafter's tokens are those that it would have drafted by itself: `below` only
-    saves passes.
+    Its tokens are the ones that it would draft by itself: `below` only saves passes.
 
         CascadeProposer(follower, LookupProposer()).propose(context, budget=8)
     """
 
-    name = "cascade"
-
     def __init__(
         self, follower: Follower, below: LookupProposer, ms_per_token: float = 0.0
     ) -> None:
-        super().__init__(follower, ms_per_token)
+        super().__init__(follower, ms_per_token, name=NAME)
         self.below = below
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
@@ -41,20 +48,15 @@ class CascadeProposer(DraftProposer):
         super().begin(prompt, chooser)
         self.below.begin(prompt, chooser)
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
-        """The drafter's own tokens, then what the proposer below makes of them."""
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
+        """The drafter's own tokens, then the tokens of the proposer below."""
         drafted, reviewed = list[int](), min(budget, REVIEWED)
         while len(drafted) < reviewed:
             guess = self._below(context, drafted, reviewed - len(drafted))
             drafted += self._review([*context, *drafted], guess)
         if len(drafted) < budget:
             drafted += self._below(context, drafted, budget - len(drafted))
-        return Rows.chain([context[-1], *drafted[:budget]], self.kind)
+        return Rows.chain([context[-1], *drafted[:budget]], self.traits.kind)
 
     def _below(
         self, context: Sequence[int], drafted: list[int], count: int
@@ -64,7 +66,7 @@ class CascadeProposer(DraftProposer):
         return self.below.propose(context, count).tokens[1:]
 
     def _review(self, context: list[int], guess: list[int]) -> list[int]:
-        """The drafter's choices after a context, as far as the guess holds."""
+        """The drafter's choices after a context, up to its first other choice."""
         answer = self._follower.review(context, guess)
         positions = range(len(context), len(context) + 1 + len(guess))
         chosen = self._chooser.choose(answer, positions)
@@ -72,3 +74,19 @@ class CascadeProposer(DraftProposer):
         while right < len(guess) and guess[right] == chosen[right]:
             right += 1
         return chosen[: right + 1]
+
+
+def _make(parts: Parts, options: StoreOptions) -> Proposer:
+    below = LookupProposer(store=options.store(parts))
+    return CascadeProposer(drafter_of(parts, NAME), below, parts.curve.drafter)
+
+
+METHOD = Method(
+    NAME,
+    "the drafter, which only reviews what lookup proposes",
+    _make,
+    StoreOptions,
+    lacks=lacks_drafter,
+    # It competes with the drafter that it is made of.
+    in_auto=lambda options: False,
+)

@@ -1,4 +1,4 @@
-"""Drafting where the text is constrained: what must come is known without guessing."""
+"""Drafting where the text is constrained: some tokens must come, others may not."""
 
 from __future__ import annotations
 
@@ -6,71 +6,54 @@ from collections.abc import Sequence
 
 from jetdraft.contract import WIDEST
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.passes.graph import Answer
-from jetdraft.runtime.proposers.proposer import ModelFree, Proposer
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.text.matcher import Matcher
 
 
-class ForcedProposer(ModelFree):
+class ForcedProposer(Proposer):
     """Drafts the tokens that a constraint leaves no choice about.
 
     ForcedProposer(matcher).propose(context, budget=8)   # after {"na: me":
     """
 
-    name = "forced"
-    max_draft_tokens = WIDEST - 1
+    traits = Traits("forced", max_draft_tokens=WIDEST - 1)
 
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
 
-    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Nothing to forget: the matcher belongs to one generation."""
-
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
-        """What must come next, if anything must."""
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
+        """The tokens that must come next, if any must."""
         return Rows.chain([context[-1], *self._matcher.forced(context, budget)])
 
 
-class ConstrainedProposer:
-    """Another proposer, `inner`, behind what must come and within what may come.
+class ConstrainedProposer(Proposer):
+    """Drafts forced tokens first, then the rows of `inner` that the constraint allows.
 
-    Only the walk can verify such drafts: they are no longer draws of the drafter's.
+    Only the walk can verify such drafts: they are no longer draws of the drafter's
+    distribution.
 
         ConstrainedProposer(DraftProposer(follower), matcher).propose(context, 4)
     """
 
     def __init__(self, inner: Proposer, matcher: Matcher) -> None:
         self._inner, self._matcher = inner, matcher
-        self.name, self.kind = inner.name, inner.kind
-        self.max_draft_tokens = inner.max_draft_tokens
-        self.ms_per_token = inner.ms_per_token
-        self.streams, self.branches = inner.streams, inner.branches
+        self.traits = inner.traits
 
     @property
     def session_seconds(self) -> float:
-        """Those of the inner one."""
+        """The inner proposer's time inside `session.run`."""
         return self._inner.session_seconds
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """A new generation."""
+        """Start a new generation."""
         self._inner.begin(prompt, chooser)
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
-        """What must come, and below it the inner proposer's rows that may."""
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
+        """The forced tokens, and below them the inner rows that may come."""
         forced = self._matcher.forced(context, budget)
         if len(forced) == budget:
-            return Rows.chain([context[-1], *forced], self.kind)
+            return Rows.chain([context[-1], *forced], self.traits.kind)
         if forced:
             rows = self._inner.propose([*context, *forced], budget - len(forced))
             rows = rows.under([context[-1], *forced[:-1]])
@@ -78,18 +61,18 @@ class ConstrainedProposer:
             rows = self._inner.propose(context, budget, parents)
         return self._matcher.allowed(rows, context)
 
-    def observe(self, length: int, answer: Answer, row: int) -> None:
-        """A round has ended."""
-        self._inner.observe(length, answer, row)
+    def observe(self, seen: Seen) -> None:
+        """Let the inner proposer look at a pass."""
+        self._inner.observe(seen)
+
+    def forget(self) -> None:
+        """Let the inner proposer unlearn earlier generations."""
+        self._inner.forget()
 
 
-def constrained(
-    proposers: dict[str, Proposer], matcher: Matcher
-) -> dict[str, Proposer]:
-    """The proposers of a generation whose text is constrained."""
+def constrained(proposers: Sequence[Proposer], matcher: Matcher) -> list[Proposer]:
+    """The proposers of a generation with a constraint."""
     if not proposers:
-        return proposers
-    found: dict[str, Proposer] = {
-        name: ConstrainedProposer(inner, matcher) for name, inner in proposers.items()
-    }
-    return {**found, ForcedProposer.name: ForcedProposer(matcher)}
+        return []
+    wrapped = [ConstrainedProposer(inner, matcher) for inner in proposers]
+    return [*wrapped, ForcedProposer(matcher)]

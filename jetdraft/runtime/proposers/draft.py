@@ -1,43 +1,86 @@
-"""Drafting with a small model of its own (Leviathan et al., 2211.17192), a chain."""
+"""Drafting with a small model of its own (Leviathan et al., 2211.17192)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from jetdraft.bundle import Bundle
+from jetdraft.errors import OptionError
+from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
-from jetdraft.runtime.passes.graph import Answer
-from jetdraft.runtime.proposers.draft_stops import Stopping
+from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.proposers.draft_stops import DRAFT_STOPS, DraftStop, draft_stop
 from jetdraft.runtime.proposers.follower import Follower
+from jetdraft.runtime.proposers.method import Method, check_choice
+from jetdraft.runtime.proposers.parts import Parts
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
+from jetdraft.runtime.proposers.tree_options import TreeOptions
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+from jetdraft.runtime.trees.shape import Shape, Tree
+
+NAME = "draft"
 
 
-class DraftProposer:
-    """An independent drafter that chooses with the target's noise.
+@dataclass(frozen=True)
+class DraftOptions(TreeOptions):
+    """A drafter's trees, and the rule that ends its chains early.
 
-    With `stopping` a draft ends early where that doubts it.
+    stopping        "confidence", "product" or "learned", see `DraftStop`
+    stop_threshold  the probability that the rule compares with
 
-    Several proposers may share the drafter through one follower.
-
-    DraftProposer(Follower(graph)).propose([5, 8, 9], budget=3)
+        DraftOptions(stopping="confidence", stop_threshold=0.6)
     """
 
-    name = "draft"
-    kind = Kind.COUPLED
-    streams = 0
-    branches = False
+    stopping: str | None = None
+    stop_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        threshold = self.stop_threshold
+        if self.stopping is None:
+            if threshold is not None:
+                raise OptionError(
+                    "stop_threshold needs a stopping rule; give stopping too",
+                    "drafting",
+                )
+            return
+        check_choice("stopping", self.stopping, DRAFT_STOPS)
+        if self.branched:
+            raise OptionError(
+                f"stopping {self.stopping!r} ends chains, not trees; leave it out",
+                "drafting",
+            )
+        if threshold is not None and not 0.0 <= threshold <= 1.0:
+            raise OptionError(
+                f"stop threshold {threshold} is out of range; give 0 to 1", "drafting"
+            )
+
+
+class DraftProposer(Proposer):
+    """An independent drafter that chooses with the target's noise; drafts chains.
+
+    With `stopping` a draft ends where that rule doubts it. Several proposers may share
+    a drafter through one follower.
+
+        DraftProposer(Follower(graph)).propose([5, 8, 9], budget=3)
+    """
 
     def __init__(
         self,
         follower: Follower,
         ms_per_token: float = 0.0,
-        stopping: Stopping | None = None,
+        stopping: DraftStop | None = None,
+        name: str = NAME,
+        kind: Kind = Kind.COUPLED,
     ) -> None:
         self.graph = follower.graph
-        self.ms_per_token = ms_per_token
-        self.max_draft_tokens = self.graph.contract.max_width - 1
+        self.traits = Traits(
+            name, self.graph.contract.max_width - 1, kind, ms_per_token=ms_per_token
+        )
+        self.stopping = stopping
         self._follower = follower
         self._chooser = Chooser(Sampling())
-        self.stopping = stopping
 
     @property
     def session_seconds(self) -> float:
@@ -45,16 +88,11 @@ class DraftProposer:
         return self.graph.seconds
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Forget the last sequence, but for what this one begins with."""
+        """Forget the last sequence, except for the tokens that this one begins with."""
         self._follower.begin(prompt)
         self._chooser = chooser
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """Catch up with the context, then draft token by token."""
         tokens = [context[-1]]
         answer = self._follower.follow(context)
@@ -66,10 +104,101 @@ class DraftProposer:
                     break
                 answer = self._follower.feed(tokens[-1:])
             tokens.append(self._choose(answer, position))
-        return Rows.chain(tokens, self.kind)
+        return Rows.chain(tokens, self.traits.kind)
 
     def _choose(self, answer: Answer, position: int) -> int:
         return self._chooser.choose(answer, [position])[0]
 
-    def observe(self, length: int, answer: Answer, row: int) -> None:
-        """Nothing to learn: the next context shows what was right."""
+
+class TreeProposer(DraftProposer):
+    """An independent drafter whose draft has a `shape` and siblings of a `kind`.
+
+    The drafter's rows of a tree are never committed: the accepted tokens are fed again
+    with the next context, in one pass.
+
+        TreeProposer(follower, Best(), Kind.COUPLED).propose(context, budget=8)
+    """
+
+    def __init__(
+        self, follower: Follower, shape: Shape, kind: Kind, ms_per_token: float = 0.0
+    ) -> None:
+        super().__init__(follower, ms_per_token, kind=kind)
+        self.shape = shape
+
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
+        """Grow a tree below the context's last token."""
+        root, kind = context[-1], self.traits.kind
+        tree = Tree(kind, self._chooser.sampling, len(context), budget, [root])
+        answer = self._follower.follow(context)
+        answered = {0: self._chooser.draft_distribution(answer)}
+        # Where the drafter's cache holds a row of the tree; the root is committed.
+        slots: dict[int, int] = {}
+        while asked := self.shape.grow(tree, answered):
+            # A wide level is cut, and a full buffer ends the draft.
+            room = self.graph.cache.room - len(slots)
+            asked = asked[: min(self.graph.contract.max_width, room)]
+            if not asked:
+                break
+            answered = self._ask(tree, asked, slots)
+        return self.shape.finish(tree).depth_first()
+
+    def _ask(
+        self, tree: Tree, asked: list[int], slots: dict[int, int]
+    ) -> dict[int, Distribution]:
+        """The drafter's distributions after the `asked` rows."""
+        filled = len(slots)
+        ancestors = [[slots[row] for row in tree.path(r)[1:-1]] for r in asked]
+        answer = self.graph.run_branches(
+            [tree.tokens[row] for row in asked],
+            [tree.depths[row] - 1 for row in asked],
+            ancestors,
+            filled,
+        )
+        slots.update((row, filled + i) for i, row in enumerate(asked))
+        return {
+            row: self._chooser.draft_distribution(answer.rows(slice(i, i + 1)))
+            for i, row in enumerate(asked)
+        }
+
+
+def drafter_of(parts: Parts, method: str) -> Follower:
+    """The drafter of a bundle; `OptionError` where there is none."""
+    if parts.follower is None:
+        raise OptionError(
+            f"{method} needs a drafter; export with --drafter, and do not pass "
+            "--drafter-provider off",
+            "method",
+        )
+    return parts.follower
+
+
+def lacks_drafter(bundle: Bundle) -> str:
+    """What a bundle needs to draft with a drafter."""
+    return "" if bundle.drafter else "export with --drafter"
+
+
+def _make(parts: Parts, options: DraftOptions) -> Proposer:
+    follower, ms = drafter_of(parts, NAME), parts.curve.drafter
+    if not options.branched:
+        stopping = draft_stop(options.stopping, options.stop_threshold, parts)
+        return DraftProposer(follower, ms, stopping)
+    graphs = (parts.target, follower.graph)
+    if not all(graph.contract.tree for graph in graphs):
+        raise OptionError(
+            "the bundle verifies chains only, since one of its models attends in "
+            "sliding windows; leave the tree out",
+            "drafting",
+        )
+    return TreeProposer(follower, options.shape, options.kind, ms)
+
+
+METHOD = Method(
+    NAME,
+    "the drafter",
+    _make,
+    DraftOptions,
+    lacks=lacks_drafter,
+    trees=True,
+    cost="drafter",
+    samples=({"tree": "best"}, {"tree": "heap"}, {"tree": "comb"}),
+)

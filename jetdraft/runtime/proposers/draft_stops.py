@@ -1,6 +1,6 @@
-"""When a drafter had better stop: while it drafts, from how sure it is.
+"""Rules that end a drafter's draft early, by how sure the drafter is.
 
-A token that it doubts is still verified, but nothing is drafted behind it.
+A doubtful token is still verified, but nothing is drafted behind it.
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ import numpy as np
 
 from jetdraft.errors import StoreError
 from jetdraft.files import read_arrays
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.binding import Floats
-from jetdraft.runtime.passes.graph import Answer
+from jetdraft.runtime.proposers.parts import Parts
 
 REPEATED = 3
 """Applications of an acceptance head's one block (D in SpecDec++)."""
 
 
-class Stopping(ABC):
-    """Stops drafts that are in doubt; `threshold` is a probability."""
+class DraftStop(ABC):
+    """Ends a draft that it doubts; `threshold` is a probability, or None.
+
+    A rule of a name has a `default` threshold.
+    """
 
     name: ClassVar[str]
-    usual: ClassVar[float]
+    default: ClassVar[float]
 
     def __init__(self, threshold: float | None = None) -> None:
-        self.threshold = self.usual if threshold is None else threshold
+        self.threshold = self.default if threshold is None else threshold
         self._product = 1.0
 
     def begin(self) -> None:
@@ -37,25 +41,25 @@ class Stopping(ABC):
 
     @abstractmethod
     def stop(self, answer: Answer) -> bool:
-        """Whether the token that was drafted from a one-row answer is the last."""
+        """Whether the token drafted from this one-row answer is the draft's last."""
 
 
-class Confidence(Stopping):
+class Confidence(DraftStop):
     """Stop behind a token whose distribution peaks below the threshold (Kangaroo)."""
 
     name = "confidence"
-    usual = 0.6
+    default = 0.6
 
     def stop(self, answer: Answer) -> bool:
         """By the last token alone."""
         return _confidence(answer) < self.threshold
 
 
-class Product(Stopping):
+class Product(DraftStop):
     """Stop when the product of all confidences falls below the threshold."""
 
     name = "product"
-    usual = 0.3
+    default = 0.3
 
     def stop(self, answer: Answer) -> bool:
         """By the whole draft."""
@@ -63,16 +67,16 @@ class Product(Stopping):
         return self._product < self.threshold
 
 
-class Learned(Stopping):
+class Learned(DraftStop):
     """Stop when a token of the draft is likely to be rejected (SpecDec++, 2405.19715).
 
-    With A the product of a head's acceptance rates, when 1 - A exceeds the threshold.
-    The head reads the hidden state that each token was drafted from, which is known a
-    drafter pass earlier than that of the token itself.
+    A is the product of the head's acceptance rates; the draft ends when 1 - A exceeds
+    the threshold. The head reads the hidden state that a token was drafted from: it is
+    known one drafter pass earlier than the hidden state of the token itself.
     """
 
     name = "learned"
-    usual = 0.7
+    default = 0.7
 
     def __init__(self, head: AcceptanceHead, threshold: float | None = None) -> None:
         super().__init__(threshold)
@@ -85,8 +89,21 @@ class Learned(Stopping):
         return 1.0 - self._product > self.threshold
 
 
-STOPPING = {rule.name: rule for rule in (Confidence, Product)}
-NAMES = (*STOPPING, Learned.name)
+DRAFT_STOPS = (Confidence.name, Product.name, Learned.name)
+
+
+def draft_stop(
+    rule: str | None, threshold: float | None, parts: Parts
+) -> DraftStop | None:
+    """The rule of that name; None for no rule."""
+    if rule is None or parts.drafter is None:
+        return None
+    if rule == Learned.name:
+        size = parts.drafter.contract.hidden_size
+        file = parts.profiles.acceptance_file
+        head = AcceptanceHead.load(file, parts.bundle.sha256, size)
+        return Learned(head, threshold)
+    return (Confidence if rule == Confidence.name else Product)(threshold)
 
 
 def _confidence(answer: Answer) -> float:
@@ -101,10 +118,10 @@ def _sigmoid(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class AcceptanceHead:
-    """How likely a drafted token is to be accepted, from the drafter's hidden state.
+    """The chance that a drafted token is accepted, from the drafter's hidden state.
 
     One residual block x + SiLU(W x), applied `REPEATED` times, and a linear layer:
-    `block` float32 [h, h], `out` [h], `bias` []. `scale` [] brings hidden states to
+    `block` float32 [h, h], `out` [h], `bias` []. `scale` [] scales hidden states to
     unit size.
 
         AcceptanceHead.load(file, bundle.sha256, 192).rate(hidden)    # hidden [h]
@@ -116,7 +133,7 @@ class AcceptanceHead:
     scale: Floats
 
     def rate(self, hidden: Floats) -> float:
-        """The chance of being accepted."""
+        """The chance that the token drafted from a hidden state [h] is accepted."""
         x = hidden * self.scale
         for _ in range(REPEATED):
             z = self.block @ x
@@ -130,9 +147,9 @@ class AcceptanceHead:
 
     @classmethod
     def load(cls, file: Path, bundle: str, size: int) -> AcceptanceHead:
-        """Read `save`'s file for hidden states of that size.
+        """Read the file that `save` wrote, for hidden states of that size.
 
-        Raises `StoreError` if it is damaged or for another bundle.
+        Raises `StoreError` if it is missing, damaged or belongs to another bundle.
         """
         if not file.exists():
             raise StoreError(
@@ -140,7 +157,7 @@ class AcceptanceHead:
                 "acceptance"
             )
         refusal = StoreError(
-            f"{file} is no acceptance head; make one with jetdraft train acceptance"
+            f"{file} is not an acceptance head; make one with jetdraft train acceptance"
         )
         arrays = read_arrays(file, refusal)
         owner = str(arrays.pop("bundle", ""))

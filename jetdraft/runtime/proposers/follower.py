@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jetdraft.runtime.passes.graph import Answer, Graph
+from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common
 
 
 class Follower:
-    """Knows which tokens the cache holds, so that a draft may turn out wrong.
+    """Keeps the drafter's cache in step with a sequence whose drafts may be wrong.
 
-    `feed` runs tokens and remembers them; `follow` drops what differs from a sequence
-    and feeds the rest of it.
+    `feed` runs tokens and remembers them; `follow` drops the tokens that differ from a
+    sequence and feeds the rest of it.
 
         answer = Follower(graph).follow([5, 8, 9])   # for what comes after 9
     """
@@ -23,7 +24,7 @@ class Follower:
         self._passes = -1
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Start a new sequence; what it has in common with the last one stays."""
+        """Start a new sequence; its common beginning with the last one stays."""
         if self.graph.passes != self._passes:
             self.forget()  # somebody else has used the buffers
             return
@@ -32,7 +33,7 @@ class Follower:
         self.graph.cache.rewind(kept)
 
     def restore(self, tokens: Sequence[int]) -> None:
-        """The cache holds the rows of these tokens, put there by somebody else."""
+        """Somebody else has put the rows of these tokens into the cache."""
         self._fed = list(tokens)
         self._passes = self.graph.passes
 
@@ -72,16 +73,16 @@ class Follower:
         return answer
 
     def _keep(self, context: Sequence[int]) -> None:
-        """Drop what differs from a context."""
+        """Drop the tokens that differ from a context."""
         kept = self._agreement(context)
         del self._fed[kept:]
         self.graph.cache.rewind(kept)
 
     def _agreement(self, context: Sequence[int]) -> int:
-        """How many tokens may stay: at least the last of `context` is fed again.
+        """How many tokens may stay; at least the last of `context` is fed again.
 
-        Tokens are only ever in doubt while a pass is under way, so those that lie more
-        than the widest pass back agree.
+        Only the tokens of the last passes can differ, so tokens farther back than the
+        widest passes are not compared.
         """
         most = min(len(self._fed), len(context) - 1)
         start = max(0, most - 2 * self.graph.contract.max_width)

@@ -1,38 +1,66 @@
-"""Prompt lookup and suffix decoding: what followed the last times it ended like this.
+"""Prompt lookup and suffix decoding: the text goes on as it did the last time.
 
-The longest ending of prompt and output that was seen before says how it goes on
-(PLD; SuffixDecoding, 2411.04975), and so may the responses of earlier requests. Where
-both do, the likelier draft wins, by how often its tokens came next.
+The longest ending of prompt and output that occurred before is looked up, and the
+tokens that followed it are drafted (PLD; SuffixDecoding, 2411.04975). The responses of
+earlier requests are looked up too; the likelier draft wins, by how often its tokens
+came next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.history.suffix import ROOT, SuffixAutomaton
-from jetdraft.runtime.proposers.proposer import ModelFree
+from jetdraft.runtime.proposers.method import Method, MethodOptions
+from jetdraft.runtime.proposers.parts import Parts
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
 MOST_INDEXED = 32768
 """Tokens of earlier responses that are searched; each takes half a kilobyte."""
 
 
-class LookupProposer(ModelFree):
+@dataclass(frozen=True)
+class StoreOptions(MethodOptions):
+    """`user` names whose responses are drafted from, and who keeps the new response.
+
+    StoreOptions(user="ann")
+    """
+
+    user: str = ""
+
+    def store(self, parts: Parts) -> ResponseStore | None:
+        """The user's responses; None without a store.
+
+        Raises `OptionError` for a user without a store.
+        """
+        if parts.store is not None:
+            return parts.store.of(self.user)
+        if self.user:
+            raise OptionError(
+                f"user {self.user!r} needs a store; give --store FILE (store=) too",
+                "drafting",
+            )
+        return None
+
+
+class LookupProposer(Proposer):
     """Matches endings in prompt and output, and in the responses of a `store`.
 
-    A draft is no longer than its match, up to `max_match` tokens, since longer matches
-    hold for longer. Where it reaches the end of the sequence it repeats.
+    A draft is no longer than its match, and has at most `max_match` tokens, since
+    longer matches hold for longer. A draft that reaches the end of the sequence goes on
+    with its own beginning.
 
         LookupProposer().propose([1, 2, 3, 1, 2], budget=2)   # drafts 3, 1
     """
 
-    name = "lookup"
-
     def __init__(self, max_match: int = 16, store: ResponseStore | None = None) -> None:
-        self.max_draft_tokens = max_match
+        self.traits = Traits("lookup", max_draft_tokens=max_match)
         self._own = _Own()
         self._earlier = _Earlier(store) if store is not None else None
 
@@ -42,14 +70,9 @@ class LookupProposer(ModelFree):
         if self._earlier is not None:
             self._earlier.begin()
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The tokens after the best match."""
-        count = min(budget, self.max_draft_tokens)
+        count = min(budget, self.traits.max_draft_tokens)
         draft, score = self._own.draft(context, count)
         if self._earlier is not None:
             other, other_score = self._earlier.draft(context, count)
@@ -57,7 +80,7 @@ class LookupProposer(ModelFree):
         return Rows.chain([context[-1], *draft])
 
     def after(self, drafted: Sequence[int], count: int) -> list[int]:
-        """What follows the last context and some tokens more, which are forgotten."""
+        """What follows the last context and `drafted` tokens, which are not kept."""
         draft, score = self._own.after(drafted, count)
         if self._earlier is not None:
             other, other_score = self._earlier.after(drafted, count)
@@ -66,7 +89,7 @@ class LookupProposer(ModelFree):
 
 
 class _Own:
-    """What prompt and output themselves say."""
+    """Looks up endings in prompt and output."""
 
     def __init__(self) -> None:
         self._automaton = SuffixAutomaton()
@@ -87,7 +110,7 @@ class _Own:
 
 
 class _Earlier:
-    """What the responses of earlier requests say."""
+    """Looks up endings in the responses of earlier requests."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
@@ -110,7 +133,7 @@ class _Earlier:
                 self._automaton.extend(entry.response)
 
     def _latest(self) -> list[Entry]:
-        """As many entries as an automaton should hold."""
+        """The latest entries, as many as the automaton should hold."""
         sizes = accumulate(len(entry.response) for entry in self._store.entries)
         within = sum(size <= MOST_INDEXED for size in sizes)
         return self._store.entries[:within]
@@ -134,7 +157,7 @@ def _following(
     drafted: Sequence[int],
     count: int,
 ) -> tuple[list[int], float]:
-    """What an automaton says after a place and some tokens; no more than the match."""
+    """The tokens after a place and `drafted` tokens, no more than the match is long."""
     for token in drafted:
         place = automaton.step(*place, token)
     state, length = place
@@ -142,9 +165,23 @@ def _following(
 
 
 def _goes_on(read: Sequence[int], context: Sequence[int]) -> bool:
-    """Whether a context only adds to what was read; its last tokens can be withdrawn.
+    """Whether a context only adds to the tokens read before.
 
-    Those are never more than a pass holds, so what lies farther back agrees.
+    Its last tokens can be withdrawn, but never more than a pass holds, so only those
+    are compared.
     """
     start = max(0, len(read) - 32)
     return list(context[start : len(read)]) == list(read[start:])
+
+
+def _make(parts: Parts, options: StoreOptions) -> Proposer:
+    return LookupProposer(store=options.store(parts))
+
+
+METHOD = Method(
+    "lookup",
+    "what followed the last time the text ended like this",
+    _make,
+    StoreOptions,
+    cost="free",
+)

@@ -1,76 +1,93 @@
-"""The interface that every proposer has; the generator knows nothing else of them."""
+"""What every proposer is; a generation knows nothing else of one."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 from jetdraft.runtime.drafts.rows import Kind, Rows
-from jetdraft.runtime.passes.graph import Answer
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser
 
+Tokens = Sequence[int]
+Parents = Sequence[int] | None
+"""The parent of rows 1, 2, ..., 0 being the root."""
 
-class Proposer(Protocol):
-    """Guesses how a sequence goes on. A wrong guess costs time, never text.
 
-    `name` is the method's name, `kind` how its drafts come about, `max_draft_tokens`
-    the longest draft it can make, `ms_per_token` a first guess of a drafted token's
-    time, and `session_seconds` its time inside `session.run` so far. One that reads its
-    drafts off the target's probes says how many `streams` a row can carry, others 0.
-    `branches` says whether it drafts trees for the asking.
+@dataclass(frozen=True)
+class Traits:
+    """What controllers and verifiers know of a proposer.
+
+    name              the method's name
+    max_draft_tokens  the longest draft that it makes
+    kind              how its drafts come about, see `Kind`
+    ms_per_token      a first guess of the time of a drafted token
+    probes            how many probes of the target a row can carry for it, or 0
+    branches          whether it drafts a tree when a controller asks for one
+
+        Traits("repeat", max_draft_tokens=15, kind=Kind.COUPLED, ms_per_token=1.2)
     """
 
     name: str
-    kind: Kind
     max_draft_tokens: int
-    ms_per_token: float
-    streams: int
-    branches: bool
-
-    @property
-    def session_seconds(self) -> float: ...
-
-    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """A new generation: forget the last one. `chooser` is the target's own."""
-        ...
-
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
-        """At most `budget` >= 1 rows below the root, `context[-1]`.
-
-        `parents`, which only one that `branches` is given, says how: see `Sparse`.
-
-        `context` is the public sequence, prompt and committed tokens; it may end with
-        some that are not proven yet and can still be withdrawn. Only the root comes
-        back where there is nothing to propose.
-        """
-        ...
-
-    def observe(self, length: int, answer: Answer, row: int) -> None:
-        """A round has ended, whoever proposed; the next context has `length` tokens.
-
-        `answer` is the target's for its rows, valid until its next pass, and `row` the
-        last accepted one, whose chosen token ends that context.
-        """
-        ...
+    kind: Kind = Kind.DETERMINISTIC
+    ms_per_token: float = 0.0
+    probes: int = 0
+    branches: bool = False
 
 
-class ModelFree:
-    """What proposers without a model share: drafts cost nothing to speak of, and all
-    they know is the context.
+@dataclass(frozen=True)
+class Seen:
+    """What one pass of the target showed, in a round or while it reads a prompt.
 
-        class RecallProposer(ModelFree): ...
+    `rows` were run and `path` are those of them that are committed, row 0 first.
+    `answer` is valid until the target's next pass; while a prompt is read it answers
+    for the last row only. `length` counts the tokens of the sequence, the token after
+    the path's last row included.
     """
 
-    kind = Kind.DETERMINISTIC
-    session_seconds = 0.0
-    ms_per_token = 0.0
-    streams = 0
-    branches = False
+    length: int
+    rows: Rows
+    path: Sequence[int]
+    answer: Answer
 
-    def observe(self, length: int, answer: Answer, row: int) -> None:
-        """Nothing to learn."""
+
+class Proposer(ABC):
+    """Guesses how a sequence goes on. A wrong guess costs time, never text.
+
+    class Repeat(Proposer):
+        traits = Traits("repeat", max_draft_tokens=1)
+
+        def propose(self, context, budget, parents=None):
+            return Rows.chain([context[-1], context[-1]])
+    """
+
+    traits: Traits
+
+    @property
+    def session_seconds(self) -> float:
+        """Its time inside `session.run` so far."""
+        return 0.0
+
+    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
+        """Start a new generation and forget the last one.
+
+        `chooser` is the target's own.
+        """
+
+    @abstractmethod
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
+        """At most `budget` >= 1 rows below the root, `context[-1]`.
+
+        `context` is the prompt and the committed tokens; its last tokens may not be
+        proven yet and can still be withdrawn. `parents`, the parent of rows 1, 2, ...
+        as in `Static`, asks a proposer that `branches` for a tree; it may give a tree
+        of another shape. A proposer without a guess returns the root alone.
+        """
+
+    def observe(self, seen: Seen) -> None:
+        """Look at a pass of the target, whoever proposed its rows."""
+
+    def forget(self) -> None:
+        """Unlearn what earlier generations taught."""

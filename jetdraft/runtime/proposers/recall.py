@@ -1,10 +1,10 @@
-"""Drafting from the responses to similar requests, as agents get them again and again.
+"""Drafting from the responses to similar requests; agents send such requests often.
 
-Requests are alike whose mean embeddings point the same way (methods of AdaPLD and of
-semantic caches; here only ever to draft). Where the earlier request had other words,
-its response is read with those of the new one in their place. A place in the response
-is kept as the output grows; where the output leaves it, the next place that fits the
-last tokens is looked for.
+Two requests are similar if their mean embeddings point the same way (as in AdaPLD and
+in semantic caches; here the responses only become drafts). Where the earlier request
+had other words, its response is read with the words of the new request in their place.
+The proposer follows the response as the output grows; where the output leaves it, the
+proposer looks for the next place that fits the last tokens.
 """
 
 from __future__ import annotations
@@ -12,37 +12,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
+from jetdraft.bundle import Bundle
 from jetdraft.contract import WIDEST
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.history.similarity import Similarity
 from jetdraft.runtime.history.store import ResponseStore
-from jetdraft.runtime.proposers.proposer import ModelFree
+from jetdraft.runtime.proposers.lookup import StoreOptions
+from jetdraft.runtime.proposers.method import Method
+from jetdraft.runtime.proposers.parts import Parts
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
 ALIKE = 0.8
-"""The cosine from which on requests count as similar."""
+"""Requests with at least this cosine count as similar."""
 
 MOST_ALIKE = 4
-"""Entries that are tried."""
+"""Entries whose responses are followed."""
 
 LONGEST_SLOT = 32
-"""Tokens that may be replaced at once."""
+"""Tokens that one replacement may have."""
 
 LONGEST_ENDING = 3
-"""Tokens that a place is looked for by."""
+"""Tokens that must fit where a place is looked for."""
 
 AHEAD = 64
-"""Tokens of a response in which a lost place is looked for."""
+"""Tokens of a response that are searched for a lost place."""
 
 
-class RecallProposer(ModelFree):
-    """Follows what was answered to the most similar requests of a `store`.
+class RecallProposer(Proposer):
+    """Follows the responses to the most similar requests of a `store`.
 
     RecallProposer(store, similarity).propose(context, budget=8)
     """
 
-    name = "recall"
-    max_draft_tokens = WIDEST - 1
+    traits = Traits("recall", max_draft_tokens=WIDEST - 1)
 
     def __init__(self, store: ResponseStore, similarity: Similarity) -> None:
         self.store = store
@@ -57,21 +61,16 @@ class RecallProposer(ModelFree):
         entries = self.store.entries
         here = self.similarity.vector(prompt)
         alike = [e for e in entries if e.vector.shape == here.shape]
-        found = [(float(e.vector @ here), e) for e in alike]
+        scored = [(float(e.vector @ here), e) for e in alike]
         # The latest of equals comes first, as in the store.
-        found.sort(key=lambda pair: -pair[0])
+        scored.sort(key=lambda pair: -pair[0])
         self._scripts = [
             Script(adapted(entry.prompt, entry.response, prompt))
-            for cosine, entry in found[:MOST_ALIKE]
+            for cosine, entry in scored[:MOST_ALIKE]
             if cosine >= ALIKE
         ]
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """What comes next in the response that agreed for longest."""
         output = list(context[self._prompt_tokens :])
         if output[: len(self._read)] != self._read:
@@ -87,7 +86,7 @@ class RecallProposer(ModelFree):
 
 
 class Script:
-    """A response, the place in it, and for how many tokens it has been right."""
+    """A response, a place in it, and how many tokens in a row have agreed."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
@@ -136,12 +135,36 @@ def adapted(prompt: list[int], response: list[int], now: Sequence[int]) -> list[
 
 
 def _replaced(tokens: list[int], old: list[int], new: list[int]) -> list[int]:
-    found, at = list[int](), 0
+    replaced, at = list[int](), 0
     while at < len(tokens):
         if tokens[at : at + len(old)] == old:
-            found += new
+            replaced += new
             at += len(old)
         else:
-            found.append(tokens[at])
+            replaced.append(tokens[at])
             at += 1
-    return found
+    return replaced
+
+
+def _lacks(bundle: Bundle) -> str:
+    return "" if bundle.similarity else "export the bundle again with this version"
+
+
+def _make(parts: Parts, options: StoreOptions) -> Proposer:
+    store = options.store(parts)
+    if store is None or parts.similarity is None:
+        raise OptionError(
+            "recall needs a store of earlier responses; give --store FILE (store=), "
+            "and if you do, export the bundle again with this version",
+            "method",
+        )
+    return RecallProposer(store, parts.similarity)
+
+
+METHOD = Method(
+    "recall",
+    "the responses to similar requests, with --store FILE",
+    _make,
+    StoreOptions,
+    lacks=_lacks,
+)

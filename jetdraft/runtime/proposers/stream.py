@@ -1,38 +1,101 @@
-"""Drafting by the target itself, in the pass that verifies (2402.11131)."""
+"""Drafting by the target itself, in the pass that verifies.
+
+Speculative Streaming (Bhendawade et al., 2402.11131): rows of the target carry probes,
+which guess the tokens after the row's own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from jetdraft.bundle import Bundle
+from jetdraft.contract import WIDEST
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Kind, Rows
-from jetdraft.runtime.passes.graph import Answer, Graph
+from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.target import Target
+from jetdraft.runtime.proposers.method import WALK, Method
+from jetdraft.runtime.proposers.parts import Parts
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits
+from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
-from jetdraft.runtime.trees import Shape, Sparse, Tree
+from jetdraft.runtime.trees.fixed import Static
+from jetdraft.runtime.trees.shape import Shape, Tree
+
+NAME = "stream"
+
+DROP_ALL = 2.0
+"""A prune threshold that no probability reaches: only the root is verified."""
 
 
-class StreamProposer:
-    """Drafts what the streams of the last accepted row said, at no cost of its own.
+@dataclass(frozen=True)
+class StreamOptions(TreeOptions):
+    """The trees of a target that drafts for itself, and how they are pruned.
 
-    Stream j says how the context goes on j places after its last token, which is the
-    row's own choice. Without a `shape` the draft is a chain.
+    prune_threshold  drop drafted rows that an early exit thinks less likely than this;
+                     "auto" finds the threshold that pays most, None keeps all rows
 
-        StreamProposer(model.target).propose(context, budget=4)
+        StreamOptions(tree="best", prune_threshold=0.05)
     """
 
-    name = "stream"
-    session_seconds = 0.0
-    ms_per_token = 0.0
+    prune_threshold: float | str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        threshold = self.prune_threshold
+        if threshold is None:
+            return
+        ranged = isinstance(threshold, (int, float)) and 0.0 <= threshold <= 1.0
+        if not ranged and threshold not in (AUTO, DROP_ALL):
+            raise OptionError(
+                f"prune threshold {threshold} is out of range; give 0 (keep all) to 1, "
+                "2 (drop all) or auto",
+                "drafting",
+            )
+        if self.verifier != WALK and not self.checker.lossy:
+            raise OptionError(
+                f"verifier {self.verifier!r} is not exact for the rest of a pruned "
+                "draft; leave the prune threshold out",
+                "drafting",
+            )
+
+    @property
+    def draft_size(self) -> int | None:
+        """Pruning decides the rows of a draft: the pass times of halves are others."""
+        size = super().draft_size
+        return WIDEST - 1 if size is None and self.prune_threshold is not None else size
+
+
+class StreamProposer(Proposer):
+    """Drafts the tokens that the last accepted row's probes guessed, at no cost.
+
+    Probe j guesses the token j places after the context's last token, which is the
+    row's own choice. Without a `shape` the draft is a chain, or a tree where `branches`
+    and a controller asks for one.
+
+        StreamProposer(parts.target).propose(context, budget=4)
+    """
 
     def __init__(
-        self, graph: Graph, shape: Shape | None = None, kind: Kind = Kind.COUPLED
+        self,
+        graph: Graph,
+        shape: Shape | None = None,
+        kind: Kind = Kind.COUPLED,
+        branches: bool = True,
     ) -> None:
         self.shape = shape
-        self.kind = kind
-        self.streams = graph.contract.streams
-        self.branches = graph.contract.tree and shape is None
-        widest = graph.contract.max_width - 1
-        chain = shape is None and not self.branches
-        self.max_draft_tokens = self.streams if chain else widest
+        streams = graph.contract.streams
+        branches = branches and graph.contract.tree and shape is None
+        chain = shape is None and not branches
+        self.traits = Traits(
+            NAME,
+            streams if chain else graph.contract.max_width - 1,
+            kind,
+            probes=streams,
+            branches=branches,
+        )
         self._chooser = Chooser(Sampling())
         self._ready: tuple[int, Answer] | None = None
 
@@ -41,42 +104,82 @@ class StreamProposer:
         self._chooser = chooser
         self._ready = None
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
-        """The streams' tokens after the context's last, if the last pass had any."""
-        root = context[-1]
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
+        """The probes' tokens after the context's last, if the last pass had probes."""
+        root, kind = context[-1], self.traits.kind
         if self._ready is None or self._ready[0] != len(context):
-            return Rows.chain([root], self.kind)
-        streams = self._ready[1]
-        shape = self.shape if parents is None else Sparse(parents)
+            return Rows.chain([root], kind)
+        probes = self._ready[1]
+        shape = self.shape if parents is None else Static(parents)
         if shape is not None:
-            tree = Tree(self.kind, self._chooser.sampling, len(context), budget, [root])
-            return self._grow(tree, shape, streams)
-        said = streams.first(min(budget, len(streams.candidates)))
-        positions = range(len(context), len(context) + len(said.candidates))
-        return Rows.chain([root, *self._chooser.choose(said, positions)], self.kind)
+            tree = Tree(kind, self._chooser.sampling, len(context), budget, [root])
+            return self._grow(tree, shape, probes)
+        used = probes.first(min(budget, len(probes.candidates)))
+        positions = range(len(context), len(context) + len(used.candidates))
+        return Rows.chain([root, *self._chooser.choose(used, positions)], kind)
 
-    def _grow(self, tree: Tree, shape: Shape, streams: Answer) -> Rows:
-        """All rows of one depth have the same distribution: that of their stream."""
+    def _grow(self, tree: Tree, shape: Shape, probes: Answer) -> Rows:
+        """All rows of one depth have the distribution of the same probe."""
         levels = [
-            self._chooser.draft_distribution(streams.rows(slice(i, i + 1)))
-            for i in range(len(streams.candidates))
+            self._chooser.draft_distribution(probes.rows(slice(i, i + 1)))
+            for i in range(len(probes.candidates))
         ]
         asked = [0]
         while asked:
-            found = {
+            answered = {
                 row: levels[tree.depths[row]]
                 for row in asked
                 if tree.depths[row] < len(levels)
             }
-            asked = shape.grow(tree, found) if found else []
+            asked = shape.grow(tree, answered) if answered else []
         return shape.finish(tree).depth_first()
 
-    def observe(self, length: int, answer: Answer, row: int) -> None:
-        """Keep what the last accepted row's streams said."""
-        streams = answer.streams.get(row)
-        self._ready = None if streams is None else (length, streams)
+    def observe(self, seen: Seen) -> None:
+        """Keep the answer of the last accepted row's probes."""
+        probes = seen.answer.probes.get(seen.path[-1])
+        self._ready = None if probes is None else (seen.length, probes)
+
+
+def _lacks(bundle: Bundle) -> str:
+    if bundle.target.contract.streams:
+        return ""
+    return "export a checkpoint that jetdraft train streams wrote"
+
+
+def _make(parts: Parts, options: StreamOptions) -> Proposer:
+    if reason := _lacks(parts.bundle):
+        raise OptionError(f"for {NAME} {reason}", "method")
+    branches = options.may_branch and options.prune_threshold is None
+    shape = options.shape if options.branched else None
+    return StreamProposer(parts.target, shape, options.kind, branches)
+
+
+def _target(
+    parts: Parts, options: StreamOptions, widths: Sequence[int]
+) -> Target | None:
+    """The target in halves, where rows are pruned between them."""
+    threshold = options.prune_threshold
+    if threshold is None:
+        return None
+    halves = parts.halves()
+    halves.prepare(None if threshold == AUTO else float(threshold), widths)
+    return halves
+
+
+METHOD = Method(
+    NAME,
+    "the target itself, in the pass that verifies",
+    _make,
+    StreamOptions,
+    lacks=_lacks,
+    trees=True,
+    probes=True,
+    cost="probes",
+    target=_target,
+    samples=(
+        {"tree": "best"},
+        {"tree": "heap"},
+        {"tree": "comb"},
+        {"tree": "best", "prune_threshold": 0.05},
+    ),
+)

@@ -1,28 +1,40 @@
-"""Drafting from which tokens follow which two (ADED, 2407.12021), no model."""
+"""Drafting from a table of the tokens that follow two others (ADED, 2407.12021)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from jetdraft.contract import WIDEST
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.history.search import TreeSearch
-from jetdraft.runtime.history.trigrams import Trigrams
-from jetdraft.runtime.proposers.proposer import ModelFree
+from jetdraft.runtime.history.trigrams import Counts, Trigrams
+from jetdraft.runtime.proposers.method import Method, MethodOptions
+from jetdraft.runtime.proposers.parts import Parts
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
 
-class TrigramProposer(ModelFree):
+@dataclass(frozen=True)
+class TrigramOptions(MethodOptions):
+    """`table` is a file that `jetdraft train table` wrote.
+
+    TrigramOptions(table=Path("notes.npz"))
+    """
+
+    table: Path | None = None
+
+
+class TrigramProposer(Proposer):
     """Follows the likeliest successor, or searches for a tree when asked for one.
 
-    What a generation teaches the table serves the next ones too.
+    The table learns from each generation, and later generations draft from it too.
 
         TrigramProposer(Trigrams(counts)).propose(context, budget=4)
     """
 
-    name = "trigram"
-    branches = True
-    max_draft_tokens = WIDEST - 1
+    traits = Traits("trigram", max_draft_tokens=WIDEST - 1, branches=True)
 
     def __init__(self, trigrams: Trigrams) -> None:
         self.trigrams = trigrams
@@ -33,20 +45,18 @@ class TrigramProposer(ModelFree):
         for end in range(3, len(prompt), 13):
             self.trigrams.learn(prompt[:end])
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
-    ) -> Rows:
-        """What the table says after the last two tokens."""
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
+        """The table's tokens after the last two; a tree where `parents` ask for one.
+
+        The search decides the shape of the tree, `budget` its size.
+        """
         root = context[-1]
         if len(context) < 2:
             return Rows.chain([root])
         self.trigrams.learn(context[-16:])
         if parents is not None:
-            tokens, found = self._search.run(context[-2], root, budget)
-            return Rows([root, *tokens], [-1, *found]).depth_first()
+            tokens, below = self._search.run(context[-2], root, budget)
+            return Rows([root, *tokens], [-1, *below]).depth_first()
         chain = [context[-2], root]
         while len(chain) < budget + 2:
             after = self.trigrams.successors(chain[-2], chain[-1])
@@ -54,3 +64,25 @@ class TrigramProposer(ModelFree):
                 break
             chain.append(max(after, key=lambda token: (after[token], -token)))
         return Rows.chain(chain[1:])
+
+    def forget(self) -> None:
+        """Unlearn the trigrams of earlier generations; a corpus table stays."""
+        self.trigrams.forget()
+
+
+def _make(parts: Parts, options: TrigramOptions) -> Proposer:
+    counts = None
+    if options.table is not None:
+        vocabulary = parts.bundle.target.contract.vocab_size
+        counts = Counts.load(options.table, parts.bundle.tokenizer_sha256, vocabulary)
+    return TrigramProposer(Trigrams(counts))
+
+
+METHOD = Method(
+    "trigram",
+    "a table of the tokens that follow two others, learned on the way",
+    _make,
+    TrigramOptions,
+    # Without a corpus the table knows little.
+    in_auto=lambda options: options.table is not None,
+)

@@ -1,1 +1,1 @@
-"""An answer becomes a token: choosing, penalties, verifiers."""
+"""Chooses tokens from the logits of a pass: filters, penalties, verifiers."""

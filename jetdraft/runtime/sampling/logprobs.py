@@ -1,18 +1,18 @@
-"""How likely a model finds what was chosen, exactly: by the logsumexp of all logits."""
+"""How probable the model finds a chosen token, by the logsumexp of all logits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jetdraft.runtime.passes.graph import Answer
+from jetdraft.runtime.passes.answer import Answer
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """The natural logarithm of a token's probability, and of the `top` tokens'.
+    """The natural logarithm of a token's probability.
 
-    As the model alone has it, before temperature, filters, biases and penalties. `top`
-    has (id, logprob) pairs, best first.
+    It is the model's own, before temperature, filters, biases and penalties. `top` has
+    the (id, logprob) pairs of the best tokens, best first.
 
         Logprob.of(answer, row=0, token=42, top=5).logprob
     """
@@ -23,7 +23,7 @@ class Logprob:
 
     @classmethod
     def of(cls, answer: Answer, row: int, token: int, top: int) -> Logprob:
-        """Of the token chosen after a row of an answer; `top` is at most K."""
+        """The logprob of the token chosen after a row; `top` is at most K."""
         total = float(answer.logsumexp[row])
         ids = answer.candidates[row].tolist()
         values = answer.candidate_logits[row].tolist()

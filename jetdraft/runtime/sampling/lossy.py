@@ -1,6 +1,7 @@
-"""Acceptance rules that do not keep the target's distribution, and say so.
+"""Acceptance rules that do not keep the target's distribution: lossy verifiers.
 
-Same form as in `rejection`: pi over the tokens, given the children.
+They have the form of `rejection`: the distribution pi of the chosen token, given the
+children.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ TOP, TOLERANCE = 3, 1.0
 
 
 def typical(p: Doubles, children: Sequence[int]) -> Doubles:
-    """Typical acceptance (Medusa, 2401.10774): children that p finds plausible.
+    """Typical acceptance (Medusa, 2401.10774): accepts children that p finds plausible.
 
-    Row by row, where Medusa takes the longest accepted path of all.
+    Decides row by row, where Medusa takes the longest accepted path of all.
     """
     #   accept x if p(x) > min(epsilon, delta exp(-H(p)))
-    #   of several, the most probable; of none, y ~ p
+    #   of several x, the most probable; if none, y ~ p
     logs = np.log(np.where(p > 0.0, p, 1.0))
     threshold = min(EPSILON, DELTA * float(np.exp((p * logs).sum())))
-    return _first_of([x for x in children if p[x] > threshold], p)
+    return _most_probable([x for x in children if p[x] > threshold], p)
 
 
 def tolerant(p: Doubles, children: Sequence[int]) -> Doubles:
     """Top-beta with a tolerance (SpecDec, 2203.16487)."""
-    #   accept x if it is among p's beta best and log p(best) - log p(x) <= tau
-    #   of several, the most probable; of none, y ~ p
+    #   accept x if x is among the beta best of p and log p(best) - log p(x) <= tau
+    #   of several x, the most probable; if none, y ~ p
     best = np.sort(p)[::-1]
     least = max(best[min(TOP, len(p)) - 1], best[0] * np.exp(-TOLERANCE))
-    return _first_of([x for x in children if p[x] >= least], p)
+    return _most_probable([x for x in children if p[x] >= least], p)
 
 
-def _first_of(accepted: list[int], p: Doubles) -> Doubles:
+def _most_probable(accepted: list[int], p: Doubles) -> Doubles:
     if not accepted:
         return p
-    chosen = np.zeros_like(p)
-    chosen[max(accepted, key=lambda x: p[x])] = 1.0
-    return chosen
+    pi = np.zeros_like(p)
+    pi[max(accepted, key=lambda x: p[x])] = 1.0
+    return pi

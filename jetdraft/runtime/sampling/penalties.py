@@ -1,140 +1,117 @@
-"""Logits as they are wanted: biases, and penalties for what the text has already.
+"""Logit biases, and penalties on tokens that the text already has.
 
-What a row's logits become depends on its prefix alone, and a drafted row's prefix is
-known: the text and the path down to it. So each row is shaped as plain decoding would
-shape it, and the same seed gives the same text with every draft.
-
-    l <- l + bias
-    l <- l / r if l > 0 else l * r     of tokens in prompt or output (CTRL, 1909.05858)
-    l <- l - presence - frequency * n  of tokens that are n times in the output
+l <- l + bias
+l <- l / r if l > 0 else l * r     for tokens in prompt or output (CTRL, 1909.05858)
+l <- l - presence - frequency * n  for tokens that occur n times in the output
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Protocol
 
 import numpy as np
 
 from jetdraft.errors import OptionError
+from jetdraft.ranges import Range, check_ranges
 from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.binding import Floats
-from jetdraft.runtime.passes.graph import Answer
+from jetdraft.runtime.sampling.processor import with_logits
+
+_RANGES = {
+    "repetition_penalty": Range(
+        lambda penalty: 0.0 < penalty <= 100.0, "more than 0 (1: off), at most 100"
+    ),
+    "presence_penalty": Range(
+        lambda penalty: -100.0 <= penalty <= 100.0, "-100 to 100"
+    ),
+    "frequency_penalty": Range(
+        lambda penalty: -100.0 <= penalty <= 100.0, "-100 to 100"
+    ),
+}
 
 
 @dataclass(frozen=True)
-class Shaping:
-    """What is added to logits, and taken from those of tokens that came before.
+class Penalties:
+    """What to add to the logits of tokens, and to take from repeated tokens.
 
-    `repetition_penalty` 1 and the others at 0 change nothing.
+    `logit_bias` maps token ids to what is added. A `repetition_penalty` of 1 and other
+    penalties of 0 change nothing. Raises `OptionError` for a value out of range.
 
-        Shaping({13: -100.0}, repetition_penalty=1.1)
+        Penalties({13: -100.0}, repetition_penalty=1.1)
     """
 
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        for token, bias in self.logit_bias.items():
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise OptionError(f"logit bias of {token!r}: give ids of tokens")
-            if not isinstance(bias, (int, float)) or not isfinite(bias):
-                raise OptionError(f"logit bias {bias!r} is not a number; give one")
-        if not 0.0 < self.repetition_penalty <= 100.0:
+        if not isinstance(self.logit_bias, (Mapping, type(None))):
             raise OptionError(
-                f"repetition penalty {self.repetition_penalty} is out of range; give "
-                "more than 0 (1: off), at most 100"
+                f"logit_bias {self.logit_bias!r} is not a mapping; give {{id: number}}",
+                "logit_bias",
             )
-        for name in ("presence", "frequency"):
-            value = getattr(self, f"{name}_penalty")
-            if not -100.0 <= value <= 100.0:
+        for token, bias in self.biases.items():
+            if isinstance(token, bool) or not isinstance(token, int):
                 raise OptionError(
-                    f"{name} penalty {value} is out of range; give -100 to 100"
+                    f"logit bias of {token!r}: give ids of tokens", "logit_bias"
                 )
+            if not isinstance(bias, (int, float)) or not isfinite(bias):
+                raise OptionError(
+                    f"logit bias {bias!r} is not a number; give one", "logit_bias"
+                )
+        check_ranges(self, _RANGES)
+
+    @property
+    def biases(self) -> Mapping[int, float]:
+        """`logit_bias`, empty where there is none."""
+        return self.logit_bias or {}
 
     @property
     def changes(self) -> bool:
-        """Whether it does anything."""
-        return self != Shaping()
+        """Whether any logit changes at all."""
+        return bool(self.biases) or replace(self, logit_bias=None) != Penalties()
 
 
-class Shaper(Protocol):
-    """Changes what one generation's tokens are chosen from, by their prefix alone."""
+class PenaltyProcessor:
+    """Applies `Penalties` in one generation after `prompt`; a `LogitsProcessor`.
 
-    def shape(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
-        """The answer for rows below the end of `context`, the last being the root."""
-        ...
-
-
-class Penalties:
-    """Biases and penalties in one generation.
-
-    Penalties(shaping, prompt).shape(answer, rows, context)
+    PenaltyProcessor(penalties, prompt).process(answer, rows, context)
     """
 
-    def __init__(self, shaping: Shaping, prompt: Sequence[int]) -> None:
-        self.shaping = shaping
+    def __init__(self, penalties: Penalties, prompt: Sequence[int]) -> None:
+        self.penalties = penalties
         self._prompt = frozenset(prompt)
         self._counts: Counter[int] = Counter()
         self._counted = len(prompt)
 
-    def shape(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
-        """The answer for rows below the end of `context`, the last being the root."""
+    def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
+        """The answer with penalized logits; `context` ends with the root of `rows`."""
         self._counts.update(context[self._counted :])
         self._counted = len(context)
-        shaped = [
-            self._row(logits, path)
+        penalized = [
+            self._penalized(logits, path)
             for logits, path in zip(answer.logits, rows.paths, strict=True)
         ]
-        return answer_of(answer, shaped)
+        return with_logits(answer, penalized)
 
-    def _row(self, logits: Floats, path: Sequence[int]) -> Floats:
+    def _penalized(self, logits: Floats, path: Sequence[int]) -> Floats:
         """One row's logits, after the tokens of a path below the context."""
-        shaped, shaping = logits.copy(), self.shaping
-        for token, bias in shaping.logit_bias.items():
-            shaped[token] += bias
+        logits, penalties = logits.copy(), self.penalties
+        for token, bias in penalties.biases.items():
+            logits[token] += bias
         counts = self._counts + Counter(path) if path else self._counts
-        if shaping.repetition_penalty != 1.0:
-            seen = np.fromiter(self._prompt | counts.keys(), np.int64)
-            found, penalty = shaped[seen], np.float32(shaping.repetition_penalty)
-            shaped[seen] = np.where(found > 0, found / penalty, found * penalty)
-        if counts and (shaping.presence_penalty or shaping.frequency_penalty):
+        if penalties.repetition_penalty != 1.0:
+            ids = np.fromiter(self._prompt | counts.keys(), np.int64)
+            repeated, rate = logits[ids], np.float32(penalties.repetition_penalty)
+            logits[ids] = np.where(repeated > 0, repeated / rate, repeated * rate)
+        if counts and (penalties.presence_penalty or penalties.frequency_penalty):
             ids = np.fromiter(counts.keys(), np.int64)
             times = np.fromiter(counts.values(), np.float32)
-            each = np.float32(shaping.frequency_penalty) * times
-            shaped[ids] -= np.float32(shaping.presence_penalty) + each
-        return shaped
-
-
-def answer_of(answer: Answer, logits: Sequence[Floats]) -> Answer:
-    """The same answer with other logits, float32 [vocab] a row.
-
-    Row by row, so that no number depends on how many rows there are.
-    """
-    count = answer.candidates.shape[1]
-    best = [_best(row, count) for row in logits]
-    values = [row[ids] for row, ids in zip(logits, best, strict=True)]
-    sums = [
-        first[0] + np.log(np.exp(row - first[0]).sum())
-        for row, first in zip(logits, values, strict=True)
-    ]
-    return replace(
-        answer,
-        candidates=np.stack(best),
-        candidate_logits=np.stack(values),
-        logsumexp=np.array(sums, np.float32),
-        _logits=np.stack(logits),
-        _parts={},
-        _source=None,
-    )
-
-
-def _best(row: Floats, count: int) -> np.ndarray:
-    """The ids of the largest logits, best first, the lower id before its equal."""
-    ids = np.sort(np.argpartition(-row, count - 1)[:count])
-    return np.asarray(ids[np.argsort(-row[ids], kind="stable")])
+            frequency = np.float32(penalties.frequency_penalty) * times
+            logits[ids] -= np.float32(penalties.presence_penalty) + frequency
+        return logits

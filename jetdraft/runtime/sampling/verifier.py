@@ -1,4 +1,4 @@
-"""How a row's token is chosen in view of the draft below it."""
+"""The interface of verifiers, which choose a token per row, and its two kinds."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Protocol
 
 import numpy as np
 
-from jetdraft.errors import VerifierError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.noise import Doubles
 from jetdraft.runtime.drafts.rows import Kind, Rows
-from jetdraft.runtime.passes.graph import Answer
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser
 
 Rule = Callable[[Doubles, Doubles, Sequence[int], Kind], Doubles]
-"""(p, q, children, kind) to the distribution of the chosen token."""
+"""Maps (p, q, children, kind) to the distribution of the chosen token."""
 
 
 class Verifier(Protocol):
-    """Chooses one token per row; the walk then accepts what was drafted.
+    """Chooses one token per row; `Rows.walk` then accepts the rows that agree.
 
-    `kinds` are the kinds of draft that it is exact for; a `lossy` one is never exact.
+    `kinds` are the kinds of draft that it may verify. It keeps the target's
+    distribution for these, unless it is `lossy`.
     """
 
     @property
@@ -34,35 +35,40 @@ class Verifier(Protocol):
     @property
     def lossy(self) -> bool: ...
 
+    @property
+    def single_child(self) -> bool: ...
+
     def choose(
         self, rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
     ) -> list[int]:
-        """A token per row; `positions` are those of the chosen tokens.
+        """A token per row; `positions` are the absolute positions of these tokens.
 
-        Rows that the walk cannot come to need none.
+        Rows that the walk cannot reach may get -1.
         """
         ...
 
 
 def check_kind(verifier: Verifier, kind: Kind) -> None:
-    """Raise `VerifierError` if the verifier would bias this kind of draft."""
+    """Raise `OptionError` if the verifier is not for this kind of draft."""
     if kind not in verifier.kinds:
         allowed = ", ".join(sorted(k.value for k in verifier.kinds))
-        raise VerifierError(
+        raise OptionError(
             f"verifier {verifier.name!r} is not made for {kind.value} drafts, only "
-            f"for {allowed}; use verifier 'walk', or --method draft with --siblings"
+            f"for {allowed}; use verifier 'walk', or --method draft with --siblings",
+            "drafting",
         )
 
 
 class Walk:
-    """The token that plain decoding chooses: exact for every draft, and repeatable.
+    """Chooses the tokens that plain decoding chooses, whatever was drafted.
 
-    What was drafted has no say, so the text is that of plain decoding by equality.
+    So the text equals that of plain decoding with the same seed, for every draft.
     """
 
     name = "walk"
     kinds = frozenset(Kind)
     lossy = False
+    single_child = False
 
     def choose(
         self, rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
@@ -73,23 +79,24 @@ class Walk:
 
 @dataclass(frozen=True)
 class Conditional:
-    """Draws each row's token from pi(. | its children), given by `rule`.
+    """Draws each row's token from pi(. | its children), which `rule` gives.
 
-    Exact in distribution for its `kinds`, unless `lossy`: the same seed gives other
-    text than plain decoding does, since the draft decides which noise is used.
+    Exact in distribution only: with the same seed the text is another than that of
+    plain decoding, since the choice depends on the draft.
     """
 
     name: str
     kinds: frozenset[Kind]
     rule: Rule
     lossy: bool = False
+    single_child: bool = False
 
     def choose(
         self, rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
     ) -> list[int]:
-        """One draw per row of the accepted path, -1 for all others.
+        """One draw per row of the accepted path, -1 for all other rows.
 
-        Rows without children draw from p itself.
+        A row without children draws from p itself.
         """
         if rows.drafted:
             check_kind(self, rows.kind)
@@ -97,18 +104,20 @@ class Conditional:
         row: int | None = 0
         while row is not None:
             p = chooser.distribution(answer.rows(slice(row, row + 1)))
-            below = rows.children(row)
-            if below:
-                p = self._given(p, rows.drawn_from.get(row), below, rows)
-            token = p.draw(chooser.sampling.seed, positions[row])
+            children = rows.children(row)
+            if children:
+                p = self._pi(p, rows.drawn_from.get(row), children, rows)
+            token = p.draw(chooser.sampling.noise_seed, positions[row])
             chosen[row] = token
-            row = next((child for child in below if rows.tokens[child] == token), None)
+            row = next(
+                (child for child in children if rows.tokens[child] == token), None
+            )
         return chosen
 
-    def _given(
+    def _pi(
         self, p: Distribution, q: Distribution | None, below: list[int], rows: Rows
     ) -> Distribution:
-        """pi over all tokens that p, q or the children have."""
+        """pi over all tokens of p, of q and of the children, the rows `below`."""
         tokens = np.array([rows.tokens[row] for row in below])
         q = q or Distribution(tokens[:0], np.zeros(0))
         ids = np.unique(np.concatenate([p.ids, q.ids, tokens]))

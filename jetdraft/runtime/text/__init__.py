@@ -1,1 +1,1 @@
-"""Between text and tokens: codec, prompt, stops, constraint, template."""
+"""Text and tokens: codec, prompt, stops, constraints, chat templates."""

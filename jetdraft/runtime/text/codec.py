@@ -1,4 +1,4 @@
-"""Between text and token ids."""
+"""Turns text into token ids, and token ids into text as they arrive."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from jetdraft.errors import BundleError, PromptError
+from jetdraft.errors import BundleError, OptionError
 from jetdraft.runtime.text.constraint import Vocabulary
 
 
 class TextCodec:
-    """The bundle's tokenizer; a bundle without one only takes and gives ids.
+    """The bundle's tokenizer. Without a `file`, prompts and texts are token ids only.
+
+    Raises `BundleError` if the file is not a tokenizer.
 
     codec = TextCodec(bundle.tokenizer)
     codec.stream(codec.encode("def")).push([5, 6])
@@ -32,89 +34,93 @@ class TextCodec:
 
     @cache  # noqa: B019 (a codec lives as long as its models)
     def vocabulary(self, size: int, ends: tuple[int, ...]) -> Vocabulary:
-        """What texts can be constrained with, read when it is first asked for."""
+        """The tokenizer for constraints, of `size` tokens; read at the first call."""
         return Vocabulary(self._file, size, list(ends))
 
     @property
     def readable(self) -> bool:
-        """Whether there is a tokenizer, and so text."""
+        """Whether there is a tokenizer."""
         return self._tokenizer is not None
 
     def token(self, id: int) -> str:
-        """The name of a token, "" without a tokenizer."""
-        found = self._tokenizer.id_to_token(id) if self._tokenizer else None
-        return found or ""
+        """The name of a token; "" for an unknown id or without a tokenizer."""
+        name = self._tokenizer.id_to_token(id) if self._tokenizer else None
+        return name or ""
 
     @property
     def bos_token(self) -> str:
-        """What the tokenizer begins every text with, "" if nothing."""
+        """The token that the tokenizer puts before every text; "" if there is none."""
         ids = self.encode("") if self._tokenizer else []
         return self.token(ids[0]) if ids else ""
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of a prompt, and the tokens that go around it if `special`."""
+        """Token ids of a prompt; `special` adds tokens such as beginning-of-text.
+
+        Raises `OptionError`.
+        """
         if self._tokenizer is None:
-            raise PromptError(
-                "the bundle has no tokenizer; give the prompt as token_ids"
+            raise OptionError(
+                "the bundle has no tokenizer; give the prompt as token_ids", "prompt"
             )
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
         except TypeError as error:
-            raise PromptError(
-                "the prompt is not a text of whole characters; give UTF-8"
+            raise OptionError(
+                "the prompt has incomplete characters; give valid UTF-8", "prompt"
             ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids; without a tokenizer the ids themselves."""
+        """The text of some ids; without a tokenizer, the ids as decimal numbers."""
         if self._tokenizer is None:
             return " ".join(map(str, ids))
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
-        """An incremental decoder of what follows `prompt`."""
+        """An incremental decoder for the tokens after `prompt`."""
         return TextStream(self._tokenizer, list(prompt[-_TAIL:]))
 
 
 _TAIL = 8
-"""Tokens of the prompt that decoding starts from: some decoders treat the first token
-of a text unlike the others, as in dropping its leading space."""
+"""Tokens of the prompt that are decoded with the output: some decoders treat the first
+token of a text differently, for example they drop its leading space."""
 
 
 class TextStream:
-    """Turns tokens into text as they come, whole characters only.
+    """Turns tokens into text as they arrive, whole characters only.
 
-    `push` holds back bytes until they make a character; `rest` gives what never did.
-    Only the tokens since the last whole character are decoded again, behind those of
-    the push before, whose text tells where the new text starts.
+    `push` holds back bytes until they complete a character; `rest` gives the bytes that
+    never did. Each push decodes the tokens since the last whole character together with
+    the tokens of the push before, whose text tells where the new text starts.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: list[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = prompt
-        self._anchor, self._given = 0, len(prompt)
+        # Tokens before `_shown` have become text; decoding starts at `_anchor`.
+        self._anchor, self._shown = 0, len(prompt)
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these tokens complete; empty without a tokenizer."""
+        """The text that these tokens complete; "" without a tokenizer."""
         self._ids += ids
         before, whole = self._texts()
         if whole.endswith(_INCOMPLETE) or len(whole) <= len(before):
             return ""
-        self._anchor, self._given = self._given, len(self._ids)
+        self._anchor, self._shown = self._shown, len(self._ids)
         return whole[len(before) :]
 
     def rest(self) -> str:
-        """What is left when no more tokens come."""
+        """The remaining text, when no more tokens come."""
         before, whole = self._texts()
         return whole[len(before) :]
 
     def _texts(self) -> tuple[str, str]:
-        """The text from the anchor to what was given, and to the end."""
+        """The text from the anchor to `_shown`, and from the anchor to the end."""
         if self._tokenizer is None:
             return "", ""
-        given = self._ids[self._anchor : self._given]
+        shown = self._ids[self._anchor : self._shown]
         before, whole = (
             self._tokenizer.decode(ids, skip_special_tokens=True)
-            for ids in (given, self._ids[self._anchor :])
+            for ids in (shown, self._ids[self._anchor :])
         )
         return before, whole
 

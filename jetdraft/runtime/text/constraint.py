@@ -1,4 +1,7 @@
-"""What a text must be: JSON of a schema, a regular expression's or a grammar's."""
+"""Constraints on a text: a JSON schema, a regular expression or a grammar.
+
+The work is done by the library llguidance, which is an optional dependency.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetdraft.errors import ConstraintError, OptionError
+from jetdraft.errors import OptionError
+from jetdraft.runtime.text.matcher import Matcher
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from jetdraft.runtime.text.matcher import Matcher
-
 MOST_ITEMS, MOST_STATES = 500, 50_000
-"""Of the library's parser and lexer; the states take up to 2 kB each."""
+"""Limits of the library's parser and lexer; a state takes up to 2 kB."""
 
 SPACING = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
 }
-"""As most JSON is written on one line. A schema's own "x-guidance" goes before."""
+"""JSON on one line, as most is written. The "x-guidance" of a schema overrides it."""
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """A `kind` ("JSON schema", "regex" or "grammar", which is Lark's) and its source.
+    """A `kind` ("JSON schema", "regex", or "grammar" in Lark's syntax) and its source.
 
     Constraint("regex", "[0-9]+ km")
     """
@@ -36,31 +38,39 @@ class Constraint:
     kind: str
     source: str
 
+    @property
+    def field(self) -> str:
+        """The name of the option: json_schema, regex or grammar."""
+        return self.kind.lower().replace(" ", "_")
+
     @classmethod
     def of(
         cls,
-        json_schema: str | Mapping[str, Any] | None,
-        regex: str | None,
-        grammar: str | None,
+        json_schema: str | Mapping[str, Any] | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
     ) -> Constraint | None:
-        """The one that was asked for; `OptionError` where there are several."""
+        """The constraint of three options, None if no option is set.
+
+        Raises `OptionError` if several are set or the source is not a text.
+        """
         if isinstance(json_schema, Mapping):
             json_schema = json.dumps(json_schema)
-        asked = {"JSON schema": json_schema, "regex": regex, "grammar": grammar}
-        given = {kind: text for kind, text in asked.items() if text is not None}
-        if len(given) > 1:
-            raise OptionError(f"{' and '.join(given)} exclude each other; give one")
-        for kind, source in given.items():
-            if not isinstance(source, str) or not _is_whole(source):
-                raise OptionError(f"the {kind} {source!r} is not a text; give one")
+        options = {"JSON schema": json_schema, "regex": regex, "grammar": grammar}
+        sources = {kind: text for kind, text in options.items() if text is not None}
+        if len(sources) > 1:
+            raise OptionError(f"{' and '.join(sources)} exclude each other; give one")
+        for kind, source in sources.items():
+            if not isinstance(source, str) or not _is_encodable(source):
+                raise OptionError(f"the {kind} {source!r} is not a text; give a text")
             return cls(kind, source)
         return None
 
 
 class Vocabulary:
-    """A tokenizer as the constraint library knows it; `ends` are end-of-text ids.
+    """A tokenizer in the library's form: `size` tokens, `ends` are end-of-text ids.
 
-    Raises `ConstraintError` where it cannot, or where the library is missing.
+    Raises `OptionError` if the library is missing or cannot use the tokenizer.
 
         Vocabulary(bundle.tokenizer, 4096, [0]).matcher(constraint, len(prompt))
     """
@@ -69,36 +79,40 @@ class Vocabulary:
         self.size, self.ends = size, frozenset(ends)
         if tokenizer is None or not ends:
             missing = "tokenizer" if tokenizer is None else "end-of-text token"
-            raise ConstraintError(
-                f"the bundle has no {missing}, so no text of it can be constrained; "
-                "export a checkpoint that has one"
+            raise OptionError(
+                f"the bundle has no {missing}, so its texts cannot be constrained; "
+                f"export a checkpoint with a {missing}",
+                "constraint",
             )
         try:
             from llguidance import LLTokenizer
         except ImportError as error:
-            raise ConstraintError(
-                "constraints need llguidance; pip install 'jetdraft[structured]'"
+            raise OptionError(
+                "constraints need llguidance; pip install 'jetdraft[structured]'",
+                "constraint",
             ) from error
         try:
             text = tokenizer.read_text(encoding="utf-8")
             self._tokenizer: LLTokenizer = LLTokenizer(text, size, ends)
         except (OSError, ValueError) as error:
-            raise ConstraintError(
+            raise OptionError(
                 f"texts of this tokenizer cannot be constrained ({error}); use a "
-                "model with a byte-level or sentencepiece one"
+                "model with a byte-level or sentencepiece tokenizer",
+                "constraint",
             ) from error
 
     def matcher(self, constraint: Constraint, start: int) -> Matcher:
-        """For what follows a prompt of `start` tokens; raises `ConstraintError`."""
-        from jetdraft.runtime.text.matcher import Matcher
+        """A matcher for the text after a prompt of `start` tokens.
 
-        inner = self._inner(constraint)
-        if wrong := inner.get_error():
-            raise ConstraintError(self._explained(constraint, wrong))
+        Raises `OptionError` if the constraint is wrong.
+        """
+        inner = self._library_matcher(constraint)
+        if problem := inner.get_error():
+            raise OptionError(self._explained(constraint, problem), constraint.field)
         return Matcher(inner, self.size, self.ends, start)
 
-    def _inner(self, constraint: Constraint) -> LLMatcher:
-        """The library's own, which may be in error."""
+    def _library_matcher(self, constraint: Constraint) -> LLMatcher:
+        """The library's matcher; `get_error` tells what is wrong with the source."""
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(
@@ -110,33 +124,31 @@ class Vocabulary:
             self._tokenizer, _compiled(constraint), log_level=0, limits=limits
         )
 
-    def _explained(self, constraint: Constraint, wrong: str) -> str:
-        """One line that points at the place."""
+    def _explained(self, constraint: Constraint, problem: str) -> str:
+        """One line that says what is wrong, and where."""
         if constraint.kind == "JSON schema":
-            where = self._place(json.loads(constraint.source), wrong) or "its root"
-            return f"the JSON schema is refused at {where}: {_line(wrong)}; change it"
-        lines = wrong.splitlines()
-        what = lines[0].rstrip(":")
+            where = self._path(json.loads(constraint.source), problem) or "its root"
+            return f"the JSON schema is refused at {where}: {_line(problem)}; change it"
+        lines = problem.splitlines()
+        where = lines[0].rstrip(":").removeprefix("at ")
         caret = next((at for at in lines[1:] if at.strip(" ^") == "" and at), None)
         if constraint.kind == "regex" and caret is not None:
-            # The library shows the expression four spaces in.
-            what = f"character {caret.index('^') - 3}: {_line(wrong)}"
-        return (
-            f"the {constraint.kind} is refused at {what.removeprefix('at ')}; mend it"
-        )
+            # The library indents the expression by four spaces.
+            where = f"character {caret.index('^') - 3}: {_line(problem)}"
+        return f"the {constraint.kind} is refused at {where}; fix it"
 
-    def _place(self, schema: Any, wrong: str) -> str:
-        """The path to the innermost part of a schema that is refused for this."""
+    def _path(self, schema: Any, problem: str) -> str:
+        """The path to the innermost part of a schema that has the same problem."""
         for path, part in _parts(schema):
-            inner = self._inner(Constraint("JSON schema", json.dumps(part)))
-            if inner.get_error() == wrong:
-                return path + self._place(part, wrong)
+            inner = self._library_matcher(Constraint("JSON schema", json.dumps(part)))
+            if inner.get_error() == problem:
+                return path + self._path(part, problem)
         return ""
 
 
-def _is_whole(text: str) -> bool:
-    """Whether all of its characters are."""
-    return text.isascii() or not any("\ud800" <= each <= "\udfff" for each in text)
+def _is_encodable(text: str) -> bool:
+    """Whether the text has no lone surrogate, which UTF-8 cannot encode."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _compiled(constraint: Constraint) -> str:
@@ -149,32 +161,39 @@ def _compiled(constraint: Constraint) -> str:
     try:
         schema = json.loads(constraint.source)
     except (ValueError, RecursionError) as error:
-        raise ConstraintError(
-            f"the JSON schema is not JSON ({error}); mend it"
+        raise OptionError(
+            f"the JSON schema is not JSON ({error}); fix it", constraint.field
         ) from error
     if not isinstance(schema, dict):
-        raise ConstraintError("the JSON schema is no object; give one, as {} for any")
-    own = schema.get("x-guidance", {})
-    if not isinstance(own, dict):
-        raise ConstraintError('the JSON schema\'s "x-guidance" is no object; mend it')
-    schema = {**schema, "x-guidance": {**SPACING, **own}}
+        raise OptionError(
+            "the JSON schema is not an object; give an object, for example {} for any "
+            "JSON",
+            constraint.field,
+        )
+    guidance = schema.get("x-guidance", {})
+    if not isinstance(guidance, dict):
+        raise OptionError(
+            'the "x-guidance" of the JSON schema is not an object; fix it',
+            constraint.field,
+        )
+    schema = {**schema, "x-guidance": {**SPACING, **guidance}}
     return LLMatcher.grammar_from_json_schema(schema)
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
-    """The schemas right inside of one, and the way to them."""
+    """The schemas directly inside a schema, each after the path to it."""
     for key, value in schema.items() if isinstance(schema, dict) else ():
-        named = key in ("properties", "$defs", "definitions", "patternProperties")
+        has_names = key in ("properties", "$defs", "definitions", "patternProperties")
         if isinstance(value, list):
-            inside = {f"/{key}/{at}": part for at, part in enumerate(value)}
-        elif named and isinstance(value, dict):
-            inside = {f"/{key}/{name}": part for name, part in value.items()}
+            parts = {f"/{key}/{index}": part for index, part in enumerate(value)}
+        elif has_names and isinstance(value, dict):
+            parts = {f"/{key}/{name}": part for name, part in value.items()}
         else:
-            inside = {f"/{key}": value}
-        yield from ((at, part) for at, part in inside.items() if isinstance(part, dict))
+            parts = {f"/{key}": value}
+        yield from ((at, part) for at, part in parts.items() if isinstance(part, dict))
 
 
-def _line(wrong: str) -> str:
-    """What a message of several lines comes down to."""
-    lines = wrong.splitlines()
-    return next((e[7:] for e in lines if e.startswith("error: ")), lines[0])
+def _line(problem: str) -> str:
+    """The line of the library's message that tells the problem."""
+    lines = problem.splitlines()
+    return next((line[7:] for line in lines if line.startswith("error: ")), lines[0])

@@ -1,26 +1,71 @@
-"""When a generation ends, and the text that it may show until then."""
+"""Decides when a generation ends, and how much of its text may be shown until then."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from threading import Event
 
+from jetdraft.errors import OptionError
+from jetdraft.ranges import Range, check_ranges
 from jetdraft.runtime.text.codec import TextStream
 
-STOP, CANCELLED, DEADLINE = "stop", "cancelled", "deadline"
+STOP, LENGTH = "stop", "length"
+CANCELLED, DEADLINE, INTERRUPTED = "cancelled", "deadline", "interrupted"
+"""Why a generation ended: values of `finish_reason`."""
 
 
+_RANGES = {
+    "max_new_tokens": Range(lambda count: count >= 1, "1 or more", integer=True),
+    "max_seconds": Range(lambda s: s > 0, "more than 0", optional=True),
+}
+
+
+@dataclass(frozen=True)
 class Ending:
-    """Watches one generation for end-of-text tokens, stop strings, time and a wish.
+    """When a text ends; raises `OptionError` for options that cannot be used.
 
-    Stop strings are looked for token by token, so that they end the text at the same
-    token whatever was drafted; they and what comes after are never shown, nor is a text
-    that may become one. `seconds` count from now on.
+    The text ends after `max_new_tokens`, before any of the texts in `stop`, after
+    `max_seconds`, or with an end-of-text token unless `ignore_eos`.
 
-        ending = Ending(model.text.stream(prompt), eos_token_ids, ["\\n\\n"])
-        ending.keep([5, 8, 9])         # those before the end
-        ending.take()                  # the text that is certain so far
+        Ending(max_new_tokens=64, stop=("\\n\\n",))
+    """
+
+    max_new_tokens: int = 128
+    stop: str | Sequence[str] | None = None
+    max_seconds: float | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        check_ranges(self, _RANGES)
+        listed = isinstance(self.stop, (str, list, tuple, type(None)))
+        if not listed or not all(isinstance(stop, str) for stop in self.stops):
+            raise OptionError(
+                f"stop {self.stop!r} is not a list of texts; give texts", "stop"
+            )
+        if "" in self.stops:
+            raise OptionError(
+                "a stop string is empty; give at least one character", "stop"
+            )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts in `stop`."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class StopWatcher:
+    """Watches one generation for end-of-text, stop strings, a deadline and `cancelled`.
+
+    It looks for stop strings token by token, so the text ends at the same token
+    whatever was drafted. It never shows a stop string, what follows it, or a text that
+    may become a stop string. The time limit `seconds` counts from the construction.
+    `reason` is "" while the generation goes on.
+
+        watcher = StopWatcher(codec.stream(prompt), eos_token_ids, ["\\n\\n"])
+        watcher.keep([5, 8, 9])         # the tokens before the end
+        watcher.take()                  # the text that is certain so far
     """
 
     def __init__(
@@ -35,20 +80,24 @@ class Ending:
         self._text = text
         self._eos = frozenset(eos_token_ids)
         self._stop = tuple(stop)
-        self._until = None if seconds is None else time.perf_counter() + seconds
+        self._deadline = None if seconds is None else time.perf_counter() + seconds
         self._held = ""
         self._shown = ""
 
     def interrupted(self) -> bool:
-        """Whether to end before another pass."""
+        """Whether the generation must end before another pass."""
         if self.cancelled.is_set():
             self.reason = CANCELLED
-        elif self._until is not None and time.perf_counter() >= self._until:
+        elif self._deadline is not None and time.perf_counter() >= self._deadline:
             self.reason = DEADLINE
         return bool(self.reason)
 
+    def end(self, reason: str) -> None:
+        """End for this reason, unless there was one before."""
+        self.reason = self.reason or reason
+
     def keep(self, tokens: list[int]) -> list[int]:
-        """The tokens up to and including the one that ends the text, or all."""
+        """The tokens up to and including the token that ends the text, or all."""
         if not self._stop:
             end = next((i for i, t in enumerate(tokens, 1) if t in self._eos), None)
             self.reason = self.reason if end is None else STOP
@@ -64,36 +113,36 @@ class Ending:
         return tokens
 
     def take(self) -> str:
-        """The text since the last time; all that is left, once there is a reason."""
+        """The text that became certain since the last call."""
         shown, self._shown = self._shown, ""
         return shown
 
     def rest(self) -> str:
-        """What is left to show when no more tokens come."""
+        """All text that was not taken yet, when no more tokens come."""
         self._hold(self._text.rest())
         shown, self._held = self._shown + self._held, ""
         self._shown = ""
         return shown
 
     def _hold(self, text: str) -> None:
-        """Show as much as cannot be the beginning of a stop string."""
+        """Show all text but an ending that may become a stop string."""
         held = self._held + text
-        places = [at for stop in self._stop if (at := held.find(stop)) >= 0]
-        if places:
+        starts = [at for stop in self._stop if (at := held.find(stop)) >= 0]
+        if starts:
             self.reason = STOP
-            self._shown, self._held = self._shown + held[: min(places)], ""
-            self._text = _ENDED
+            self._shown, self._held = self._shown + held[: min(starts)], ""
+            self._text = _EMPTY
             return
-        kept = max((_overlap(held, stop) for stop in self._stop), default=0)
-        cut = len(held) - kept
+        unsure = max((_overlap(held, stop) for stop in self._stop), default=0)
+        cut = len(held) - unsure
         self._shown, self._held = self._shown + held[:cut], held[cut:]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The longest end of a text that a stop string begins with."""
-    most = min(len(text), len(stop) - 1)
-    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
+    """The length of the longest ending of a text that a stop string begins with."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
-_ENDED = TextStream(None, [])
+_EMPTY = TextStream(None, [])
 """Gives no text."""

@@ -1,4 +1,4 @@
-"""A checkpoint's own chat template, rendered in a sandbox."""
+"""Turns chat messages into a prompt with the checkpoint's own chat template."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jetdraft.errors import PromptError, TemplateError
+from jetdraft.errors import OptionError
 
 Message = dict[str, Any]
-"""A `role` and a `content`, as transformers' templates have them."""
+"""A dict with a `role` and a `content`, as templates of transformers expect."""
 
 
 class ChatTemplate:
     """Renders messages with a Jinja template in a sandbox that can change nothing.
 
-    `tokens` are those that templates name, as `bos_token`. Raises `TemplateError`.
+    `tokens` are the special tokens that a template may name, for example `bos_token`.
+    Raises `OptionError` if the template is broken or refuses the messages.
 
         ChatTemplate(source, {"eos_token": "</s>"}).render([user("Hello")])
     """
@@ -40,13 +41,17 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except JinjaError as error:
             line = getattr(error, "lineno", None)
-            raise TemplateError(
-                f"the chat template is broken in line {line} ({error}); mend "
-                "chat_template.jinja in the checkpoint and export it again"
+            raise OptionError(
+                f"the chat template is broken in line {line} ({error}); fix "
+                "chat_template.jinja in the checkpoint and export it again",
+                "messages",
             ) from error
 
     def render(self, messages: Sequence[Message], **more: Any) -> str:
-        """The prompt for the assistant's next message; `more` is given on, as tools."""
+        """The prompt for the assistant's next message.
+
+        `more` are further variables of the template, for example `tools`.
+        """
         try:
             return str(
                 self._template.render(
@@ -56,9 +61,10 @@ class ChatTemplate:
                 )
             )
         except (self._error, TypeError, ValueError, KeyError) as error:
-            raise TemplateError(
+            raise OptionError(
                 f"the chat template refuses these messages ({error}); change their "
-                "roles or order"
+                "roles or order",
+                "messages",
             ) from error
 
 
@@ -75,33 +81,37 @@ def _to_json(value: Any, indent: int | None = None) -> str:
 
 
 def check_messages(messages: object) -> list[Message]:
-    """Messages, or a `PromptError` that says which is none."""
+    """The messages as a list; raises `OptionError` if any of them is not a message."""
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise PromptError("a chat needs a list of messages; give at least one")
+        raise OptionError(
+            "a chat needs a list of messages; give at least one", "prompt"
+        )
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise PromptError(
+            raise OptionError(
                 f"message {number} has no role; give "
-                '{"role": "user", "content": "..."}'
+                '{"role": "user", "content": "..."}',
+                "prompt",
             )
     return list(messages)
 
 
 def user(content: str) -> Message:
-    """What a user says."""
+    """A message of the user."""
     return {"role": "user", "content": content}
 
 
 def read_template(file: Path | None) -> str:
-    """The source of a bundle's template; `TemplateError` where there is none."""
+    """The source of a bundle's template; raises `OptionError` if there is none."""
     if file is None:
-        raise TemplateError(
+        raise OptionError(
             "the bundle has no chat template; give whole prompts to generate, or "
-            "export a checkpoint that has one"
+            "export a checkpoint that has one",
+            "messages",
         )
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TemplateError(
-            f"{file} cannot be read ({error}); export the bundle again"
+        raise OptionError(
+            f"{file} cannot be read ({error}); export the bundle again", "messages"
         ) from error

@@ -1,19 +1,1 @@
 """Shapes of draft trees: a new one is a new module here."""
-
-from jetdraft.runtime.trees.confident import Comb, Merged, Rerank
-from jetdraft.runtime.trees.fixed import Best, Kary, Sparse
-from jetdraft.runtime.trees.reach import Heap, Threshold
-from jetdraft.runtime.trees.shape import Shape, Tree
-
-__all__ = [
-    "Best",
-    "Comb",
-    "Heap",
-    "Kary",
-    "Merged",
-    "Rerank",
-    "Shape",
-    "Sparse",
-    "Threshold",
-    "Tree",
-]

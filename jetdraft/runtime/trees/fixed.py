@@ -1,23 +1,26 @@
-"""Shapes that are known before anything is drafted."""
+"""Tree shapes that do not depend on what the drafter says."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 
-from jetdraft.errors import DraftError
+from jetdraft.best_tree import best_tree
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.trees.shape import Shape, Tree
 
 RANK_RATES = (0.63, 0.13, 0.06, 0.036, 0.024, 0.016, 0.013, 0.01)
-"""How often the first, second, ... coupled sibling is right (docs/verifiers.md)."""
+"""How often the first, the second, ... coupled sibling is right (docs/verifiers.md)."""
 
 
-class Sparse(Shape):
-    """A fixed list of rows; a row's n-th child here is its n-th sibling.
+class Static(Shape):
+    """A fixed list of rows: `parents` has the parent of each, 0 being the root.
 
-    `parents` names each row's parent, 0 the root, as in "0,0,1".
+    Children of a row are its siblings in the order of the list. Raises `OptionError` if
+    a parent does not come before its row.
+
+        Static([0, 0, 1])   # two children of the root, and one below the first
     """
 
     name = "static"
@@ -25,97 +28,69 @@ class Sparse(Shape):
 
     def __init__(self, parents: Sequence[int]) -> None:
         if not parents:
-            raise DraftError("the tree has no rows; give a parent for each")
+            raise OptionError(
+                "the tree has no rows; give a parent for each", "drafting"
+            )
         for row, parent in enumerate(parents, start=1):
             if not 0 <= parent < row:
-                raise DraftError(
+                raise OptionError(
                     f"row {row} of the tree has parent {parent}; parents come before "
-                    f"their children, so give 0 to {row - 1}"
+                    f"their children, so give 0 to {row - 1}",
+                    "drafting",
                 )
         self.parents = parents
-        self._made: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
 
-    def grow(self, tree: Tree, found: Mapping[int, Distribution]) -> list[int]:
-        """Fill in the children of the answered rows."""
-        if 0 in found:
-            self._made = {0: 0}
-        made = {row: planned for planned, row in self._made.items()}
-        fresh: list[tuple[int, int]] = []
-        for row, q in found.items():
-            planned = self.parents[: tree.budget]
-            below = [i for i, p in enumerate(planned, 1) if p == made[row]]
-            tokens = tree.children_of(row, q, len(below))
-            rows = tree.add(row, q, tokens)
-            self._made.update(zip(below, rows, strict=False))
-            fresh += zip(below, rows, strict=False)
-        return [row for planned, row in fresh if planned in self.parents]
+    def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
+        """Add the children that the list has for the answered rows."""
+        if 0 in answers:
+            self._numbers = {0: 0}  # the number in the list of each row of the tree
+        fresh = []
+        for row, q in answers.items():
+            parents, own = self.parents[: tree.budget], self._numbers[row]
+            numbers = [n for n, parent in enumerate(parents, 1) if parent == own]
+            rows = tree.add(row, q, tree.children_of(row, q, len(numbers)))
+            self._numbers.update(zip(rows, numbers, strict=False))
+            fresh += rows
+        return [row for row in fresh if self._numbers[row] in self.parents]
 
 
-class Best(Sparse):
-    """The rows most likely to be accepted, were siblings right at `RANK_RATES`.
-
-    Greedy insertion is optimal when ranks are independent (Medusa, 2401.10774).
-    """
+class Best(Static):
+    """The rows most likely to be accepted if siblings are right at `RANK_RATES`."""
 
     name = "best"
 
     def __init__(self) -> None:
         super().__init__((0,))
 
-    def grow(self, tree: Tree, found: Mapping[int, Distribution]) -> list[int]:
-        """As the list for this budget says."""
-        if 0 in found:
+    def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
+        """Add the children that the best list for the tree's budget has."""
+        if 0 in answers:
             firsts = [RANK_RATES[0]] * tree.budget
             others = [rate / (1.0 - RANK_RATES[0]) for rate in RANK_RATES[1:]]
-            self.parents, _ = most_likely(tree.budget, firsts, others)
-        return super().grow(tree, found)
-
-
-def most_likely(
-    budget: int, firsts: Sequence[float], others: Sequence[float]
-) -> tuple[list[int], list[float]]:
-    """Parents of the rows most likely to be accepted, likeliest first, and how likely.
-
-    `firsts` has the chance of the first sibling at each depth, `others` those of the
-    second, the third, ... where the first is wrong.
-
-        most_likely(3, [0.6, 0.6, 0.6], [0.3])   # [0, 1, 2]: a chain
-    """
-    parents, depths, chances = list[int](), [0], [1.0]
-    heap = [(-firsts[0], 0, 0)]
-    while heap and len(parents) < budget:
-        chance, parent, rank = heapq.heappop(heap)
-        row, depth = len(depths), depths[parent] + 1
-        parents.append(parent)
-        depths.append(depth)
-        chances.append(-chance)
-        if depth < len(firsts):
-            heapq.heappush(heap, (chance * firsts[depth], row, 0))
-        if rank < len(others):
-            wrong = 1.0 - firsts[depth - 1]
-            sibling = chances[parent] * wrong * others[rank]
-            heapq.heappush(heap, (-sibling, parent, rank + 1))
-    return parents, chances[1:]
+            self.parents, _ = best_tree(tree.budget, firsts, others)
+        return super().grow(tree, answers)
 
 
 class Kary(Shape):
-    """So many children per level (MCSD, 2401.06706), as in (4, 2, 2)."""
+    """A number of children for each level, for example (4, 2, 2) (MCSD, 2401.06706)."""
 
     name = "k-ary"
     kinds = frozenset(Kind)
 
     def __init__(self, branching: Sequence[int]) -> None:
         if not branching or min(branching) < 1:
-            raise DraftError(
-                f"branching {list(branching)} is no tree; give 1 or more per level"
+            raise OptionError(
+                f"branching {list(branching)} is not a tree; give 1 or more per level",
+                "drafting",
             )
         self.branching = branching
 
-    def grow(self, tree: Tree, found: Mapping[int, Distribution]) -> list[int]:
-        """A level, or what fits of it."""
+    def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
+        """Add a level, or the families of it that fit."""
         fresh = []
-        for row, q in found.items():
-            # A family is drafted whole or not at all: a part has another law.
+        for row, q in answers.items():
+            # Siblings come all or not at all: some of them have another distribution.
             count = self.branching[tree.depths[row]]
             if count <= tree.room:
                 fresh += tree.add(row, q, tree.children_of(row, q, count))

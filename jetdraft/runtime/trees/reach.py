@@ -1,8 +1,12 @@
-"""DySpec (2410.11744): grow where the drafter expects acceptance.
+"""Tree shapes that grow where the drafter expects acceptance (DySpec, 2410.11744).
 
-A row's reach is the chance, by the drafter, that the verifier comes to try it: its
-parent's reach times the draft mass that its elder siblings left, and the row's child
-is reached with that times the row's own share of the rest.
+The reach of a row is the chance, by the drafter's probabilities q, that the verifier
+comes to try the row. Siblings x_1, x_2, ... are tried in turn:
+
+    share(x_i) = q(x_i) / (1 - q(x_1) - ... - q(x_{i-1}))     of the mass that is left
+    reach(x_1)          = reach of the parent, if the parent is accepted
+    reach(x_{i+1})      = reach(x_i) (1 - share(x_i))
+    reach(x_i's child)  = reach(x_i) share(x_i)
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ _KINDS = frozenset({Kind.DISTINCT, Kind.COUPLED, Kind.DETERMINISTIC})
 
 @dataclass
 class _Family:
-    """Siblings in the order they would be tried, with each one's share of the rest."""
+    """Siblings in the order they are tried, and the share of each of the mass left."""
 
     tokens: list[int]
     shares: list[float]
@@ -37,32 +41,32 @@ class _Family:
 
 
 class Heap(Shape):
-    """The rows with the largest reach, one drafter pass for each that has children."""
+    """The rows with the largest reach; one drafter pass for each row with children."""
 
     name = "heap"
     kinds = _KINDS
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, int]] = []
+        self._heap: list[tuple[float, int, int]] = []  # -reach, parent, rank
         self._families: dict[int, _Family] = {}
 
-    def grow(self, tree: Tree, found: Mapping[int, Distribution]) -> list[int]:
-        """Add the most reachable rows until the drafter must be asked."""
-        if 0 in found:
+    def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
+        """Add the rows with the largest reach until the drafter must be asked."""
+        if 0 in answers:
             self._heap, self._families = [(-1.0, 0, 0)], {}
-        for row, q in found.items():
+        for row, q in answers.items():
             self._families[row] = _Family.of(tree, row, q)
             tree.drawn_from[row] = q
         while self._heap and tree.room:
-            value, row, rank = self._heap[0]
+            negative_reach, row, rank = self._heap[0]
             if row not in self._families:
-                return [row]  # its first child is next: what would it be?
+                return [row]  # a child of it is next, and its tokens are unknown
             heapq.heappop(self._heap)
-            self._try(tree, -value, row, rank)
+            self._add_sibling(tree, -negative_reach, row, rank)
         return []
 
-    def _try(self, tree: Tree, reach: float, row: int, rank: int) -> None:
-        """Add one sibling, and offer its own child and its next sibling."""
+    def _add_sibling(self, tree: Tree, reach: float, row: int, rank: int) -> None:
+        """Add one child of a row; its child and its next sibling enter the heap."""
         family = self._families[row]
         if rank >= len(family.tokens):
             return
@@ -73,8 +77,8 @@ class Heap(Shape):
         heapq.heappush(self._heap, (-reach * (1.0 - share), row, rank + 1))
 
 
-class Threshold(Shape):
-    """All rows with at least a reach of 1 / budget, a level per drafter pass."""
+class ReachThreshold(Shape):
+    """All rows with a reach of at least 1 / budget; one drafter pass for each level."""
 
     name = "threshold"
     kinds = _KINDS
@@ -82,13 +86,13 @@ class Threshold(Shape):
     def __init__(self) -> None:
         self._reach: dict[int, float] = {}
 
-    def grow(self, tree: Tree, found: Mapping[int, Distribution]) -> list[int]:
-        """The children of a level, while their reach is large enough."""
-        if 0 in found:
+    def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
+        """Add the children of a level while their reach is large enough."""
+        if 0 in answers:
             self._reach = {0: 1.0}
         least = 1.0 / tree.budget
         fresh = []
-        for row, q in found.items():
+        for row, q in answers.items():
             family = _Family.of(tree, row, q)
             reach, count = self._reach[row], 0
             for share in family.shares:

@@ -1,4 +1,4 @@
-"""A draft tree while it grows, and what decides its shape."""
+"""A draft tree while it grows, and the interface of the classes that shape it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from jetdraft.runtime.trees.siblings import siblings
 
 @dataclass
 class Tree:
-    """The rows drafted so far; row 0 is the root, whose children sit at `position`.
+    """The rows drafted so far; row 0 is the root.
 
-    `kind` says how children are picked and `budget` how many rows may be drafted.
+    `kind` says how children are picked, `position` is the absolute position of the
+    root's children, and `budget` is the largest number of drafted rows.
     """
 
     kind: Kind
@@ -31,18 +32,18 @@ class Tree:
 
     @property
     def room(self) -> int:
-        """Rows that may still be drafted."""
+        """How many rows may still be drafted."""
         return self.budget + 1 - len(self.tokens)
 
     def children_of(self, row: int, q: Distribution, count: int) -> list[int]:
-        """The tokens that would be the row's first `count` children."""
+        """The tokens of the first `count` children of a row, drawn from `q`."""
         position = self.position + self.depths[row]
-        # No two families of a generation have the same number: the root moves on.
+        # Unique in a generation, since the root's position grows with every round.
         family = (self.position << 8) + row
         return siblings(self.kind, q, count, self.sampling, position, family)
 
     def add(self, row: int, q: Distribution, tokens: Sequence[int]) -> list[int]:
-        """Add children below a row; their rows."""
+        """Add children below a row; returns their rows."""
         self.drawn_from[row] = q
         first = len(self.tokens)
         self.tokens += tokens
@@ -58,22 +59,23 @@ class Tree:
         return path
 
     def rows(self) -> Rows:
-        """All of it, ready to be verified."""
+        """The whole tree as rows to verify."""
         return Rows(self.tokens, self.parents, self.kind, self.drawn_from)
 
 
 class Shape(ABC):
-    """Decides which rows a draft has; works for the `kinds` of siblings it names."""
+    """Decides which rows a draft has; `kinds` are the kinds of siblings it can use."""
 
     name: ClassVar[str]
     kinds: ClassVar[frozenset[Kind]]
 
     @abstractmethod
-    def grow(self, tree: Tree, found: Mapping[int, Distribution]) -> list[int]:
-        """Add rows below those that the drafter has just answered for.
+    def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
+        """Add rows below the rows that the drafter has just answered for.
 
-        `found` maps them to the drafter's distribution of their next token, at first
-        only the root. The rows to ask the drafter about next come back; none ends it.
+        `answers` maps these to the drafter's distribution of the next token; the first
+        call has only the root, row 0. Returns the rows to ask the drafter about next;
+        an empty list ends the draft.
         """
 
     def finish(self, tree: Tree) -> Rows:

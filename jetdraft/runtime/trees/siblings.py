@@ -1,4 +1,4 @@
-"""Which tokens become the children of a row, for each kind of draft."""
+"""Picks the tokens that become the children of a row, for each kind of draft."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def siblings(
     position: int,
     family: int = 0,
 ) -> list[int]:
-    """At most `count` children drawn from `q` for `position`, in order.
-
-    Families of different numbers draw independently: a shape may decide whether one
-    grows by what another drew, which must say nothing of what the one will draw.
+    """At most `count` tokens from `q`, for `position`, in the order to try them.
 
     `q` has its tokens best first. The k best of log q + noise are k draws without
-    replacement (Gumbel-top-k, Kool et al. 1903.06059); with the target's own noise
-    they are the coupled siblings, which for greedy decoding are simply q's best.
+    replacement (Gumbel-top-k, Kool et al. 1903.06059). With the target's own noise they
+    are the coupled siblings; in greedy decoding these are the k best of q.
+
+    Different numbers `family` draw independently: a shape may use the tokens of one
+    family to decide whether another family grows at all, and that must not bias it.
     """
-    salt = sampling.seed + _SALT + (family << 8)
+    salt = sampling.noise_seed + _SALT + (family << 8)
     if kind is Kind.REPLACED:
         return [q.draw(salt + i, position) for i in range(count)]
     if kind is Kind.TOP_AND_ONE:
@@ -37,7 +37,7 @@ def siblings(
     count = min(count, int(np.count_nonzero(q.probabilities)))
     coupled = kind is Kind.COUPLED and sampling.temperature > 0
     if kind is Kind.DISTINCT or coupled:
-        seed = sampling.seed if coupled else salt
+        seed = sampling.noise_seed if coupled else salt
         order = np.argsort(-q.scores(seed, position), kind="stable")
         return [int(token) for token in q.ids[order[:count]]]
     return [int(token) for token in q.ids[:count]]

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jetdraft.errors import DraftError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
 
@@ -49,8 +49,8 @@ def test_ancestors_and_children():
 
 def test_the_first_rows_of_a_tree_are_a_tree():
     rows = Rows([5, 6, 7, 8], [-1, 0, 0, 2], Kind.DISTINCT)
-    assert rows.first(2) == Rows([5, 6, 7], [-1, 0, 0], Kind.DISTINCT)
-    assert rows.first(9) is rows
+    assert rows.cut(2) == Rows([5, 6, 7], [-1, 0, 0], Kind.DISTINCT)
+    assert rows.cut(9) is rows
 
 
 def test_a_tree_under_a_path():
@@ -77,5 +77,5 @@ def test_depth_first_keeps_the_tree_and_the_order_of_siblings():
     [([], []), ([1], [0]), ([1, 2], [-1, 1]), ([1, 2, 3], [-1, 2, 0]), ([1, 2], [-1])],
 )
 def test_what_is_no_tree_is_refused(tokens, parents):
-    with pytest.raises(DraftError):
+    with pytest.raises(OptionError):
         Rows(tokens, parents).check()

@@ -56,6 +56,33 @@ def test_users_do_not_see_each_other(tmp_path):
     assert prompts(open_store(tmp_path, user="ann")) == [[5]]
 
 
+def test_one_file_serves_several_users(tmp_path):
+    store = open_store(tmp_path, most_entries=2)
+    ann = store.of("ann")
+    ann.add(entry(5))
+    store.add(entry(6))
+    assert (prompts(store), prompts(ann)) == ([[6]], [[5]])
+    assert ann.of("") is store
+    assert store.of("ann") is ann, "who drafts sees what was added"
+    assert prompts(open_store(tmp_path, user="bob").of("ann")) == [[5]]
+    for token in range(3):
+        ann.add(entry(token))
+    assert prompts(ann) == [[2], [1]]
+    with pytest.raises(StoreError, match="unprintable"):
+        store.of("\udcff")
+
+
+def test_another_user_of_a_file_that_is_damaged_meanwhile(tmp_path):
+    store = open_store(tmp_path)
+    for token in range(50):
+        store.add(entry(token, response=range(500)))
+    content = bytearray(store.file.read_bytes())
+    damage_middle(content)
+    store.file.write_bytes(content)
+    with pytest.warns(UserWarning, match="damaged"):
+        assert store.of("ann").entries == []
+
+
 def test_the_same_request_is_kept_once(tmp_path):
     store = open_store(tmp_path)
     store.add(entry(5, response=[1]))
@@ -206,7 +233,7 @@ def test_entries_that_nobody_could_draft_are_left_out(tmp_path):
 
 
 def test_a_user_must_be_a_name(tmp_path):
-    with pytest.raises(StoreError, match="no printable name"):
+    with pytest.raises(StoreError, match="unprintable"):
         open_store(tmp_path, user="\udcff")
 
 

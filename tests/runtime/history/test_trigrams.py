@@ -16,7 +16,7 @@ from jetdraft.runtime.history.trigrams import (
     Counts,
     Trigrams,
 )
-from jetdraft.runtime.proposers import TrigramProposer
+from jetdraft.runtime.proposers.trigram import TrigramProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jetdraft
-from jetdraft.errors import MethodError, OptionError, StoreError
+from jetdraft.errors import OptionError, StoreError
 from jetdraft.runtime.history.store import Entry
 
 PROMPT = np.random.default_rng(3).integers(0, 288, 24).tolist()
@@ -64,9 +64,9 @@ def test_an_unfinished_text_is_not_kept(remembering):
 
 def test_without_a_store_nothing_is_recalled(model):
     assert "recall" not in model.methods
-    with pytest.raises(MethodError, match="--store"):
+    with pytest.raises(OptionError, match="--store"):
         text(model, method="recall")
-    with pytest.raises(MethodError, match="--store"):
+    with pytest.raises(OptionError, match="--store"):
         text(model, method="draft,recall")
 
 
@@ -94,5 +94,5 @@ def test_lists_name_proposers_only(model, method):
 
 
 def test_an_unknown_name_in_a_list(model):
-    with pytest.raises(MethodError, match="'guess'"):
+    with pytest.raises(OptionError, match="'guess'"):
         text(model, method="draft,guess")

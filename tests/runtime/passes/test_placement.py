@@ -16,14 +16,14 @@ import jetdraft
 from jetdraft.checkpoints.streamed import StreamSettings
 from jetdraft.devices import providers
 from jetdraft.devices.providers import PROVIDERS, Presence, Provider
-from jetdraft.errors import MethodError
+from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.measured.widths import measure
 from jetdraft.runtime.passes import opener as opening
 from jetdraft.runtime.passes.captures import Captures
+from jetdraft.runtime.passes.opener import shared_weights
 from jetdraft.runtime.passes.session import open_session
-from jetdraft.runtime.passes.shared_weights import shared_weights
 from jetdraft.runtime.passes.tensor import Memory
 from jetdraft.runtime.planning.options import Options
 from tests.tiny import llama_config, save_checkpoint, save_streams
@@ -115,7 +115,7 @@ def test_only_candidates_come_to_the_host(pretended):
 
 
 def test_pruning_is_refused(bundle, pretended):
-    with pytest.raises(MethodError, match="not on "):
+    with pytest.raises(OptionError, match="not on "):
         pretended.target_for(Options(method="stream", prune_threshold=0.1))
 
 
@@ -174,7 +174,7 @@ def test_trees_that_round_otherwise_are_not_exact(bundle, pretended):
     known = pretended.planner.calibration
     pretended.planner.calibration = replace(known, trees_agree=False)
     tree = {"method": "draft", "tree": "best"}
-    with pytest.raises(MethodError, match="passes that branch"):
+    with pytest.raises(OptionError, match="passes that branch"):
         text(pretended, **tree)
     assert text(pretended, exact=False, **tree)
     drafted = pretended.generate(token_ids=PROMPT, method="auto", max_new_tokens=40)
@@ -208,7 +208,7 @@ def test_streams_and_integers_of_four_bits(tmp_path, monkeypatch, scheme):
     plain = jetdraft.load(tmp_path / "b", "cpu", threads=1)
     pretend(monkeypatch, "cuda")
     model = jetdraft.load(tmp_path / "b", threads=1)
-    assert model.target.memory.copies
+    assert model.parts.target.memory.copies
     for way in ({}, {"temperature": 1.1, "seed": 2, "top_p": 0.9}):
         expected = text(plain, method="none", **way)
         for tree in ("chain", "best"):

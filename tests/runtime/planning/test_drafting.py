@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jetdraft.errors import DraftError, MethodError, OptionError, VerifierError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 
 IDS = np.random.default_rng(1).integers(0, 288, 30)
@@ -16,38 +16,38 @@ KARY = {**DRAFT, "tree": "k-ary", "branching": [2, 2]}
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({**DRAFT, "tree": "oak"}, DraftError, "unknown tree"),
-        ({**DRAFT, "siblings": "twins"}, DraftError, "unknown siblings"),
-        ({**DRAFT, "verifier": "judge"}, VerifierError, "unknown verifier"),
+        ({**DRAFT, "tree": "oak"}, OptionError, "unknown tree"),
+        ({**DRAFT, "siblings": "twins"}, OptionError, "unknown siblings"),
+        ({**DRAFT, "verifier": "judge"}, OptionError, "unknown verifier"),
         ({"token_ids": IDS, "tree": "best"}, OptionError, "method draft"),
         ({**DRAFT, "tree": "k-ary"}, OptionError, "go together"),
         ({**DRAFT, "branching": [2]}, OptionError, "go together"),
         ({**DRAFT, "tree": "static"}, OptionError, "go together"),
-        ({**DRAFT, "tree": "static", "tree_parents": [0, 2]}, DraftError, "before"),
-        ({**KARY, "branching": [4, 4]}, DraftError, "wider than a pass"),
-        ({**KARY, "branching": [0]}, DraftError, "1 or more"),
+        ({**DRAFT, "tree": "static", "tree_parents": [0, 2]}, OptionError, "before"),
+        ({**KARY, "branching": [4, 4]}, OptionError, "wider than a pass"),
+        ({**KARY, "branching": [0]}, OptionError, "1 or more"),
         ({**KARY, "num_draft_tokens": 3}, OptionError, "its own size"),
-        ({**DRAFT, "siblings": "with-replacement"}, DraftError, "1,1,1"),
+        ({**DRAFT, "siblings": "with-replacement"}, OptionError, "1,1,1"),
         (
             {**DRAFT, "tree": "rerank", "siblings": "with-replacement"},
-            DraftError,
+            OptionError,
             "cannot have",
         ),
-        ({**KARY, "verifier": "typical"}, VerifierError, "no-exact"),
-        ({**KARY, "verifier": "recursive"}, VerifierError, "no-exact"),
+        ({**KARY, "verifier": "typical"}, OptionError, "no-exact"),
+        ({**KARY, "verifier": "recursive"}, OptionError, "no-exact"),
         (
             {**KARY, "verifier": "recursive", "exact": False},
-            VerifierError,
+            OptionError,
             "not made for coupled",
         ),
         (
             {**DRAFT, "verifier": "rejection", "exact": False},
-            VerifierError,
+            OptionError,
             "not made for coupled",
         ),
         (
             {**DRAFT, "tree": "heap", "verifier": "rejection", "exact": False},
-            VerifierError,
+            OptionError,
             "one child per row",
         ),
         (
@@ -62,10 +62,10 @@ KARY = {**DRAFT, "tree": "k-ary", "branching": [2, 2]}
         ({**DRAFT, "temperature": "1"}, OptionError, "not a number"),
         ({**KARY, "branching": 3}, OptionError, "list of integers"),
         ({**KARY, "branching": "3,2"}, OptionError, "list of integers"),
-        ({**DRAFT, "tree": "static", "tree_parents": []}, DraftError, "no rows"),
+        ({**DRAFT, "tree": "static", "tree_parents": []}, OptionError, "no rows"),
         (
             {"token_ids": IDS, "method": "lookup", "verifier": "k-seq", "exact": False},
-            VerifierError,
+            OptionError,
             "not made for deterministic",
         ),
     ],
@@ -76,9 +76,9 @@ def test_contradictions_are_refused(model, options, error, words):
 
 
 def test_a_tree_of_models_that_only_chain_is_refused(model, monkeypatch):
-    contract = dataclasses.replace(model.target.contract, tree=False)
-    monkeypatch.setattr(model.target, "contract", contract)
-    with pytest.raises(MethodError, match="chains only"):
+    contract = dataclasses.replace(model.parts.target.contract, tree=False)
+    monkeypatch.setattr(model.parts.target, "contract", contract)
+    with pytest.raises(OptionError, match="chains only"):
         model.stream(**DRAFT, tree="best")
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.passes.engines import Engines
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import open_session
+from jetdraft.runtime.passes.step_sessions import StepSessions
 from jetdraft.runtime.proposers import (
     CascadeProposer,
     DraftProposer,
@@ -42,7 +42,7 @@ class Told(LookupProposer):
 def graph(model):
     entry = model.bundle.drafter
     session = open_session(model.bundle.path / entry.file, "cpu", 1)
-    return Graph(Engines(session, entry.contract))
+    return Graph(StepSessions(session, entry.contract))
 
 
 @pytest.mark.parametrize("sampling", WAYS, ids=str)

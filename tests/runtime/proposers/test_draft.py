@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jetdraft.runtime.passes.engines import Engines
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import open_session
+from jetdraft.runtime.passes.step_sessions import StepSessions
 from jetdraft.runtime.proposers import DraftProposer
 from jetdraft.runtime.proposers.follower import Follower
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
@@ -15,14 +15,14 @@ CONTEXT = np.random.default_rng(2).integers(0, 288, 30).tolist()
 
 @pytest.fixture
 def drafter(model):
-    proposer = DraftProposer(Follower(model.drafter))
+    proposer = DraftProposer(Follower(model.parts.drafter))
     proposer.begin(CONTEXT, Chooser(Sampling()))
     return proposer
 
 
 def fresh(model, context, budget):
     """What a drafter that has seen nothing else proposes."""
-    proposer = DraftProposer(Follower(model.drafter))
+    proposer = DraftProposer(Follower(model.parts.drafter))
     proposer.begin(context, Chooser(Sampling()))
     return proposer.propose(context, budget).tokens
 
@@ -50,7 +50,7 @@ def test_rounds_of_others_are_caught_up(model, drafter):
 def test_a_drafter_that_is_the_target_is_always_right(model):
     entry = model.bundle.target
     session = open_session(model.bundle.path / entry.file, "cpu", 1, spinning=False)
-    twin = DraftProposer(Follower(Graph(Engines(session, entry.contract))))
+    twin = DraftProposer(Follower(Graph(StepSessions(session, entry.contract))))
     for options in ({}, {"temperature": 0.8, "seed": 4}):
         # In its own exact class the twin runs one row at a time, so compare there.
         model.planner.proposers["twin"] = twin
@@ -74,6 +74,6 @@ def test_a_context_that_changes_is_followed(model, drafter):
 
 def test_one_target_pass_per_round_and_one_drafter_pass_per_token(model, drafter):
     drafter.propose(CONTEXT, 1)
-    before = model.drafter.passes
+    before = model.parts.drafter.passes
     drafter.propose([*CONTEXT, 5], 3)
-    assert model.drafter.passes - before == 3
+    assert model.parts.drafter.passes - before == 3

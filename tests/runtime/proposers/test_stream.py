@@ -12,7 +12,7 @@ import torch
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streamed import LOSSLESS, StreamSettings
-from jetdraft.errors import BundleError, JetdraftError, MethodError
+from jetdraft.errors import BundleError, JetdraftError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.probes import Probes, Probing
@@ -131,7 +131,7 @@ def test_the_base_without_streams_writes_the_same(model, tmp_path):
 
 
 def test_the_first_pass_carries_streams_on_the_last_prompt_row_alone(model):
-    graph, seen = model.target, []
+    graph, seen = model.parts.target, []
     run = graph.run
 
     def spy(tokens, **options):
@@ -183,8 +183,8 @@ def test_another_task_can_be_swapped_in(model, tmp_path):
 
 def test_probes_do_not_change_a_bit_of_the_rows(model):
     """What an exact generation rests on, at every exact width."""
-    graph = model.target
-    for width in [w for w in model.planner.calibration.exact_widths if w <= 8]:
+    graph = model.parts.target
+    for width in [w for w in model.parts.widths.exact if w <= 8]:
         graph.cache.rewind(0)
         graph.run(PROMPT[:10])
         graph.cache.advance(10)
@@ -305,14 +305,14 @@ def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
     how = {"token_ids": PROMPT, "max_new_tokens": 40}
     plain = model.generate(method="none", **how)
     assert model.generate(method="stream", **how).token_ids == plain.token_ids
-    with pytest.raises(MethodError, match="no layers below"):
+    with pytest.raises(OptionError, match="no layers below"):
         model.generate(method="stream", prune_threshold=0.1, **how)
 
 
 def test_where_probes_change_bits_an_exact_generation_has_none(model, monkeypatch):
     known = replace(model.planner.calibration, probes_agree=False)
     monkeypatch.setattr(model.planner, "calibration", known)
-    with pytest.raises(MethodError, match="add --no-exact"):
+    with pytest.raises(OptionError, match="add --no-exact"):
         text(model, "stream")
     assert text(model, "stream", exact=False).token_ids
     stats = text(model, "auto").stats

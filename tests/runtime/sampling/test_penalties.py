@@ -7,8 +7,8 @@ import pytest
 
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.passes.graph import Answer
-from jetdraft.runtime.sampling.penalties import Penalties, Shaping
+from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.sampling.penalties import Penalties, PenaltyProcessor
 
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
 WAYS = [
@@ -20,7 +20,7 @@ WAYS = [
 ]
 METHODS = [
     {"method": "draft", "num_draft_tokens": 4},
-    {"method": "draft", "tree": "best", "num_draft_tokens": 7},
+    {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 7},
     {"method": "lookup", "num_draft_tokens": 3},
     {"method": "auto"},
 ]
@@ -33,31 +33,32 @@ def answer(logits):
     return Answer(order, best, np.zeros(len(logits), np.float32), logits)
 
 
-def shape(shaping, rows, context, prompt):
-    return Penalties(shaping, prompt).shape(answer(LOGITS[: len(rows)]), rows, context)
+def process(penalties, rows, context, prompt):
+    logits = answer(LOGITS[: len(rows)])
+    return PenaltyProcessor(penalties, prompt).process(logits, rows, context)
 
 
 def test_each_rule_by_hand():
     """Prompt 0, then 3 twice; the row below the root carries 1."""
     rows, context = Rows.chain([3, 1]), [0, 3, 3]
-    repetition = shape(Shaping(repetition_penalty=2.0), rows, context, [0])
+    repetition = process(Penalties(repetition_penalty=2.0), rows, context, [0])
     np.testing.assert_allclose(
         repetition.logits, [[1.0, -1.0, 0.5, 1.5], [0.5, 0.5, -2.0, 0.0]]
     )
-    presence = shape(Shaping(presence_penalty=1.0), rows, context, [0])
+    presence = process(Penalties(presence_penalty=1.0), rows, context, [0])
     np.testing.assert_allclose(
         presence.logits, [[2.0, -1.0, 0.5, 2.0], [1.0, 0.0, -2.0, -1.0]]
     )
-    frequency = shape(Shaping(frequency_penalty=1.0), rows, context, [0])
+    frequency = process(Penalties(frequency_penalty=1.0), rows, context, [0])
     np.testing.assert_allclose(
         frequency.logits, [[2.0, -1.0, 0.5, 1.0], [1.0, 0.0, -2.0, -2.0]]
     )
-    bias = shape(Shaping({2: 10.0}), rows, context, [0])
+    bias = process(Penalties({2: 10.0}), rows, context, [0])
     np.testing.assert_allclose(bias.logits[:, 2], [10.5, 8.0])
 
 
 def test_candidates_and_their_sum_follow():
-    found = shape(Shaping({2: 10.0}), Rows.chain([3, 1]), [0, 3], [0])
+    found = process(Penalties({2: 10.0}), Rows.chain([3, 1]), [0, 3], [0])
     np.testing.assert_array_equal(found.candidates, [[2, 3, 0], [2, 0, 1]])
     np.testing.assert_allclose(found.candidate_logits[0], [10.5, 3.0, 2.0])
     expected = np.log(np.exp(found.logits.astype(float)).sum(1))
@@ -67,8 +68,8 @@ def test_candidates_and_their_sum_follow():
 def test_siblings_see_only_their_own_path():
     tree = Rows([3, 1, 0], [-1, 0, 0])
     logits = np.vstack([LOGITS, LOGITS[:1]])
-    penalties = Penalties(Shaping(presence_penalty=1.0), [2])
-    found = penalties.shape(answer(logits), tree, [2, 3]).logits
+    processor = PenaltyProcessor(Penalties(presence_penalty=1.0), [2])
+    found = processor.process(answer(logits), tree, [2, 3]).logits
     np.testing.assert_allclose(found[1], LOGITS[1] - [0, 1, 0, 1])
     np.testing.assert_allclose(found[2], LOGITS[0] - [1, 0, 0, 1])
 
@@ -102,9 +103,9 @@ def test_with_filters_and_another_verifier(model):
     assert model.generate(method="draft", **options).token_ids == plain
     drawn = {
         "tree": "k-ary", "branching": [1, 1, 1], "siblings": "with-replacement",
-        "verifier": "rejection", "exact": False,
+        "verifier": "rejection",
     }  # fmt: skip
-    found = model.generate(method="draft", **drawn, **options)
+    found = model.generate(method="draft", drafting=drawn, exact=False, **options)
     assert len(found.token_ids) == 60
 
 

@@ -1,7 +1,7 @@
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from jetdraft.errors import BundleError, PromptError
+from jetdraft.errors import BundleError, OptionError
 from jetdraft.runtime.text.codec import TextCodec
 
 TEXT = "def f():\n    return 'naïve — 日本語 🚀'\n"
@@ -49,7 +49,7 @@ def test_a_decoder_that_drops_a_leading_space_keeps_it_after_the_prompt(tmp_path
 def test_without_a_tokenizer_only_ids_work():
     codec = TextCodec(None)
     assert codec.stream([1]).push([1]) == ""
-    with pytest.raises(PromptError, match="token_ids"):
+    with pytest.raises(OptionError, match="token_ids"):
         codec.encode("text")
 
 

@@ -11,9 +11,9 @@ import jsonschema
 import numpy as np
 import pytest
 
-from jetdraft.errors import ConstraintError, OptionError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.passes.graph import Answer
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.constrained import ForcedProposer
 from jetdraft.runtime.text.constraint import Constraint, Vocabulary
 from jetdraft.runtime.text.matcher import NEVER
@@ -41,7 +41,7 @@ WAYS = [
 ]
 METHODS = [
     {"method": "draft", "num_draft_tokens": 4},
-    {"method": "draft", "tree": "best", "num_draft_tokens": 7},
+    {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 7},
     {"method": "lookup", "num_draft_tokens": 3},
     {"method": "trigram", "num_draft_tokens": 5},
     {"method": "draft,lookup"},
@@ -144,13 +144,13 @@ def test_beside_penalties_biases_stops_and_logprobs(model):
 
 def test_another_verifier_keeps_the_constraint(model):
     drawn = {
-        "method": "draft", "tree": "k-ary", "branching": [1, 1, 1],
-        "siblings": "with-replacement", "verifier": "rejection", "exact": False,
+        "tree": "k-ary", "branching": [1, 1, 1], "siblings": "with-replacement",
+        "verifier": "rejection",
     }  # fmt: skip
     for seed in range(5):
         found = model.generate(
             "a", json_schema=ROBOT, temperature=0.9, seed=seed, max_new_tokens=150,
-            **drawn,
+            method="draft", drafting=drawn, exact=False,
         )  # fmt: skip
         assert holds(WAYS[0], found.text)
 
@@ -178,17 +178,17 @@ def test_each_row_is_masked_after_its_own_path(vocabulary):
     a, b, c, d = ids("abcd")
     rows = Rows([9, a, c, b, b], [-1, 0, 0, 1, 2])
     given = answer(5)
-    found = matcher.shape(given, rows, [9]).logits
-    allowed = [set(np.flatnonzero(row > NEVER)) for row in found]
+    masked = matcher.process(given, rows, [9]).logits
+    allowed = [set(np.flatnonzero(row > NEVER)) for row in masked]
     assert allowed[:4] == [{a, c}, {b}, {d, 0}, {0}]
-    np.testing.assert_array_equal(found[4], given.logits[4], "b may not follow c")
+    np.testing.assert_array_equal(masked[4], given.logits[4], "b may not follow c")
     assert matcher.allowed(rows, [9]).tokens == [9, a, c, b]
     assert matcher.allowed(Rows.chain([9, a, 0]), [9]).tokens == [9, a]
     assert matcher.allowed(Rows.chain([9, c, 0]), [9]).tokens == [9, c, 0]
-    again = matcher.shape(answer(2), Rows.chain([c, d]), [9, c]).logits
+    again = matcher.process(answer(2), Rows.chain([c, d]), [9, c]).logits
     assert set(np.flatnonzero(again[0] > NEVER)) == {d, 0}
-    with pytest.raises(ConstraintError, match="cannot be followed"):
-        matcher.shape(answer(1), Rows.chain([b]), [9, c, b])
+    with pytest.raises(OptionError, match="cannot be followed"):
+        matcher.process(answer(1), Rows.chain([b]), [9, c, b])
 
 
 def test_what_is_withdrawn_is_forgotten(vocabulary):
@@ -206,12 +206,12 @@ def test_what_is_withdrawn_is_forgotten(vocabulary):
 @pytest.mark.parametrize(
     ("wrong", "error", "words"),
     [
-        ({"json_schema": "{"}, ConstraintError, "not JSON .*line 1"),
-        ({"json_schema": "[1]"}, ConstraintError, "is no object"),
-        ({"json_schema": {"type": "strin"}}, ConstraintError, "its root: Invalid type"),
+        ({"json_schema": "{"}, OptionError, "not JSON .*line 1"),
+        ({"json_schema": "[1]"}, OptionError, "is not an object"),
+        ({"json_schema": {"type": "strin"}}, OptionError, "its root: Invalid type"),
         (
             {"json_schema": {"properties": {"a": {"items": {"type": "strin"}}}}},
-            ConstraintError,
+            OptionError,
             "at /properties/a/items: Invalid type: strin",
         ),
         (
@@ -220,18 +220,18 @@ def test_what_is_withdrawn_is_forgotten(vocabulary):
                     "anyOf": [{"type": "null"}, {"type": "string", "pattern": "(("}]
                 }
             },
-            ConstraintError,
+            OptionError,
             "at /anyOf/1: unclosed group",
         ),
-        ({"json_schema": {"uniqueItems": True}}, ConstraintError, "uniqueItems"),
-        ({"regex": "ab(c"}, ConstraintError, "at character 3: unclosed group"),
-        ({"regex": "x{2,1}"}, ConstraintError, "character 2: invalid repetition"),
-        ({"regex": "abcdef\\1"}, ConstraintError, "character 7: backreferences"),
-        ({"grammar": "start: foo"}, ConstraintError, r'at 1\(8\): unknown name: "foo"'),
-        ({"grammar": "start: /a/ )"}, ConstraintError, r"at 1\(12\): expecting"),
-        ({"json_schema": {"x-guidance": 5}}, ConstraintError, "is no object"),
-        ({"json_schema": {"properties": 5}}, ConstraintError, "refused at its root"),
-        ({"json_schema": '{"a":' * 9999}, ConstraintError, "not JSON"),
+        ({"json_schema": {"uniqueItems": True}}, OptionError, "uniqueItems"),
+        ({"regex": "ab(c"}, OptionError, "at character 3: unclosed group"),
+        ({"regex": "x{2,1}"}, OptionError, "character 2: invalid repetition"),
+        ({"regex": "abcdef\\1"}, OptionError, "character 7: backreferences"),
+        ({"grammar": "start: foo"}, OptionError, r'at 1\(8\): unknown name: "foo"'),
+        ({"grammar": "start: /a/ )"}, OptionError, r"at 1\(12\): expecting"),
+        ({"json_schema": {"x-guidance": 5}}, OptionError, "is not an object"),
+        ({"json_schema": {"properties": 5}}, OptionError, "refused at its root"),
+        ({"json_schema": '{"a":' * 9999}, OptionError, "not JSON"),
         ({"regex": "\udc80"}, OptionError, "not a text"),
         ({"regex": "a", "grammar": "b"}, OptionError, "regex and grammar exclude"),
         ({"regex": 3}, OptionError, "not a text"),
@@ -247,7 +247,7 @@ def test_wrong_constraints_are_refused_at_once(model, wrong, error, words):
 @pytest.mark.parametrize("method", ["none", "lookup", "draft"])
 def test_the_library_s_limits_end_in_an_error_and_no_text(model, monkeypatch, method):
     monkeypatch.setattr("jetdraft.runtime.text.constraint.MOST_STATES", 60)
-    with pytest.raises(ConstraintError, match=r"cannot be followed|refused"):
+    with pytest.raises(OptionError, match=r"cannot be followed|refused"):
         model.generate("a", regex="[ -~]*a[ -~]{40}!", method=method)
     assert model.generate("a", max_new_tokens=3).token_ids
 
@@ -263,12 +263,12 @@ def test_twins_share_what_was_read_of_the_vocabulary(model):
 
 
 def test_without_a_tokenizer_or_an_end_nothing_can_be_constrained(tmp_path):
-    with pytest.raises(ConstraintError, match="no tokenizer"):
+    with pytest.raises(OptionError, match="no tokenizer"):
         Vocabulary(None, 300, [0])
     file = save_tokenizer(tmp_path) / "tokenizer.json"
-    with pytest.raises(ConstraintError, match="no end-of-text"):
+    with pytest.raises(OptionError, match="no end-of-text"):
         Vocabulary(file, 300, [])
-    with pytest.raises(ConstraintError, match="cannot be constrained"):
+    with pytest.raises(OptionError, match="cannot be constrained"):
         Vocabulary(file, 9, [0])
 
 

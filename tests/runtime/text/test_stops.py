@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jetdraft.errors import OptionError
-from jetdraft.runtime.text.stops import Ending
+from jetdraft.runtime.text.stops import StopWatcher
 
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
 OPTIONS = {
@@ -36,7 +36,7 @@ class Letters:
 
 def shown(stop, tokens, rounds):
     """The text shown after each round, and what was kept."""
-    ending, texts, kept = Ending(Letters(), [], stop), [], []
+    ending, texts, kept = StopWatcher(Letters(), [], stop), [], []
     for start in range(0, len(tokens), rounds):
         if ending.reason:
             break

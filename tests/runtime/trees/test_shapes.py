@@ -5,23 +5,15 @@ import itertools
 import numpy as np
 import pytest
 
-from jetdraft.errors import DraftError
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.sampling.chooser import Sampling
 from jetdraft.runtime.sampling.rejection import recursive
-from jetdraft.runtime.trees import (
-    Best,
-    Comb,
-    Heap,
-    Kary,
-    Merged,
-    Rerank,
-    Sparse,
-    Threshold,
-    Tree,
-)
-from jetdraft.runtime.trees.fixed import RANK_RATES, most_likely
+from jetdraft.runtime.trees.confident import Comb, Merged, Rerank
+from jetdraft.runtime.trees.fixed import Best, Kary, Static
+from jetdraft.runtime.trees.reach import Heap, ReachThreshold
+from jetdraft.runtime.trees.shape import Tree
 
 VOCABULARY = 12
 RANDOM = np.random.default_rng(5)
@@ -31,15 +23,15 @@ SHAPES = [
     (Best(), Kind.DETERMINISTIC),
     (Heap(), Kind.DISTINCT),
     (Heap(), Kind.COUPLED),
-    (Threshold(), Kind.DISTINCT),
-    (Threshold(), Kind.DETERMINISTIC),
+    (ReachThreshold(), Kind.DISTINCT),
+    (ReachThreshold(), Kind.DETERMINISTIC),
     (Rerank(), Kind.COUPLED),
     (Comb(), Kind.DETERMINISTIC),
     (Merged(), Kind.DETERMINISTIC),
     (Merged(), Kind.COUPLED),
     (Kary((2, 2, 1)), Kind.REPLACED),
     (Kary((2, 2, 1)), Kind.TOP_AND_ONE),
-    (Sparse((0, 0, 1, 1, 2)), Kind.DETERMINISTIC),
+    (Static((0, 0, 1, 1, 2)), Kind.DETERMINISTIC),
 ]
 
 
@@ -85,7 +77,7 @@ def test_the_same_seed_grows_the_same_tree(shape, kind):
 
 
 def test_a_static_tree_has_the_given_parents_in_order_of_levels():
-    _, _, rows = grow(Sparse((0, 0, 1, 1, 2)), Kind.DETERMINISTIC)
+    _, _, rows = grow(Static((0, 0, 1, 1, 2)), Kind.DETERMINISTIC)
     assert rows.parents == [-1, 0, 0, 1, 1, 2]
     best = after(4).ids
     assert rows.tokens[1:3] == best[:2].tolist()
@@ -94,28 +86,8 @@ def test_a_static_tree_has_the_given_parents_in_order_of_levels():
 
 @pytest.mark.parametrize("parents", [(1,), (0, 2), (0, -1), ()])
 def test_a_static_tree_with_wrong_parents_is_refused(parents):
-    with pytest.raises(DraftError, match="parent"):
-        Sparse(parents)
-
-
-def test_the_most_likely_tree_has_the_largest_products():
-    """Compared with all rows of all paths of ranks up to a depth."""
-    others = [rate / (1 - RANK_RATES[0]) for rate in RANK_RATES[1:]]
-    parents, chances = most_likely(12, [RANK_RATES[0]] * 12, others)
-    values = [1.0]
-    ranks = {}
-    for parent in parents:
-        rank = ranks.get(parent, 0)
-        ranks[parent] = rank + 1
-        values.append(values[parent] * RANK_RATES[rank])
-    every, level = [], [1.0]
-    for _ in range(12):
-        level = sorted((v * rate for v in level for rate in RANK_RATES), reverse=True)
-        level = level[:40]
-        every += level
-    best = sorted(every, reverse=True)[:12]
-    assert sorted(values[1:], reverse=True) == pytest.approx(best)
-    assert chances == pytest.approx(values[1:])
+    with pytest.raises(OptionError, match="parent"):
+        Static(parents)
 
 
 def test_k_ary_levels():
@@ -165,7 +137,7 @@ def test_the_heap_puts_rows_in_by_falling_reach():
 
 
 def test_the_threshold_takes_what_reaches_one_in_budget():
-    tree, _, _ = grow(Threshold(), Kind.DISTINCT, budget=15)
+    tree, _, _ = grow(ReachThreshold(), Kind.DISTINCT, budget=15)
     assert min(tried(tree)) >= 1 / 15 - 1e-9
 
 
@@ -197,7 +169,7 @@ def test_rerank_keeps_the_best_products():
 def test_merged_without_merging_drafts_what_is_sure_enough():
     never = Merged(repeat=99)
     _, _, rows = grow(never, Kind.DETERMINISTIC, budget=12)
-    assert never._same == {}
+    assert never._repeats == {}
     assert rows.drafted <= 12
 
 
@@ -213,7 +185,11 @@ def test_merged_asks_less_for_the_same_rows():
 
 @pytest.mark.parametrize(
     ("shape", "second"),
-    [(Heap(), [0.5, 0.3, 0.2]), (Threshold(), [0.7, 0.2, 0.1]), (Kary((2, 1)), None)],
+    [
+        (Heap(), [0.5, 0.3, 0.2]),
+        (ReachThreshold(), [0.7, 0.2, 0.1]),
+        (Kary((2, 1)), None),
+    ],
 )
 def test_a_shape_that_looks_at_draws_does_not_bias_them(shape, second):
     """Whether a row gets children may depend on what its cousins drew.

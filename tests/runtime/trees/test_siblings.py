@@ -7,7 +7,7 @@ import pytest
 
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
-from jetdraft.runtime.passes.graph import Answer
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from jetdraft.runtime.trees.siblings import siblings
@@ -82,8 +82,8 @@ def test_greedy_coupled_siblings_are_the_best():
 def test_drafting_and_verifying_with_one_seed_draws_from_p(name, kind, count):
     """The rules are enumerated elsewhere; here the noise of both must not mix."""
     logits = np.log(P)[None].astype(np.float32)
-    row = Answer(np.arange(4)[None], logits, np.zeros(1, np.float32), logits)
-    two = Answer(*(np.repeat(part, 1 + count, axis=0) for part in vars(row).values()))
+    row = (np.arange(4)[None], logits, np.zeros(1, np.float32), logits)
+    two = Answer(*(np.repeat(part, 1 + count, axis=0) for part in row))
     counts = np.zeros(4)
     for seed in SEEDS:
         chooser = Chooser(Sampling(1.0, seed=seed, top_k=4))

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from jetdraft.errors import ConstraintError, JetdraftError
-from jetdraft.runtime.generation import Stream
+from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.model import Model
-from jetdraft.runtime.planning.options import Options
+from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.text.template import Message, check_messages
+from jetdraft.runtime.text_stream import Stream
 from jetdraft.server.tools import Tools
 
 Body = Mapping[str, Any]
@@ -73,10 +73,18 @@ class GenerationRequest:
     user: str
 
     @classmethod
-    def of(cls, body: Body, chat: bool, most: int, marked: bool = False) -> Self:
+    def of(
+        cls,
+        body: Body,
+        chat: bool,
+        most: int,
+        marked: bool = False,
+        defaults: GenerateOptions | None = None,
+    ) -> Self:
         """Read a JSON object; a text has at most `most` new tokens.
 
-        `marked` goes to `Tools`. Raises `JetdraftError`.
+        `marked` goes to `Tools`; `defaults` are options that the body may change.
+        Raises `JetdraftError`.
         """
         unknown = [name for name in body if name not in (*OPTIONS, *READ, *IGNORED)]
         if unknown:
@@ -89,8 +97,9 @@ class GenerationRequest:
         for name in ("echo", "suffix"):
             if body.get(name):
                 raise RequestError(f"{name} is not supported; leave it out", name)
-        options = _options(body, chat, most)
-        Options(**options)  # refuses options that are out of range
+        options: dict[str, Any] = {**(defaults or {}), **_options(body, chat, most)}
+        options.setdefault("temperature", 1.0)  # OpenAI's default
+        Options.of(**options)  # refuses bad options
         tools = _tools(body, options, marked)
         chunks = body.get("stream_options", {})
         return cls(
@@ -117,8 +126,9 @@ class GenerationRequest:
         options = {**self.options, "grammar": self.tools.grammar()}
         try:
             return model.stream(token_ids=ids, **options)
-        except ConstraintError:
-            self.tools.check(model.vocabulary)  # names the tool
+        except OptionError as error:
+            if error.field == "grammar":
+                self.tools.check(model.vocabulary)  # names the tool
             raise
 
 
@@ -156,7 +166,6 @@ def _options(body: Body, chat: bool, most: int) -> dict[str, Any]:
                 f"the {name} is longer than {MOST_SOURCE} characters; make it simpler",
                 name,
             )
-    options.setdefault("temperature", 1.0)  # OpenAI's default
     wanted = body.get("max_completion_tokens", body.get("max_tokens"))
     if wanted is None:
         wanted = most if chat else min(16, most)  # OpenAI's defaults

@@ -1,47 +1,48 @@
-"""From a chain graph, the graphs that branching drafts need beside it."""
+"""The graphs for branching drafts: a chain graph with a bias, and a compaction."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 
 from jetdraft.contract import StepContract, TensorSpec
-from jetdraft.edits import initializer
-from jetdraft.export.standard import branch
+from jetdraft.edits import initializer, value_of
+from jetdraft.errors import UnsupportedModelError
+from jetdraft.export.attentions import add_bias, has_windows
+from jetdraft.export.job import Job
+from jetdraft.export.variants.variant import Variant
 
 _COMPACTION_OPSET = 24
 """The first that has TensorScatter."""
 
-BIAS_INPUT = 10
-"""Of GroupQueryAttention."""
 
+def write(job: Job) -> None:
+    """Write the tree graph over the chain's weights, and its compaction.
 
-def write_tree(chain: Path, tree: Path, contract: StepContract) -> bool:
-    """Write the tree graph of a chain graph on disk, over the same weights file.
-
-    False, and nothing is written, where a layer attends in a sliding window: windows
-    count slots of the buffer, which are not the positions of a branching draft.
+    Nothing is written for a model with sliding windows. Raises `UnsupportedModelError`
+    where the chain graph itself needs a bias.
     """
-    model = ir.load(chain)
-    nodes = attentions(model.graph)
-    if any(node.attributes.get_int("local_window_size", -1) > 0 for node in nodes):
-        return False
-    bias = _bias(model.graph, contract)
-    branch(model.graph, bias)
-    for node in nodes:
-        # Where streams are, there is a bias already, for rows and probes.
-        if len(node.inputs) <= BIAS_INPUT or node.inputs[BIAS_INPUT] is None:
-            node.resize_inputs(max(len(node.inputs), BIAS_INPUT + 1))
-            node.replace_input_with(BIAS_INPUT, bias)
+    model = ir.load(job.file)
+    if has_windows(model.graph):
+        if job.contract.biased:
+            raise UnsupportedModelError(
+                f"{job.checkpoint.source} attends in sliding windows; streams need "
+                "plain attention"
+            )
+        return
+    add_bias(model.graph, _bias(model.graph, job.contract))
+    tree, compaction = job.beside("tree"), job.beside("compaction")
     ir.save(model, tree)
-    return True
+    write_compaction(compaction, job.contract)
+    job.entry = replace(job.entry, tree_file=tree.name, compaction_file=compaction.name)
 
 
 def _bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
-    """The rows' bias: a new input, or the part of one that is there for them."""
-    if not contract.streams:
+    """The rows' bias: a new input, or the rows' part of the bias that is there."""
+    if not contract.biased:
         bias = value_of(contract.bias)
         graph.inputs.append(bias)
         return bias
@@ -60,9 +61,9 @@ def _bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
 def write_compaction(file: Path, contract: StepContract) -> None:
     """Write the graph that moves accepted rows together, as `Cache.compact` runs it.
 
-    Weightless, over all buffers: gather the rows `source` (int64 [m]) and write them
-    from row `target` (int64 [1]) on. All rows of a buffer are gathered before one is
-    written, so past and present may be the same memory.
+    Without weights, over all buffers: gather the rows `source` (int64 [m]) and write
+    them from row `target` (int64 [1]) on. All rows of a buffer are gathered before the
+    first is written, so past and present may be the same memory.
     """
     source = value_of(TensorSpec("source", "int64", ("m",)))
     target = value_of(TensorSpec("target", "int64", (1,)))
@@ -91,14 +92,4 @@ def write_compaction(file: Path, contract: StepContract) -> None:
     ir.save(ir.Model(graph, ir_version=11), file)
 
 
-def attentions(graph: ir.Graph) -> list[ir.Node]:
-    """All nodes that read and write the buffers."""
-    return [node for node in graph if node.op_type == "GroupQueryAttention"]
-
-
-def value_of(spec: TensorSpec) -> ir.Value:
-    """A graph input or output as it is declared."""
-    dtype = ir.DataType.from_numpy(np.dtype(spec.dtype))
-    return ir.Value(
-        name=spec.name, shape=ir.Shape(spec.shape), type=ir.TensorType(dtype)
-    )
+VARIANT = Variant(write)

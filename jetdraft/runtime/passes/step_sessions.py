@@ -1,4 +1,4 @@
-"""The sessions of one step graph, and which of them runs a pass."""
+"""The sessions of one step graph, and the choice of the session for a pass."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jetdraft.ort import ort
 
 
 @dataclass(frozen=True)
-class Engine:
-    """A session and its contract, checked when it is made."""
+class StepSession:
+    """A session and the contract that its inputs and outputs were checked against."""
 
     session: ort.InferenceSession
     contract: StepContract
@@ -23,17 +23,17 @@ class Engine:
         check_tensors(contract.outputs, session.get_outputs(), "the graph's outputs")
 
 
-class Engines:
-    """A session for every pass, and others that are faster at some.
+class StepSessions:
+    """A session for any pass, and further sessions that run some passes faster.
 
-    `chain` runs what does not branch, where a provider has a faster kernel without an
-    attention bias. `fixed` has sessions built for passes of one width each; a pass goes
-    to the narrowest that holds it and is filled up. `weights` that sessions share live
-    as long as these.
+    `chain` runs passes that do not branch; it has no attention bias, which some kernels
+    run faster. `fixed` has sessions for passes of one width each, by width; a pass gets
+    the narrowest that holds it, and padding rows. `weights` are kept alive for the
+    sessions that share them.
 
-        engines = Engines(session, contract, fixed={4: narrow, 8: wide})
-        engines.width(3, room=100)         # 4
-        engines.of(4, branching=False)
+        sessions = StepSessions(session, contract, fixed={4: narrow, 8: wide})
+        sessions.width(3, room=100)         # 4
+        sessions.of(4, branching=False)
     """
 
     def __init__(
@@ -45,21 +45,21 @@ class Engines:
         weights: Mapping[str, ort.OrtValue] | None = None,
     ) -> None:
         self._weights = weights
-        self.any = Engine(session, contract)
+        self.any = StepSession(session, contract)
         self.chain = self.any
         if chain is not None:
-            self.chain = Engine(chain, replace(contract, tree=False))
-        self.fixed = {w: Engine(s, contract) for w, s in (fixed or {}).items()}
+            self.chain = StepSession(chain, replace(contract, tree=False))
+        self.fixed = {w: StepSession(s, contract) for w, s in (fixed or {}).items()}
         self._widths = sorted(self.fixed)
 
     def width(self, rows: int, room: int) -> int:
-        """How wide a pass over so many rows is, where `room` rows fit."""
+        """The width of a pass over `rows` rows if the buffers have `room` rows left."""
         place = bisect_left(self._widths, rows)
         if place < len(self._widths) and self._widths[place] <= room:
             return self._widths[place]
         return rows
 
-    def of(self, width: int, branching: bool) -> Engine:
-        """Who runs a pass of that width."""
+    def of(self, width: int, branching: bool) -> StepSession:
+        """The session for a pass of that width."""
         other = self.any if branching else self.chain
         return self.fixed.get(width, other)

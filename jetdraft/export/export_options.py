@@ -1,0 +1,118 @@
+"""The options of an export."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jetdraft.bundle import CONTRIB, DRAFTER, FLAVOURS, TARGET
+from jetdraft.contract import CAPACITY, MAX_WIDTH
+from jetdraft.devices.providers import Provider, provider_named
+from jetdraft.errors import OptionError
+from jetdraft.quant.sensitivity import Limit
+from jetdraft.recipe import Recipe
+
+DTYPES = {"fp32": "float32", "fp16": "float16"}
+"""numpy's and torch's names of the types that a graph can compute in."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How a bundle is made.
+
+    A `drafter_recipe` of None is the default beside the target's. `capacity` is the
+    rows of the KV buffers (prompt and output together), `max_width` the most rows of
+    one pass. `provider` and `drafter_provider` will run the graphs; they give the
+    defaults of `dtype`, "fp32" or "fp16" for activations and buffers, and of `flavour`:
+    "contrib" graphs have onnxruntime's own operators, "standard" graphs only those of
+    ai.onnx. With a `limit`, some of the target's layers get more bits than its recipe
+    gives. `adapter_scale` is how far streams of the shared mode move the weights from
+    the base, 0 to 1. `calibration` is a text file for recipes that need one.
+
+        ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)
+    """
+
+    recipe: Recipe = Recipe()
+    drafter_recipe: Recipe | None = None
+    dtype: str | None = None
+    capacity: int = CAPACITY
+    max_width: int = MAX_WIDTH
+    provider: str = "cpu"
+    flavour: str | None = None
+    adapter_scale: float = 1.0
+    drafter_provider: str | None = None
+    calibration: Path | None = None
+    limit: Limit | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, *DTYPES):
+            raise OptionError(f"unknown dtype {self.dtype!r}; choose fp32 or fp16")
+        if self.flavour not in (None, *FLAVOURS):
+            raise OptionError(
+                f"unknown flavour {self.flavour!r}; choose {', '.join(FLAVOURS)}"
+            )
+        for name in (TARGET, DRAFTER):
+            provider = self.provider_of(name)
+            refusal = provider.refusal(self.flavour_made, DTYPES[self.dtype_of(name)])
+            if refusal:
+                raise OptionError(f"{provider.name} cannot run it: {refusal}")
+            if self.flavour_made != CONTRIB:
+                self.recipe_of(name).check_standard()
+            if self.recipe_of(name).kv and provider.name != "cpu":
+                raise OptionError(
+                    f"{provider.name} has no fast kernel over integer KV buffers for "
+                    "several rows; leave kv out, or choose --provider cpu"
+                )
+        if not 16 <= self.capacity <= 1 << 20:
+            raise OptionError(
+                f"capacity {self.capacity} is out of range; choose 16 to 1048576"
+            )
+        if not 2 <= self.max_width <= self.capacity:
+            raise OptionError(
+                f"max width {self.max_width} is out of range; choose 2 to the capacity"
+            )
+        self._check_calibration()
+        if not 0.0 <= self.adapter_scale <= 1.0:
+            raise OptionError(
+                f"adapter scale {self.adapter_scale} is out of range; give 0 to 1"
+            )
+
+    def _check_calibration(self) -> None:
+        """Raise `OptionError` where a text is needed and there is none."""
+        if self.limit is not None:
+            self.recipe.raise_units(["0"])  # refuses a recipe that has no more bits
+        if self.calibration is not None:
+            if not self.calibration.is_file():
+                raise OptionError(f"no file at {self.calibration}; give a text")
+            return
+        if self.limit is not None:
+            raise OptionError(
+                "a limit measures on a text which layers need more bits; give a text "
+                "with --calibration FILE"
+            )
+        for recipe in (self.recipe_of(TARGET), self.recipe_of(DRAFTER)):
+            if recipe.needs_calibration:
+                raise OptionError(
+                    f"{recipe.name} measures what the model computes over a text; give "
+                    "a text with --calibration FILE"
+                )
+
+    def provider_of(self, name: str) -> Provider:
+        """The provider that will run the graph of that name."""
+        beside = self.drafter_provider if name == DRAFTER else None
+        return provider_named(beside or self.provider)
+
+    @property
+    def flavour_made(self) -> str:
+        """The flavour of all graphs."""
+        return self.flavour or provider_named(self.provider).flavour
+
+    def dtype_of(self, name: str) -> str:
+        """The dtype of the graph of that name."""
+        return self.dtype or self.provider_of(name).dtype
+
+    def recipe_of(self, name: str) -> Recipe:
+        """The recipe of the graph of that name."""
+        if name == TARGET:
+            return self.recipe
+        return self.drafter_recipe or Recipe.for_drafter(self.recipe)

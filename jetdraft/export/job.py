@@ -1,0 +1,57 @@
+"""The export of one model, from its checkpoint to the graphs of the bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from jetdraft.bundle import GraphEntry
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.contract import StepContract
+from jetdraft.export.export_options import ExportOptions
+from jetdraft.export.step import Step
+from jetdraft.quant.blocks import Floats
+from jetdraft.quant.weights import Quantization
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of the stage, the steps done and the number of steps."""
+
+
+@dataclass
+class Job:
+    """One model on its way into the bundle `folder`; variants change it as they go.
+
+    `entry` is what the manifest will hold, `names` are the checkpoint's names of its
+    weights by their ids, and `scales` the scales of integer KV buffers, empty for
+    floats. `step` is the pass that is traced. `task` has weights by name that nothing
+    may fuse or quantize.
+    """
+
+    folder: Path
+    name: str
+    checkpoint: Checkpoint
+    entry: GraphEntry
+    options: ExportOptions
+    report: Progress
+    quantization: Quantization
+    scales: list[Floats]
+    names: Mapping[int, str]
+    step: Step
+    task: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def contract(self) -> StepContract:
+        """The contract of the chain graph."""
+        return self.entry.contract
+
+    @property
+    def file(self) -> Path:
+        """The chain graph."""
+        return self.folder / self.entry.file
+
+    def beside(self, kind: str) -> Path:
+        """The file of another graph of this model, for example kind "tree"."""
+        return self.folder / f"{self.name}-{kind}.onnx"

@@ -1,0 +1,153 @@
+"""Streams: the chain graph whose rows can carry probes (2402.11131)."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from jetdraft.bundle import STREAMS, TARGET
+from jetdraft.checkpoints.attention import HandThrough, attending
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.streamed import LOSSLESS, SHARED, Streamed, stream_weights
+from jetdraft.contract import PARENTS, SCORES, StepContract
+from jetdraft.errors import OptionError, PairError
+from jetdraft.export.export_options import ExportOptions
+from jetdraft.export.job import Job
+from jetdraft.export.step import CUT, Step, answers, count, presents, state_of
+from jetdraft.export.variants.variant import Variant
+
+
+class StreamStep(Step):
+    """One pass of a model whose rows can carry streams; see `Step`.
+
+    It is cut where the streams enter, with an early exit there.
+    """
+
+    extra_inputs = (PARENTS,)
+    extra_outputs = (CUT, SCORES.name)
+
+    def __init__(self, streamed: Streamed, contract: StepContract) -> None:
+        super().__init__(streamed, contract)
+        self.cut = streamed.streams.settings.layers
+
+    @property
+    def decoder(self) -> Any:
+        """The model inside the streams."""
+        return self.model.model
+
+    def forward(  # type: ignore[override]  # the contract of streams has more inputs
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        cursor: torch.Tensor,
+        total_length: torch.Tensor,
+        answer_rows: torch.Tensor,
+        attention_bias: torch.Tensor,
+        probe_rows: torch.Tensor,
+        probe_ids: torch.Tensor,
+        past: list[torch.Tensor],
+        parents: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """Outputs in the order of `StepContract.outputs`, then the extra ones.
+
+        `parents` int64 [n] are the parents of the rows in a draft; the root is its own.
+        """
+        state = state_of(position_ids, cursor, total_length, past)
+
+        def entered() -> None:
+            state.last_row = state.last_row + count(probe_rows[None])
+            state.bias = attention_bias
+
+        self.model.entered = entered
+        with attending(state):
+            logits, early, hidden = self.model(
+                input_ids,
+                position_ids,
+                probe_rows,
+                probe_ids,
+                answer_rows,
+                early_exit=True,
+                past_key_values=HandThrough(),
+                use_cache=True,
+            )
+        # Split last: a pass may have no probes, and not every operator takes nothing.
+        both = answers(logits.float(), self.contract)
+        rows = answer_rows.shape[0]
+        main, probes = (
+            [x[:, start:end] for x in both] for start, end in ((0, rows), (rows, None))
+        )
+        scores = _scores(early.float(), input_ids, parents)
+        return [*main, *probes, *presents(state), hidden, scores]
+
+
+def _scores(
+    logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
+) -> torch.Tensor:
+    """The log probability of each row's token after its parent, float32 [1, n]."""
+    chosen = logits[:, parents].gather(-1, tokens[..., None])[..., 0]
+    return chosen - torch.logsumexp(logits, -1)[:, parents]
+
+
+def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
+    """Only a target can have streams, and only tuned weights can be scaled back."""
+    if name != TARGET:
+        if checkpoint.streams:
+            raise PairError(
+                f"{checkpoint.source} has streams; only a target can have them"
+            )
+        return
+    tuned = checkpoint.streams is not None and checkpoint.streams.mode == SHARED
+    if options.adapter_scale != 1.0 and not tuned:
+        raise OptionError(
+            f"adapter scale {options.adapter_scale} needs streams of the shared mode: "
+            f"in {checkpoint.source} no LoRA may be merged into the weights; leave it "
+            "out"
+        )
+
+
+def declare(checkpoint: Checkpoint, contract: StepContract) -> StepContract:
+    """Add the number of streams that a row can carry."""
+    streams = checkpoint.streams.gamma if checkpoint.streams else 0
+    return replace(contract, streams=streams)
+
+
+def write(job: Job) -> None:
+    """Write `streams.npz`, and let the chain graph be traced with the streams."""
+    if job.checkpoint.streams is None:
+        return
+    streamed = job.checkpoint.with_streams(job.options.adapter_scale)
+    job.step = StreamStep(streamed, job.contract)
+    job.task = stream_weights(streamed)
+    _write_task(job.folder / STREAMS, streamed, job.contract.dtype)
+    settings = streamed.streams.settings.to_json()
+    job.entry = replace(job.entry, streams={**settings, "base": _base(streamed)})
+
+
+def _write_task(file: Path, streamed: Streamed, dtype: str) -> None:
+    """Write the weights that make a task of a base, for `jetdraft.load(streams=)`.
+
+    An npz of the streams' float arrays, by their names in the graph, and `base`, the
+    hash of the weights that they belong to.
+    """
+    arrays: dict[str, Any] = {
+        name: weight.numpy().astype(dtype)
+        for name, weight in stream_weights(streamed).items()
+    }
+    arrays["base"] = np.array(_base(streamed))
+    np.savez(file, **arrays)
+
+
+def _base(streamed: Streamed) -> str:
+    """The hash of the base; in the shared mode, of the base and the tuned weights."""
+    settings = streamed.streams.settings
+    if settings.mode == LOSSLESS:
+        return settings.base
+    return hashlib.sha256(f"{settings.base} {streamed.tuned}".encode()).hexdigest()
+
+
+VARIANT = Variant(write, check, declare)

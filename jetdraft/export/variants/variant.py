@@ -1,0 +1,36 @@
+"""What a variant of a step graph gives the exporter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.contract import StepContract
+from jetdraft.export.export_options import ExportOptions
+from jetdraft.export.job import Job
+
+
+def _check_nothing(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
+    """Accept every checkpoint."""
+
+
+def _add_nothing(checkpoint: Checkpoint, contract: StepContract) -> StepContract:
+    return contract
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kind of graph that the exporter writes.
+
+    `write` writes its graphs and adds them to the job's entry; it may also change the
+    job for later variants. `check` raises a `JetdraftError` for a checkpoint, by its
+    name in the bundle, that cannot have the variant. `declare` adds its sizes to the
+    contract of a checkpoint.
+
+        VARIANT = Variant(write)
+    """
+
+    write: Callable[[Job], None]
+    check: Callable[[str, Checkpoint, ExportOptions], None] = _check_nothing
+    declare: Callable[[Checkpoint, StepContract], StepContract] = _add_nothing

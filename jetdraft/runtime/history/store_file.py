@@ -1,0 +1,154 @@
+"""The SQLite file behind the response store: created, checked, replaced if damaged."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sqlite3
+import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from jetdraft.errors import StoreError
+
+DAMAGE = (sqlite3.Error, UnicodeDecodeError)
+"""What reading a damaged file raises."""
+
+_APPLICATION_ID = 0x4A444654
+"""Written into the file's header, so that no other program's database is touched."""
+_ID_OFFSET = 68
+"""Where SQLite keeps the application id in the file's header."""
+
+_TABLES = """
+create table if not exists about (tokenizer text not null);
+create table if not exists entries (
+    id integer primary key, user text not null, used real not null,
+    prompt blob not null, response blob not null, vector blob not null
+);
+create index if not exists entries_of_user on entries (user, used);
+"""
+
+
+class StoreFile:
+    """A file of stored responses: readable for its owner only, for one tokenizer.
+
+    file = StoreFile(Path("said.sqlite"), tokenizer="<sha256>")
+    file.create_or_check()
+    with file.connect() as database: ...
+    """
+
+    def __init__(self, path: Path, tokenizer: str) -> None:
+        self.path = path
+        self.tokenizer = tokenizer
+
+    def create_or_check(self) -> None:
+        """Create the file, or check that it is whole, ours and of the tokenizer.
+
+        Raises `StoreError` if another program or tokenizer owns it or it cannot be
+        written, and one of `DAMAGE` if it cannot be read.
+        """
+        _create_or_check_owner(self.path)
+        with self.connect() as database:
+            _check_integrity(database)
+            database.execute(f"pragma application_id = {_APPLICATION_ID}")
+            database.executescript(_TABLES)
+            self._check_tokenizer(database)
+        self.path.chmod(0o600)
+
+    @contextmanager
+    def connect(self) -> Iterator[sqlite3.Connection]:
+        """A connection; the block is one transaction."""
+        with closing(sqlite3.connect(self.path, timeout=2.0)) as database, database:
+            database.execute("pragma secure_delete = on")
+            yield database
+
+    def is_missing(self) -> bool:
+        """Whether somebody has removed or emptied the file."""
+        return not self.path.exists() or not self.path.stat().st_size
+
+    def move_damaged(self, error: Exception) -> None:
+        """Move the file aside with a warning.
+
+        Raises `StoreError` if `error` does not come from damage, or the file is not
+        ours.
+        """
+        if _is_inaccessible(error) or not _is_ours(self.path):
+            raise StoreError(
+                f"cannot use the store {self.path} ({error}); choose another file"
+            ) from error
+        warnings.warn(
+            f"the store {self.path} is damaged; it was moved to "
+            f"{_moved_aside(self.path)} and a new store is begun",
+            stacklevel=4,
+        )
+
+    def _check_tokenizer(self, database: sqlite3.Connection) -> None:
+        # In one statement: another process may be creating the file too.
+        database.execute(
+            "insert into about select ? where not exists (select 1 from about)",
+            (self.tokenizer,),
+        )
+        [(owner,)] = database.execute("select tokenizer from about limit 1")
+        if owner != self.tokenizer:
+            raise StoreError(
+                f"the store {self.path} belongs to another tokenizer; choose another "
+                "file"
+            )
+
+
+def _create_or_check_owner(path: Path) -> None:
+    """Create an empty file for its owner only; refuse another program's file."""
+    try:
+        if not path.exists():
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        if not path.is_file() or not _is_ours(path):
+            raise StoreError(
+                f"{path} is something else than a store; choose another file"
+            )
+    except OSError as error:
+        raise StoreError(
+            f"cannot write the store {path} ({error.strerror}); choose another file"
+        ) from error
+
+
+def _check_integrity(database: sqlite3.Connection) -> None:
+    [(verdict,)] = database.execute("pragma quick_check(1)").fetchall()
+    if verdict != "ok":
+        raise sqlite3.DatabaseError(verdict)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether the file has our application id, or is empty or all zeros."""
+    with path.open("rb") as handle:
+        header = handle.read(_ID_OFFSET + 4)
+    is_marked = header[_ID_OFFSET:] == _APPLICATION_ID.to_bytes(4, "big")
+    return is_marked or not header.strip(b"\0")
+
+
+def _is_inaccessible(error: Exception) -> bool:
+    """Whether the file is locked, read-only or on a broken disk, but not damaged."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in (
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_CANTOPEN,
+    )
+
+
+def _moved_aside(path: Path) -> Path:
+    """Rename a file to a name that no file has, and give that name."""
+    suffixes = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+    aside = next(
+        free
+        for suffix in suffixes
+        if not (free := path.with_name(f"{path.name}.damaged{suffix}")).exists()
+    )
+    with suppress(FileNotFoundError):  # another process may have been faster
+        path.chmod(0o600)
+        path.rename(aside)
+    return aside

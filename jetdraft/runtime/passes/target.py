@@ -1,0 +1,77 @@
+"""What a generation needs of a target, however many graphs stand behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from jetdraft.contract import StepContract
+from jetdraft.runtime.drafts.probes import NO_PROBING, Probing
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.passes.answer import Answer
+
+
+class TargetCache(Protocol):
+    """The committed rows of a target: `length` of `capacity` rows of fixed buffers.
+
+    `room` is the number of rows that still fit, `seconds` the time spent moving rows
+    together.
+    """
+
+    length: int
+    capacity: int
+    seconds: float
+
+    @property
+    def room(self) -> int: ...
+
+    def advance(self, rows: int) -> None:
+        """Count the next `rows` rows as committed."""
+
+    def rewind(self, length: int) -> None:
+        """Go back to `length` committed rows; nothing is copied."""
+
+
+class Target(Protocol):
+    """Runs passes over its cache and commits the rows that were right.
+
+    `contract` has the shapes of the whole model, `seconds` adds up the time inside
+    `session.run`, `passes` counts the passes.
+
+        rows, answer = target.verify(rows, width=4)
+        target.commit(rows.walk(chosen), exact=True)
+    """
+
+    contract: StepContract
+    seconds: float
+    passes: int
+
+    @property
+    def cache(self) -> TargetCache: ...
+
+    def run(
+        self, tokens: Sequence[int], last_only: bool = False, width: int = 0
+    ) -> Answer:
+        """Run one pass over a chain of tokens at the cursor, which does not move.
+
+        With `last_only` the pass answers for its last row alone. Rows that fill up the
+        `width` repeat the last token.
+        """
+        ...
+
+    def verify(
+        self, rows: Rows, width: int, probing: Probing = NO_PROBING
+    ) -> tuple[Rows, Answer]:
+        """Run a draft in a pass of that width, and probes beside it.
+
+        Gives the rows that were run, which may be fewer, and the answer for them.
+        """
+        ...
+
+    def commit(self, path: Sequence[int], exact: bool) -> int:
+        """Commit the rows of a path of the last pass; returns how many.
+
+        An `exact` commit ends where the path leaves a gap in the buffer; any other
+        moves the rows behind a gap together.
+        """
+        ...

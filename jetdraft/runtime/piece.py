@@ -1,0 +1,60 @@
+"""What a generation gives: pieces as it goes, and the result of all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.sampling.logprobs import Logprob
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one round added; `text` may be empty while a character is incomplete.
+
+    The first `from_draft` of `token_ids` had been drafted. `logprobs` has an entry for
+    each token where log probabilities were asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    from_draft: int
+    logprobs: list[Logprob] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Result:
+    """An ended generation; `token_ids` has the new tokens, end-of-text included.
+
+    `from_draft` says of each token whether it had been drafted. `finish_reason` is
+    "stop" (end of text or a stop string), "length", "cancelled", "deadline" or
+    "interrupted". Where a stop string ended the text, the last token completed it.
+
+        model.generate("def fib(n):").text
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    finish_reason: str
+    stats: Stats
+    from_draft: list[bool]
+    logprobs: list[Logprob] | None = None
+
+    @classmethod
+    def of(cls, pieces: list[Piece], stats: Stats, with_logprobs: bool) -> Result:
+        """The result of these pieces."""
+        logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
+        return cls(
+            text="".join(piece.text for piece in pieces),
+            token_ids=[token for piece in pieces for token in piece.token_ids],
+            prompt_tokens=stats.prompt_tokens,
+            finish_reason=stats.finish_reason,
+            stats=stats,
+            from_draft=[
+                place < piece.from_draft
+                for piece in pieces
+                for place in range(len(piece.token_ids))
+            ],
+            logprobs=logprobs if with_logprobs else None,
+        )

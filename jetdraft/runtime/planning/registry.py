@@ -1,0 +1,79 @@
+"""All methods of drafting: jetdraft's own, and those of other packages.
+
+A package brings a method with an entry point, for example in its pyproject.toml:
+
+    [project.entry-points."jetdraft.methods"]
+    repeat = "my_package.repeat:METHOD"
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import Any
+
+from jetdraft.bundle import Bundle
+from jetdraft.runtime.proposers import cascade, draft, lookup, recall, stream, trigram
+from jetdraft.runtime.proposers.method import Method
+
+GROUP = "jetdraft.methods"
+
+AUTO, NONE = "auto", "none"
+"""In place of a method: whichever promises most, and plain decoding."""
+
+_MODULES = (lookup, draft, stream, recall, trigram, cascade)
+
+
+@cache
+def _registered() -> dict[str, Method[Any]]:
+    registered: dict[str, Method[Any]] = {m.METHOD.name: m.METHOD for m in _MODULES}
+    for entry in entry_points(group=GROUP):
+        try:
+            method = entry.load()
+        except Exception as error:  # whatever a foreign package raises
+            _warn(entry.name, f"it cannot be loaded ({error})")
+            continue
+        if not isinstance(method, Method):
+            _warn(entry.name, f"{entry.value} is not a jetdraft.methods.Method")
+        elif method.name in registered:
+            _warn(entry.name, f"there is a method {method.name!r} already")
+        else:
+            registered[method.name] = method
+    return registered
+
+
+def _warn(name: str, reason: str) -> None:
+    warnings.warn(
+        f"the entry point {name!r} of {GROUP} is left out: {reason}", stacklevel=4
+    )
+
+
+def methods() -> Mapping[str, Method[Any]]:
+    """Every method by its name, jetdraft's own first."""
+    return MappingProxyType(_registered())
+
+
+def methods_of(bundle: Bundle) -> tuple[str, ...]:
+    """The methods that a bundle has all graphs and files for, "none" first."""
+    return (NONE, *(name for name, m in methods().items() if not m.lacks(bundle)))
+
+
+@contextmanager
+def registered(method: Method[Any]) -> Iterator[None]:
+    """Register a method for a while, for example in a test or a benchmark.
+
+    with registered(Method("repeat", "the last token", make)):
+        model.generate(prompt, method="repeat")
+    """
+    table = _registered()
+    before = dict(table)
+    table[method.name] = method
+    try:
+        yield
+    finally:
+        table.clear()
+        table.update(before)

@@ -1,0 +1,197 @@
+"""A method of drafting: one record, registered once.
+
+Everything that jetdraft knows of a method is in its record: `--method`, `check`,
+`auto`, `bench` and the documents are made of the registry. A package brings its own
+method with an entry point of the group `jetdraft.methods` that names a `Method`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from operator import index
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Generic, Literal, Self, TypeVar, Union, get_args, get_origin
+from typing import get_type_hints as type_hints
+
+from jetdraft.bundle import Bundle
+from jetdraft.errors import OptionError
+from jetdraft.runtime.passes.target import Target
+from jetdraft.runtime.proposers.parts import Parts
+from jetdraft.runtime.proposers.proposer import Proposer
+from jetdraft.runtime.sampling.verifier import Verifier
+from jetdraft.runtime.sampling.verifiers import VERIFIERS
+
+WALK = "walk"
+"""The verifier that gives the text of plain decoding."""
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """A method's own options; a method adds fields in a subclass, which checks them.
+
+    Fields are of type str, int, float, bool, Path, tuple[int, ...], or a union of them.
+
+        MethodOptions.of({"verifier": "typical"})
+    """
+
+    verifier: str = WALK
+
+    def __post_init__(self) -> None:
+        check_choice("verifier", self.verifier, VERIFIERS)
+
+    @property
+    def checker(self) -> Verifier:
+        """The verifier itself."""
+        return VERIFIERS[self.verifier]
+
+    @property
+    def draft_size(self) -> int | None:
+        """The rows of every draft; None lets a controller choose them each round."""
+        return None
+
+    @property
+    def sized(self) -> bool:
+        """Whether the options fix `draft_size`, so that no caller can change it."""
+        return False
+
+    @property
+    def branched(self) -> bool:
+        """Whether every draft branches."""
+        return False
+
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        """The names of the options."""
+        return tuple(option.name for option in fields(cls))
+
+    @classmethod
+    def of(cls, settings: Mapping[str, object]) -> Self:
+        """The options that `settings` name; text is read as the field's type.
+
+        Raises `OptionError` for an unknown key or a value of another type.
+        """
+        hints = type_hints(cls)
+        for key in settings:
+            if key not in hints:
+                raise unknown_key(key, cls.option_names())
+        return cls(**{key: _read(key, v, hints[key]) for key, v in settings.items()})
+
+
+def unknown_key(key: str, keys: Sequence[str]) -> OptionError:
+    """The refusal of a key that no method has."""
+    return OptionError(
+        f"unknown drafting option {key!r}; choose {', '.join(keys)}", "drafting"
+    )
+
+
+def check_choice(
+    key: str, value: object, choices: Sequence[str] | Mapping[str, Any]
+) -> None:
+    """Raise `OptionError` unless `value` is one of the choices."""
+    if not isinstance(value, str) or value not in choices:
+        names = ", ".join(choices)
+        raise OptionError(f"unknown {key} {value!r}; choose {names}", "drafting")
+
+
+OptionsT = TypeVar("OptionsT", bound=MethodOptions)
+
+Cost = Literal["free", "drafter", "probes"]
+"""A draft costs nothing, a drafter's pass per token, or rows of the target's pass."""
+
+
+def _lacks_nothing(bundle: Bundle) -> str:
+    return ""
+
+
+def _always(options: MethodOptions) -> bool:
+    return True
+
+
+# Equal by identity: a planner keeps a proposer for each method and its options.
+@dataclass(frozen=True, eq=False)
+class Method(Generic[OptionsT]):
+    """How one method of drafting is named, made and used.
+
+    name      what `--method` takes
+    summary   where its drafts come from, in a few words
+    make      makes a proposer of a loaded bundle's parts; raises `OptionError` with the
+              reason where it cannot
+    options   the type of its own options
+    lacks     what an export must add to a bundle for this method; "" if nothing
+    in_auto   whether "auto" may pick it, given its options
+    trees     whether its options can ask for drafts of a fixed shape
+    probes    whether it reads the probes of the target's passes
+    features  whether it reads the features of the target's passes
+    cost      what its drafts cost, for plans on devices that are not at hand; None
+              leaves it out of plans
+    target    the target that verifies instead of the bundle's own, given the allowed
+              widths; None for the bundle's own
+    samples   options that `jetdraft check` tries beside the defaults
+
+        METHOD = Method("repeat", "the last token, again", lambda parts, o: Repeat())
+    """
+
+    name: str
+    summary: str
+    make: Callable[[Parts, OptionsT], Proposer]
+    options: type[OptionsT] = MethodOptions  # type: ignore[assignment]
+    lacks: Callable[[Bundle], str] = _lacks_nothing
+    in_auto: Callable[[OptionsT], bool] = _always
+    trees: bool = False
+    probes: bool = False
+    features: bool = False
+    cost: Cost | None = None
+    target: Callable[[Parts, OptionsT, Sequence[int]], Target | None] | None = None
+    samples: tuple[Mapping[str, object], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.name.replace("-", "").isalnum() or self.name in ("auto", "none"):
+            raise OptionError(
+                f"{self.name!r} cannot name a method; use letters, digits and dashes",
+                "method",
+            )
+
+
+def _integers(items: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(int(item) if isinstance(item, str) else index(item) for item in items)
+
+
+_TYPES: dict[Any, tuple[Any, Callable[[Any], Any], Callable[[str], Any], str]] = {
+    bool: (bool, bool, {"true": True, "false": False}.__getitem__, "true or false"),
+    int: (Integral, int, int, "an integer"),
+    float: (Real, float, float, "a number"),
+    Path: (Path, Path, Path, "a path"),
+    tuple[int, ...]: (
+        (list, tuple),
+        _integers,
+        lambda text: _integers(text.split(",")),
+        "a list of integers, for example 2,1",
+    ),
+    str: (str, str, str, "a text"),
+}
+"""Per type of a field, in the order of trying: the Python types that it takes, how a
+value of them and a text are read, and the words for the type."""
+
+
+def _read(key: str, value: object, hint: Any) -> Any:
+    """A value as its field's type, from text or from Python."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and NoneType in kinds:
+        return None
+    types = [_TYPES[kind] for kind in _TYPES if kind in kinds]
+    for accepted, read, read_text, _ in types:
+        flag = isinstance(value, bool) and accepted is not bool
+        try:
+            if isinstance(value, str):
+                return read_text(value)
+            if isinstance(value, accepted) and not flag:
+                return read(value)
+        except (TypeError, ValueError, KeyError):
+            continue
+    words = " or ".join(words for *_, words in types)
+    raise OptionError(
+        f"drafting option {key} cannot be {value!r}; give {words}", "drafting"
+    )

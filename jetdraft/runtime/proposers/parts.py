@@ -1,0 +1,275 @@
+"""The parts of a loaded bundle: what proposers are made of and generations run on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypedDict
+
+import numpy as np
+
+from jetdraft.bundle import Bundle, GraphEntry, read_streams
+from jetdraft.contract import EARLY_EXIT
+from jetdraft.devices.providers import AUTO, PROVIDERS, choose
+from jetdraft.errors import JetdraftError, OptionError, ProviderError
+from jetdraft.runtime.history.similarity import Similarity
+from jetdraft.runtime.history.store import Entry, ResponseStore
+from jetdraft.runtime.measured.profiles import Profiles
+from jetdraft.runtime.passes.cache import Cache
+from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.halves import Halves
+from jetdraft.runtime.passes.opener import Opener, Weights
+from jetdraft.runtime.passes.prefix import Prefix
+from jetdraft.runtime.passes.session import default_threads
+from jetdraft.runtime.proposers.follower import Follower
+from jetdraft.runtime.text.codec import TextCodec
+from jetdraft.runtime.text.stops import StopWatcher
+
+OFF = "off"
+"""In place of the drafter's provider: run without the drafter."""
+
+
+class LoadArguments(TypedDict, total=False):
+    """The keyword arguments of `jetdraft.load`; `LoadOptions` explains them."""
+
+    provider: str | None
+    threads: int | None
+    streams: str | Path | None
+    store: str | Path | None
+    drafter_provider: str | None
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Where and how a bundle runs.
+
+    provider          "cpu", "cuda", "tensorrt" or "auto", the fastest of them that runs
+                      here; default: the provider that the bundle was exported for
+    threads           threads of the target; default: the cores of this process
+    streams           a `streams.npz` of the same base; default: the bundle's own
+    store             a file that keeps requests and responses to draft from; default:
+                      nothing is kept
+    drafter_provider  another provider for the drafter, or "off" to run without it
+
+        LoadOptions(provider="cpu", threads=2)
+    """
+
+    provider: str | None = None
+    threads: int | None = None
+    streams: str | Path | None = None
+    store: str | Path | None = None
+    drafter_provider: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("streams", "store"):
+            value = getattr(self, field)
+            if not isinstance(value, (str, Path, type(None))):
+                raise OptionError(f"{field} {value!r} is not a path; give one", field)
+        if self.drafter_provider not in (None, OFF, AUTO, *PROVIDERS):
+            names = ", ".join((*PROVIDERS, AUTO, OFF))
+            raise ProviderError(
+                f"unknown provider {self.drafter_provider!r} for the drafter; choose "
+                f"{names}"
+            )
+
+
+class Claim:
+    """Lets one generation at a time use the buffers.
+
+    with claim.held_by(watcher):
+        ...
+    """
+
+    BUSY = (
+        "this model is already generating; finish or close the other stream, or take "
+        "another model from a Pool"
+    )
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._holder: StopWatcher | None = None
+
+    @contextmanager
+    def held_by(self, watcher: StopWatcher) -> Iterator[None]:
+        """Hold the buffers; raises `JetdraftError` while another generation does."""
+        if not self._lock.acquire(blocking=False):
+            raise JetdraftError(self.BUSY)
+        self._holder = watcher
+        try:
+            yield
+        finally:
+            self._holder = None
+            self._lock.release()
+
+    def check_free(self) -> None:
+        """Raise `JetdraftError` while a generation uses the buffers."""
+        if self._lock.locked():
+            raise JetdraftError(self.BUSY)
+
+    def cancel(self) -> None:
+        """End the generation under way at its next round; any thread may ask."""
+        holder = self._holder
+        if holder is not None:
+            holder.cancelled.set()
+
+
+class Parts:
+    """Graphs, text, store and measurements of a loaded bundle.
+
+    `follower` feeds the drafter's graph, `prefix` knows the rows in the target's
+    buffers, `widths` and `curve` were measured on this machine. Parts that are opened
+    `like` others share their sessions on the CPU, and have buffers of their own.
+
+        parts = Parts(Bundle.open("bundle"), LoadOptions(threads=2))
+        parts.target.run([5, 8])
+    """
+
+    def __init__(
+        self, bundle: Bundle, options: LoadOptions, like: Parts | None = None
+    ) -> None:
+        self.bundle, self.options = bundle, options
+        self.threads = default_threads() if options.threads is None else options.threads
+        if like is None:
+            self._opener = self._target_opener()
+            self._drafter_opener = self._opener_beside(self._opener)
+            self.text = TextCodec(bundle.tokenizer)
+        else:
+            self._opener, self._drafter_opener = like._opener, like._drafter_opener
+            self.text = like.text
+        self.provider = self._opener.provider.name
+        self.store = self._open_store()
+        self.similarity = Similarity(bundle.similarity) if bundle.similarity else None
+        self._early, self._late = self._stream_weights()
+        self.target: Graph = self._opener.graph(bundle.target, self._late)
+        self.prefix = Prefix(self.target)
+        self.drafter = self._open_drafter()
+        self.follower = None if self.drafter is None else Follower(self.drafter)
+        self.claim = Claim()
+        self._halves: Halves | None = None
+        self.profiles = Profiles(bundle, self.placement, self.threads)
+        self.measure()
+
+    def measure(self, again: bool = False) -> None:
+        """Take `widths` and `curve` from an earlier load, or measure them `again`."""
+        self.claim.check_free()
+        self.target.prepare(exact=True)
+        self.widths, self.curve = self.profiles.measured(
+            self.target, self.drafter, again
+        )
+
+    @property
+    def placement(self) -> str:
+        """The provider, and after a plus the drafter's where it is another."""
+        beside = self.provider
+        if self._drafter_opener is not None:
+            beside = self._drafter_opener.provider.name
+        elif self.bundle.drafter is not None:
+            beside = OFF
+        return self.provider if beside == self.provider else f"{self.provider}+{beside}"
+
+    @property
+    def caches(self) -> dict[str, Cache]:
+        """The buffers of the target and the drafter."""
+        graphs = {"target": self.target, "drafter": self.drafter}
+        return {name: graph.cache for name, graph in graphs.items() if graph}
+
+    def halves(self) -> Halves:
+        """The target in two halves, opened when first asked for.
+
+        On the CPU they hold the weights a second time. Raises `OptionError` where the
+        bundle has none, or on other providers than the CPU.
+        """
+        if self._halves is not None:
+            return self._halves
+        if self.provider != "cpu":
+            raise OptionError(
+                f"the halves of a target run on the CPU, not on {self.provider}; leave "
+                "the prune threshold out",
+                "drafting",
+            )
+        entry, opener = self.bundle.target, self._opener
+        if entry.halves is None:
+            raise OptionError(
+                "the bundle's target is not cut in halves, since all of its layers "
+                "have streams; leave the prune threshold out",
+                "drafting",
+            )
+        self._halves = Halves(
+            opener.session(entry.halves.lower, self._early),
+            opener.session(entry.halves.upper, self._late),
+            entry.split_contract,
+            opener.compaction(entry.halves.lower_compaction),
+            opener.compaction(entry.halves.upper_compaction),
+        )
+        return self._halves
+
+    def remember(
+        self, prompt: Sequence[int], response: Sequence[int], user: str = ""
+    ) -> None:
+        """Keep a user's request and its response, where there is a store."""
+        if self.store is None:
+            return
+        nowhere = np.zeros(0, np.float32)
+        vector = self.similarity.vector(prompt) if self.similarity else nowhere
+        entry = Entry(list(prompt), list(response), vector)
+        self.store.of(user).add(entry)
+
+    def forget(self) -> None:
+        """Read the next prompt from its beginning."""
+        self.prefix.forget()
+        if self.follower is not None:
+            self.follower.forget()
+
+    def _target_opener(self) -> Opener:
+        own = self.options.provider
+        provider = self.bundle.provider if own is None else own
+        opener = self._placed(self.bundle.target, provider, self.threads, spinning=True)
+        if self.options.streams is not None and opener.provider.name == "tensorrt":
+            raise ProviderError(
+                "TensorRT builds weights into its engines and cannot swap streams; "
+                "export the checkpoint that has them, or choose --provider cuda"
+            )
+        return opener
+
+    def _opener_beside(self, target: Opener) -> Opener | None:
+        """How the drafter is opened; None where it is off or missing."""
+        entry, provider = self.bundle.drafter, self.options.drafter_provider
+        if provider is None and self.options.provider in (None, self.bundle.provider):
+            provider = self.bundle.drafter_provider
+        if provider == OFF or entry is None:
+            return None
+        # One quiet thread: a second spinning pool would take the target's cores.
+        return self._placed(entry, provider or target.provider.name, 1, spinning=False)
+
+    def _placed(
+        self, entry: GraphEntry, provider: str, threads: int, spinning: bool
+    ) -> Opener:
+        graph = (self.bundle.flavour, entry.contract.dtype)
+        return Opener(self.bundle, choose(provider, [graph]), threads, spinning)
+
+    def _open_drafter(self) -> Graph | None:
+        if self.bundle.drafter is None or self._drafter_opener is None:
+            return None
+        drafter = self._drafter_opener.graph(self.bundle.drafter)
+        drafter.prepare(exact=False)
+        return drafter
+
+    def _open_store(self) -> ResponseStore | None:
+        if self.options.store is None:
+            return None
+        return ResponseStore(
+            Path(self.options.store),
+            self.bundle.tokenizer_sha256,
+            vocab_size=self.bundle.target.contract.vocab_size,
+        )
+
+    def _stream_weights(self) -> tuple[Weights, Weights]:
+        """New weights of the lower half, and of all other graphs."""
+        if self.options.streams is None:
+            return {}, {}
+        weights = read_streams(Path(self.options.streams), self.bundle)
+        early: dict[str, Any] = {n: weights[n] for n in EARLY_EXIT if n in weights}
+        return early, {n: w for n, w in weights.items() if n not in EARLY_EXIT}

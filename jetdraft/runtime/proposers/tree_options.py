@@ -1,0 +1,135 @@
+"""Options of methods that can draft trees: shape, siblings and verifier."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from jetdraft.contract import WIDEST
+from jetdraft.errors import OptionError
+from jetdraft.runtime.drafts.rows import Kind
+from jetdraft.runtime.proposers.method import WALK, MethodOptions, check_choice
+from jetdraft.runtime.trees.confident import Comb, Merged, Rerank
+from jetdraft.runtime.trees.fixed import Best, Kary, Static
+from jetdraft.runtime.trees.reach import Heap, ReachThreshold
+from jetdraft.runtime.trees.shape import Shape
+
+AUTO, CHAIN = "auto", "chain"
+DEFAULT_SIZE = 7
+"""Rows of a tree whose size nobody gives."""
+
+ADAPTIVE: dict[str, type[Best | Heap | ReachThreshold | Rerank | Comb | Merged]] = {
+    shape.name: shape for shape in (Best, Heap, ReachThreshold, Rerank, Comb, Merged)
+}
+TREES = (AUTO, CHAIN, *ADAPTIVE, Kary.name, Static.name)
+SIBLINGS = tuple(kind.value for kind in Kind)
+
+
+@dataclass(frozen=True)
+class TreeOptions(MethodOptions):
+    """The shape of a draft, how siblings are picked, and the verifier.
+
+    tree          "auto": a chain, or the tree that a controller promises most of
+    siblings      one of `SIBLINGS`
+    branching     children per level, for a k-ary tree
+    tree_parents  the parent of rows 1, 2, ..., 0 being the root, for a static tree
+
+        TreeOptions("recursive", tree="k-ary", branching=(3, 2),
+                    siblings="without-replacement")
+    """
+
+    tree: str = AUTO
+    siblings: str = Kind.COUPLED.value
+    branching: tuple[int, ...] | None = None
+    tree_parents: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("tree", self.tree, TREES)
+        check_choice("siblings", self.siblings, SIBLINGS)
+        for key, value, tree in (
+            ("branching", self.branching, Kary.name),
+            ("tree_parents", self.tree_parents, Static.name),
+        ):
+            if (value is not None) != (self.tree == tree):
+                raise OptionError(
+                    f"drafting options tree={tree} and {key} go together; give both",
+                    "drafting",
+                )
+        self._check_siblings()
+        if self.draft_size is not None and self.draft_size >= WIDEST:
+            raise OptionError(
+                f"a tree of {self.draft_size} rows is wider than a pass; draft at most "
+                f"{WIDEST - 1}",
+                "drafting",
+            )
+
+    def _check_siblings(self) -> None:
+        """Refuse siblings that the shape or the verifier cannot have."""
+        if self.branched and self.kind not in self.shape.kinds:
+            allowed = ", ".join(sorted(kind.value for kind in self.shape.kinds))
+            raise OptionError(
+                f"a {self.tree} tree cannot have {self.siblings} siblings; choose "
+                f"{allowed}",
+                "drafting",
+            )
+        if not self.branched and self.kind is not Kind.COUPLED:
+            raise OptionError(
+                f"a chain is drafted with coupled noise; for {self.siblings} drafts "
+                "give tree=k-ary and branching=1,1,1",
+                "drafting",
+            )
+        if self.checker.single_child and not self._has_single_children:
+            raise OptionError(
+                f"verifier {self.verifier!r} takes one child per row; give tree=k-ary, "
+                "branching=1,1,1 and siblings=with-replacement, or verifier=recursive",
+                "drafting",
+            )
+
+    @property
+    def _has_single_children(self) -> bool:
+        """Whether no row has two children."""
+        parents = self.tree_parents or ()
+        return (
+            not self.branched
+            or (self.branching is not None and max(self.branching) == 1)
+            or (bool(parents) and len(set(parents)) == len(parents))
+        )
+
+    @property
+    def branched(self) -> bool:
+        """Whether drafts have a tree's shape of their own."""
+        return self.tree not in (AUTO, CHAIN)
+
+    @property
+    def may_branch(self) -> bool:
+        """Whether a controller may ask for trees."""
+        return self.tree == AUTO and self.verifier == WALK
+
+    @property
+    def kind(self) -> Kind:
+        """How siblings are picked."""
+        return Kind(self.siblings)
+
+    @property
+    def shape(self) -> Shape:
+        """A fresh shape; only where drafts are `branched`."""
+        if self.branching is not None:
+            return Kary(self.branching)
+        if self.tree_parents is not None:
+            return Static(self.tree_parents)
+        return ADAPTIVE[self.tree]()
+
+    @property
+    def sized(self) -> bool:
+        """Whether the shape decides how many rows a draft has."""
+        return self.branching is not None or self.tree_parents is not None
+
+    @property
+    def draft_size(self) -> int | None:
+        """The rows of a tree; None for chains, whose length a controller chooses."""
+        if self.branching is not None:
+            return sum(itertools.accumulate(self.branching, lambda a, b: a * b))
+        if self.tree_parents is not None:
+            return len(self.tree_parents)
+        return DEFAULT_SIZE if self.branched else None

@@ -1,0 +1,58 @@
+"""What changes a model's logits before a token is chosen from them.
+
+A processor must depend on a row's prefix alone. A drafted row's prefix is known: the
+committed text and the path down to the row. So each row is changed as plain decoding
+would change it, and the same seed gives the same text with every draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.binding import Floats
+
+
+class LogitsProcessor(Protocol):
+    """Changes the logits that one generation's tokens are chosen from."""
+
+    def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
+        """The answer with changed logits.
+
+        `context` holds all committed tokens; its last token is the root of `rows`.
+        """
+        ...
+
+
+def with_logits(answer: Answer, logits: Sequence[Floats]) -> Answer:
+    """The answer with other logits, float32 [vocab] per row, and their candidates.
+
+    Computed row by row, so that no number depends on how many rows there are.
+    """
+    count = answer.candidates.shape[1]
+    best = [_best_ids(row, count) for row in logits]
+    values = [row[ids] for row, ids in zip(logits, best, strict=True)]
+    logsumexps = [
+        largest[0] + np.log(np.exp(row - largest[0]).sum())
+        for row, largest in zip(logits, values, strict=True)
+    ]
+    return replace(
+        answer,
+        candidates=np.stack(best),
+        candidate_logits=np.stack(values),
+        logsumexp=np.array(logsumexps, np.float32),
+        _logits=np.stack(logits),
+        _parts={},
+        _source=None,
+    )
+
+
+def _best_ids(row: Floats, count: int) -> np.ndarray:
+    """The ids of the largest logits, best first; of equal logits the lower id first."""
+    ids = np.sort(np.argpartition(-row, count - 1)[:count])
+    return np.asarray(ids[np.argsort(-row[ids], kind="stable")])

@@ -1,0 +1,59 @@
+"""A generation under way, as an iterator of pieces."""
+
+from __future__ import annotations
+
+from jetdraft.runtime.generation import Generation
+from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.piece import Piece, Result
+from jetdraft.runtime.text.stops import CANCELLED
+
+
+class Stream:
+    """A generation under way: an iterator of `Piece`, with `stats` that fill up.
+
+    Any thread may `cancel` it. If you leave a loop over a stream and keep no reference
+    to it, the model is free again; if you keep a reference, use `with` or call `close`.
+
+        stream = model.stream("def fib(n):")
+        text = "".join(piece.text for piece in stream)
+        stream.result().finish_reason
+    """
+
+    # The generation holds no reference to its stream. So Python frees an abandoned
+    # stream, and closes the generation's iterator with it.
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._pieces = generation.run()
+
+    @property
+    def stats(self) -> Stats:
+        """The stats of the generation, filled as it goes."""
+        return self._generation.stats
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def cancel(self) -> None:
+        """End at the next round, with finish reason "cancelled"."""
+        self._generation.watcher.cancelled.set()
+
+    def close(self, reason: str = CANCELLED) -> None:
+        """End now, with this finish reason; the model is free again."""
+        if not self._generation.stats.finish_reason:
+            self._generation.watcher.end(reason)
+        self._pieces.close()
+
+    def result(self) -> Result:
+        """Run to the end, and give all that came out."""
+        for _ in self._pieces:
+            pass
+        return self._generation.result()

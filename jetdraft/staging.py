@@ -1,0 +1,125 @@
+"""Writing a bundle: it appears whole or not at all.
+
+`writing` fills a hidden folder beside the output and swaps it in with one rename.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import mkdtemp
+
+from jetdraft.errors import OutputError
+from jetdraft.manifest import MANIFEST
+
+
+def check_output(output: Path) -> None:
+    """Raise `OutputError` unless `output` is free or a bundle to replace."""
+    if not output.exists():
+        return
+    if not output.is_dir() or not (output / MANIFEST).is_file():
+        raise OutputError(
+            f"{output} exists and is not a bundle; choose another output folder"
+        )
+
+
+@contextmanager
+def writing(output: str | Path) -> Iterator[Path]:
+    """Give a hidden folder to fill; swap it in as `output` when the block succeeds.
+
+    A failure or a kill at any point leaves `output` as it was. Raises `OutputError`.
+
+        with writing("bundle") as folder:
+            (folder / "file").write_text("...")
+    """
+    final = Path(output).resolve()
+    check_output(final)
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(final)
+        staging = Path(mkdtemp(prefix=f".{final.name}.partial-", dir=final.parent))
+    except OSError as error:
+        raise OutputError(
+            f"cannot write beside {final} ({error.strerror}); choose another folder"
+        ) from error
+    try:
+        with _locked(staging):
+            staging.chmod(0o777 & ~_umask())
+            yield staging
+            _flush(staging)
+            _swap_in(staging, final)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold a lock until the block or the process ends; True if it was free."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = True
+    except BlockingIOError:
+        free = False
+    try:
+        yield free
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    """The process's umask, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sweep(final: Path) -> None:
+    """Undo or remove the leftovers of killed exports to the same folder."""
+    aside = _aside(final)
+    if aside.exists() and not final.exists():
+        aside.rename(final)
+    shutil.rmtree(aside, ignore_errors=True)
+    for leftover in final.parent.glob(f".{final.name}.partial-*"):
+        with _locked(leftover) as owner_is_dead:
+            if owner_is_dead:
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _aside(final: Path) -> Path:
+    return final.with_name(f".{final.name}.old")
+
+
+def _flush(folder: Path) -> None:
+    """Bring the data to the disk before the rename."""
+    for file in folder.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+
+
+def _swap_in(staging: Path, final: Path) -> None:
+    """Rename into place; an earlier bundle moves to `staging` and is removed there."""
+    if not final.exists():
+        staging.rename(final)
+    elif not _exchange(staging, final):
+        # Only file systems without an atomic exchange come here. After a kill between
+        # the two renames the next export to this place moves the old bundle back.
+        aside = _aside(final)
+        final.rename(aside)
+        staging.rename(final)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one atomic step (Linux); False where it cannot be done."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    at_cwd, exchange = -100, 2
+    paths = os.fsencode(one), os.fsencode(other)
+    return bool(rename(at_cwd, paths[0], at_cwd, paths[1], exchange) == 0)

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jetdraft import staging
+from jetdraft.errors import OutputError
+from jetdraft.staging import writing
+from tests.kills import content, fill, make
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return make(tmp_path / "bundle")
+
+
+def test_writing_makes_the_folder_appear_whole(tmp_path):
+    output = tmp_path / "deep" / "er" / "bundle"
+    with writing(output) as folder:
+        fill(folder, "new")
+        assert not output.exists()
+    assert content(output) == "new"
+    assert os.listdir(output.parent) == ["bundle"]
+
+
+def test_writing_replaces_a_bundle(small):
+    with writing(small) as folder:
+        fill(folder, "new")
+        assert content(small) == "made"
+    assert content(small) == "new"
+    assert os.listdir(small.parent) == ["bundle"]
+
+
+def test_writing_replaces_a_bundle_where_folders_cannot_be_exchanged(
+    small, monkeypatch
+):
+    monkeypatch.setattr(staging, "_exchange", lambda one, other: False)
+    with writing(small) as folder:
+        fill(folder, "new")
+    assert content(small) == "new"
+    assert os.listdir(small.parent) == ["bundle"]
+
+
+def write_and_fail(output: Path, failure: type[BaseException]) -> None:
+    with writing(output) as folder:
+        fill(folder, "new")
+        raise failure("on purpose")
+
+
+@pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
+def test_failed_writing_leaves_what_was_there(small, failure):
+    with pytest.raises(failure):
+        write_and_fail(small, failure)
+    assert content(small) == "made"
+    assert os.listdir(small.parent) == ["bundle"]
+
+
+def test_failed_first_writing_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError, match="on purpose"):
+        write_and_fail(tmp_path / "bundle", ValueError)
+    assert os.listdir(tmp_path) == []
+
+
+def test_folder_that_is_no_bundle_is_not_touched(tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    with pytest.raises(OutputError, match="is not a bundle"), writing(tmp_path):
+        pytest.fail("got as far as writing")
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_output_that_is_a_file_is_not_touched(tmp_path):
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(OutputError, match="not a bundle"), writing(tmp_path / "file"):
+        pytest.fail("got as far as writing")
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("before", [None, "old"])
+def test_link_stays_and_the_bundle_behind_it_is_replaced(tmp_path, before):
+    (tmp_path / "link").symlink_to(tmp_path / "bundle")
+    if before:
+        make(tmp_path / "bundle", before)
+    with writing(tmp_path / "link") as folder:
+        fill(folder, "new")
+    assert (tmp_path / "link").is_symlink()
+    assert content(tmp_path / "bundle") == "new"
+    assert sorted(os.listdir(tmp_path)) == ["bundle", "link"]
+
+
+def test_output_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot write"), writing(tmp_path / "file/b"):
+        pytest.fail("got as far as writing")
+
+
+def test_leftovers_of_dead_processes_are_swept_and_others_kept(tmp_path):
+    dead, alive = (tmp_path / f".bundle.partial-{name}" for name in ("dead", "alive"))
+    for folder in (dead, alive):
+        folder.mkdir()
+        (folder / "half").write_text("half")
+    with staging._locked(alive) as free:
+        assert free
+        with writing(tmp_path / "bundle") as folder:
+            fill(folder, "new")
+    assert sorted(os.listdir(tmp_path)) == [alive.name, "bundle"]
+
+
+def test_without_an_atomic_exchange_the_old_bundle_is_replaced_too(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(staging, "_exchange", lambda one, other: False)
+    make(tmp_path / "bundle", "old")
+    with writing(tmp_path / "bundle") as folder:
+        fill(folder, "new")
+    assert content(tmp_path / "bundle") == "new"
+    assert os.listdir(tmp_path) == ["bundle"]
+
+
+def test_a_kill_between_two_renames_is_undone_by_the_next_export(tmp_path):
+    make(tmp_path / ".bundle.old", "old")
+    with contextlib.suppress(RuntimeError), writing(tmp_path / "bundle"):
+        raise RuntimeError("this export fails too")
+    assert content(tmp_path / "bundle") == "old"
+    assert os.listdir(tmp_path) == ["bundle"]
+
+
+@pytest.mark.parametrize("before", [None, "old"])
+def test_bundle_survives_a_kill_at_any_point(tmp_path, before):
+    # A process of its own: forking one that holds torch takes far too long.
+    arguments = [str(tmp_path), *([before] if before else [])]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kills", *arguments],
+        cwd=Path(__file__).parents[1],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["kills"] > 100, "the profiler saw too little"
+    assert report["found"] == [before, "new"]
