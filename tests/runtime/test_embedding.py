@@ -196,7 +196,9 @@ def test_a_stream_that_is_dropped_frees_the_model_soon(model):
 
 def test_a_pool_answers_several_at_once(bundle):
     with jetdraft.Pool(bundle, size=3, threads=1) as pool:
-        sessions = {id(model.parts.target.sessions.any.session) for model in pool.models}
+        sessions = {
+            id(model.parts.target.sessions.any.session) for model in pool.models
+        }
         assert len(sessions) == 1, "weights are there once"
         expected = {
             seed: pool.models[0].generate(**{**OPTIONS, "seed": seed}).token_ids
