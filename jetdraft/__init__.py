@@ -7,62 +7,77 @@ Usage:
     model = jetdraft.load("bundle")
     result = model.generate("def fib(n):", max_new_tokens=64)
     print(result.text, result.stats.tokens_per_pass)
+
+Names are imported when they are first used, so `import jetdraft` loads neither numpy
+nor onnxruntime.
 """
 
-from jetdraft.bundle import Bundle
-from jetdraft.errors import (
-    BundleError,
-    CheckError,
-    CheckpointError,
-    ContractError,
-    DataError,
-    DeviceError,
-    JetdraftError,
-    OptionError,
-    OutputError,
-    PairError,
-    ProviderError,
-    StoreError,
-    TrainingError,
-    UnsupportedModelError,
-)
-from jetdraft.runtime.async_stream import AsyncStream
-from jetdraft.runtime.conversation import Conversation
-from jetdraft.runtime.measured.stats import Stats
-from jetdraft.runtime.model import Model, load
-from jetdraft.runtime.piece import Piece, Result
-from jetdraft.runtime.planning.options import Options
-from jetdraft.runtime.pool import Pool
-from jetdraft.runtime.sampling.logprobs import Logprob
-from jetdraft.runtime.text_stream import Stream
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jetdraft.bundle import Bundle as Bundle
+    from jetdraft.errors import BundleError as BundleError
+    from jetdraft.errors import CheckError as CheckError
+    from jetdraft.errors import CheckpointError as CheckpointError
+    from jetdraft.errors import ContractError as ContractError
+    from jetdraft.errors import DataError as DataError
+    from jetdraft.errors import DeviceError as DeviceError
+    from jetdraft.errors import JetdraftError as JetdraftError
+    from jetdraft.errors import OptionError as OptionError
+    from jetdraft.errors import OutputError as OutputError
+    from jetdraft.errors import PairError as PairError
+    from jetdraft.errors import ProviderError as ProviderError
+    from jetdraft.errors import StoreError as StoreError
+    from jetdraft.errors import TrainingError as TrainingError
+    from jetdraft.errors import UnsupportedModelError as UnsupportedModelError
+    from jetdraft.export.request import export as export
+    from jetdraft.runtime.async_stream import AsyncStream as AsyncStream
+    from jetdraft.runtime.conversation import Conversation as Conversation
+    from jetdraft.runtime.measured.stats import Stats as Stats
+    from jetdraft.runtime.model import Model as Model
+    from jetdraft.runtime.model import load as load
+    from jetdraft.runtime.piece import Piece as Piece
+    from jetdraft.runtime.piece import Result as Result
+    from jetdraft.runtime.planning.options import Options as Options
+    from jetdraft.runtime.pool import Pool as Pool
+    from jetdraft.runtime.sampling.logprobs import Logprob as Logprob
+    from jetdraft.runtime.text_stream import Stream as Stream
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AsyncStream",
-    "Bundle",
-    "BundleError",
-    "CheckError",
-    "CheckpointError",
-    "ContractError",
-    "Conversation",
-    "DataError",
-    "DeviceError",
-    "JetdraftError",
-    "Logprob",
-    "Model",
-    "OptionError",
-    "Options",
-    "OutputError",
-    "PairError",
-    "Piece",
-    "Pool",
-    "ProviderError",
-    "Result",
-    "Stats",
-    "StoreError",
-    "Stream",
-    "TrainingError",
-    "UnsupportedModelError",
-    "load",
-]
+_MODULES = {
+    "bundle": ("Bundle",),
+    "errors": (
+        *("BundleError", "CheckError", "CheckpointError", "ContractError", "DataError"),
+        *("DeviceError", "JetdraftError", "OptionError", "OutputError", "PairError"),
+        *("ProviderError", "StoreError", "TrainingError", "UnsupportedModelError"),
+    ),
+    # The package is the function itself, see there.
+    "export": ("export",),
+    "runtime.async_stream": ("AsyncStream",),
+    "runtime.conversation": ("Conversation",),
+    "runtime.measured.stats": ("Stats",),
+    "runtime.model": ("Model", "load"),
+    "runtime.piece": ("Piece", "Result"),
+    "runtime.planning.options": ("Options",),
+    "runtime.pool": ("Pool",),
+    "runtime.sampling.logprobs": ("Logprob",),
+    "runtime.text_stream": ("Stream",),
+}
+
+__all__ = sorted(name for names in _MODULES.values() for name in names)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    for place, names in _MODULES.items():
+        if name in names:
+            module = import_module(f"jetdraft.{place}")
+            value = module if name == place else getattr(module, name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'jetdraft' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

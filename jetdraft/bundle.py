@@ -176,13 +176,6 @@ class Bundle:
     drafter_provider: str | None = None
     generation: dict[str, float] = field(default_factory=dict)
 
-    # The runtime's registry takes its place; whoever merges the two removes it.
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """The names of the methods that have a graph here, and of those without."""
-        graphs = {"draft": self.drafter, "stream": self.target.streams}
-        return ("none", "lookup", *(name for name in graphs if graphs[name]))
-
     @property
     def target(self) -> GraphEntry:
         """The target's graph."""

@@ -43,11 +43,10 @@ def read_arrays(file: Path, refusal: JetdraftError) -> dict[str, npt.NDArray[Any
 def read_array(file: Path, refusal: JetdraftError) -> npt.NDArray[Any]:
     """The array of an npy; raises `refusal` for any other file."""
     try:
-        array: npt.NDArray[Any] = np.load(file, allow_pickle=False)
-        array.shape  # noqa: B018  # an npz has none
-    except (*_UNREADABLE, AttributeError) as error:
+        with file.open("rb") as handle:
+            return np.lib.format.read_array(handle, allow_pickle=False)
+    except _UNREADABLE as error:
         raise refusal from error
-    return array
 
 
 _UNREADABLE = (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile)

@@ -34,7 +34,7 @@ def toy_bundle(folder: str | Path | None = None) -> Path:
     cannot be written.
 
         model = jetdraft.load(toy_bundle(), threads=1)
-        model.generate("The robot sees", method="draft", num_draft_tokens=4).text
+        model.generate("The robot sees", num_draft_tokens=4).text
     """
     path = _temporary() if folder is None else Path(folder)
     _check_free(path)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+
+import pytest
 
 import jetdraft
 from jetdraft import errors
@@ -32,12 +35,25 @@ def error_classes() -> set[type[Exception]]:
 
 
 def test_all_is_what_is_public():
-    public = [
-        name
-        for name, value in vars(jetdraft).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
+    """The lazy names are those that type checkers see, and each can be had."""
+    tree = ast.parse(Path(jetdraft.__file__).read_text())
+    typed = [
+        alias.asname
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
     ]
-    assert sorted(public) == jetdraft.__all__
+    assert sorted(typed) == jetdraft.__all__ == dir(jetdraft)
+    assert all(callable(getattr(jetdraft, name)) for name in jetdraft.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Modell'"):
+        _ = jetdraft.Modell
+
+
+def test_import_loads_nothing_but_the_names():
+    loaded = python("import sys, jetdraft; print(*sys.modules)").split()
+    assert not {"numpy", "onnxruntime", "tokenizers", "asyncio"} & set(loaded)
+    assert [name for name in loaded if name.startswith("jetdraft")] == ["jetdraft"]
 
 
 def test_all_has_every_error():

@@ -14,6 +14,7 @@ from jetdraft.devices.detection import detect
 from jetdraft.runtime.model import load
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import Options
+from jetdraft.runtime.proposers.parts import LoadArguments
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import (
     bundle_argument,
@@ -67,21 +68,12 @@ def command(
     repeats: int,
     as_json: bool,
     output: Path | None,
-    provider: str | None,
-    drafter_provider: str | None,
-    threads: int | None,
-    streams: Path | None,
+    runtime: LoadArguments,
     **options: Any,
 ) -> None:
     """Compare the methods of BUNDLE, prompt by prompt in one process."""
     draft_lengths = integers(lengths, "--lengths")
-    model = load(
-        bundle,
-        provider=provider,
-        threads=threads,
-        streams=streams,
-        drafter_provider=drafter_provider,
-    )
+    model = load(bundle, **runtime)
     fields = given(options)
     prompts = read_prompts(prompts_file, model)
     names = methods.split(",") if methods else [*model.methods, "auto"]

@@ -12,6 +12,7 @@ import click
 from jetdraft.errors import JetdraftError
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.model import load
+from jetdraft.runtime.proposers.parts import LoadArguments
 from jetdraft.runtime.text.template import user
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import (
@@ -52,20 +53,11 @@ def command(
     bundle: Path,
     system: str | None,
     drop_oldest: bool,
-    provider: str | None,
-    drafter_provider: str | None,
-    threads: int | None,
-    streams: Path | None,
+    runtime: LoadArguments,
     **options: Any,
 ) -> int:
     """Talk to BUNDLE's model, line by line; /help lists the commands."""
-    with load(
-        bundle,
-        provider=provider,
-        threads=threads,
-        streams=streams,
-        drafter_provider=drafter_provider,
-    ) as model:
+    with load(bundle, **runtime) as model:
         fields = given(options, model)
         talk = Conversation(model, system, drop_oldest, **fields)
         # Refuse a missing template or a bad option before the first line.

@@ -14,6 +14,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.errors import CheckError
 from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.model import load
+from jetdraft.runtime.proposers.parts import LoadArguments
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.description import describe
 from jetdraft.terminal.flags import bundle_argument, json_option, runtime_options
@@ -33,23 +34,14 @@ from jetdraft.terminal.flags import bundle_argument, json_option, runtime_option
 def command(
     bundle: Path,
     run: bool,
-    provider: str | None,
-    drafter_provider: str | None,
-    threads: int | None,
-    streams: Path | None,
+    runtime: LoadArguments,
     as_json: bool,
 ) -> None:
     """Check BUNDLE's files and contracts, width classes, and every method's text."""
     if not run:
         _show_manifest(Bundle.open(bundle), as_json)
         return
-    model = load(
-        bundle,
-        provider=provider,
-        threads=threads,
-        streams=streams,
-        drafter_provider=drafter_provider,
-    )
+    model = load(bundle, **runtime)
     model.measure_again()
     widths = model.parts.widths
     files, graphs = len(model.bundle.files), len(model.bundle.graphs)

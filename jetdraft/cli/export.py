@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from jetdraft.bundle import FLAVOURS
-from jetdraft.devices.device import Device
-from jetdraft.devices.plan import Question, plan, refusal
-from jetdraft.devices.providers import AUTO, PROVIDERS, fastest
-from jetdraft.errors import OptionError
+from jetdraft.devices.providers import AUTO, PROVIDERS
+from jetdraft.export import request
 from jetdraft.recipe import (
     ALGORITHMS,
     BLOCK_SIZES,
@@ -20,7 +17,8 @@ from jetdraft.recipe import (
     SCHEMES,
     Recipe,
 )
-from jetdraft.terminal.command import Command, extra_module, option
+from jetdraft.runtime.planning.registry import methods_of
+from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import PATH, output_option
 from jetdraft.terminal.progress import ProgressBars
 
@@ -146,64 +144,32 @@ def command(
     adapter_scale: float,
 ) -> None:
     """Export TARGET, a checkpoint folder or hub id, to a bundle."""
-    recipe = _recipe(quantize, block_size, device, calibrated=calibration is not None)
-    if device is not None:
-        _check_fits(device, target, drafter, recipe.scheme, capacity)
-    exporter = extra_module("jetdraft.export.exporter", "exporting", "export")
-    limited = max_bytes is not None or max_kl is not None
-    options = exporter.ExportOptions(
-        recipe=recipe,
-        drafter_recipe=quantize_drafter and Recipe.parse(quantize_drafter, 32),
-        calibration=calibration,
-        limit=exporter.Limit(max_bytes, max_kl) if limited else None,
-        dtype=dtype,
-        capacity=capacity,
-        max_width=min(max_width, capacity),
-        provider=fastest() if provider == AUTO else provider,
-        flavour=flavour,
-        adapter_scale=adapter_scale,
-        drafter_provider=drafter_provider,
-    )
     with ProgressBars() as bars:
-        bundle = exporter.export(target, output, drafter, options, bars)
+        bundle = request.export(
+            target,
+            output,
+            drafter,
+            quantize=quantize,
+            quantize_drafter=quantize_drafter,
+            block_size=int(block_size) if block_size else None,
+            calibration=calibration,
+            max_bytes=max_bytes,
+            max_kl=max_kl,
+            dtype=dtype,
+            capacity=capacity,
+            max_width=max_width,
+            provider=provider,
+            drafter_provider=drafter_provider,
+            flavour=flavour,
+            device=device,
+            adapter_scale=adapter_scale,
+            progress=bars,
+        )
     size = sum(file["bytes"] for file in bundle.files.values())
-    methods = ", ".join(bundle.methods)
-    click.echo(f"{output}: {size / 1e6:.1f} MB, methods {methods}", err=True)
-    stored = bundle.target.quantization
-    kl = f", KL {stored['kl']:.2g}" if limited else ""
-    if quantize is None or limited:
-        click.echo(f"target: {Recipe.from_json(stored).name}{kl}", err=True)
-
-
-def _recipe(
-    quantize: str | None, block_size: str | None, device: str | None, calibrated: bool
-) -> Recipe:
-    """Return the target's recipe; `calibrated` says whether there is a text for it."""
-    if quantize is not None or not calibrated:
-        size = int(block_size or DEFAULT_BLOCK_SIZE)
-        return Recipe.parse(quantize or "int4", size)
-    recipe = Recipe.parse(Device.named(device).recipe if device else CALIBRATED_DEFAULT)
-    return replace(recipe, block_size=int(block_size or recipe.block_size))
-
-
-def _check_fits(
-    device: str, target: str, drafter: str | None, quantize: str, capacity: int
-) -> None:
-    """Raise `DeviceError` if the model does not fit; needs folders, not hub ids."""
-    folders = [Path(name) for name in (target, drafter) if name]
-    for folder in folders:
-        if not folder.is_dir():
-            raise OptionError(
-                f"--device reads the config in a folder, and {folder} is not a folder; "
-                "download it first"
-            )
-    question = Question(
-        folders[0],
-        Device.named(device),
-        folders[1] if drafter else None,
-        quantize,
-        capacity,
-    )
-    prediction = plan(question)
-    if not prediction.fits:
-        raise refusal(question, prediction)
+    names = ", ".join(methods_of(bundle))
+    click.echo(f"{output}: {size / 1e6:.1f} MB, methods {names}", err=True)
+    for name, entry in bundle.graphs.items():
+        kl = entry.quantization.get("kl")
+        shown = f", KL {kl:.2g}" if kl is not None else ""
+        recipe = Recipe.from_json(entry.quantization).name
+        click.echo(f"{name}: {recipe}{shown}", err=True)

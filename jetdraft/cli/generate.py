@@ -12,6 +12,7 @@ from jetdraft.errors import OptionError
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.planning.options import GenerateOptions
+from jetdraft.runtime.proposers.parts import LoadArguments
 from jetdraft.runtime.text.stops import INTERRUPTED
 from jetdraft.runtime.text.template import user as user_message
 from jetdraft.runtime.text_stream import Stream
@@ -95,10 +96,7 @@ def command(
     raw: bool,
     as_json: bool,
     explain: bool,
-    provider: str | None,
-    drafter_provider: str | None,
-    threads: int | None,
-    streams: Path | None,
+    runtime: LoadArguments,
     store: Path | None,
     **options: Any,
 ) -> int:
@@ -108,14 +106,8 @@ def command(
     is the reply; --raw continues the prompt itself.
     """
     text = read_prompt(prompt, prompt_file)
-    model = load(
-        bundle,
-        provider=provider,
-        threads=threads,
-        streams=streams,
-        store=store,
-        drafter_provider=drafter_provider,
-    )
+    runtime["store"] = store
+    model = load(bundle, **runtime)
     stream = _stream(model, text, raw, given(options, model))
     interrupted = False
     try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
 from jetdraft.errors import OptionError
 from jetdraft.runtime.pool import Pool
+from jetdraft.runtime.proposers.parts import LoadArguments
 from jetdraft.terminal.command import Command, extra_module, option
 from jetdraft.terminal.flags import (
     bundle_argument,
@@ -111,7 +111,9 @@ def command(
     max_wait: float,
     max_seconds: float,
     drain: int,
-    **options: Any,
+    method: str,
+    store: Path | None,
+    runtime: LoadArguments,
 ) -> None:
     """Answer requests for BUNDLE's model over HTTP until SIGTERM or Ctrl-C."""
     server = extra_module("jetdraft.server.listener", "serving", "serve")
@@ -125,7 +127,8 @@ def command(
         max_body_bytes, max_new_tokens, max_waiting, max_wait, max_seconds
     )
     with server.listening(host, port) as listener:
-        pool = Pool(bundle, models, **options)
+        runtime["store"] = store
+        pool = Pool(bundle, models, method, **runtime)
         service = app.Service(pool, name or bundle.resolve().name, limits, api_key)
         click.echo(f"{service.name} answers at {server.url(listener)}", err=True)
         server.run(service, listener, host, drain)

@@ -11,6 +11,7 @@ from jetdraft.bench.picture import draw_curves
 from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.planning import tuning
+from jetdraft.runtime.proposers.parts import LoadArguments
 from jetdraft.terminal.command import Command
 from jetdraft.terminal.flags import (
     bundle_argument,
@@ -30,19 +31,10 @@ def command(
     bundle: Path,
     picture: Path | None,
     as_json: bool,
-    provider: str | None,
-    drafter_provider: str | None,
-    threads: int | None,
-    streams: Path | None,
+    runtime: LoadArguments,
 ) -> None:
     """Measure pass times by width and every proposer, and keep them in BUNDLE."""
-    model = load(
-        bundle,
-        provider=provider,
-        threads=threads,
-        streams=streams,
-        drafter_provider=drafter_provider,
-    )
+    model = load(bundle, **runtime)
     with ProgressBars() as bars:
         curve = model.tune(bars.ticks("tune", tuning.steps(model.planner.proposers())))
     if as_json:

@@ -43,7 +43,7 @@ class Contender:
     through the target's top layers, in the pass that verifies. "free": nothing.
     `trees` says whether the method drafts trees beside chains.
 
-        Contender("lookup", "free", trees=False)
+        Contender("drafter of 1 B", "drafter", trees=True)
     """
 
     name: str
@@ -140,8 +140,8 @@ class Question:
     Raises `OptionError` or `DeviceError` for values that cannot be planned.
 
         device = Device.named("orin-nx-16gb")
-        lookup = Contender("lookup", "free", trees=False)
-        plan(Question(Path("target"), device, contenders=(lookup,))).best.method
+        repeats = Contender("repeats", "free", trees=False)
+        plan(Question(Path("target"), device, contenders=(repeats,))).best.method
     """
 
     target: Path

@@ -33,12 +33,12 @@ from jetdraft.export.step import Step, kv_shapes
 from jetdraft.export.variants import VARIANTS
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows, own_attention, second_moments
-from jetdraft.quant.sensitivity import Sensitivity
+from jetdraft.quant.sensitivity import Limit, Sensitivity
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import Recipe
 from jetdraft.staging import check_output, writing
 
-__all__ = ["ExportOptions", "export"]
+__all__ = ["ExportOptions", "Limit", "export"]
 
 
 def export(

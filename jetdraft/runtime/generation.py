@@ -107,7 +107,7 @@ class Generation:
         self.stats = Stats(
             method=drafting.method,
             exact=drafting.exact,
-            seed=options.sampling.noise_seed,
+            seed=options.sampling.seed if options.sampling.temperature else None,
             prompt_tokens=len(prompt),
             plain_ms=parts.curve.pass_ms(self.widths[0]),
         )
@@ -157,7 +157,8 @@ class Generation:
             finally:
                 self.stats.finish_reason = self.watcher.reason
             response = [token for piece in self._pieces for token in piece.token_ids]
-            self.parts.remember(self._prompt, response)
+            user = self.options.drafting.user
+            self.parts.remember(self._prompt, response, user)
 
     def _run(self) -> Iterator[Piece]:
         parts, exact = self.parts, self.options.drafting.exact

@@ -24,9 +24,9 @@ from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.pool import Pool
 from jetdraft.server.desk import Desk, Job
+from jetdraft.server.generation_request import GenerationRequest, RequestError
 from jetdraft.server.metrics import Metrics
 from jetdraft.server.reply import Reply
-from jetdraft.server.request import GenerationRequest, RequestError
 from jetdraft.server.tools import BEGIN
 
 T = TypeVar("T")

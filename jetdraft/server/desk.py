@@ -12,7 +12,7 @@ from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.text_stream import Stream
-from jetdraft.server.request import GenerationRequest, RequestError
+from jetdraft.server.generation_request import GenerationRequest, RequestError
 
 
 class Desk:

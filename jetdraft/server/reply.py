@@ -10,7 +10,7 @@ from uuid import uuid4
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.sampling.logprobs import Logprob
 from jetdraft.runtime.text.codec import TextCodec, TextStream
-from jetdraft.server.request import GenerationRequest
+from jetdraft.server.generation_request import GenerationRequest
 from jetdraft.server.tools import Tools
 
 Json = dict[str, Any]

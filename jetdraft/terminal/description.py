@@ -9,6 +9,7 @@ import numpy as np
 from jetdraft.bundle import Bundle, GraphEntry
 from jetdraft.contract import StepContract
 from jetdraft.recipe import Recipe
+from jetdraft.runtime.planning.registry import methods_of
 
 
 def describe(bundle: Bundle) -> str:
@@ -23,7 +24,7 @@ def _lines(bundle: Bundle) -> Iterator[str]:
     contract = bundle.target.contract
     ends = ", ".join(map(str, bundle.eos_token_ids)) or "none"
     yield f"bundle      {bundle.path} (sha256 {bundle.sha256[:12]})"
-    yield f"methods     {', '.join(bundle.methods)}"
+    yield f"methods     {', '.join(methods_of(bundle))}"
     yield f"provider    {bundle.provider}"
     if bundle.drafter_provider:
         yield f"drafter on  {bundle.drafter_provider}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ from jetdraft.files import replacing
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
+from jetdraft.runtime.proposers.parts import LoadArguments
 from jetdraft.terminal.command import Decorator, option, together
 
 PATH = click.Path(path_type=Path)
@@ -80,7 +82,7 @@ store_option = option(
     "keep nothing.",
 )
 
-runtime_options = together(
+_runtime_flags = together(
     threads_option,
     option(
         "runtime",
@@ -101,6 +103,29 @@ runtime_options = together(
         help="A streams.npz of the same base; default: the streams in the bundle.",
     ),
 )
+
+
+def runtime_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give the command `runtime`, the arguments of `jetdraft.load` from its flags."""
+
+    @wraps(function)
+    def command(
+        provider: str | None,
+        drafter_provider: str | None,
+        threads: int | None,
+        streams: Path | None,
+        **options: Any,
+    ) -> Any:
+        runtime = LoadArguments(
+            provider=provider,
+            drafter_provider=drafter_provider,
+            threads=threads,
+            streams=streams,
+        )
+        return function(runtime=runtime, **options)
+
+    return _runtime_flags(command)
+
 
 sampling_options = together(
     temperature_option,

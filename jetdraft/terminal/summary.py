@@ -13,6 +13,7 @@ def summary(stats: Stats) -> str:
         (stats.acceptance_rate, "acceptance {:.2f}"),
         (stats.tokens_per_second, "{:.1f} tokens/s"),
         (stats.time_to_first_token, "first after {:.3f} s"),
+        (stats.seed, "seed {}"),
     ):
         if value is not None:
             parts.append(form.format(value))

@@ -53,11 +53,17 @@ def test_export_makes_a_bundle_that_generates(pair, output):
     assert result.exit_code == 0, result.output
     assert result.stdout == ""
     made = Bundle.open(output)
-    assert made.methods == ("none", "lookup", "draft")
+    assert list(made.graphs) == ["target", "drafter"]
     assert made.target.quantization == Recipe("int4", 32).to_json()
     assert made.target.contract.capacity == 64
     assert made.target.contract.max_width == 16
-    assert result.stderr.splitlines()[-1].endswith("methods none, lookup, draft")
+    assert result.stderr.splitlines()[0].endswith(
+        "methods none, lookup, draft, recall, trigram, cascade"
+    )
+    assert result.stderr.splitlines()[1:] == [
+        "target: int4-rtn-b32",
+        "drafter: int8-rtn-b32",
+    ]
     shown = jetdraft("generate", output, "-p", " the", "-n", "4", "-t", "1")
     assert shown.exit_code == 0
 

@@ -2,16 +2,12 @@
 
 import numpy as np
 import pytest
-from jetdraft.runtime.generator import Generator
 
-from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.measured.curve import Costs
+from jetdraft.methods import Proposer, Rows, Traits
+from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.measured.rates import Acceptance
-from jetdraft.runtime.measured.stats import Stats
-from jetdraft.runtime.planning.controller import Adaptive, Fixed
-from jetdraft.runtime.sampling.chooser import Chooser, Sampling
-from jetdraft.runtime.text.codec import TextStream
-from jetdraft.runtime.text.stops import StopWatcher
+from jetdraft.runtime.sampling.chooser import Sampling
+from tests.runtime import fake_method
 
 PROMPT = np.random.default_rng(8).integers(0, 288, 20)
 SAMPLINGS = [
@@ -22,15 +18,12 @@ SAMPLINGS = [
 ]
 
 
-class Scripted:
-    """Proposes from the known text: `wrong[i]` of each draft's tokens are spoiled."""
+class Scripted(Proposer):
+    """Proposes from the known text, and `spoil` makes some of its tokens wrong."""
 
-    session_seconds = 0.0
-    max_draft_tokens = 15
-    streams = 0
+    traits = Traits("scripted", max_draft_tokens=15)
 
     def __init__(self, truth, spoil):
-        self.name = "scripted"
         self.truth = np.concatenate([PROMPT, truth])
         self.spoil = spoil
 
@@ -43,10 +36,13 @@ class Scripted:
         tokens = self.spoil(tokens, len(context))
         return Rows.chain([int(context[-1]), *tokens.tolist()])
 
-    def observe(self, length, answer, row):
-        # A guess that held has the row after it accepted, whose answer this is.
-        assert answer.logits.shape[0] > row
-        self.expected = length
+    def observe(self, seen):
+        if seen.length > len(PROMPT):
+            # A guess that held has the row after it accepted, whose answer this is.
+            assert seen.answer.logits.shape[0] > seen.path[-1]
+        else:
+            assert seen.answer.logits.shape[0] == 1  # a prefill answers for its end
+        self.expected = seen.length
 
 
 def always_right(tokens, at):
@@ -72,22 +68,10 @@ def sometimes_right(tokens, at):
 SPOILS = [always_right, always_wrong, empty, sometimes_right]
 
 
-def ending(eos=()):
-    return StopWatcher(TextStream(None, []), eos)
-
-
-def generate(model, sampling, proposer=None, length=4, tokens=200, eos=(), widths=None):
-    stats = Stats("test", exact=True, prompt_tokens=len(PROMPT))
-    proposers = [proposer] if proposer else []
-    generator = Generator(
-        model.target, widths or model.planner.calibration.exact_widths, proposers
+def generate(model, sampling, proposer=None, length=4, **options):
+    return fake_method.tokens_of(
+        model, PROMPT, sampling, proposer, length=length, **options
     )
-    ids = []
-    for commit in generator.run(
-        PROMPT, Chooser(sampling), Fixed(proposer, length), tokens, ending(eos), stats
-    ):
-        ids += commit.token_ids
-    return ids, stats
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +131,7 @@ def test_end_of_text_inside_a_draft(model, plain, spoil, at):
 
 @pytest.mark.parametrize("spoil", SPOILS)
 def test_the_capacity_ends_the_text_and_is_never_passed(model, spoil):
-    room = model.target.cache.capacity - len(PROMPT)
+    room = model.parts.target.cache.capacity - len(PROMPT)
     full, stats = generate(model, SAMPLINGS[0], tokens=10_000)
     assert len(full) == room
     assert stats.finish_reason == "length"
@@ -159,14 +143,14 @@ def test_the_capacity_ends_the_text_and_is_never_passed(model, spoil):
 
 def test_the_cursor_is_one_less_than_the_sequence(model, plain):
     generate(model, SAMPLINGS[0], Scripted(plain[SAMPLINGS[0]], sometimes_right))
-    assert model.target.cache.length <= len(PROMPT) + 200 - 1
+    assert model.parts.target.cache.length <= len(PROMPT) + 200 - 1
 
 
 @pytest.mark.parametrize("widths", [[2, 3, 4, 5], [2, 4, 8], [4, 6], [3]])
 def test_only_the_widths_of_a_class_are_used(model, plain, widths, monkeypatch):
-    used, run = [], model.target.run
+    used, run = [], model.parts.target.run
     monkeypatch.setattr(
-        model.target,
+        model.parts.target,
         "run",
         lambda t, **o: (used.append(o.get("width")), run(t, **o))[1],
     )
@@ -177,16 +161,11 @@ def test_only_the_widths_of_a_class_are_used(model, plain, widths, monkeypatch):
     assert set(used[1:]) <= set(widths)  # the first pass is the prefill
 
 
-def test_adaptive_control_does_not_change_the_text(model, plain):
+def test_adaptive_control_does_not_change_the_text(model, plain, monkeypatch):
     proposer = Scripted(plain[SAMPLINGS[3]], sometimes_right)
-    widths = model.planner.calibration.exact_widths
-    costs = Costs({w: 1 + 0.05 * w for w in range(1, 17)}, {})
-    acceptance = {proposer.name: Acceptance()}
-    adaptive = Adaptive([proposer], costs, acceptance, widths, 15)
-    stats = Stats("test", exact=True, prompt_tokens=len(PROMPT))
-    run = Generator(model.target, widths, [proposer]).run(
-        PROMPT, Chooser(SAMPLINGS[3]), adaptive, 200, ending(),
-        stats,
-    )  # fmt: skip
-    assert [t for c in run for t in c.token_ids] == plain[SAMPLINGS[3]]
+    curve = Curve({w: 1 + 0.05 * w for w in range(1, 17)})
+    monkeypatch.setattr(model.parts, "curve", curve)
+    monkeypatch.setattr(model.planner, "acceptance", {"scripted": Acceptance()})
+    ids, stats = generate(model, SAMPLINGS[3], proposer, length=None)
+    assert ids == plain[SAMPLINGS[3]]
     assert len(stats.rounds_by_choice) > 1

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from jetdraft.server.desk import Desk
-from jetdraft.server.request import RequestError
+from jetdraft.server.generation_request import RequestError
 
 
 def run(coroutine):

@@ -69,7 +69,7 @@ def assert_error(response, status, words):
         ({**GOOD, "regex": "a" * 8001}, "longer than 8000"),
         ({**GOOD, "regex": "\udc80"}, "not a text"),
         ({**GOOD, "\udc80": 1}, "unknown field"),
-        ({**GOOD, "json_schema": {"x-guidance": 5}}, "no object"),
+        ({**GOOD, "json_schema": {"x-guidance": 5}}, "not an object"),
         ({**GOOD, "response_format": {"type": "xml"}}, "json_schema"),
         ({**GOOD, "json_schema": {"type": "x"}, "regex": "a"}, "exclude each other"),
     ],

@@ -67,8 +67,8 @@ class Stats:
     `waited_seconds` is time that the caller spent between pieces; no metric counts it.
     `plain_ms` is the time of a pass without a draft on this machine. `by_method` says
     what each method did, `off` how many rounds had no draft for which reason.
-    `reused_tokens` of the prompt were in the buffers already. `seed` is the seed that
-    was used, also where it was drawn at random.
+    `reused_tokens` of the prompt were in the buffers already. `seed` is the seed of a
+    sampled text, also where it was drawn at random.
 
     stats.tokens_per_pass      # committed tokens / target passes, without prefill
     stats.to_json()            # every metric under its name
@@ -77,7 +77,7 @@ class Stats:
     method: str
     exact: bool
     prompt_tokens: int
-    seed: int = 0
+    seed: int | None = None
     reused_tokens: int = 0
     generations: int = 0
     new_tokens: int = 0

@@ -1,1 +1,1 @@
-"""One pass of one graph: sessions, bindings, KV buffers."""
+"""Runs one pass of one graph: sessions, bindings, KV buffers."""

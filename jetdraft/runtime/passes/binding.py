@@ -1,4 +1,4 @@
-"""A session's inputs, outputs and KV buffers, bound once for passes of one size."""
+"""Binds a session's inputs, outputs and KV buffers once, for passes of one size."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from jetdraft.ort import ort
 from jetdraft.runtime.passes.tensor import HOST, Memory, Tensor
 
 Floats = npt.NDArray[np.float32]
-Seen = Sequence[Sequence[int]]
-"""Per row, the slots of a draft that it sees beside itself."""
+VisibleSlots = Sequence[Sequence[int]]
+"""Per row, the slots of a draft that it attends to, itself left out."""
 
 ON_HOST = ("total_length",)
 """Inputs that kernels read on the host, on any device."""
 
 STEADY = ("answer_rows", "probe_rows", "probe_ids", "attention_bias")
-"""Inputs that most passes leave as they are."""
+"""Inputs that most passes do not change."""
 
 ON_REQUEST = ("logits", "probe_logits")
-"""Outputs that stay on the device until somebody looks at them."""
+"""Outputs that stay on the device until the host reads them."""
 
 
 class Bound:
-    """Arrays that a pass reads and fills; all sizes are fixed.
+    """The inputs and outputs of passes with fixed numbers of rows, answers and probes.
 
-    `arrays` holds the inputs and outputs by name as the host sees them, `tensors` the
-    same with what is on the device.
+    `tensors` holds them by name, on the host and on the device; `arrays` holds the same
+    as the host sees them. `buffers` are the KV buffers, by name of the input.
 
         bound = Bound(session, inputs, outputs, buffers, rows=4, answers=4, probes=0)
         bound.arrays["input_ids"][0] = [5, 8, 9, 2]
@@ -53,23 +53,24 @@ class Bound:
     ) -> None:
         self.session = session
         self.io = session.io_binding()
-        # The values alias the arrays or go with them; both must stay alive.
+        # A value can share the memory of its array, so both must stay alive.
         self.tensors: dict[str, Tensor] = {}
-        ends = {name.replace("past_", "present_") for name in buffers} | set(buffers)
+        presents = {name: name.replace("past_", "present_") for name in buffers}
+        bound_below = {*presents, *presents.values()}
         for specs, bind in (
             (inputs, self.io.bind_ortvalue_input),
             (outputs, self.io.bind_ortvalue_output),
         ):
             for spec in specs:
-                if spec.name in ends:
+                if spec.name in bound_below:
                     continue
-                where = HOST if spec.name in ON_HOST else memory
-                tensor = where.tensor(spec.sized(rows, answers, probes), spec.dtype)
+                place = HOST if spec.name in ON_HOST else memory
+                tensor = place.tensor(spec.sized(rows, answers, probes), spec.dtype)
                 self.tensors[spec.name] = tensor
                 bind(spec.name, tensor.value)
         for name, buffer in buffers.items():
             self.io.bind_ortvalue_input(name, buffer)
-            self.io.bind_ortvalue_output(name.replace("past_", "present_"), buffer)
+            self.io.bind_ortvalue_output(presents[name], buffer)
         self.arrays = {name: tensor.array for name, tensor in self.tensors.items()}
         self._copies = None
         if memory.copies:
@@ -82,12 +83,12 @@ class Bound:
         self.total_length = self.view("total_length")
 
     def view(self, name: str) -> memoryview:
-        """The items of an array [n] or [1, n]."""
+        """The items of an array [n] or [1, n], to read and to set."""
         array: Any = self.arrays[name]
         return memoryview(array.reshape(-1))
 
     def run(self, options: ort.RunOptions | None = None) -> float:
-        """One pass; the seconds that it took, copies included."""
+        """Run one pass; the seconds that it took, with the copies."""
         start = time.perf_counter()
         if self._copies is not None:
             self._copies.upload()
@@ -96,63 +97,65 @@ class Bound:
             self._copies.download()
         return time.perf_counter() - start
 
-    def _show(self, slots: slice, values: Floats | int) -> None:
+    def _set_bias(self, slots: slice, values: Floats | int) -> None:
         assert self._bias is not None
         self._bias[:, slots] = values
         if self._copies is not None:
             self._copies.changed.add("attention_bias")
 
     def show_all(self) -> None:
-        """Let every row see all slots before it."""
+        """Let every row attend to all slots before it."""
         if self._bias is not None and self._hidden.stop:
-            self._show(self._hidden, 0)
+            self._set_bias(self._hidden, 0)
             self._hidden = slice(0)
 
-    def show_only(self, seen: Seen, cursor: int, filled: int = 0) -> None:
-        """Hide the draft's slots, from the cursor on, but for those that rows may see.
+    def show_only(self, visible: VisibleSlots, cursor: int, filled: int = 0) -> None:
+        """Hide the slots from the cursor on, except those in `visible` for each row.
 
-        The first `filled` of them were written by earlier passes.
+        Slots are numbered from the cursor. Earlier passes wrote the first `filled`
+        slots.
         """
         self.show_all()
-        self._hidden = slice(cursor, cursor + filled + len(seen))
-        self._show(self._hidden, _visible(tuple(map(tuple, seen)), filled))
+        self._hidden = slice(cursor, cursor + filled + len(visible))
+        self._set_bias(self._hidden, _bias_of(tuple(map(tuple, visible)), filled))
 
 
 class _Copies:
-    """What of a binding goes to the device before a pass, and comes back after it.
+    """The copies between host and device before and after a pass.
 
-    `changed` are the steady inputs that the next pass must bring.
+    `changed` has the names of the steady inputs to upload before the next pass.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], inputs: set[str]) -> None:
         self._tensors = tensors
         self.changed = {name for name in STEADY if name in tensors}
-        kinds: dict[str, list[Tensor]] = {"moving": [], "late": [], "at once": []}
-        for name, tensor in tensors.items():
-            if name in inputs and name not in (*ON_HOST, *STEADY):
-                kinds["moving"].append(tensor)
-            elif name not in inputs:
-                kinds["late" if name in ON_REQUEST else "at once"].append(tensor)
-        self._moving, self._late, self._at_once = kinds.values()
+        self._uploads = [
+            tensor
+            for name, tensor in tensors.items()
+            if name in inputs and name not in (*ON_HOST, *STEADY)
+        ]
+        outputs = {name: tensors[name] for name in tensors if name not in inputs}
+        self._on_request = [outputs.pop(n) for n in ON_REQUEST if n in outputs]
+        self._downloads = list(outputs.values())
 
     def upload(self) -> None:
-        for tensor in self._moving:
+        for tensor in self._uploads:
             tensor.upload()
         for name in self.changed:
             self._tensors[name].upload()
         self.changed.clear()
 
     def download(self) -> None:
-        for tensor in self._at_once:
+        for tensor in self._downloads:
             tensor.download()
-        for tensor in self._late:
+        for tensor in self._on_request:
             tensor.stale = True
 
 
 @lru_cache(maxsize=256)
-def _visible(seen: tuple[tuple[int, ...], ...], filled: int) -> Floats:
-    """What is added to the scores of a draft's slots, [rows, filled + rows]."""
-    block = np.full((len(seen), filled + len(seen)), HIDDEN, np.float32)
-    for row, slots in enumerate(seen):
-        block[row, [*slots, filled + row]] = 0
-    return block
+def _bias_of(visible: tuple[tuple[int, ...], ...], filled: int) -> Floats:
+    """The attention bias of a draft's slots, float32 [rows, filled + rows]."""
+    bias = np.full((len(visible), filled + len(visible)), HIDDEN, np.float32)
+    for row, slots in enumerate(visible):
+        bias[row, [*slots, filled + row]] = 0
+    return bias

@@ -1,4 +1,4 @@
-"""The KV buffers of one graph, and the cursor that says how much of them counts."""
+"""The KV buffers of one graph, and the cursor that counts their committed rows."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jetdraft.runtime.passes.tensor import HOST, Memory
 class Cache:
     """Fixed buffers, allocated once, and a cursor.
 
-    Rows beyond `length` are stale and get overwritten, so forgetting is free. With a
-    `compaction` session, rows of an accepted branch can be moved together; `seconds`
-    adds up the time in it.
+    Rows beyond `length` are stale and get overwritten, so a rewind is free. With a
+    `compaction` session the rows of an accepted branch can be moved together; `seconds`
+    is the total time spent in it.
 
         cache = Cache(contract)
         cache.advance(5)
@@ -47,16 +47,11 @@ class Cache:
 
     @property
     def room(self) -> int:
-        """Rows that still fit."""
+        """How many rows still fit."""
         return self.capacity - self.length
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.tensor_size_in_bytes() for buffer in self.buffers.values())
-
     def advance(self, rows: int) -> None:
-        """Count the next `rows` rows as committed."""
+        """Commit the next `rows` rows."""
         if not 0 <= rows <= self.room:
             raise ValueError(f"cannot commit {rows} rows, {self.room} fit")
         self.length += rows
@@ -68,14 +63,14 @@ class Cache:
         self.length = length
 
     def stored(self, rows: int) -> dict[str, npt.NDArray[Any]]:
-        """Copies of the first rows of all buffers, [1, kv_heads, rows, head_dim]."""
+        """Copies of the first `rows` rows by buffer, [1, kv_heads, rows, head_dim]."""
         return {
             name: np.ascontiguousarray(buffer.numpy()[:, :, :rows])
             for name, buffer in self.buffers.items()
         }
 
     def restore(self, stored: Mapping[str, npt.NDArray[Any]], rows: int) -> None:
-        """Put copied rows back, as committed ones."""
+        """Put the rows that `stored` gave back, and commit them."""
         for name, buffer in self.buffers.items():
             whole = np.array(buffer.numpy())
             whole[:, :, :rows] = stored[name]
@@ -83,9 +78,10 @@ class Cache:
         self.length = rows
 
     def compact(self, path: Sequence[int]) -> None:
-        """Commit the rows `path` of the last pass, ascending from 0, and no others.
+        """Commit only the rows `path` of the last pass, ascending from 0.
 
-        Only those beyond the first gap move, on the device and in place.
+        Rows after the first gap are moved, on the device and in place. Raises
+        `ValueError` if that needs a compaction graph and there is none.
         """
         kept = without_gaps(path)
         if kept < len(path):
@@ -93,8 +89,9 @@ class Cache:
         self.advance(len(path))
 
     def _move(self, source: list[int], target: int) -> None:
+        """Move the rows `source` to `target` and the rows after it."""
         if self._compaction is None:
-            raise ValueError("this cache was made without a compaction graph")
+            raise ValueError("this cache has no compaction graph; give it one")
         move = self._moves.get(len(source))
         if move is None:
             move = _Move(self._compaction, self, len(source))
@@ -106,7 +103,7 @@ class Cache:
 
 
 class _Move:
-    """The binding of a move of so many rows."""
+    """The binding that moves `rows` rows."""
 
     def __init__(self, session: ort.InferenceSession, cache: Cache, rows: int) -> None:
         self.source = cache.memory.tensor((rows,), "int64")
@@ -119,7 +116,7 @@ class _Move:
             self.io.bind_ortvalue_output(name.replace("past_", "present_"), buffer)
 
     def set(self, source: list[int], target: int) -> None:
-        """The rows to move, and where the first of them goes."""
+        """Set the rows to move, and the new row of the first."""
         self.source.array[:] = source
         self.target.array[0] = target
         self.source.upload()

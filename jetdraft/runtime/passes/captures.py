@@ -1,4 +1,4 @@
-"""The table of captured CUDA graphs."""
+"""Numbers the CUDA graphs that onnxruntime captures and replays."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _OPTION = "gpu_graph_id"
 
 
 class Captures:
-    """One id for each size of pass, since onnxruntime replays whatever it is told to.
+    """One graph id per key, since onnxruntime replays whatever id it gets.
 
-    A replay reads no shape and no host value: what differs in either needs another key.
-    The first run of a key is eager, so that kernels choose and allocate outside of a
-    capture; the second captures, which runs the pass three times over (harmless, as the
-    rows are written to the same slots), and all later ones replay.
+    A replay reads no shape and no value on the host: passes that differ in these need
+    different keys. The first run of a key is eager, so that kernels are chosen and
+    memory is allocated outside of a capture. The second run captures, and runs the pass
+    three times, which is harmless: the rows go to the same slots. Later runs replay.
 
         captures = Captures()
         captures.run_options((width, length))
@@ -30,18 +30,18 @@ class Captures:
         self._options: dict[str, ort.RunOptions] = {}
 
     def run_options(self, key: Hashable | None) -> ort.RunOptions:
-        """How to run a pass of that key; None is always eager."""
+        """The options to run a pass of that key with; None is always eager."""
         if key is None:
-            return self._of(EAGER)
+            return self._options_of(EAGER)
         if key not in self._warm:
             self._warm.add(key)
-            return self._of(EAGER)
-        number = self.ids.setdefault(key, len(self.ids) + 1)
-        return self._of(str(number))
+            return self._options_of(EAGER)
+        graph_id = self.ids.setdefault(key, len(self.ids) + 1)
+        return self._options_of(str(graph_id))
 
-    def _of(self, number: str) -> ort.RunOptions:
-        if number not in self._options:
+    def _options_of(self, graph_id: str) -> ort.RunOptions:
+        if graph_id not in self._options:
             options = ort.RunOptions()
-            options.add_run_config_entry(_OPTION, number)
-            self._options[number] = options
-        return self._options[number]
+            options.add_run_config_entry(_OPTION, graph_id)
+            self._options[graph_id] = options
+        return self._options[graph_id]

@@ -1,4 +1,4 @@
-"""Making onnxruntime sessions that do not fight for cores."""
+"""Opens onnxruntime sessions, and refuses those that would run elsewhere."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from jetdraft.errors import ContractError, OptionError, ProviderError
 from jetdraft.ort import ort
 
 MOST_THREADS_PER_CORE = 8
-"""More only wait for each other, for minutes where they are many."""
+"""With more, threads wait for each other, some for minutes."""
 
-SIZE_OPERATORS = {"Shape", "Size", "Squeeze", "Unsqueeze", "Cast", "Concat"}
-SIZE_OPERATORS |= {"Range", "Add", "Expand"}
-"""What a provider may leave to the CPU, where the sizes of a pass are computed."""
+SIZE_OPERATORS = {
+    *("Shape", "Size", "Squeeze", "Unsqueeze", "Cast", "Concat", "Range", "Add"),
+    "Expand",
+}
+"""Operators that a provider may leave to the CPU: they compute sizes of a pass."""
 
 
 def default_threads() -> int:
-    """The cores this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -35,11 +37,15 @@ def open_session(
     shared: Mapping[str, ort.OrtValue] | None = None,
     provider_options: Mapping[str, str] | None = None,
 ) -> ort.InferenceSession:
-    """A session on `file`; one without `spinning` threads leaves idle cores alone.
+    """A session of the graph in `file` on one provider ("cpu", "cuda", "tensorrt").
 
-    `weights` take the place of the graph's own of those names, and so do `shared` ones,
-    which lie where the provider computes and must outlive the session. Raises
-    `ProviderError` if anything but the provider would compute.
+    Threads that are `spinning` start a pass faster, but keep their cores busy while
+    they wait. `weights` replace the graph's own, by name, and so do the `shared`
+    weights, which lie in the provider's memory and must outlive the session. Raises
+    `ProviderError` if the provider cannot run the whole graph, `ContractError` if
+    onnxruntime cannot load the file, and `OptionError` for wrong `threads`.
+
+        open_session(Path("bundle/target.onnx"), "cpu", threads=4, spinning=True)
     """
     full = PROVIDERS[provider].full
     options = _options(provider, threads, spinning)
@@ -51,14 +57,14 @@ def open_session(
         )
         for name, value in (shared or {}).items():
             options.add_initializer(name, value)
-        # The fallback of the Python package prints, and opens another session.
+        # The fallback of the Python package prints, then opens another session.
         session = ort.InferenceSession(
             str(file),
             options,
             providers=[(full, dict(provider_options or {}))],
             enable_fallback=0,
         )
-    except Exception as error:  # onnxruntime raises its own, underived exceptions
+    except Exception as error:  # onnxruntime's exceptions have no common base
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if provider != "cpu":
             raise ProviderError(
@@ -78,11 +84,11 @@ def _options(provider: str, threads: int, spinning: bool) -> ort.SessionOptions:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    # A pattern is allocated at the first run, which may be inside of a capture.
+    # A memory pattern is allocated at the first run, maybe inside of a capture.
     options.enable_mem_pattern = PROVIDERS[provider].memory == "cpu"
     for name, value in (
         ("session.intra_op.allow_spinning", str(int(spinning))),
-        # Of integers that a DequantizeLinear gives to a MatMul, as `Recipe` has it too.
+        # For a MatMul after a DequantizeLinear; the same level as in `Recipe`.
         ("session.qdq_matmulnbits_accuracy_level", "4"),
         ("session.record_ep_graph_assignment_info", "1"),
     ):
@@ -99,21 +105,21 @@ def _check_threads(threads: int) -> None:
 
 
 def _check_provider(session: ort.InferenceSession, provider: str, file: Path) -> None:
-    """Raise `ProviderError` if onnxruntime silently fell back to the CPU."""
+    """Raise `ProviderError` if the CPU runs what the provider should run."""
     full = PROVIDERS[provider].full
     if session.get_providers()[0] != full:
         reason = presence(provider).reason or "onnxruntime left it out"
         raise ProviderError(f"{full} cannot be used here: {reason}; {AT_HAND}")
-    elsewhere = elsewhere_of(session, full) - SIZE_OPERATORS
-    if elsewhere:
+    missing = _operators_elsewhere(session, full) - SIZE_OPERATORS
+    if missing:
         raise ProviderError(
-            f"{full} has no kernels for {', '.join(sorted(elsewhere))} of {file}; "
+            f"{full} has no kernels for {', '.join(sorted(missing))} of {file}; "
             "export the bundle for this provider"
         )
 
 
-def elsewhere_of(session: ort.InferenceSession, full: str) -> set[str]:
-    """The operators that a provider of that full name does not run."""
+def _operators_elsewhere(session: ort.InferenceSession, full: str) -> set[str]:
+    """The operators that run on another provider than `full`."""
     return {
         node.op_type
         for part in session.get_provider_graph_assignment_info()

@@ -1,4 +1,4 @@
-"""The sessions of one step graph, and which of them runs a pass."""
+"""The sessions of one step graph, and the choice of the session for a pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jetdraft.ort import ort
 
 @dataclass(frozen=True)
 class StepSession:
-    """A session and its contract, checked when it is made."""
+    """A session and the contract that its inputs and outputs were checked against."""
 
     session: ort.InferenceSession
     contract: StepContract
@@ -24,16 +24,16 @@ class StepSession:
 
 
 class StepSessions:
-    """A session for every pass, and others that are faster at some.
+    """A session for any pass, and further sessions that run some passes faster.
 
-    `chain` runs what does not branch, where a provider has a faster kernel without an
-    attention bias. `fixed` has sessions built for passes of one width each; a pass goes
-    to the narrowest that holds it and is filled up. `weights` that sessions share live
-    as long as these.
+    `chain` runs passes that do not branch; it has no attention bias, which some kernels
+    run faster. `fixed` has sessions for passes of one width each, by width; a pass gets
+    the narrowest that holds it, and padding rows. `weights` are kept alive for the
+    sessions that share them.
 
-        engines = StepSessions(session, contract, fixed={4: narrow, 8: wide})
-        engines.width(3, room=100)         # 4
-        engines.of(4, branching=False)
+        sessions = StepSessions(session, contract, fixed={4: narrow, 8: wide})
+        sessions.width(3, room=100)         # 4
+        sessions.of(4, branching=False)
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class StepSessions:
         self._widths = sorted(self.fixed)
 
     def width(self, rows: int, room: int) -> int:
-        """How wide a pass over so many rows is, where `room` rows fit."""
+        """The width of a pass over `rows` rows if the buffers have `room` rows left."""
         place = bisect_left(self._widths, rows)
         if place < len(self._widths) and self._widths[place] <= room:
             return self._widths[place]
         return rows
 
     def of(self, width: int, branching: bool) -> StepSession:
-        """Who runs a pass of that width."""
+        """The session for a pass of that width."""
         other = self.any if branching else self.chain
         return self.fixed.get(width, other)

@@ -1,4 +1,4 @@
-"""Arrays that a session reads and fills, on the host or on a device."""
+"""Arrays that a session reads and writes, on the host or on a device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jetdraft.ort import ort
 
 
 class Tensor:
-    """A fixed `value` to bind, and the `array` that the host sees of it.
+    """A fixed `value` to bind, and the `array` with the same content on the host.
 
-    On the host both are the same memory. Elsewhere `upload` and `download` copy, and
-    `fetch` downloads what a pass has made stale, once.
+    In the host's memory both are one. Otherwise `upload` and `download` copy, and
+    `fetch` downloads only if the array is `stale`, that is, older than the last pass.
 
         tensor = Memory("cuda").tensor((1, 4), "int64")
         tensor.array[0] = [5, 8, 9, 2]
@@ -31,28 +31,28 @@ class Tensor:
         self._copies = copies
 
     def upload(self) -> None:
-        """Give the device what the host has."""
+        """Copy the array to the device."""
         if self._copies:
             self.value.update_inplace(self.array)
 
     def download(self) -> None:
-        """Give the host what the device has."""
+        """Copy the value to the host."""
         if self._copies:
             np.copyto(self.array, self.value.numpy())
         self.stale = False
 
     def fetch(self) -> None:
-        """Download, unless that was done since the last pass."""
+        """Download if the array is stale."""
         if self.stale:
             self.download()
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Where tensors lie: a `device` of onnxruntime's, "cpu" or "cuda".
+    """The memory that tensors are allocated in: a `device`, "cpu" or "cuda".
 
-    `copies` says that host and session do not share memory; without a GPU, tests set it
-    to run what runs with one.
+    `copies` says that host and session do not share this memory. Tests set it without a
+    GPU, to run the code that a GPU needs.
 
         Memory("cuda", copies=True).tensor((1, 2, 2048, 64), "float16").value
     """
@@ -61,7 +61,7 @@ class Memory:
     copies: bool = False
 
     def tensor(self, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """Zeros. What lies in a new buffer would be added, masked or not, as a NaN."""
+        """A tensor of zeros: a NaN in new memory would spread even from masked rows."""
         array = np.zeros(shape, dtype)
         if not self.copies:
             value = ort.OrtValue.ortvalue_from_numpy(array)
@@ -75,4 +75,4 @@ class Memory:
 
 
 HOST = Memory()
-"""What the CPU provider computes on, and no copy is made for."""
+"""The memory of the CPU provider; nothing is copied."""

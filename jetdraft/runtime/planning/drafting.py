@@ -11,6 +11,7 @@ from jetdraft.contract import WIDEST
 from jetdraft.errors import OptionError
 from jetdraft.ranges import Range, check_ranges
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
+from jetdraft.runtime.proposers.lookup import StoreOptions
 from jetdraft.runtime.proposers.method import WALK, MethodOptions, unknown_key
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 
@@ -37,7 +38,7 @@ class Drafting:
     exact             keep to the text of plain decoding, bit for bit
     settings          options of the methods by name, or an options object of one method
 
-        Drafting("draft", settings={"tree": "best"})
+        Drafting("auto", num_draft_tokens=4, settings={"verifier": "walk"})
     """
 
     method: str = AUTO
@@ -90,6 +91,12 @@ class Drafting:
     def verifier(self) -> str:
         """The verifier that all methods of a generation share."""
         return next((o.verifier for o in self.options.values()), WALK)
+
+    @property
+    def user(self) -> str:
+        """Who keeps the response in the store; "" for the nameless user."""
+        stored = (o for o in self.options.values() if isinstance(o, StoreOptions))
+        return next((options.user for options in stored if options.user), "")
 
     @property
     def sized(self) -> MethodOptions | None:

@@ -134,6 +134,8 @@ class Planner:
             try:
                 chosen.append(self.proposer(method, options))
             except OptionError as error:
+                if error.field != "method":
+                    raise
                 if not automatic:
                     raise self._refusal(name, error) from error
         return chosen
@@ -186,8 +188,6 @@ class Planner:
 
     def _refusal(self, name: str, reason: OptionError) -> OptionError:
         """Why the bundle cannot draft with a method, and what it can draft with."""
-        if reason.field != "method":
-            return reason
         choices = ", ".join((AUTO, *self.methods))
         return OptionError(
             f"the bundle has no method {name!r}; choose {choices}; {reason}", "method"

@@ -16,6 +16,7 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any
 
+from jetdraft.bundle import Bundle
 from jetdraft.runtime.proposers import cascade, draft, lookup, recall, stream, trigram
 from jetdraft.runtime.proposers.method import Method
 
@@ -54,6 +55,11 @@ def _warn(name: str, reason: str) -> None:
 def methods() -> Mapping[str, Method[Any]]:
     """Every method by its name, jetdraft's own first."""
     return MappingProxyType(_registered())
+
+
+def methods_of(bundle: Bundle) -> tuple[str, ...]:
+    """The methods that a bundle has all graphs and files for, "none" first."""
+    return (NONE, *(name for name, m in methods().items() if not m.lacks(bundle)))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from jetdraft.runtime.proposers.draft import (
     lacks_drafter,
 )
 from jetdraft.runtime.proposers.follower import Follower
-from jetdraft.runtime.proposers.lookup import LookupOptions, LookupProposer
+from jetdraft.runtime.proposers.lookup import LookupProposer, StoreOptions
 from jetdraft.runtime.proposers.method import Method
 from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens
@@ -76,17 +76,16 @@ class CascadeProposer(DraftProposer):
         return chosen[: right + 1]
 
 
-def _make(parts: Parts, options: LookupOptions) -> Proposer:
-    store = None if parts.store is None else parts.store.of(options.user)
-    follower = drafter_of(parts, NAME)
-    return CascadeProposer(follower, LookupProposer(store=store), parts.curve.drafter)
+def _make(parts: Parts, options: StoreOptions) -> Proposer:
+    below = LookupProposer(store=options.store(parts))
+    return CascadeProposer(drafter_of(parts, NAME), below, parts.curve.drafter)
 
 
 METHOD = Method(
     NAME,
     "the drafter, which only reviews what lookup proposes",
     _make,
-    LookupOptions,
+    StoreOptions,
     lacks=lacks_drafter,
     # It competes with the drafter that it is made of.
     in_auto=lambda options: False,

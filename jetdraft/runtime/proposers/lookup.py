@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.history.suffix import ROOT, SuffixAutomaton
@@ -25,13 +26,27 @@ MOST_INDEXED = 32768
 
 
 @dataclass(frozen=True)
-class LookupOptions(MethodOptions):
-    """`user` names whose responses of the store are looked up.
+class StoreOptions(MethodOptions):
+    """`user` names whose responses are drafted from, and who keeps the new response.
 
-    LookupOptions(user="ann")
+    StoreOptions(user="ann")
     """
 
     user: str = ""
+
+    def store(self, parts: Parts) -> ResponseStore | None:
+        """The user's responses; None without a store.
+
+        Raises `OptionError` for a user without a store.
+        """
+        if parts.store is not None:
+            return parts.store.of(self.user)
+        if self.user:
+            raise OptionError(
+                f"user {self.user!r} needs a store; give --store FILE (store=) too",
+                "drafting",
+            )
+        return None
 
 
 class LookupProposer(Proposer):
@@ -159,15 +174,14 @@ def _goes_on(read: Sequence[int], context: Sequence[int]) -> bool:
     return list(context[start : len(read)]) == list(read[start:])
 
 
-def _make(parts: Parts, options: LookupOptions) -> Proposer:
-    store = None if parts.store is None else parts.store.of(options.user)
-    return LookupProposer(store=store)
+def _make(parts: Parts, options: StoreOptions) -> Proposer:
+    return LookupProposer(store=options.store(parts))
 
 
 METHOD = Method(
     "lookup",
     "what followed the last time the text ended like this",
     _make,
-    LookupOptions,
+    StoreOptions,
     cost="free",
 )

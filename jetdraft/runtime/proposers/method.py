@@ -21,7 +21,8 @@ from jetdraft.errors import OptionError
 from jetdraft.runtime.passes.target import Target
 from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Proposer
-from jetdraft.runtime.sampling.verifiers import VERIFIERS, Verifier
+from jetdraft.runtime.sampling.verifier import Verifier
+from jetdraft.runtime.sampling.verifiers import VERIFIERS
 
 WALK = "walk"
 """The verifier that gives the text of plain decoding."""
@@ -109,8 +110,7 @@ def _always(options: MethodOptions) -> bool:
     return True
 
 
-# Without equality: two methods that were registered one after the other under the same
-# name stay apart.
+# Equal by identity: a planner keeps a proposer for each method and its options.
 @dataclass(frozen=True, eq=False)
 class Method(Generic[OptionsT]):
     """How one method of drafting is named, made and used.

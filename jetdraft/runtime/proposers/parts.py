@@ -206,13 +206,16 @@ class Parts:
         )
         return self._halves
 
-    def remember(self, prompt: Sequence[int], response: Sequence[int]) -> None:
-        """Keep a request and its response to draft from, where there is a store."""
+    def remember(
+        self, prompt: Sequence[int], response: Sequence[int], user: str = ""
+    ) -> None:
+        """Keep a user's request and its response, where there is a store."""
         if self.store is None:
             return
         nowhere = np.zeros(0, np.float32)
         vector = self.similarity.vector(prompt) if self.similarity else nowhere
-        self.store.add(Entry(list(prompt), list(response), vector))
+        entry = Entry(list(prompt), list(response), vector)
+        self.store.of(user).add(entry)
 
     def forget(self) -> None:
         """Read the next prompt from its beginning."""

@@ -26,7 +26,7 @@ class Traits:
     probes            how many probes of the target a row can carry for it, or 0
     branches          whether it drafts a tree when a controller asks for one
 
-        Traits("draft", max_draft_tokens=15, kind=Kind.COUPLED, ms_per_token=1.2)
+        Traits("repeat", max_draft_tokens=15, kind=Kind.COUPLED, ms_per_token=1.2)
     """
 
     name: str

@@ -10,7 +10,6 @@ proposer looks for the next place that fits the last tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 
 from jetdraft.bundle import Bundle
@@ -19,7 +18,8 @@ from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.history.similarity import Similarity
 from jetdraft.runtime.history.store import ResponseStore
-from jetdraft.runtime.proposers.method import Method, MethodOptions
+from jetdraft.runtime.proposers.lookup import StoreOptions
+from jetdraft.runtime.proposers.method import Method
 from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
@@ -38,16 +38,6 @@ LONGEST_ENDING = 3
 
 AHEAD = 64
 """Tokens of a response that are searched for a lost place."""
-
-
-@dataclass(frozen=True)
-class RecallOptions(MethodOptions):
-    """`user` names whose responses of the store are followed.
-
-    RecallOptions(user="ann")
-    """
-
-    user: str = ""
 
 
 class RecallProposer(Proposer):
@@ -160,20 +150,21 @@ def _lacks(bundle: Bundle) -> str:
     return "" if bundle.similarity else "export the bundle again with this version"
 
 
-def _make(parts: Parts, options: RecallOptions) -> Proposer:
-    if parts.store is None or parts.similarity is None:
+def _make(parts: Parts, options: StoreOptions) -> Proposer:
+    store = options.store(parts)
+    if store is None or parts.similarity is None:
         raise OptionError(
             "recall needs a store of earlier responses; give --store FILE (store=), "
             "and if you do, export the bundle again with this version",
             "method",
         )
-    return RecallProposer(parts.store.of(options.user), parts.similarity)
+    return RecallProposer(store, parts.similarity)
 
 
 METHOD = Method(
     "recall",
     "the responses to similar requests, with --store FILE",
     _make,
-    RecallOptions,
+    StoreOptions,
     lacks=_lacks,
 )

@@ -114,7 +114,7 @@ class TextStream:
         return whole[len(before) :]
 
     def _texts(self) -> tuple[str, str]:
-        """The text from the anchor to what was shown, and from the anchor to the end."""
+        """The text from the anchor to `_shown`, and from the anchor to the end."""
         if self._tokenizer is None:
             return "", ""
         shown = self._ids[self._anchor : self._shown]

@@ -56,7 +56,7 @@ class Ending:
 
 
 class StopWatcher:
-    """Watches one generation for end-of-text tokens, stop strings, time and `cancelled`.
+    """Watches one generation for end-of-text, stop strings, a deadline and `cancelled`.
 
     It looks for stop strings token by token, so the text ends at the same token
     whatever was drafted. It never shows a stop string, what follows it, or a text that

@@ -10,7 +10,7 @@ from jetdraft.runtime.measured.widths import Calibration, measure
 
 @pytest.fixture
 def measured(model):
-    return measure(model.target, model.drafter)
+    return measure(model.parts.target, model.parts.drafter)
 
 
 def test_every_width_is_in_one_class(measured):
@@ -32,7 +32,7 @@ def test_members_of_a_class_agree_bit_by_bit_and_others_do_not(measured):
 
 def test_the_measurement_sees_a_difference(model, monkeypatch):
     """A width whose rows differ in the last bit must leave the class."""
-    run = model.target.run
+    run = model.parts.target.run
 
     def tampered(tokens, last_only=False):
         answer = run(tokens, last_only)
@@ -40,8 +40,8 @@ def test_the_measurement_sees_a_difference(model, monkeypatch):
             answer.logits[:] = np.nextafter(answer.logits, np.float32(np.inf))
         return answer
 
-    monkeypatch.setattr(model.target, "run", tampered)
-    found = measure(model.target, None)
+    monkeypatch.setattr(model.parts.target, "run", tampered)
+    found = measure(model.parts.target, None)
     assert [5] in found.classes
     assert found.gaps[5] > 0
 
@@ -62,5 +62,5 @@ def test_kept_for_this_machine_only(tmp_path, measured):
 
 
 def test_measuring_leaves_the_caches_empty(model):
-    measure(model.target, model.drafter)
-    assert model.target.cache.length == model.drafter.cache.length == 0
+    measure(model.parts.target, model.parts.drafter)
+    assert model.parts.target.cache.length == model.parts.drafter.cache.length == 0

@@ -17,10 +17,6 @@ def test_cursor_moves_and_buffers_stay():
     assert [buffer.data_ptr() for buffer in cache.buffers.values()] == pointers
 
 
-def test_nbytes_counts_keys_and_values():
-    assert Cache(CONTRACT).nbytes == 2 * (2 * 10 * 4) * 4
-
-
 @pytest.mark.parametrize("rows", [-1, 11])
 def test_advance_never_passes_the_capacity(rows):
     with pytest.raises(ValueError, match="cannot commit"):

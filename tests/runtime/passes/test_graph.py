@@ -8,9 +8,9 @@ TOKENS = np.random.default_rng(3).integers(0, 288, 64)
 
 @pytest.fixture
 def graph(model):
-    model.target.cache.rewind(0)
-    yield model.target
-    model.target.cache.rewind(0)
+    model.parts.target.cache.rewind(0)
+    yield model.parts.target
+    model.parts.target.cache.rewind(0)
 
 
 def feed(graph, tokens):

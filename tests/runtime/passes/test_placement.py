@@ -208,7 +208,7 @@ def test_streams_and_integers_of_four_bits(tmp_path, monkeypatch, scheme):
     plain = jetdraft.load(tmp_path / "b", "cpu", threads=1)
     pretend(monkeypatch, "cuda")
     model = jetdraft.load(tmp_path / "b", threads=1)
-    assert model.target.memory.copies
+    assert model.parts.target.memory.copies
     for way in ({}, {"temperature": 1.1, "seed": 2, "top_p": 0.9}):
         expected = text(plain, method="none", **way)
         for tree in ("chain", "best"):

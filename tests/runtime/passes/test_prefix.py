@@ -166,7 +166,7 @@ def test_prefixes_that_are_none_are_refused(kept, tmp_path):
     file = tmp_path / "prefix.npz"
     expected = fresh(kept, IDS)
     file.write_text("nonsense")
-    with pytest.raises(BundleError, match="no saved prefix"):
+    with pytest.raises(BundleError, match="not a saved prefix"):
         kept.load_prefix(file)
     kept.save_prefix(file, IDS[:90])
     with np.load(file) as stored:
@@ -174,8 +174,8 @@ def test_prefixes_that_are_none_are_refused(kept, tmp_path):
     machine = json.loads(str(arrays["identity"]))
     for change, words in (
         ({"identity": np.array(json.dumps({**machine, "bundle": "x"}))}, "another"),
-        ({"identity": np.array("{")}, "no saved prefix"),
-        ({"tokens": arrays["tokens"][:5]}, "no saved prefix"),
+        ({"identity": np.array("{")}, "not a saved prefix"),
+        ({"tokens": arrays["tokens"][:5]}, "not a saved prefix"),
     ):
         np.savez(file, **{**arrays, **change})
         with pytest.raises(BundleError, match=words):
@@ -220,7 +220,7 @@ def test_prompts_are_read_in_multiples_of_the_widest_draft(kept, most, widths):
 
 def test_a_width_whose_last_row_differs_does_not_agree(kept):
     graph, run = kept.target, kept.target.run
-    widths = kept.planner.calibration.exact_widths
+    widths = kept.parts.widths.exact
     assert _prefills_agree(graph, widths)
 
     def odd(tokens, last_only=False, width=0):

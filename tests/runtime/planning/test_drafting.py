@@ -76,8 +76,8 @@ def test_contradictions_are_refused(model, options, error, words):
 
 
 def test_a_tree_of_models_that_only_chain_is_refused(model, monkeypatch):
-    contract = dataclasses.replace(model.target.contract, tree=False)
-    monkeypatch.setattr(model.target, "contract", contract)
+    contract = dataclasses.replace(model.parts.target.contract, tree=False)
+    monkeypatch.setattr(model.parts.target, "contract", contract)
     with pytest.raises(OptionError, match="chains only"):
         model.stream(**DRAFT, tree="best")
 

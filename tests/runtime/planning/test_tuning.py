@@ -29,7 +29,7 @@ def test_everything_is_measured_and_kept(own):
     assert min(found.draft_ms.values()) > 0
     assert found.compaction_ms > 0
     assert len(ticks) == tuning.steps(model.planner.proposers)
-    assert model.target.cache.length == 0
+    assert model.parts.target.cache.length == 0
     again = jetdraft.load(own, threads=1)
     assert again.planner.costs.draft == pytest.approx(found.draft_ms)
     assert again.planner.costs.target[4] == found.chain_ms[4]

@@ -15,14 +15,14 @@ CONTEXT = np.random.default_rng(2).integers(0, 288, 30).tolist()
 
 @pytest.fixture
 def drafter(model):
-    proposer = DraftProposer(Follower(model.drafter))
+    proposer = DraftProposer(Follower(model.parts.drafter))
     proposer.begin(CONTEXT, Chooser(Sampling()))
     return proposer
 
 
 def fresh(model, context, budget):
     """What a drafter that has seen nothing else proposes."""
-    proposer = DraftProposer(Follower(model.drafter))
+    proposer = DraftProposer(Follower(model.parts.drafter))
     proposer.begin(context, Chooser(Sampling()))
     return proposer.propose(context, budget).tokens
 
@@ -74,6 +74,6 @@ def test_a_context_that_changes_is_followed(model, drafter):
 
 def test_one_target_pass_per_round_and_one_drafter_pass_per_token(model, drafter):
     drafter.propose(CONTEXT, 1)
-    before = model.drafter.passes
+    before = model.parts.drafter.passes
     drafter.propose([*CONTEXT, 5], 3)
-    assert model.drafter.passes - before == 3
+    assert model.parts.drafter.passes - before == 3

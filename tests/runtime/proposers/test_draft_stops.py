@@ -85,7 +85,7 @@ def test_thresholds_shorten_drafts_and_change_no_text(model, rule, way):
 
 @pytest.mark.parametrize(("bias", "length"), [(99.0, 6), (-99.0, 1)])
 def test_a_head_that_always_says_the_same(model, monkeypatch, bias, length):
-    size = model.drafter.contract.hidden_size
+    size = model.parts.drafter.contract.hidden_size
     head = constant_head(bias, size)
     monkeypatch.setattr(AcceptanceHead, "load", lambda *given: head)
     found = model.generate(

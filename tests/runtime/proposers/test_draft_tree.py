@@ -2,16 +2,13 @@
 
 import numpy as np
 import pytest
-from jetdraft.runtime.generator import Generator
 
 import jetdraft
 from jetdraft.errors import OptionError
-from jetdraft.runtime.drafts.rows import Kind, Rows
-from jetdraft.runtime.measured.stats import Stats
-from jetdraft.runtime.planning.controller import Fixed
-from jetdraft.runtime.sampling.chooser import Chooser, Sampling
-from jetdraft.runtime.sampling.verifiers import Walk
-from tests.runtime.test_generation import ending
+from jetdraft.methods import Proposer, Rows, Traits
+from jetdraft.runtime.sampling.chooser import Sampling
+from jetdraft.runtime.sampling.verifier import Walk
+from tests.runtime import fake_method
 
 PROMPT = np.random.default_rng(8).integers(0, 288, 20)
 SAMPLINGS = [Sampling(), Sampling(0.8, seed=1), Sampling(1.2, seed=3, top_k=40)]
@@ -66,7 +63,7 @@ def test_every_path_has_the_logits_of_a_chain(float_model, seed):
 def test_rows_without_gaps_are_those_of_a_chain_bit_by_bit(model, seed):
     """What an exact generation rests on."""
     random = np.random.default_rng(seed)
-    graph, width = model.target, 8
+    graph, width = model.parts.target, 8
     tokens = random.integers(0, 288, width).tolist()
     rows = Rows(tokens, random_parents(random, width)).depth_first()
     spine = next(i for i in range(1, width) if rows.parents[i] != i - 1 or i == 7)
@@ -78,7 +75,7 @@ def test_rows_without_gaps_are_those_of_a_chain_bit_by_bit(model, seed):
 
 
 def test_a_chain_after_a_tree_sees_everything_again(model):
-    graph = model.target
+    graph = model.parts.target
     prefill(graph, PROMPT)
     before = graph.run([1, 2, 3, 4]).logits.copy()
     run_tree(graph, Rows([1, 2, 3, 4], [-1, 0, 0, 0]))
@@ -103,9 +100,9 @@ def test_the_cache_after_a_commit_is_that_of_a_fresh_prefill(float_model, path):
 
 
 def test_compaction_moves_nothing_else(model):
-    cache = model.target.cache
-    prefill(model.target, PROMPT)
-    run_tree(model.target, Rows([9, 8, 7, 6], [-1, 0, 0, 2]))
+    cache = model.parts.target.cache
+    prefill(model.parts.target, PROMPT)
+    run_tree(model.parts.target, Rows([9, 8, 7, 6], [-1, 0, 0, 2]))
     before = [buffer.numpy().copy() for buffer in cache.buffers.values()]
     cache.compact([0, 2, 3])
     for old, buffer in zip(before, cache.buffers.values(), strict=True):
@@ -115,21 +112,13 @@ def test_compaction_moves_nothing_else(model):
         np.testing.assert_array_equal(new, old)
 
 
-class Branching:
+class Branching(Proposer):
     """Random trees around the known text, with equal siblings and dead ends."""
 
-    name = "branching"
-    kind = Kind.DETERMINISTIC
-    session_seconds = 0.0
-    ms_per_token = 0.0
-    max_draft_tokens = 15
-    streams = 0
+    traits = Traits("branching", max_draft_tokens=15)
 
     def __init__(self, truth):
         self.truth = np.concatenate([PROMPT, truth]).tolist()
-
-    def begin(self, prompt, chooser):
-        pass
 
     def propose(self, context, budget, parents=None):
         random = np.random.default_rng(len(context))
@@ -143,21 +132,12 @@ class Branching:
         rows = Rows(tokens, parents)
         return rows.depth_first() if random.random() < 0.5 else rows
 
-    def observe(self, length, answer, row):
-        pass
 
-
-def generate(
-    model, sampling, proposer=None, tokens=150, eos=(), exact=True, verifier=None
-):
-    stats = Stats("test", exact=exact, prompt_tokens=len(PROMPT))
-    proposers = [proposer] if proposer else []
-    widths = model.planner.calibration.exact_widths
-    generator = Generator(model.target, widths, proposers, verifier, exact)
-    run = generator.run(
-        PROMPT, Chooser(sampling), Fixed(proposer, 7), tokens, ending(eos), stats
+def generate(model, sampling, proposer=None, tokens=150, **options):
+    widths = model.parts.widths.exact
+    return fake_method.tokens_of(
+        model, PROMPT, sampling, proposer, tokens=tokens, widths=widths, **options
     )
-    return [token for commit in run for token in commit.token_ids], stats
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +183,7 @@ def test_the_capacity_ends_the_text(model, exact):
     ids, stats = generate(model, SAMPLINGS[0], proposer, tokens=10_000, exact=exact)
     assert len(ids) == len(expected)
     assert stats.finish_reason == "length"
-    assert model.target.cache.length <= model.target.cache.capacity
+    assert model.parts.target.cache.length <= model.parts.target.cache.capacity
 
 
 class Broken(Branching):
@@ -237,18 +217,14 @@ def test_no_choice_beyond_a_gap_is_ever_committed(model, plain, sampling):
 
 def test_what_was_drafted_comes_first_in_a_round(model, plain):
     """Also where the draft begins with what a branch left to be proven."""
-    stats = Stats("test", exact=True, prompt_tokens=len(PROMPT))
     proposer = Branching(plain[SAMPLINGS[0]])
-    generator = Generator(
-        model.target, model.planner.calibration.exact_widths, [proposer]
-    )
-    run = generator.run(
-        PROMPT, Chooser(SAMPLINGS[0]), Fixed(proposer, 7), 100, ending(), stats
+    pieces, stats = fake_method.pieces_of(
+        model, PROMPT, SAMPLINGS[0], proposer, tokens=100
     )
     drafted = 0
-    for commit in run:
-        assert 0 <= commit.accepted <= len(commit.token_ids)
-        drafted += commit.accepted
+    for piece in pieces:
+        assert 0 <= piece.from_draft <= len(piece.token_ids)
+        drafted += piece.from_draft
     assert drafted >= stats.accepted_tokens - 7
     for evaluated, accepted in zip(
         stats.evaluated_by_position, stats.accepted_counts, strict=True

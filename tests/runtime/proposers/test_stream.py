@@ -131,7 +131,7 @@ def test_the_base_without_streams_writes_the_same(model, tmp_path):
 
 
 def test_the_first_pass_carries_streams_on_the_last_prompt_row_alone(model):
-    graph, seen = model.target, []
+    graph, seen = model.parts.target, []
     run = graph.run
 
     def spy(tokens, **options):
@@ -183,8 +183,8 @@ def test_another_task_can_be_swapped_in(model, tmp_path):
 
 def test_probes_do_not_change_a_bit_of_the_rows(model):
     """What an exact generation rests on, at every exact width."""
-    graph = model.target
-    for width in [w for w in model.planner.calibration.exact_widths if w <= 8]:
+    graph = model.parts.target
+    for width in [w for w in model.parts.widths.exact if w <= 8]:
         graph.cache.rewind(0)
         graph.run(PROMPT[:10])
         graph.cache.advance(10)

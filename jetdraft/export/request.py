@@ -1,0 +1,128 @@
+"""An export as the command line and Python ask for it; torch loads when it starts."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jetdraft.bundle import Bundle
+from jetdraft.contract import CAPACITY, MAX_WIDTH
+from jetdraft.devices.device import Device
+from jetdraft.devices.plan import Question, plan, refusal
+from jetdraft.devices.providers import AUTO, fastest
+from jetdraft.errors import JetdraftError, OptionError
+from jetdraft.recipe import CALIBRATED_DEFAULT, DEFAULT_BLOCK_SIZE, Recipe
+
+DEFAULT_RECIPE = "int4"
+_DRAFTER_BLOCK_SIZE = 32
+
+
+def export(
+    target: str | Path,
+    output: str | Path,
+    drafter: str | Path | None = None,
+    *,
+    quantize: str | None = None,
+    quantize_drafter: str | None = None,
+    block_size: int | None = None,
+    calibration: str | Path | None = None,
+    max_bytes: int | None = None,
+    max_kl: float | None = None,
+    dtype: str | None = None,
+    capacity: int = CAPACITY,
+    max_width: int = MAX_WIDTH,
+    provider: str = "cpu",
+    drafter_provider: str | None = None,
+    flavour: str | None = None,
+    device: str | None = None,
+    adapter_scale: float = 1.0,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Bundle:
+    """Export checkpoints, folders or hub ids, to a bundle folder.
+
+    `quantize` and `quantize_drafter` are recipes, for example "int4-gptq-b64-head8";
+    `block_size` counts the weights that share a scale. `calibration` is a text file. At
+    most one of `max_bytes`, and `max_kl` in nats per token, gives layers of the target
+    more bits. `capacity` is the tokens of prompt and output together, `max_width` the
+    rows of the widest pass. `provider` will run the target; "auto" is the fastest on
+    this machine. A `device` refuses what would not fit it. `progress` is called with
+    the name of a stage, the steps done and the number of steps. `jetdraft export
+    --help` describes the other options and all defaults.
+
+    Raises a `JetdraftError` before it writes; a failure leaves `output` as it was.
+
+        jetdraft.export("target/", "bundle", "drafter/", quantize="int8-rtn-b32")
+    """
+    recipe = _recipe(quantize, block_size, calibration is not None, device)
+    if device is not None:
+        _check_fits(device, target, drafter, recipe.scheme, capacity)
+    exporter = _exporter()
+    limited = max_bytes is not None or max_kl is not None
+    options = exporter.ExportOptions(
+        recipe=recipe,
+        drafter_recipe=quantize_drafter
+        and Recipe.parse(quantize_drafter, _DRAFTER_BLOCK_SIZE),
+        calibration=calibration and Path(calibration),
+        limit=exporter.Limit(max_bytes, max_kl) if limited else None,
+        dtype=dtype,
+        capacity=capacity,
+        max_width=min(max_width, capacity),
+        provider=fastest() if provider == AUTO else provider,
+        flavour=flavour,
+        adapter_scale=adapter_scale,
+        drafter_provider=drafter_provider,
+    )
+    bundle: Bundle = exporter.export(
+        str(target), output, drafter and str(drafter), options, progress
+    )
+    return bundle
+
+
+def _recipe(
+    quantize: str | None, block_size: int | None, calibrated: bool, device: str | None
+) -> Recipe:
+    """The target's recipe; with a text, the default is the best for the device."""
+    if quantize is not None or not calibrated:
+        size = block_size or DEFAULT_BLOCK_SIZE
+        return Recipe.parse(quantize or DEFAULT_RECIPE, size)
+    recipe = Recipe.parse(Device.named(device).recipe if device else CALIBRATED_DEFAULT)
+    return replace(recipe, block_size=block_size or recipe.block_size)
+
+
+def _exporter() -> Any:
+    """The module that exports, or an error that names the missing extra."""
+    try:
+        return importlib.import_module("jetdraft.export.exporter")
+    except ImportError as error:
+        raise JetdraftError(
+            f"exporting needs {error.name}; pip install 'jetdraft[cpu,export]'"
+        ) from error
+
+
+def _check_fits(
+    device: str,
+    target: str | Path,
+    drafter: str | Path | None,
+    scheme: str,
+    capacity: int,
+) -> None:
+    """Raise `DeviceError` for a pair that does not fit the device."""
+    folders = [Path(source) for source in (target, drafter) if source]
+    if not all(folder.is_dir() for folder in folders):
+        raise OptionError(
+            f"--device reads the config in a folder, and {target} is not a folder; "
+            "download it first"
+        )
+    question = Question(
+        folders[0],
+        Device.named(device),
+        folders[1] if drafter else None,
+        scheme,
+        capacity,
+    )
+    answer = plan(question)
+    if not answer.fits:
+        raise refusal(question, answer)

@@ -1,0 +1,133 @@
+"""`jetdraft.export` in Python: the same export as on the command line."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jetdraft
+from jetdraft.cli.export import command
+from jetdraft.contract import CAPACITY, MAX_WIDTH
+from jetdraft.errors import DeviceError, OptionError
+from jetdraft.export.exporter import ExportOptions
+from jetdraft.export.request import export
+from jetdraft.recipe import Recipe
+from tests.tiny import drafter_config, save_checkpoint
+
+SMALL = {"capacity": 64, "max_width": 4096}
+
+
+def python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("function") / "checkpoint"
+    return save_checkpoint(folder, drafter_config())
+
+
+def test_it_exports_a_pair(source, tmp_path):
+    stages = []
+    bundle = jetdraft.export(
+        source,
+        tmp_path / "bundle",
+        source,
+        quantize="int8-rtn-b32",
+        quantize_drafter="int4",
+        progress=lambda stage, done, total: stages.append(stage),
+        **SMALL,
+    )
+    assert bundle.target.quantization == Recipe("int8", 32).to_json()
+    assert bundle.drafter.quantization == Recipe("int4", 32).to_json()
+    assert bundle.target.contract.capacity == bundle.target.contract.max_width == 64
+    assert {"load", "trace target", "quantize drafter"} <= set(stages)
+    assert jetdraft.Bundle.open(tmp_path / "bundle").sha256 == bundle.sha256
+
+
+def test_a_text_changes_the_default_recipe(source, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("def f(self):\n    return self.x\n" * 60)
+    bundle = jetdraft.export(source, tmp_path / "bundle", calibration=text, **SMALL)
+    recipe = Recipe.from_json(bundle.target.quantization)
+    assert recipe.name == "int4-gptq-b128-head8"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "fact"),
+    [
+        ({"quantize": "int3"}, OptionError, "int3"),
+        ({"capacity": 15}, OptionError, "capacity 15 is out of range"),
+        ({"dtype": "bf16"}, OptionError, "choose fp32 or fp16"),
+        ({"max_kl": 0.1}, OptionError, "give a text with --calibration"),
+        ({"drafter_provider": "cpu"}, OptionError, "give --drafter too"),
+        ({"device": "abacus"}, DeviceError, "abacus"),
+        ({"device": "orin-nano-4gb", "drafter": "org/name"}, OptionError, "--device"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_written(
+    source, tmp_path, options, error, fact
+):
+    with pytest.raises(error, match=fact):
+        jetdraft.export(source, tmp_path / "bundle", **options)
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_function_and_its_package_have_one_name():
+    """Importing a module of the package sets the package's name in `jetdraft`."""
+    printed = python("""
+import sys
+import jetdraft
+assert "torch" not in sys.modules
+before = jetdraft.export
+import jetdraft.export.exporter
+assert jetdraft.export is before
+jetdraft.export.exporter.ExportOptions()
+try:
+    jetdraft.export("./nothing", "bundle")
+except jetdraft.CheckpointError as error:
+    print(error)
+""")
+    assert printed.startswith("no checkpoint folder at ./nothing")
+
+
+def test_a_missing_extra_is_named():
+    printed = python("""
+import sys
+sys.modules["torch"] = None
+import jetdraft
+try:
+    jetdraft.export("target", "bundle")
+except jetdraft.JetdraftError as error:
+    print(error)
+""")
+    assert printed == ("exporting needs torch; pip install 'jetdraft[cpu,export]'\n")
+
+
+def test_its_signature_is_that_of_the_verb():
+    assert inspect.signature(jetdraft.export) == inspect.signature(export)
+    parameters = inspect.signature(export).parameters
+    assert set(parameters) - {"progress"} == {param.name for param in command.params}
+    for param in command.params:
+        if not param.required:
+            assert parameters[param.name].default == param.to_info_dict()["default"]
+
+
+def test_defaults_are_the_same_everywhere():
+    options = ExportOptions()
+    assert (options.capacity, options.max_width) == (CAPACITY, MAX_WIDTH)
+    assert MAX_WIDTH == 128

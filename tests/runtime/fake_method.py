@@ -1,0 +1,52 @@
+"""A generation whose only proposer is a test's own."""
+
+from jetdraft.methods import Method, registered
+from jetdraft.runtime.generation import Generation
+from jetdraft.runtime.planning.drafting import Drafting
+from jetdraft.runtime.planning.options import Options
+from jetdraft.runtime.text.codec import TextStream
+from jetdraft.runtime.text.stops import Ending, StopWatcher
+
+NAME = "fake"
+
+
+def pieces_of(
+    model,
+    prompt,
+    sampling,
+    proposer=None,
+    length=7,
+    tokens=200,
+    eos=(),
+    exact=True,
+    widths=None,
+    verifier=None,
+):
+    """All pieces of a generation, and its stats.
+
+    `eos` are its end-of-text tokens. `widths` and `verifier` replace those of the plan;
+    without a proposer it decodes plainly. It reads the whole prompt, and leaves no rows
+    for others.
+    """
+    method = Method(NAME, "what a test proposes", lambda parts, options: proposer)
+    with registered(method):
+        drafting = Drafting("none", exact=exact)
+        if proposer is not None:
+            drafting = Drafting(NAME, length, exact)
+        options = Options(sampling, drafting=drafting, ending=Ending(tokens))
+        ids = [int(token) for token in prompt]
+        generation = Generation(model.parts, model.planner, ids, options)
+        generation.watcher = StopWatcher(TextStream(None, []), eos)
+        generation.widths = widths or generation.widths
+        generation.verifier = verifier or generation.verifier
+        model.parts.prefix.forget()
+        try:
+            return list(generation.run()), generation.stats
+        finally:
+            model.parts.prefix.forget()
+
+
+def tokens_of(model, prompt, sampling, proposer=None, **options):
+    """All token ids of a generation, and its stats; see `pieces_of`."""
+    pieces, stats = pieces_of(model, prompt, sampling, proposer, **options)
+    return [token for piece in pieces for token in piece.token_ids], stats
