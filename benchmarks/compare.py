@@ -60,15 +60,16 @@ def bundle(setup: Setup, block_size: int) -> Path:
 
 
 def commands(setup: Setup) -> dict[str, list[str]]:
-    """The command of one round of each contender; `--json FILE` is added to it."""
-    lengths = ["--num-draft-tokens", setup.num_draft_tokens]
+    """The command of one round of each contender; the report's file is added to it."""
     common = [
-        "--prompts", str(setup.prompts), "--threads", str(setup.threads), *lengths,
+        "--prompts", str(setup.prompts), "--threads", str(setup.threads),
         "--max-new-tokens", str(setup.max_new_tokens), "--repeats", "1",
     ]  # fmt: skip
+    lengths = setup.num_draft_tokens
     found = {
         f"jetdraft b{size}": [
-            sys.executable, "-m", "jetdraft", "bench", str(bundle(setup, size)), *common
+            sys.executable, "-m", "jetdraft", "bench", str(bundle(setup, size)),
+            *common, "--lengths", lengths, "--output",
         ]
         for size in (32, 128)
     }  # fmt: skip
@@ -77,7 +78,8 @@ def commands(setup: Setup) -> dict[str, list[str]]:
     pair = ["--target", str(setup.target), "--drafter", str(setup.drafter)]
     for name, (script, *options) in PEERS.items():
         file = str(HERE / "peers" / script)
-        found[name] = [str(setup.peer_python), file, *pair, *common, *options]
+        how = [*pair, *common, "--num-draft-tokens", lengths, *options, "--json"]
+        found[name] = [str(setup.peer_python), file, *how]
     return found
 
 
@@ -85,7 +87,7 @@ def measure(command: list[str]) -> dict[str, Any]:
     """Run one contender once and read its report."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
-        subprocess.run([*command, "--json", str(file)], check=True)
+        subprocess.run([*command, str(file)], check=True)
         report: dict[str, Any] = json.loads(file.read_text())
     return report
 
