@@ -105,8 +105,8 @@ def text(run: Run) -> dict[str, Any]:
     }.items():
         scheme = Recipe("none") if name.startswith("fp32 ") else Recipe("int4", 32)
         path = run.bundle(name.replace(" ", "-"), recipe=scheme, **options)
-        one = jetdraft.load(path, run.provider)
-        other = jetdraft.load(path, "cpu")
+        one = jetdraft.load(path, provider=run.provider)
+        other = jetdraft.load(path, provider="cpu")
         found[name] = {
             "largest logit gap": gap(one, other, run.prompts[0]),
             "first difference by prompt": [
@@ -114,8 +114,8 @@ def text(run: Run) -> dict[str, Any]:
                 for prompt in run.prompts[:4]
             ],
             "methods that differ from plain": differing(one, run),
-            "exact widths": one.planner.calibration.exact_widths,
-            "trees agree": one.planner.calibration.trees_agree,
+            "exact widths": one.parts.widths.exact,
+            "trees agree": one.parts.widths.trees_agree,
         }
     return found
 
@@ -125,8 +125,8 @@ def gap(one: jetdraft.Model, other: jetdraft.Model, prompt: str) -> float:
     tokens = one.prompt(prompt).tolist()[:GAP_TOKENS]
     logits = []
     for model in (one, other):
-        model.target.cache.rewind(0)
-        logits.append(model.target.run(tokens).logits.copy())
+        model.parts.target.cache.rewind(0)
+        logits.append(model.parts.target.run(tokens).logits.copy())
     return float(np.abs(logits[0] - logits[1]).max())
 
 
@@ -155,8 +155,8 @@ def differing(model: jetdraft.Model, run: Run) -> list[str]:
 
 def passes(run: Run) -> dict[str, Any]:
     """Milliseconds by width: chain and tree graphs, CUDA graphs on and off."""
-    model = jetdraft.load(run.own, run.provider)
-    graph, captures = model.target, model.target.captures
+    model = jetdraft.load(run.own, provider=run.provider)
+    graph, captures = model.parts.target, model.parts.target.captures
     found: dict[str, Any] = {}
     for name, how in {"captured": captures, "eager": captures and Eager()}.items():
         if captures is None and name == "captured":
@@ -166,7 +166,7 @@ def passes(run: Run) -> dict[str, Any]:
             kind = "tree" if branching else "chain"
             found[f"{kind}, {name}"] = curve(graph, run.context, branching)
     graph.captures = captures
-    found["drafter"] = curve(model.drafter, run.context, False)
+    found["drafter"] = curve(model.parts.drafter, run.context, False)
     found["host ms beside a pass"] = host_ms(graph, run.context)
     return found
 
@@ -227,7 +227,7 @@ def placement(run: Run) -> dict[str, Any]:
     """The drafter beside the target, on the CPU, and off: tokens per second."""
     found: dict[str, Any] = {}
     for where in (run.provider, "cpu", "off"):
-        model = jetdraft.load(run.own, run.provider, drafter_provider=where)
+        model = jetdraft.load(run.own, provider=run.provider, drafter_provider=where)
         methods = ["draft"] if where != "off" else []
         found[where] = rates(model, run, methods, (3, 5))
     return found
@@ -235,14 +235,14 @@ def placement(run: Run) -> dict[str, Any]:
 
 def speed(run: Run) -> dict[str, Any]:
     """Methods against the fastest plain decoding, and that against the memory."""
-    model = jetdraft.load(run.own, run.provider)
+    model = jetdraft.load(run.own, provider=run.provider)
     found: dict[str, Any] = rates(model, run, ["draft", "lookup", "auto"], (3, 5, 7))
     # With the embedding, of which a pass reads a row: the floor is a little high.
     size = (run.own / "target.onnx.data").stat().st_size
-    model.target.prepare(exact=True)
+    model.parts.target.prepare(exact=True)
     gbs = Bench(run.provider, "float16" if run.dtype == "fp16" else "float32")
     floor = size / gbs.bandwidth() / 1e6
-    width1 = next(iter(curve(model.target, run.context, False).values()))
+    width1 = next(iter(curve(model.parts.target, run.context, False).values()))
     return {**found, "weights MB": size / 1e6, "floor ms": floor, "pass ms": width1,
             "pass over floor": width1 / floor}  # fmt: skip
 

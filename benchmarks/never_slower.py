@@ -20,7 +20,8 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,8 @@ import click
 import numpy as np
 
 import jetdraft
-from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.measured.rates import Acceptance
-from jetdraft.runtime.proposers import DraftProposer
+from jetdraft.methods import Method, MethodOptions, Rows, registered
+from jetdraft.runtime.proposers.draft import DraftProposer
 
 PLAIN = {"method": "none"}
 WIDTH_1 = {"method": "none", "exact": False}
@@ -94,10 +94,11 @@ class Way:
         return sum(self.requests) / len(self.requests)
 
 
-class Wrong(DraftProposer):
-    """A drafter that takes its time and is never right, and of which "auto" knows."""
+WRONG = "wrong"
 
-    name = "wrong"
+
+class Wrong(DraftProposer):
+    """A drafter that takes its time and is never right."""
 
     def propose(
         self,
@@ -111,18 +112,30 @@ class Wrong(DraftProposer):
         return Rows.chain([context[-1], *((t + 1) % size for t in rows.tokens[1:])])
 
 
-def with_wrong(model: jetdraft.Model) -> list[Way]:
-    """A way to decode with the useless drafter, where there is one to spoil."""
-    if model.follower is None:
-        return []
-    planner, name = model.planner, Wrong.name
-    planner.proposers[name] = Wrong(model.follower, planner.costs.draft["draft"])
-    planner.acceptance[name] = Acceptance()
-    planner.costs.draft[name] = planner.costs.draft["draft"]
-    return [
-        Way("never right", {"method": name}),
-        Way("never right, not exact", {"method": name, "exact": False}),
-    ]
+@contextmanager
+def never_right(model: jetdraft.Model) -> Iterator[list[Way]]:
+    """Ways to decode with a useless drafter, which "auto" may pick for a while too.
+
+    None where the bundle has no drafter to spoil.
+    """
+    follower, curve = model.parts.follower, model.parts.curve
+    if follower is None:
+        yield []
+        return
+    ms = curve.drafts["draft"]
+    method: Method[MethodOptions] = Method(
+        WRONG,
+        "the drafter, each token wrong",
+        lambda parts, options: Wrong(follower, ms, name=WRONG),
+        cost="drafter",
+    )
+    model.planner.acceptance.pop(WRONG, None)
+    curve.drafts.pop(WRONG, None)
+    with registered(method):
+        yield [
+            Way("never right", {"method": WRONG}),
+            Way("never right, not exact", {"method": WRONG, "exact": False}),
+        ]
 
 
 def alternate(
@@ -183,10 +196,11 @@ def measure_random(model: jetdraft.Model, repeats: int) -> dict[str, Any]:
     not fall into repetitions that a drafter could follow."""
     found = {}
     for temperature in (0.0, 1.0):
-        ways = [*baselines(), *with_wrong(model)]
         prompts = random_prompts(model, 4)
         how = {"temperature": temperature, "max_new_tokens": 96}
-        alternate(model, ways, prompts, repeats, **how)
+        with never_right(model) as useless:
+            ways = [*baselines(), *useless]
+            alternate(model, ways, prompts, repeats, **how)
         found[f"T={temperature}"] = ratios(ways)
     return found
 
@@ -201,7 +215,7 @@ def measure_code(
         ways.append(Way(",".join(methods), {"method": ",".join(methods)}))
         for method in methods:
             for length in LENGTHS:
-                if method != "stream" or length <= model.target.contract.streams:
+                if method != "stream" or length <= model.parts.target.contract.streams:
                     options = {"method": method, "num_draft_tokens": length}
                     ways.append(Way(f"{method} {length}", options))
         how = {"temperature": temperature, "max_new_tokens": 96}
@@ -223,12 +237,13 @@ def measure_repeated(bundle: Path) -> dict[str, Any]:
             prompts = [model.prompt(REQUEST.format(slot[number])) for slot in SLOTS]
             # What one way was answered must not help the next: only the last one's
             # responses are kept.
-            keep = model.store.add
+            store = model.parts.store
+            keep = store.add
             for prompt in prompts:
                 for way in ways:
-                    model.store.add = keep if way is ways[-1] else lambda entry: None
+                    store.add = keep if way is ways[-1] else lambda entry: None
                     way.run(model, prompt, ignore_eos=True, max_new_tokens=96)
-            model.store.add = keep
+            store.add = keep
             found[when] = ratios(ways)
     return found
 
@@ -262,7 +277,7 @@ def main(
     texts = [json.loads(line)["prompt"] for line in lines]
     ids = [model.prompt(text) for text in texts]
     report = {
-        "machine": model.machine(),
+        "machine": model.parts.profiles.machine,
         "random": measure_random(model, repeats),
         "code": measure_code(model, ids, methods.split(","), repeats),
         "repeated": measure_repeated(bundle),

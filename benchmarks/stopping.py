@@ -36,8 +36,7 @@ def ways() -> list[Way]:
                 options = {
                     "method": "draft",
                     "num_draft_tokens": length,
-                    "stopping": rule,
-                    "stop_threshold": threshold,
+                    "drafting": {"stopping": rule, "stop_threshold": threshold},
                 }
                 found.append(Way(f"{rule} {threshold} {length or 'any'}", options))
     return found
@@ -53,7 +52,7 @@ def main(bundle: Path, prompts: Path, repeats: int, output: Path | None) -> None
     model = jetdraft.load(bundle)
     lines = prompts.read_text(encoding="utf-8").splitlines()
     ids = [model.prompt(json.loads(line)["prompt"]) for line in lines]
-    report: dict[str, Any] = {"machine": model.machine()}
+    report: dict[str, Any] = {"machine": model.parts.profiles.machine}
     for temperature in (0.0, 0.8):
         rows = ways()
         how = {"temperature": temperature, "max_new_tokens": 96}

@@ -31,13 +31,12 @@ def contenders() -> dict[str, dict[str, Any]]:
         for shape in SHAPES:
             found[f"{shape} {size}"] = {
                 "method": "draft",
-                "tree": shape,
+                "drafting": {"tree": shape},
                 "num_draft_tokens": size,
             }
         found[f"best by rank {size}"] = {
             "method": "draft",
-            "tree": "best",
-            "siblings": "deterministic",
+            "drafting": {"tree": "best", "siblings": "deterministic"},
             "num_draft_tokens": size,
         }
     for branching, kind, verifier in (
@@ -52,10 +51,12 @@ def contenders() -> dict[str, dict[str, Any]]:
         name = f"k-ary {branching} {kind}, {verifier}"
         found[name] = {
             "method": "draft",
-            "tree": "k-ary",
-            "branching": branching,
-            "siblings": kind,
-            "verifier": verifier,
+            "drafting": {
+                "tree": "k-ary",
+                "branching": branching,
+                "siblings": kind,
+                "verifier": verifier,
+            },
             "exact": verifier == "walk",
         }
     return found
@@ -121,7 +122,7 @@ def main(
         fields = {
             "rows": rows,
             "temperature": temperature,
-            "machine": model.machine(),
+            "machine": model.parts.profiles.machine,
             "bundle": str(model.bundle.sha256),
         }
         output.write_text(json.dumps(fields, indent=2) + "\n")
