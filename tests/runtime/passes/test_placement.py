@@ -99,7 +99,7 @@ def test_the_text_is_that_of_the_cpu(bundle, pretended):
 
 
 def test_only_candidates_come_to_the_host(pretended):
-    graph = pretended.target
+    graph = pretended.parts.target
     assert graph.memory == Memory("cpu", copies=True)
     graph.cache.rewind(0)
     answer = graph.run(PROMPT[:8])
@@ -121,9 +121,9 @@ def test_pruning_is_refused(bundle, pretended):
 
 def test_passes_are_captured_by_size_and_length(bundle, pretended):
     if bundle.provider != "cuda":
-        assert pretended.target.captures is None
+        assert pretended.parts.target.captures is None
         return
-    captures = pretended.target.captures
+    captures = pretended.parts.target.captures
     text(pretended, method="none")
     captures.ids.clear()
     text(pretended, method="none", max_new_tokens=250)
@@ -134,7 +134,7 @@ def test_passes_are_captured_by_size_and_length(bundle, pretended):
 
 
 def test_each_engine_has_a_width(bundle, pretended):
-    engines = pretended.target.engines
+    engines = pretended.parts.target.engines
     if bundle.provider == "cuda":
         assert engines.width(3, room=100) == 3
         assert engines.chain.session is not engines.any.session
@@ -161,7 +161,7 @@ def test_trees_that_round_otherwise_are_not_exact(bundle, pretended):
     assert pretended.planner.calibration.trees_agree
     if bundle.provider != "cuda":
         return
-    graph, other = pretended.target, jetdraft.load(bundle.path, "cpu", 1).target
+    graph, other = pretended.parts.target, jetdraft.load(bundle.path, "cpu", 1).target
     file = bundle.path / bundle.target.tree_file
     own = shared_weights(file, "cpu")
     arrays = {name: value.numpy() for name, value in own.items()}

@@ -72,11 +72,11 @@ def test_a_prompt_goes_on_where_the_last_one_left_off(kept, way, length):
 def test_only_what_is_new_is_read(kept):
     kept.forget()
     first = kept.generate(token_ids=IDS, **OPTIONS, method="none")
-    before = kept.target.passes
+    before = kept.parts.target.passes
     longer = [*IDS, *first.token_ids, *OTHER[:9]]
     second = kept.generate(token_ids=longer, **OPTIONS, method="none")
     assert second.stats.reused_tokens == len(IDS) + 39
-    assert kept.target.passes - before == 1 + second.stats.target_passes
+    assert kept.parts.target.passes - before == 1 + second.stats.target_passes
 
 
 def test_the_same_prompt_again_reads_one_token(kept):
@@ -99,8 +99,8 @@ def test_rows_of_other_widths_are_not_taken(kept):
 
 def test_what_somebody_else_has_written_over_is_read_again(kept):
     expected = fresh(kept, IDS)
-    kept.target.cache.rewind(0)
-    kept.target.run(OTHER)
+    kept.parts.target.cache.rewind(0)
+    kept.parts.target.run(OTHER)
     found = kept.generate(token_ids=IDS, **OPTIONS)
     assert found.stats.reused_tokens == 0
     assert found.token_ids == expected
@@ -188,7 +188,7 @@ def test_prefixes_that_are_none_are_refused(kept, tmp_path):
 def test_where_filling_up_has_no_room_less_is_read(kept):
     """254 of 256 rows are held, and 8 is the narrowest width above 2."""
     prompt = (IDS * 2)[:256]
-    graph, seen = kept.target, []
+    graph, seen = kept.parts.target, []
     kept.forget()
     run = graph.run
 
@@ -219,7 +219,7 @@ def test_prompts_are_read_in_multiples_of_the_widest_draft(kept, most, widths):
 
 
 def test_a_width_whose_last_row_differs_does_not_agree(kept):
-    graph, run = kept.target, kept.target.run
+    graph, run = kept.parts.target, kept.parts.target.run
     widths = kept.parts.widths.exact
     assert _prefills_agree(graph, widths)
 

@@ -175,9 +175,9 @@ def test_another_task_can_be_swapped_in(model, tmp_path):
     assert own.token_ids == others.token_ids
     drafts = []
     for each in (model, swapped):
-        each.target.cache.rewind(0)
-        each.target.probing = Probing(3)
-        drafts.append(each.target.run(PROMPT).streams[19].logits.copy())
+        each.parts.target.cache.rewind(0)
+        each.parts.target.probing = Probing(3)
+        drafts.append(each.parts.target.run(PROMPT).streams[19].logits.copy())
     assert np.abs(drafts[0] - drafts[1]).max() > 0.01
 
 
