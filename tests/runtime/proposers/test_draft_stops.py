@@ -88,6 +88,8 @@ def test_a_head_that_always_says_the_same(model, monkeypatch, bias, length):
     size = model.parts.drafter.contract.hidden_size
     head = constant_head(bias, size)
     monkeypatch.setattr(AcceptanceHead, "load", lambda *given: head)
+    # A proposer that was made before has the head of that time.
+    monkeypatch.setattr(model.planner, "_proposers", {})
     found = model.generate(
         method="draft", num_draft_tokens=6, drafting={"stopping": "learned"}, **HOW
     )
