@@ -10,14 +10,10 @@ import pytest
 
 import jetdraft
 from jetdraft.errors import BundleError, OutputError
-from jetdraft.runtime.generator import Generator
-from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.measured.widths import _prefills_agree, prefill_widths
 from jetdraft.runtime.passes.prefix import common
-from jetdraft.runtime.planning.controller import Fixed
-from jetdraft.runtime.sampling.chooser import Chooser, Sampling
-from jetdraft.runtime.text.codec import TextStream
-from jetdraft.runtime.text.stops import StopWatcher
+from jetdraft.runtime.planning.options import Options
 
 RANDOM = np.random.default_rng(4)
 IDS = RANDOM.integers(0, 288, 151).tolist()
@@ -26,7 +22,7 @@ OPTIONS = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.9, "seed":
 METHODS = [
     {"method": "none"},
     {"method": "draft", "num_draft_tokens": 3},
-    {"method": "draft", "tree": "best", "num_draft_tokens": 7},
+    {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 7},
     {"method": "lookup", "num_draft_tokens": 2},
     {"method": "auto"},
 ]
@@ -166,7 +162,7 @@ def test_prefixes_that_are_none_are_refused(kept, tmp_path):
     file = tmp_path / "prefix.npz"
     expected = fresh(kept, IDS)
     file.write_text("nonsense")
-    with pytest.raises(BundleError, match="no saved prefix"):
+    with pytest.raises(BundleError, match="is not a saved prefix"):
         kept.load_prefix(file)
     kept.save_prefix(file, IDS[:90])
     with np.load(file) as stored:
@@ -174,8 +170,8 @@ def test_prefixes_that_are_none_are_refused(kept, tmp_path):
     machine = json.loads(str(arrays["identity"]))
     for change, words in (
         ({"identity": np.array(json.dumps({**machine, "bundle": "x"}))}, "another"),
-        ({"identity": np.array("{")}, "no saved prefix"),
-        ({"tokens": arrays["tokens"][:5]}, "no saved prefix"),
+        ({"identity": np.array("{")}, "is not a saved prefix"),
+        ({"tokens": arrays["tokens"][:5]}, "is not a saved prefix"),
     ):
         np.savez(file, **{**arrays, **change})
         with pytest.raises(BundleError, match=words):
@@ -198,12 +194,13 @@ def test_where_filling_up_has_no_room_less_is_read(kept):
 
     graph.run = spy
     try:
-        generator = Generator(graph, [2, 8], [], prefills=[64, 32])
-        ending, stats = StopWatcher(TextStream(None, []), []), Stats("none", True, 256)
-        chooser, none = Chooser(Sampling()), Fixed(None, 0)
-        assert list(generator.run(prompt, chooser, none, 1, ending, stats)) == []
+        options = Options.of(method="none", max_new_tokens=1)
+        generation = Generation(kept.parts, kept.planner, prompt, options)
+        generation.widths = [2, 8]
+        assert list(generation.run()) == []
     finally:
         del graph.run
+        kept.forget()
     assert sum(tokens for tokens, _ in seen) == 255
     assert seen[-4:] == [(8, 8), (8, 8), (8, 8), (7, 8)]
     assert graph.cache.length == 255
