@@ -64,17 +64,10 @@ def test_an_unfinished_text_is_not_kept(remembering):
 
 def test_without_a_store_nothing_is_recalled(model):
     assert "recall" not in model.methods
-<<<<<<< HEAD
-    with pytest.raises(OptionError, match="--store"):
-        text(model, method="recall")
-    with pytest.raises(OptionError, match="--store"):
-        text(model, method="draft,recall")
-=======
     for method in ("recall", "draft,recall"):
         with pytest.raises(OptionError, match="--store") as refusal:
             text(model, method=method)
         assert refusal.value.field == "method"
->>>>>>> tests1
 
 
 def test_a_store_of_another_tokenizer(bundle, remembering, monkeypatch):
@@ -121,10 +114,6 @@ def test_lists_name_proposers_only(model, method):
 
 
 def test_an_unknown_name_in_a_list(model):
-<<<<<<< HEAD
-    with pytest.raises(OptionError, match="'guess'"):
-=======
     with pytest.raises(OptionError, match="'guess'") as refusal:
->>>>>>> tests1
         text(model, method="draft,guess")
     assert refusal.value.field == "method"

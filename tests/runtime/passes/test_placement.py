@@ -116,15 +116,10 @@ def test_only_candidates_come_to_the_host(pretended):
 
 
 def test_pruning_is_refused(bundle, pretended):
-<<<<<<< HEAD
-    with pytest.raises(OptionError, match="not on "):
-        pretended.target_for(Options(method="stream", prune_threshold=0.1))
-=======
     drafting = Drafting("stream", settings={"prune_threshold": 0.1})
     with pytest.raises(OptionError, match=f"not on {bundle.provider}") as refusal:
         pretended.planner.target(drafting)
     assert refusal.value.field == "drafting"
->>>>>>> tests1
 
 
 def test_passes_are_captured_by_size_and_length(bundle, pretended):
@@ -178,20 +173,11 @@ def test_trees_that_round_otherwise_are_not_exact(bundle, pretended):
     swapped = open_session(file, "cpu", weights={scales: 2 * arrays[scales]})
     graph.sessions.any = replace(graph.sessions.any, session=swapped)
     graph._bindings.clear()
-<<<<<<< HEAD
-    assert not measure(graph, None).trees_agree
-    assert measure(other, None).trees_agree
-    known = pretended.planner.calibration
-    pretended.planner.calibration = replace(known, trees_agree=False)
-    tree = {"method": "draft", "tree": "best"}
-    with pytest.raises(OptionError, match="passes that branch"):
-=======
     assert not measure(graph)[0].trees_agree
     assert measure(other)[0].trees_agree
     pretended.parts.widths = replace(pretended.parts.widths, trees_agree=False)
     tree = {"method": "draft", "drafting": BEST}
     with pytest.raises(OptionError, match="passes that branch") as refusal:
->>>>>>> tests1
         text(pretended, **tree)
     assert refusal.value.field == "drafting"
     assert text(pretended, exact=False, **tree)

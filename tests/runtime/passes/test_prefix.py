@@ -7,15 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from jetdraft.runtime.generator import Generator
 
 import jetdraft
 from jetdraft.errors import BundleError, OutputError
-<<<<<<< HEAD
-from jetdraft.runtime.measured.stats import Stats
-=======
 from jetdraft.runtime.generation import Generation
->>>>>>> tests1
 from jetdraft.runtime.measured.widths import _prefills_agree, prefill_widths
 from jetdraft.runtime.passes.prefix import common
 from jetdraft.runtime.planning.options import Options
@@ -167,11 +162,7 @@ def test_prefixes_that_are_none_are_refused(kept, tmp_path):
     file = tmp_path / "prefix.npz"
     expected = fresh(kept, IDS)
     file.write_text("nonsense")
-<<<<<<< HEAD
-    with pytest.raises(BundleError, match="not a saved prefix"):
-=======
     with pytest.raises(BundleError, match="is not a saved prefix"):
->>>>>>> tests1
         kept.load_prefix(file)
     kept.save_prefix(file, IDS[:90])
     with np.load(file) as stored:
@@ -179,13 +170,8 @@ def test_prefixes_that_are_none_are_refused(kept, tmp_path):
     machine = json.loads(str(arrays["identity"]))
     for change, words in (
         ({"identity": np.array(json.dumps({**machine, "bundle": "x"}))}, "another"),
-<<<<<<< HEAD
-        ({"identity": np.array("{")}, "not a saved prefix"),
-        ({"tokens": arrays["tokens"][:5]}, "not a saved prefix"),
-=======
         ({"identity": np.array("{")}, "is not a saved prefix"),
         ({"tokens": arrays["tokens"][:5]}, "is not a saved prefix"),
->>>>>>> tests1
     ):
         np.savez(file, **{**arrays, **change})
         with pytest.raises(BundleError, match=words):

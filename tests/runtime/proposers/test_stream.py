@@ -12,11 +12,7 @@ import torch
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streamed import LOSSLESS, StreamSettings
-<<<<<<< HEAD
-from jetdraft.errors import BundleError, JetdraftError, OptionError
-=======
 from jetdraft.errors import BundleError, OptionError
->>>>>>> tests1
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.probes import Probes, Probing
@@ -318,16 +314,6 @@ def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
     how = {"token_ids": PROMPT, "max_new_tokens": 40}
     plain = model.generate(method="none", **how)
     assert model.generate(method="stream", **how).token_ids == plain.token_ids
-<<<<<<< HEAD
-    with pytest.raises(OptionError, match="no layers below"):
-        model.generate(method="stream", prune_threshold=0.1, **how)
-
-
-def test_where_probes_change_bits_an_exact_generation_has_none(model, monkeypatch):
-    known = replace(model.planner.calibration, probes_agree=False)
-    monkeypatch.setattr(model.planner, "calibration", known)
-    with pytest.raises(OptionError, match="add --no-exact"):
-=======
     with pytest.raises(OptionError, match="all of its layers have streams") as refusal:
         model.generate(method="stream", drafting={"prune_threshold": 0.1}, **how)
     assert refusal.value.field == "drafting"
@@ -337,7 +323,6 @@ def test_where_probes_change_bits_an_exact_generation_has_none(model, monkeypatc
     widths = replace(model.parts.widths, probes_agree=False)
     monkeypatch.setattr(model.parts, "widths", widths)
     with pytest.raises(OptionError, match="add --no-exact") as refusal:
->>>>>>> tests1
         text(model, "stream")
     assert refusal.value.field == "method"
     assert text(model, "stream", exact=False).token_ids
