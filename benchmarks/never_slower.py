@@ -204,8 +204,8 @@ def measure_random(model: jetdraft.Model, repeats: int) -> dict[str, Any]:
         with never_right(model) as useless:
             ways = [*baselines(), *useless]
             alternate(model, ways, prompts, repeats, **how)
-        found[f"T={temperature}"] = ratios(ways)
-    return found
+        tables[f"T={temperature}"] = ratios(ways)
+    return tables
 
 
 def measure_code(
@@ -247,8 +247,8 @@ def measure_repeated(bundle: Path) -> dict[str, Any]:
                     store.add = keep if way is ways[-1] else lambda entry: None
                     way.run(model, prompt, ignore_eos=True, max_new_tokens=96)
             store.add = keep
-            found[when] = ratios(ways)
-    return found
+            tables[when] = ratios(ways)
+    return tables
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
