@@ -240,13 +240,13 @@ def measure_repeated(bundle: Path) -> dict[str, Any]:
             prompts = [model.prompt(REQUEST.format(slot[number])) for slot in SLOTS]
             # What one way was answered must not help the next: only the last one's
             # responses are kept.
-            store = model.parts.store
-            keep = store.add
+            parts = model.parts
+            keep = parts.remember
             for prompt in prompts:
                 for way in ways:
-                    store.add = keep if way is ways[-1] else lambda entry: None
+                    parts.remember = keep if way is ways[-1] else lambda *entry: None
                     way.run(model, prompt, ignore_eos=True, max_new_tokens=96)
-            store.add = keep
+            parts.remember = keep
             tables[when] = ratios(ways)
     return tables
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from jetdraft.bench.picture import draw_curves
+from jetdraft.bench.tuning import steps, tune
 from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.model import Model, load
-from jetdraft.runtime.planning import tuning
 from jetdraft.runtime.proposers.parts import LoadArguments
 from jetdraft.terminal.command import Command
 from jetdraft.terminal.flags import (
@@ -36,7 +36,7 @@ def command(
     """Measure pass times by width and every proposer, and keep them in BUNDLE."""
     model = load(bundle, **runtime)
     with ProgressBars() as bars:
-        curve = model.tune(bars.ticks("tune", tuning.steps(model.planner.proposers())))
+        curve = tune(model, bars.ticks("tune", steps(model)))
     if as_json:
         machine = model.parts.profiles.machine
         click.echo(json.dumps({"machine": machine, "curve": curve.to_json()}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -13,10 +13,8 @@ from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.async_stream import AsyncStream
 from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.generation import Generation, vocabulary_of
-from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.passes.prefix import load_prefix, save_prefix
 from jetdraft.runtime.piece import Result
-from jetdraft.runtime.planning import tuning
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.planning.planner import Planner
@@ -250,17 +248,6 @@ class Model:
         parts.prefix.restore(tokens, exact=own)
         if parts.follower is not None:
             parts.follower.restore(tokens)
-
-    def tune(self, tick: Callable[[], None] = lambda: None) -> Curve:
-        """Measure this machine with care, plan with the result and keep it."""
-        parts = self.parts
-        parts.claim.check_free()
-        parts.target.prepare(exact=True)
-        curve = tuning.tune(parts.target, self.planner.proposers(), tick)
-        self.forget()  # tune ran random tokens
-        parts.profiles.keep_tuned(curve)
-        parts.curve.take(curve)
-        return curve
 
     def measure_again(self) -> None:
         """Measure the width classes and pass times of this machine again."""

@@ -1,9 +1,11 @@
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 
 import jetdraft
+from jetdraft.bench.tuning import tune
 from jetdraft.errors import OptionError, ProviderError
 from jetdraft.runtime.measured.curve import Curve
 
@@ -91,7 +93,7 @@ def test_width_one_is_used_only_when_not_exact(model):
 def test_one_generation_at_a_time(model):
     first = iter(model.stream(token_ids=IDS))
     next(first)
-    for measure in (model.tune, model.measure_again):
+    for measure in (partial(tune, model), model.measure_again):
         with pytest.raises(jetdraft.JetdraftError, match="already generating"):
             measure()
     with pytest.raises(jetdraft.JetdraftError, match="already generating"):
@@ -246,7 +248,7 @@ def test_a_closed_model_says_so(bundle, tmp_path):
         lambda: model.load_prefix(tmp_path / "prefix.npz"),
         lambda: (model.methods, model.provider, model.vocabulary),
         lambda: model.planner,
-        model.tune,
+        partial(tune, model),
         model.measure_again,
         model.forget,
         model.twin,

@@ -8,8 +8,7 @@ import shutil
 import pytest
 
 import jetdraft
-from jetdraft.runtime.planning import tuning
-from jetdraft.runtime.planning.tuning import Tuning
+from jetdraft.bench import tuning
 
 
 @pytest.fixture
