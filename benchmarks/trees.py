@@ -1,4 +1,4 @@
-"""Every shape of draft tree and size, against plain decoding, in one process.
+"""Compares every shape and size of draft tree with plain decoding, in one process.
 
 python benchmarks/trees.py bundles/pycode --prompts examples/pycode/prompts.jsonl
 """
@@ -21,20 +21,20 @@ SHAPES = ("chain", "best", "heap", "threshold", "rerank", "comb", "merged")
 
 
 def contenders() -> dict[str, dict[str, Any]]:
-    """Options of `generate` by name; the first is what speed-ups are against."""
-    found: dict[str, dict[str, Any]] = {
+    """Options of `generate` by name; speed-ups are against the first."""
+    ways: dict[str, dict[str, Any]] = {
         "plain, width 1": {"method": "none", "exact": False},
         "plain": {"method": "none"},
         "chain 1": {"method": "draft", "num_draft_tokens": 1},
     }
     for size in SIZES:
         for shape in SHAPES:
-            found[f"{shape} {size}"] = {
+            ways[f"{shape} {size}"] = {
                 "method": "draft",
                 "drafting": {"tree": shape},
                 "num_draft_tokens": size,
             }
-        found[f"best by rank {size}"] = {
+        ways[f"best by rank {size}"] = {
             "method": "draft",
             "drafting": {"tree": "best", "siblings": "deterministic"},
             "num_draft_tokens": size,
@@ -49,7 +49,7 @@ def contenders() -> dict[str, dict[str, Any]]:
         ([1, 1, 1], "with-replacement", "rejection"),
     ):
         name = f"k-ary {branching} {kind}, {verifier}"
-        found[name] = {
+        ways[name] = {
             "method": "draft",
             "drafting": {
                 "tree": "k-ary",
@@ -59,7 +59,7 @@ def contenders() -> dict[str, dict[str, Any]]:
             },
             "exact": verifier == "walk",
         }
-    return found
+    return ways
 
 
 @click.command()

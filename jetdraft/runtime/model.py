@@ -11,7 +11,7 @@ from typing import Any, Unpack, cast
 from jetdraft.bundle import Bundle
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.async_stream import AsyncStream
-from jetdraft.runtime.drafts.noise import Int64s
+from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.generation import Generation, vocabulary_of
 from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.passes.prefix import load_prefix, save_prefix

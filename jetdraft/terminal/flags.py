@@ -158,19 +158,19 @@ def new_tokens_option(default: int) -> Decorator:
         "ending",
         "-n",
         "--max-new-tokens",
-        type=int,
+        type=click.IntRange(1),
         default=default,
         show_default=True,
         help="The most tokens of a text.",
     )
 
 
-def method_option(default: str | None = AUTO) -> Decorator:
-    """Return --method."""
+def method_option() -> Decorator:
+    """Return --method; its help lists the registry."""
     return option(
         "drafting",
         "--method",
-        default=default,
+        default=AUTO,
         show_default=True,
         help=f"{', '.join((AUTO, NONE, *methods()))}; or a comma list to pick from.",
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from jetdraft.errors import StoreError
-from jetdraft.runtime.history.similarity import Vector
+from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.history.store_file import DAMAGE, StoreFile
 
 MOST_ENTRIES = 256
@@ -38,7 +38,7 @@ class Entry:
 
     prompt: list[int]
     response: list[int]
-    vector: Vector
+    vector: Float32s
     used: float = 0.0
     id: int = 0
 

@@ -9,13 +9,13 @@ from typing import Protocol
 import numpy as np
 
 from jetdraft.errors import OptionError
+from jetdraft.runtime.drafts.arrays import Float64s
 from jetdraft.runtime.drafts.distribution import Distribution
-from jetdraft.runtime.drafts.noise import Doubles
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser
 
-Rule = Callable[[Doubles, Doubles, Sequence[int], Kind], Doubles]
+Rule = Callable[[Float64s, Float64s, Sequence[int], Kind], Float64s]
 """Maps (p, q, children, kind) to the distribution of the chosen token."""
 
 
@@ -81,8 +81,8 @@ class Walk:
 class Conditional:
     """Draws each row's token from pi(. | its children), which `rule` gives.
 
-    Exact in distribution only: with the same seed the text is another than that of
-    plain decoding, since the choice depends on the draft.
+    Exact in distribution only: with the same seed the text differs from plain decoding,
+    since the choice depends on the draft.
     """
 
     name: str
