@@ -122,7 +122,7 @@ def test_a_ban_is_kept_and_a_wish_is_granted(model):
     [
         ({"logit_bias": {"a": 1.0}}, "ids of tokens"),
         ({"logit_bias": {1: float("nan")}}, "not a number"),
-        ({"logit_bias": [1]}, "is no mapping"),
+        ({"logit_bias": [1]}, "is not a mapping"),
         ({"logit_bias": {288: 1.0}}, "outside the vocabulary"),
         ({"repetition_penalty": 0.0}, "repetition penalty 0.0 is out of range"),
         ({"presence_penalty": 101.0}, "presence penalty"),
