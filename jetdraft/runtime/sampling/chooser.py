@@ -44,20 +44,15 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        checks = (
-            (
-                "temperature",
-                self.temperature,
-                0.0 <= self.temperature <= 100.0,
-                "0 (greedy) to 100",
-            ),
-            ("top-k", self.top_k, self.top_k >= 0, "0 (off) or more"),
-            ("top-p", self.top_p, 0.0 < self.top_p <= 1.0, "more than 0, at most 1"),
-            ("min-p", self.min_p, 0.0 <= self.min_p < 1.0, "0 (off) to below 1"),
-        )
-        for name, value, valid, expected in checks:
+        for name, valid, expected in (
+            ("temperature", 0.0 <= self.temperature <= 100.0, "0 (greedy) to 100"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "more than 0, at most 1"),
+            ("min_p", 0.0 <= self.min_p < 1.0, "0 (off) to below 1"),
+        ):
             if not valid:
-                raise OptionError(f"{name} {value} is out of range; give {expected}")
+                option, value = name.replace("_", "-"), getattr(self, name)
+                raise OptionError(f"{option} {value} is out of range; give {expected}")
 
 
 GREEDY_DRAFT_TEMPERATURE = 0.4
@@ -236,8 +231,8 @@ class Chooser:
         seed, temperature = self.sampling.seed, self.sampling.temperature
         threshold = np.exp(-np.exp(last - scores))[:, None]
         vocabulary = np.arange(answer.vocab_size)[None]
-        noise = uniforms(seed, positions[:, None], vocabulary)
-        rows, ids = np.nonzero(noise >= threshold)
+        uniform = uniforms(seed, positions[:, None], vocabulary)
+        rows, ids = np.nonzero(uniform >= threshold)
         rivals = answer.logits[rows, ids].astype(np.float64) / temperature
         rivals += gumbel(seed, positions[rows], ids)
         for row, token, score in zip(rows, ids, rivals, strict=True):
