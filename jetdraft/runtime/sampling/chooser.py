@@ -243,8 +243,8 @@ class Chooser:
         seed, temperature = self.sampling.noise_seed, self.sampling.temperature
         threshold = np.exp(-np.exp(last - scores))[:, None]
         vocabulary = np.arange(answer.vocab_size)[None]
-        noise = uniforms(seed, positions[:, None], vocabulary)
-        rows, ids = np.nonzero(noise >= threshold)
+        uniform = uniforms(seed, positions[:, None], vocabulary)
+        rows, ids = np.nonzero(uniform >= threshold)
         rivals = answer.logits[rows, ids].astype(np.float64) / temperature
         rivals += gumbel(seed, positions[rows], ids)
         for row, token, score in zip(rows, ids, rivals, strict=True):

@@ -109,9 +109,7 @@ class Conditional:
                 p = self._pi(p, rows.drawn_from.get(row), children, rows)
             token = p.draw(chooser.sampling.noise_seed, positions[row])
             chosen[row] = token
-            row = next(
-                (child for child in children if rows.tokens[child] == token), None
-            )
+            row = next((i for i in children if rows.tokens[i] == token), None)
         return chosen
 
     def _pi(
