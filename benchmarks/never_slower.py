@@ -102,10 +102,7 @@ class Wrong(DraftProposer):
     """A drafter that takes its time and is never right."""
 
     def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
+        self, context: Sequence[int], budget: int, parents: Sequence[int] | None = None
     ) -> Rows:
         """The drafter's tokens plus 1."""
         rows = super().propose(context, budget, parents)

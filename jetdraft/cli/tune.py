@@ -28,10 +28,7 @@ from jetdraft.terminal.progress import ProgressBars
 @json_option
 @picture_option("pass times over the rows of a pass")
 def command(
-    bundle: Path,
-    picture: Path | None,
-    as_json: bool,
-    runtime: LoadArguments,
+    bundle: Path, picture: Path | None, as_json: bool, runtime: LoadArguments
 ) -> None:
     """Measure pass times by width and every proposer, and keep them in BUNDLE."""
     model = load(bundle, **runtime)

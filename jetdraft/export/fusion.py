@@ -27,9 +27,7 @@ _CONTRIB = "com.microsoft"
 
 
 def fuse(
-    model: ir.Model,
-    contract: StepContract,
-    forms: Mapping[str, object] | None = None,
+    model: ir.Model, contract: StepContract, forms: Mapping[str, object] | None = None
 ) -> None:
     """Apply every rewrite to `model`, in place.
 

@@ -296,10 +296,7 @@ def _exported(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Model:
             *(spec.name for spec in (*contract.inputs, *step.extra_inputs)),
             *weights,
         ],
-        output_names=[
-            *(spec.name for spec in contract.outputs),
-            *step.extra_outputs,
-        ],
+        output_names=[*(spec.name for spec in contract.outputs), *step.extra_outputs],
         verbose=False,
     )
     assert program is not None

@@ -32,13 +32,7 @@ from jetdraft.train.stream_training import Progress, StreamTraining, TrainingOpt
     show_default=True,
     help="lossless keeps the target as it is; shared trains it too.",
 )
-@option(
-    "training",
-    "--gamma",
-    default=4,
-    show_default=True,
-    help="Streams per row.",
-)
+@option("training", "--gamma", default=4, show_default=True, help="Streams per row.")
 @option(
     "training",
     "--layers",
@@ -61,18 +55,10 @@ from jetdraft.train.stream_training import Progress, StreamTraining, TrainingOpt
     help="Rank of the early exit that prunes drafts.",
 )
 @option(
-    "training",
-    "--steps",
-    default=200,
-    show_default=True,
-    help="Steps of training.",
+    "training", "--steps", default=200, show_default=True, help="Steps of training."
 )
 @option(
-    "training",
-    "--batch-size",
-    default=8,
-    show_default=True,
-    help="Sequences per step.",
+    "training", "--batch-size", default=8, show_default=True, help="Sequences per step."
 )
 @option(
     "training",

@@ -1,11 +1,6 @@
 """The kinds of graphs that the exporter writes, in their order."""
 
-from jetdraft.export.variants import (
-    chain_graph,
-    half_graphs,
-    stream_graph,
-    tree_graph,
-)
+from jetdraft.export.variants import chain_graph, half_graphs, stream_graph, tree_graph
 
 VARIANTS = (
     # Streams change the pass that is traced. The other graphs are made of the chain.
