@@ -11,7 +11,7 @@ from jetdraft.bench.picture import draw_curves
 from jetdraft.bench.tuning import steps, tune
 from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.model import Model, load
-from jetdraft.runtime.proposers.parts import LoadArguments
+from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.terminal.command import Command
 from jetdraft.terminal.flags import (
     bundle_argument,
@@ -28,7 +28,7 @@ from jetdraft.terminal.progress import ProgressBars
 @json_option
 @picture_option("pass times over the rows of a pass")
 def command(
-    bundle: Path, picture: Path | None, as_json: bool, runtime: LoadArguments
+    bundle: Path, picture: Path | None, as_json: bool, runtime: LoadOptions
 ) -> None:
     """Measure pass times by width and every proposer, and keep them in BUNDLE."""
     model = load(bundle, **runtime)

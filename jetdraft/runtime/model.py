@@ -19,7 +19,7 @@ from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.planning.registry import AUTO
-from jetdraft.runtime.proposers.parts import LoadArguments, LoadOptions, Parts
+from jetdraft.runtime.proposers.parts import LoadOptions, Parts
 from jetdraft.runtime.text.constraint import Vocabulary
 from jetdraft.runtime.text.prompt import check_ids
 from jetdraft.runtime.text.template import (
@@ -34,7 +34,7 @@ CLOSED = "this model is closed; load the bundle again"
 
 
 def load(
-    path: str | Path, *, method: str | None = None, **options: Unpack[LoadArguments]
+    path: str | Path, *, method: str | None = None, **options: Unpack[LoadOptions]
 ) -> Model:
     """Open a bundle, check it and get it ready to generate.
 
@@ -45,7 +45,7 @@ def load(
         with jetdraft.load("bundle", threads=2) as model:
             print(model.generate("def fib(n):").text)
     """
-    return Model(Bundle.open(path), LoadOptions(**options), method)
+    return Model(Bundle.open(path), options, method)
 
 
 class Model:
@@ -65,9 +65,8 @@ class Model:
         like: Model | None = None,
     ) -> None:
         self.bundle = bundle
-        options = options or LoadOptions()
         shared = None if like is None else like.parts
-        self._parts: Parts | None = Parts(bundle, options, shared)
+        self._parts: Parts | None = Parts(bundle, options or {}, shared)
         self._planner: Planner | None = Planner(self._parts)
         self._template: ChatTemplate | None = None
         self.planner.proposers()  # their first guesses of times come before tuned times

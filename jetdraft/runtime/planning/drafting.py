@@ -9,7 +9,7 @@ from typing import Any
 
 from jetdraft.contract import WIDEST
 from jetdraft.errors import OptionError
-from jetdraft.ranges import Range, check_ranges
+from jetdraft.ranges import between, check_ranges
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.lookup import StoreOptions
 from jetdraft.runtime.proposers.method import WALK, MethodOptions, unknown_key
@@ -18,14 +18,7 @@ from jetdraft.runtime.sampling.verifiers import VERIFIERS
 MAX_DRAFT_TOKENS = WIDEST - 1
 """The longest draft: the widest decoding pass without the root."""
 
-_RANGES = {
-    "num_draft_tokens": Range(
-        lambda count: 1 <= count <= MAX_DRAFT_TOKENS,
-        f"1 to {MAX_DRAFT_TOKENS}",
-        integer=True,
-        optional=True,
-    )
-}
+_RANGES = {"num_draft_tokens": between(1, MAX_DRAFT_TOKENS, optional=True)}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from math import isfinite
 import numpy as np
 
 from jetdraft.errors import OptionError
-from jetdraft.ranges import Range, check_ranges
+from jetdraft.ranges import Range, between, check_ranges
 from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
@@ -25,12 +25,8 @@ _RANGES = {
     "repetition_penalty": Range(
         lambda penalty: 0.0 < penalty <= 100.0, "more than 0 (1: off), at most 100"
     ),
-    "presence_penalty": Range(
-        lambda penalty: -100.0 <= penalty <= 100.0, "-100 to 100"
-    ),
-    "frequency_penalty": Range(
-        lambda penalty: -100.0 <= penalty <= 100.0, "-100 to 100"
-    ),
+    "presence_penalty": between(-100.0, 100.0),
+    "frequency_penalty": between(-100.0, 100.0),
 }
 
 

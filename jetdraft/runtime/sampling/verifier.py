@@ -26,17 +26,10 @@ class Verifier(Protocol):
     distribution for these, unless it is `lossy`.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def kinds(self) -> frozenset[Kind]: ...
-
-    @property
-    def lossy(self) -> bool: ...
-
-    @property
-    def single_child(self) -> bool: ...
+    name: str
+    kinds: frozenset[Kind]
+    lossy: bool
+    single_child: bool
 
     def choose(
         self, rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
@@ -77,7 +70,7 @@ class Walk:
         return chooser.choose(answer, positions)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Conditional:
     """Draws each row's token from pi(. | its children), which `rule` gives.
 
