@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.errors import JetdraftError
+from jetdraft.errors import JetdraftError, OutputError
 
 
 @contextmanager
@@ -29,6 +29,20 @@ def replacing(file: Path) -> Iterator[Path]:
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a text file, which appears whole. Raises `OutputError`.
+
+    write_text(Path("report.json"), "{}")
+    """
+    try:
+        with replacing(file) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {file} ({error.strerror}); choose another file"
+        ) from error
 
 
 def read_arrays(file: Path, refusal: JetdraftError) -> dict[str, npt.NDArray[Any]]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Unpack
 
-from jetdraft.errors import JetdraftError, OptionError, OutputError
-from jetdraft.files import replacing
+from jetdraft.errors import JetdraftError, OptionError
+from jetdraft.files import write_text
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.planning.options import GenerateOptions
@@ -93,14 +93,8 @@ class Conversation:
 
     def save(self, file: str | Path) -> None:
         """Write the messages to a JSON file."""
-        text = json.dumps(self.messages, ensure_ascii=False, indent=2) + "\n"
-        try:
-            with replacing(Path(file)) as partial:
-                partial.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise OutputError(
-                f"cannot write {file} ({error.strerror}); choose another file"
-            ) from error
+        text = json.dumps(self.messages, ensure_ascii=False, indent=2)
+        write_text(Path(file), f"{text}\n")
 
     def load(self, file: str | Path) -> None:
         """Go on with the messages of a file that `save` wrote."""

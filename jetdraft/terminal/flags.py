@@ -12,8 +12,7 @@ from typing import Any, cast
 import click
 
 from jetdraft.devices.providers import PROVIDERS
-from jetdraft.errors import OutputError
-from jetdraft.files import replacing
+from jetdraft.files import write_text
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
@@ -266,13 +265,7 @@ constraint_options = together(
 
 def write_json(file: Path, fields: Any) -> None:
     """Write a report; the file appears whole. Raises `OutputError`."""
-    try:
-        with replacing(file) as partial:
-            partial.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise OutputError(
-            f"cannot write {file} ({error.strerror}); choose another file"
-        ) from error
+    write_text(file, json.dumps(fields, indent=2) + "\n")
 
 
 def integers(text: str, option: str) -> list[int]:

@@ -120,19 +120,14 @@ class Planner:
         automatic, chosen = drafting.names == (AUTO,), []
         for name, options in drafting.options.items():
             method = methods()[name]
-            if automatic and not (
-                method.in_auto(options) and self._agrees(method, drafting)
-            ):
+            if automatic and not method.in_auto(options):
                 continue
-            if not automatic:
-                self._check_agrees(method, options, drafting)
             try:
+                self._check_agrees(method, options, drafting)
                 chosen.append(self.proposer(method, options))
             except OptionError as error:
-                if error.field != "method":
+                if not automatic or error.field != "method":
                     raise
-                if not automatic:
-                    raise self._refusal(name, error) from error
         return chosen
 
     def _controller(
@@ -160,15 +155,12 @@ class Planner:
     def _trees_agree(self, drafting: Drafting) -> bool:
         return self.parts.widths.trees_agree or not drafting.exact
 
-    def _agrees(self, method: Method[Any], drafting: Drafting) -> bool:
-        """Whether passes with the method's probes keep the bits of their rows."""
-        return not method.probes or not drafting.exact or self.parts.widths.probes_agree
-
     def _check_agrees(
         self, method: Method[Any], options: MethodOptions, drafting: Drafting
     ) -> None:
         """Refuse a method that would change bits in an exact generation."""
-        if not self._agrees(method, drafting):
+        widths = self.parts.widths
+        if method.probes and drafting.exact and not widths.probes_agree:
             raise OptionError(
                 "on this machine probes change the last bits of the rows beside them; "
                 "choose another method or add --no-exact",
@@ -180,13 +172,6 @@ class Planner:
                 "rows; choose tree=chain or add --no-exact",
                 "drafting",
             )
-
-    def _refusal(self, name: str, reason: OptionError) -> OptionError:
-        """Why the bundle cannot draft with a method, and what it can draft with."""
-        choices = ", ".join((AUTO, *self.methods))
-        return OptionError(
-            f"the bundle has no method {name!r}; choose {choices}; {reason}", "method"
-        )
 
     def _check_fits(self, drafting: Drafting, options: MethodOptions) -> None:
         """A tree of a given size must fit into a pass whole."""
