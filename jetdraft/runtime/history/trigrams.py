@@ -83,8 +83,7 @@ class Counts:
     def load(cls, file: Path, tokenizer: str, vocab_size: int) -> Counts:
         """Read what `save` wrote; raise `StoreError` for another tokenizer's file."""
         refusal = StoreError(
-            f"cannot read a table from {file}; give one that jetdraft train table "
-            "wrote"
+            f"cannot read a table from {file}; give one that jetdraft train table wrote"
         )
         arrays = read_arrays(file, refusal)
         owner = str(arrays.pop("tokenizer", ""))
