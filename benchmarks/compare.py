@@ -60,15 +60,16 @@ def bundle(setup: Setup, block_size: int) -> Path:
 
 
 def commands(setup: Setup) -> dict[str, list[str]]:
-    """Return the command of one round of each contender, without the file it writes."""
+    """The command of one round of each contender; the report's file is added to it."""
     common = [
         "--prompts", str(setup.prompts), "--threads", str(setup.threads),
         "--max-new-tokens", str(setup.max_new_tokens), "--repeats", "1",
     ]  # fmt: skip
+    lengths = setup.num_draft_tokens
     found = {
         f"jetdraft b{size}": [
             sys.executable, "-m", "jetdraft", "bench", str(bundle(setup, size)),
-            *common, "--lengths", setup.num_draft_tokens, "--output",
+            *common, "--lengths", lengths, "--output",
         ]
         for size in (32, 128)
     }  # fmt: skip
@@ -77,9 +78,8 @@ def commands(setup: Setup) -> dict[str, list[str]]:
     pair = ["--target", str(setup.target), "--drafter", str(setup.drafter)]
     for name, (script, *options) in PEERS.items():
         file = str(HERE / "peers" / script)
-        lengths = ["--num-draft-tokens", setup.num_draft_tokens]
-        command = [str(setup.peer_python), file, *pair, *common, *lengths, *options]
-        found[name] = [*command, "--json"]
+        how = [*pair, *common, "--num-draft-tokens", lengths, *options, "--json"]
+        found[name] = [str(setup.peer_python), file, *how]
     return found
 
 

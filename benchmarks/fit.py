@@ -1,4 +1,4 @@
-"""The roofline's constants from published rows, and how far off it is without each."""
+"""Fits the roofline's constants on published measurements, and tests the fit."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ FILE = Path(__file__).with_name("published.toml")
 
 
 @dataclass(frozen=True)
-class Row:
-    """One published measurement: a model on a device, ms per pass of 1 and of `prompt`.
+class Record:
+    """A published measurement of a model on a device.
 
-    `memory_mb` is None where it was not measured.
+    `pass_ms` is a pass of one row, `prefill_ms` a pass of `prompt` rows. `memory_mb` is
+    None where it was not published.
     """
 
     device: Device
@@ -34,102 +35,104 @@ class Row:
     memory_mb: float | None
 
     def predict_ms(self, efficiency: Efficiency, width: int = 1) -> float:
-        """The same from the roofline; contexts are short, half of 128 new tokens."""
+        """The roofline's time of a pass, in the middle of 128 new tokens."""
         capability, context = self.device.compute_capability, self.prompt + 64
         return self.load.pass_ms(width, context, self.mode, capability, efficiency)
 
 
-def read(file: Path = FILE) -> tuple[list[Row], dict[str, Any]]:
-    """The published rows, and the file itself."""
-    found = tomllib.loads(file.read_text(encoding="utf-8"))
-    return [_row(given, found["models"]) for given in found["rows"]], found
+def read(file: Path = FILE) -> tuple[list[Record], dict[str, Any]]:
+    """The published records, and the whole table of the file."""
+    table = tomllib.loads(file.read_text(encoding="utf-8"))
+    return [_record(row, table["models"]) for row in table["rows"]], table
 
 
-def _row(given: dict[str, Any], models: dict[str, dict[str, Any]]) -> Row:
-    # An embedding in half precision beside the head: two tensors even where tied.
-    sizes = Dimensions.of({**models[given["model"]], "tie_word_embeddings": False})
-    device = Device.named(given["device"])
-    return Row(
+def _record(row: dict[str, Any], models: dict[str, dict[str, Any]]) -> Record:
+    # The embedding is in half precision, so a tied head is a second tensor.
+    sizes = Dimensions.of({**models[row["model"]], "tie_word_embeddings": False})
+    device = Device.named(row["device"])
+    return Record(
         device,
-        device.power_mode(given.get("power_mode")),
-        given["model"],
+        device.power_mode(row.get("power_mode")),
+        row["model"],
         Load(sizes, BYTES["int4"], BYTES["none"]),
-        given["prompt"],
-        given["prefill_ms"],
-        1e3 / given["tokens_per_second"],
-        given.get("memory_mb"),
+        row["prompt"],
+        row["prefill_ms"],
+        1e3 / row["tokens_per_second"],
+        row.get("memory_mb"),
     )
 
 
-def fit(rows: Sequence[Row]) -> Efficiency:
+def fit(records: Sequence[Record]) -> Efficiency:
     """The constants with the least squares of relative errors.
 
-        fit(read()[0]).bandwidth
+    Architectures without a record get no compute rate.
 
-    An architecture without any row gets no compute rate.
+        fit(read()[0]).bandwidth
     """
     reading = [
-        row.load.pass_bytes(row.prompt + 64) / row.mode.bandwidth_gbs / 1e6
-        for row in rows
+        record.load.pass_bytes(record.prompt + 64) / record.mode.bandwidth_gbs / 1e6
+        for record in records
     ]
-    columns = np.array([reading, np.ones(len(rows))]).T
-    measured = np.array([row.pass_ms for row in rows])
-    relative = columns / measured[:, None]
-    (slow, pass_ms), *_ = np.linalg.lstsq(relative, np.ones(len(rows)), rcond=None)
-    return Efficiency(1 / float(slow), float(pass_ms), _compute(rows))
+    ones = np.ones(len(records))
+    measured = np.array([record.pass_ms for record in records])
+    relative = np.array([reading, ones]).T / measured[:, None]
+    (slow, pass_ms), *_ = np.linalg.lstsq(relative, ones, rcond=None)
+    return Efficiency(1 / float(slow), float(pass_ms), _compute(records))
 
 
-def _compute(rows: Sequence[Row]) -> dict[str, float]:
-    """Per architecture, the share of the rate that prefills reached: their median."""
+def _compute(records: Sequence[Record]) -> dict[str, float]:
+    """For each architecture, the median share of the rate that prefills reached."""
     shares: dict[str, list[float]] = {}
-    for row in rows:
-        capability = row.device.compute_capability
+    for record in records:
+        capability = record.device.compute_capability
         full = Efficiency(1.0, 0.0, {capability: 1.0})
-        least = row.load.row_ms(row.mode, capability, full)
-        # Against what was measured of one row, so that its error is not counted twice.
-        added = (row.prefill_ms - row.pass_ms) / (row.prompt - 1)
+        least = record.load.row_ms(record.mode, capability, full)
+        # Less the measured pass of one row, whose error would count twice otherwise.
+        added = (record.prefill_ms - record.pass_ms) / (record.prompt - 1)
         shares.setdefault(capability, []).append(least / added)
-    return {name: float(np.median(found)) for name, found in shares.items()}
+    return {name: float(np.median(values)) for name, values in shares.items()}
 
 
 @dataclass(frozen=True)
 class Error:
-    """How far a row's prediction is off, by constants fitted on the other rows.
+    """The relative errors of a record's prediction, fitted on the other records.
 
-    Relative, of the speed at width 1, of the time at width `prompt`, and of the memory.
+    `speed` is that of one row per pass, `prefill` the time of a pass of `prompt` rows;
+    None where nothing was published or fitted.
     """
 
-    row: Row
+    record: Record
     speed: float
     prefill: float | None
     memory: float | None
 
 
-def leave_one_out(rows: Sequence[Row], capacity: int) -> list[Error]:
-    """Each row predicted without itself."""
-    return [_error(row, [r for r in rows if r is not row], capacity) for row in rows]
+def leave_one_out(records: Sequence[Record], capacity: int) -> list[Error]:
+    """Predict each record from the others."""
+    return [
+        _error(record, [other for other in records if other is not record], capacity)
+        for record in records
+    ]
 
 
-def _error(row: Row, others: Sequence[Row], capacity: int) -> Error:
-    known = fit(others)
+def _error(record: Record, others: Sequence[Record], capacity: int) -> Error:
+    efficiency = fit(others)
     prefill = None
-    if row.device.compute_capability in known.compute:
-        prefill = row.predict_ms(known, row.prompt) / row.prefill_ms - 1
+    if record.device.compute_capability in efficiency.compute:
+        prefill = record.predict_ms(efficiency, record.prompt) / record.prefill_ms - 1
     memory = None
-    if row.memory_mb is not None:
-        mb = row.load.memory_mb(capacity) + runtime_mb(others, capacity)
-        memory = mb / row.memory_mb - 1
-    return Error(row, row.pass_ms / row.predict_ms(known) - 1, prefill, memory)
+    if record.memory_mb is not None:
+        mb = record.load.memory_mb(capacity) + runtime_mb(others, capacity)
+        memory = mb / record.memory_mb - 1
+    speed = record.pass_ms / record.predict_ms(efficiency) - 1
+    return Error(record, speed, prefill, memory)
 
 
-def runtime_mb(rows: Sequence[Row], capacity: int) -> float:
-    """What is resident beside weights and KV: the median of the rows that say."""
-    return float(
-        np.median(
-            [
-                row.memory_mb - row.load.memory_mb(capacity)
-                for row in rows
-                if row.memory_mb is not None
-            ]
-        )
-    )
+def runtime_mb(records: Sequence[Record], capacity: int) -> float:
+    """The median memory beside weights and KV, in 10^6 bytes."""
+    sizes = [
+        record.memory_mb - record.load.memory_mb(capacity)
+        for record in records
+        if record.memory_mb is not None
+    ]
+    return float(np.median(sizes))

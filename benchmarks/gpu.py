@@ -1,12 +1,12 @@
-"""Everything about a GPU in one run: the same text, kernels, passes, speed-ups.
+"""Measures a GPU in one run: equality of texts, kernels, passes, speed-ups.
 
     python benchmarks/gpu.py TARGET DRAFTER --prompts examples/pycode/prompts.jsonl \
         --provider cuda --json gpu.json
 
 TARGET is a checkpoint large enough to time (benchmarks/inflate.py), DRAFTER its trained
-drafter. Each part is written to the JSON file as soon as it is done; one that fails is
-noted with its reason and the others go on. `--provider cpu` runs all of it without a
-GPU, which says that the script works and nothing about GPUs.
+drafter. Each part is written to the JSON file as soon as it is done; a part that fails
+is noted with its reason and the others go on. `--provider cpu` runs all parts without a
+GPU, which shows only that the script works.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ GAP_TOKENS = 96
 
 
 class Eager(Captures):
-    """Captures nothing: every run is eager."""
+    """Captures nothing, so every run is eager."""
 
     def run_options(self, key: Any) -> ort.RunOptions:
-        """As for a pass that is never repeated."""
+        """The options of a pass that never repeats."""
         return super().run_options(None)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What all parts share."""
+    """The settings that all parts share."""
 
     target: Path
     drafter: Path
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def dtype(self) -> str:
-        """What the provider's bundles are made in."""
+        """The dtype of the provider's bundles."""
         return PROVIDERS[self.provider].dtype
 
     def bundle(self, name: str, **options: Any) -> Path:
@@ -85,39 +85,39 @@ class Run:
 
 
 def machine(run: Run) -> dict[str, Any]:
-    """What the figures belong to."""
-    found = presence(run.provider)
+    """The machine, versions and target of the figures."""
+    state = presence(run.provider)
     return {
         **asdict(replace(detect(), device=None, jetpack=None)),
         "onnxruntime": ort.__version__,
         "providers": ort.get_available_providers(),
-        "provider": asdict(found),
+        "provider": asdict(state),
         "target": str(run.target),
     }
 
 
 def text(run: Run) -> dict[str, Any]:
     """Texts and logits of the provider against the CPU provider, on the same bundle."""
-    found = {}
+    report = {}
     for name, options in {
         "fp32 standard": {"flavour": "standard", "dtype": "fp32"},
         run.dtype: {"provider": run.provider},
     }.items():
         scheme = Recipe("none") if name.startswith("fp32 ") else Recipe("int4", 32)
         path = run.bundle(name.replace(" ", "-"), recipe=scheme, **options)
-        one = jetdraft.load(path, run.provider)
-        other = jetdraft.load(path, "cpu")
-        found[name] = {
+        one = jetdraft.load(path, provider=run.provider)
+        other = jetdraft.load(path, provider="cpu")
+        report[name] = {
             "largest logit gap": gap(one, other, run.prompts[0]),
             "first difference by prompt": [
                 difference(one, other, prompt, run.max_new_tokens)
                 for prompt in run.prompts[:4]
             ],
             "methods that differ from plain": differing(one, run),
-            "exact widths": one.planner.calibration.exact_widths,
-            "trees agree": one.planner.calibration.trees_agree,
+            "exact widths": one.parts.widths.exact,
+            "trees agree": one.parts.widths.trees_agree,
         }
-    return found
+    return report
 
 
 def gap(one: jetdraft.Model, other: jetdraft.Model, prompt: str) -> float:
@@ -125,15 +125,15 @@ def gap(one: jetdraft.Model, other: jetdraft.Model, prompt: str) -> float:
     tokens = one.prompt(prompt).tolist()[:GAP_TOKENS]
     logits = []
     for model in (one, other):
-        model.target.cache.rewind(0)
-        logits.append(model.target.run(tokens).logits.copy())
+        model.parts.target.cache.rewind(0)
+        logits.append(model.parts.target.run(tokens).logits.copy())
     return float(np.abs(logits[0] - logits[1]).max())
 
 
 def difference(
     one: jetdraft.Model, other: jetdraft.Model, prompt: str, count: int
 ) -> int | None:
-    """The first token where two plain texts part; None if they do not."""
+    """The first token at which two plain texts differ; None if they are equal."""
     texts = [m.generate(prompt, method="none", max_new_tokens=count).token_ids
              for m in (one, other)]  # fmt: skip
     pairs = zip(*texts, strict=False)
@@ -141,38 +141,38 @@ def difference(
 
 
 def differing(model: jetdraft.Model, run: Run) -> list[str]:
-    """Methods whose text is not that of plain decoding on the provider itself."""
+    """Methods whose text differs from plain decoding on the same provider."""
     wrong = []
     for temperature in (0.0, 0.8):
-        how = {"max_new_tokens": run.max_new_tokens, "temperature": temperature}
+        settings = {"max_new_tokens": run.max_new_tokens, "temperature": temperature}
         for prompt in run.prompts[:2]:
-            plain = model.generate(prompt, method="none", **how).token_ids
+            plain = model.generate(prompt, method="none", **settings).token_ids
             for method in ("draft", "lookup", "auto"):
-                if model.generate(prompt, method=method, **how).token_ids != plain:
+                if model.generate(prompt, method=method, **settings).token_ids != plain:
                     wrong.append(f"{method} at {temperature}")
     return wrong
 
 
 def passes(run: Run) -> dict[str, Any]:
     """Milliseconds by width: chain and tree graphs, CUDA graphs on and off."""
-    model = jetdraft.load(run.own, run.provider)
-    graph, captures = model.target, model.target.captures
-    found: dict[str, Any] = {}
-    for name, how in {"captured": captures, "eager": captures and Eager()}.items():
+    model = jetdraft.load(run.own, provider=run.provider)
+    graph, captures = model.parts.target, model.parts.target.captures
+    times: dict[str, Any] = {}
+    for name, mode in {"captured": captures, "eager": captures and Eager()}.items():
         if captures is None and name == "captured":
             continue
-        graph.captures = how
+        graph.captures = mode
         for branching in (False, True):
             kind = "tree" if branching else "chain"
-            found[f"{kind}, {name}"] = curve(graph, run.context, branching)
+            times[f"{kind}, {name}"] = curve(graph, run.context, branching)
     graph.captures = captures
-    found["drafter"] = curve(model.drafter, run.context, False)
-    found["host ms beside a pass"] = host_ms(graph, run.context)
-    return found
+    times["drafter"] = curve(model.parts.drafter, run.context, False)
+    times["host ms beside a pass"] = host_ms(graph, run.context)
+    return times
 
 
 def curve(graph: Graph | None, context: int, branching: bool) -> dict[int, float]:
-    """The median pass time at each width after so many rows."""
+    """The median pass time in ms at each width, after `context` rows."""
     if graph is None:
         return {}
     fill(graph, context)
@@ -194,7 +194,7 @@ def curve(graph: Graph | None, context: int, branching: bool) -> dict[int, float
 
 
 def fill(graph: Graph, context: int) -> None:
-    """Commit so many rows."""
+    """Commit `context` rows."""
     graph.cache.rewind(0)
     while graph.cache.length < context:
         rows = min(graph.contract.max_width, context - graph.cache.length)
@@ -203,7 +203,7 @@ def fill(graph: Graph, context: int) -> None:
 
 
 def host_ms(graph: Graph, context: int) -> float:
-    """What `Graph.run` takes beside the session, at width 4."""
+    """The time of `Graph.run` outside of the session, in ms at width 4."""
     fill(graph, context)
     times = []
     for _ in range(TURNS):
@@ -219,15 +219,15 @@ def kernels(run: Run) -> dict[str, Any]:
     dtype = {"fp16": "float16", "fp32": "float32"}[run.dtype]
     shape = Shape() if run.provider != "cpu" else Shape(hidden=1024, intermediate=2048)
     bench = Bench(run.provider, dtype)
-    found = table(bench, [w for w in WIDTHS if w in (1, 2, 4, 8, 16, 64)], shape)
-    return {"shape": asdict(shape), "GB/s": bench.bandwidth(), **found}
+    times = table(bench, [w for w in WIDTHS if w in (1, 2, 4, 8, 16, 64)], shape)
+    return {"shape": asdict(shape), "GB/s": bench.bandwidth(), **times}
 
 
 def placement(run: Run) -> dict[str, Any]:
     """The drafter beside the target, on the CPU, and off: tokens per second."""
     found: dict[str, Any] = {}
     for where in (run.provider, "cpu", "off"):
-        model = jetdraft.load(run.own, run.provider, drafter_provider=where)
+        model = jetdraft.load(run.own, provider=run.provider, drafter_provider=where)
         methods = ["draft"] if where != "off" else []
         found[where] = rates(model, run, methods, (3, 5))
     return found
@@ -235,14 +235,15 @@ def placement(run: Run) -> dict[str, Any]:
 
 def speed(run: Run) -> dict[str, Any]:
     """Methods against the fastest plain decoding, and that against the memory."""
-    model = jetdraft.load(run.own, run.provider)
+    model = jetdraft.load(run.own, provider=run.provider)
     found: dict[str, Any] = rates(model, run, ["draft", "lookup", "auto"], (3, 5, 7))
-    # With the embedding, of which a pass reads a row: the floor is a little high.
+    # The size includes the embedding, of which a pass reads one row only, so the floor
+    # is a little high.
     size = (run.own / "target.onnx.data").stat().st_size
-    model.target.prepare(exact=True)
+    model.parts.target.prepare(exact=True)
     gbs = Bench(run.provider, "float16" if run.dtype == "fp16" else "float32")
     floor = size / gbs.bandwidth() / 1e6
-    width1 = next(iter(curve(model.target, run.context, False).values()))
+    width1 = next(iter(curve(model.parts.target, run.context, False).values()))
     return {**found, "weights MB": size / 1e6, "floor ms": floor, "pass ms": width1,
             "pass over floor": width1 / floor}  # fmt: skip
 
@@ -250,7 +251,7 @@ def speed(run: Run) -> dict[str, Any]:
 def rates(
     model: jetdraft.Model, run: Run, methods: list[str], lengths: tuple[int, ...]
 ) -> dict[str, float]:
-    """Median tokens per second of every contender; all write the same text or less."""
+    """The median tokens per second of every contender."""
     rows = benchmark.contenders(model, methods, lengths)
     prompts = [model.prompt(prompt) for prompt in run.prompts]
     count = run.max_new_tokens
@@ -283,7 +284,7 @@ def transformers(run: Run) -> Any:
 
 
 def script(name: str, *arguments: str) -> str:
-    """Run a neighbour; what it printed."""
+    """Run another script of this folder; returns what it printed."""
     command = [sys.executable, str(Path(__file__).parent / name), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

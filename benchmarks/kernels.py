@@ -170,10 +170,7 @@ class Bench:
         return rows, {name: self._floats(*buffer) for name in names}
 
     def _attend(
-        self,
-        nodes: list[onnx.NodeProto],
-        given: dict[str, np.ndarray],
-        made: list[str],
+        self, nodes: list[onnx.NodeProto], given: dict[str, np.ndarray], made: list[str]
     ) -> float:
         places = {"present_key": "past_key", "present_value": "past_value"}
         return self.ms(nodes, given, {}, dict.fromkeys(made, self.dtype), places)

@@ -1,11 +1,12 @@
-"""Is drafting ever slower than plain decoding, and does the controller find the best?
+"""Measures whether drafting is ever slower than plain decoding.
 
     python benchmarks/never_slower.py BUNDLE --prompts p.jsonl --json OUT
 
-Three workloads, everything in turns in one process and as ratios inside the run:
+Also whether the controller finds the best method and length. Three workloads run in
+turns in one process; the figures are ratios inside the run:
 
-- random: prompts of random tokens, where there is nothing to be right about, also with
-  a drafter that is never right;
+- random: prompts of random tokens, where no guess can be right, also with a drafter
+  that is never right;
 - code: the given prompts at T = 0 and 0.8, every fixed (method, K) against the
   adaptive ones;
 - repeated: 20 requests that differ in a slot, with a store; the same 20 again; and
@@ -20,7 +21,8 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,8 @@ import click
 import numpy as np
 
 import jetdraft
-from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.measured.rates import Acceptance
-from jetdraft.runtime.proposers import DraftProposer
+from jetdraft.methods import Method, MethodOptions, Rows, registered
+from jetdraft.runtime.proposers.draft import DraftProposer
 
 PLAIN = {"method": "none"}
 WIDTH_1 = {"method": "none", "exact": False}
@@ -61,7 +62,7 @@ REQUEST = '''class {0}Manager:
 
 @dataclass
 class Way:
-    """Options of `generate`, and what they came to on each prompt."""
+    """Options of `generate`, and their results on each prompt."""
 
     name: str
     options: dict[str, Any]
@@ -71,9 +72,9 @@ class Way:
     requests: list[float] = field(default_factory=list)
 
     def run(self, model: jetdraft.Model, prompt: Any, **more: Any) -> None:
-        """Decode one prompt; the first round is not counted.
+        """Decode one prompt; the first round does not count.
 
-        What the way before has taught the trigram table would give the text away.
+        The model forgets first: the way before has taught it this text.
         """
         model.forget()
         started = time.perf_counter()
@@ -90,39 +91,49 @@ class Way:
 
     @property
     def request_seconds(self) -> float:
-        """A request from its prompt to what is kept of it."""
+        """The mean time of a request, from its prompt to its entry in the store."""
         return sum(self.requests) / len(self.requests)
 
 
-class Wrong(DraftProposer):
-    """A drafter that takes its time and is never right, and of which "auto" knows."""
+WRONG = "wrong"
 
-    name = "wrong"
+
+class Wrong(DraftProposer):
+    """A drafter that takes its time and is never right."""
 
     def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        parents: Sequence[int] | None = None,
+        self, context: Sequence[int], budget: int, parents: Sequence[int] | None = None
     ) -> Rows:
-        """The drafter's tokens, each the one after."""
+        """The drafter's tokens plus 1."""
         rows = super().propose(context, budget, parents)
         size = self.graph.contract.vocab_size
         return Rows.chain([context[-1], *((t + 1) % size for t in rows.tokens[1:])])
 
 
-def with_wrong(model: jetdraft.Model) -> list[Way]:
-    """A way to decode with the useless drafter, where there is one to spoil."""
-    if model.follower is None:
-        return []
-    planner, name = model.planner, Wrong.name
-    planner.proposers[name] = Wrong(model.follower, planner.costs.draft["draft"])
-    planner.acceptance[name] = Acceptance()
-    planner.costs.draft[name] = planner.costs.draft["draft"]
-    return [
-        Way("never right", {"method": name}),
-        Way("never right, not exact", {"method": name, "exact": False}),
-    ]
+@contextmanager
+def never_right(model: jetdraft.Model) -> Iterator[list[Way]]:
+    """Ways to decode with a useless drafter, which "auto" may pick for a while too.
+
+    None where the bundle has no drafter to spoil.
+    """
+    follower, curve = model.parts.follower, model.parts.curve
+    if follower is None:
+        yield []
+        return
+    ms = curve.drafts["draft"]
+    method: Method[MethodOptions] = Method(
+        WRONG,
+        "the drafter, each token wrong",
+        lambda parts, options: Wrong(follower, ms, name=WRONG),
+        cost="drafter",
+    )
+    model.planner.acceptance.pop(WRONG, None)
+    curve.drafts.pop(WRONG, None)
+    with registered(method):
+        yield [
+            Way("never right", {"method": WRONG}),
+            Way("never right, not exact", {"method": WRONG, "exact": False}),
+        ]
 
 
 def alternate(
@@ -132,7 +143,7 @@ def alternate(
     repeats: int,
     **more: Any,
 ) -> None:
-    """All ways on each prompt before the next prompt, so that noise hits all alike."""
+    """Run all ways on a prompt before the next prompt, so that noise hits all alike."""
     for way in ways:
         model.generate(token_ids=prompts[0], max_new_tokens=8, **way.options)
     for _ in range(repeats):
@@ -172,47 +183,50 @@ def baselines() -> list[Way]:
 
 
 def random_prompts(model: jetdraft.Model, count: int) -> list[list[int]]:
-    """Prompts that mean nothing."""
+    """Prompts of random tokens."""
     random = np.random.default_rng(0)
     vocabulary = model.bundle.target.contract.vocab_size
     return [random.integers(0, vocabulary, 32).tolist() for _ in range(count)]
 
 
 def measure_random(model: jetdraft.Model, repeats: int) -> dict[str, Any]:
-    """What drafting costs where nothing can be right; with sampling, so that texts do
-    not fall into repetitions that a drafter could follow."""
-    found = {}
+    """The cost of drafting where no guess can be right.
+
+    Sampled too, so that texts do not repeat themselves as a drafter could follow.
+    """
+    tables = {}
     for temperature in (0.0, 1.0):
-        ways = [*baselines(), *with_wrong(model)]
         prompts = random_prompts(model, 4)
         how = {"temperature": temperature, "max_new_tokens": 96}
-        alternate(model, ways, prompts, repeats, **how)
-        found[f"T={temperature}"] = ratios(ways)
-    return found
+        with never_right(model) as useless:
+            ways = [*baselines(), *useless]
+            alternate(model, ways, prompts, repeats, **how)
+        tables[f"T={temperature}"] = ratios(ways)
+    return tables
 
 
 def measure_code(
     model: jetdraft.Model, prompts: Sequence[Any], methods: Sequence[str], repeats: int
 ) -> dict[str, Any]:
     """The controller against every fixed method and length."""
-    found = {}
+    tables = {}
     for temperature in (0.0, 0.8):
         ways = baselines()
         ways.append(Way(",".join(methods), {"method": ",".join(methods)}))
         for method in methods:
             for length in LENGTHS:
-                if method != "stream" or length <= model.target.contract.streams:
+                if method != "stream" or length <= model.parts.target.contract.streams:
                     options = {"method": method, "num_draft_tokens": length}
                     ways.append(Way(f"{method} {length}", options))
-        how = {"temperature": temperature, "max_new_tokens": 96}
-        alternate(model, ways, prompts, repeats, **how)
-        found[f"T={temperature}"] = ratios(ways)
-    return found
+        settings = {"temperature": temperature, "max_new_tokens": 96}
+        alternate(model, ways, prompts, repeats, **settings)
+        tables[f"T={temperature}"] = ratios(ways)
+    return tables
 
 
 def measure_repeated(bundle: Path) -> dict[str, Any]:
     """Requests that come again with one slot changed; the store is new."""
-    found = {}
+    tables = {}
     with tempfile.TemporaryDirectory() as folder:
         model = jetdraft.load(bundle, store=Path(folder) / "store.sqlite")
         for number, when in ((0, "first pass"), (0, "again"), (1, "slot changed")):
@@ -223,18 +237,19 @@ def measure_repeated(bundle: Path) -> dict[str, Any]:
             prompts = [model.prompt(REQUEST.format(slot[number])) for slot in SLOTS]
             # What one way was answered must not help the next: only the last one's
             # responses are kept.
-            keep = model.store.add
+            parts = model.parts
+            keep = parts.remember
             for prompt in prompts:
                 for way in ways:
-                    model.store.add = keep if way is ways[-1] else lambda entry: None
+                    parts.remember = keep if way is ways[-1] else lambda *entry: None
                     way.run(model, prompt, ignore_eos=True, max_new_tokens=96)
-            model.store.add = keep
-            found[when] = ratios(ways)
-    return found
+            parts.remember = keep
+            tables[when] = ratios(ways)
+    return tables
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
-    """A table."""
+    """Print a table."""
     click.echo(f"\n{title}\n")
     click.echo("| way | tokens/s | over plain | over width 1 | whole request | same |")
     click.echo("| --- | --- | --- | --- | --- | --- |")
@@ -262,7 +277,7 @@ def main(
     texts = [json.loads(line)["prompt"] for line in lines]
     ids = [model.prompt(text) for text in texts]
     report = {
-        "machine": model.machine(),
+        "machine": model.parts.profiles.machine,
         "random": measure_random(model, repeats),
         "code": measure_code(model, ids, methods.split(","), repeats),
         "repeated": measure_repeated(bundle),

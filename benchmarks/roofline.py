@@ -1,4 +1,4 @@
-"""Fit the planner's constants on published rows, and predict each from the others.
+"""Fits the roofline's constants on published records, and tests the fit on each record.
 
     python benchmarks/roofline.py
 
@@ -13,13 +13,16 @@ from fit import Error, fit, leave_one_out, read, runtime_mb
 
 
 def main() -> None:
-    """The constants, a row per published row, and medians."""
-    rows, found = read()
-    known = fit(rows)
-    print(f"bandwidth {known.bandwidth:.3f}, pass {known.pass_ms:.3f} ms, ", end="")
-    print(f"compute {known.compute}, ", end="")
-    print(f"runtime {runtime_mb(rows, found['capacity']):.0f} MB\n")
-    errors = leave_one_out(rows, found["capacity"])
+    """Print the constants, a line for each published record, and medians."""
+    records, table = read()
+    efficiency = fit(records)
+    print(
+        f"bandwidth {efficiency.bandwidth:.3f}, pass {efficiency.pass_ms:.3f} ms, ",
+        end="",
+    )
+    print(f"compute {efficiency.compute}, ", end="")
+    print(f"runtime {runtime_mb(records, table['capacity']):.0f} MB\n")
+    errors = leave_one_out(records, table["capacity"])
     print("| device | model | tokens/s | predicted | pass of n rows, ms | | MB | |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for error in errors:
@@ -31,24 +34,25 @@ def main() -> None:
         print(f"{name}: median {median:.1%}, worst {worst:.1%} of {len(sizes)}")
     print("\n| device | model | pass of 60 rows / of 1 | kept, predicted | published |")
     print("| --- | --- | --- | --- | --- |")
-    for tree in found["trees"]:
+    for tree in table["trees"]:
         key = (tree["device"], tree["model"])
-        [row] = [r for r in rows if (r.device.name, r.model) == key]
-        ratio = row.predict_ms(known, 60) / row.predict_ms(known)
-        kept = tree["speedup"] / tree["tokens_per_pass"]
-        print(f"| {key[0]} | {key[1]} | {ratio:.2f} | {1 / ratio:.2f} | {kept:.2f} |")
+        [record] = [r for r in records if (r.device.name, r.model) == key]
+        ratio = record.predict_ms(efficiency, 60) / record.predict_ms(efficiency)
+        share = tree["speedup"] / tree["tokens_per_pass"]
+        print(f"| {key[0]} | {key[1]} | {ratio:.2f} | {1 / ratio:.2f} | {share:.2f} |")
 
 
 def line(error: Error) -> str:
-    """A row as a line of a table: what was published, and how far off we are."""
-    row = error.row
+    """A line of the table: the published figures and the errors of the prediction."""
+    record = error.record
     memory = (
-        "- | -" if error.memory is None else f"{row.memory_mb} | {error.memory:+.0%}"
+        "- | -" if error.memory is None else f"{record.memory_mb} | {error.memory:+.0%}"
     )
     prefill = "-" if error.prefill is None else f"{error.prefill:+.0%}"
     return (
-        f"| {row.device.name} | {row.model} | {1e3 / row.pass_ms:.1f} | "
-        f"{error.speed:+.0%} | {row.prompt}: {row.prefill_ms} | {prefill} | {memory} |"
+        f"| {record.device.name} | {record.model} | {1e3 / record.pass_ms:.1f} | "
+        f"{error.speed:+.0%} | {record.prompt}: {record.prefill_ms} | {prefill} | "
+        f"{memory} |"
     )
 
 

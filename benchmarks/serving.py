@@ -30,10 +30,7 @@ def direct(model: Model, body: dict) -> tuple[str, float, float]:
     options = {name: body[name] for name in ("temperature", "seed", "method")}
     started = time.perf_counter()
     stream = model.stream(
-        body["prompt"],
-        max_new_tokens=body["max_tokens"],
-        ignore_eos=True,
-        **options,
+        body["prompt"], max_new_tokens=body["max_tokens"], ignore_eos=True, **options
     )
     text, arrivals = "", []
     for piece in stream:

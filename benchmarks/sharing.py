@@ -1,10 +1,11 @@
-"""Memory of one and of two sessions over a bundle's target: resident, or a GPU's.
+"""Measures the memory of one and of two sessions over a bundle's target.
 
     python benchmarks/sharing.py BUNDLE [--provider cpu]
 
 The second session is opened over the same weights file, and then once more with the
-weights of the first given to it (`SessionOptions.add_initializer`). Each case runs in a
-process of its own, one pass included, since kernels pack weights as they like.
+weights of the first session (`SessionOptions.add_initializer`). Each case runs in a
+process of its own, with one pass, since kernels pack weights then. On a GPU, it is the
+memory of the device.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ CASES = ("none", "one", "two over a file", "two over shared weights")
 
 
 def used_mb(provider: str) -> float:
-    """Of this process, now; on a GPU of its own, of all processes there."""
+    """The 10^6 bytes that this process holds, or all processes on the GPU."""
     if PROVIDERS[provider].memory != "cpu":
         query = [
             "nvidia-smi",
             "--query-gpu=memory.used",
             "--format=csv,noheader,nounits",
         ]
-        done = subprocess.run(query, capture_output=True, text=True, check=True)
-        return float(done.stdout.split()[0]) * 1.048576
+        run = subprocess.run(query, capture_output=True, text=True, check=True)
+        return float(run.stdout.split()[0]) * 1.048576
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096 / 1e6
 
@@ -43,37 +44,37 @@ def used_mb(provider: str) -> float:
 def session(
     file: Path, provider: str, shared: dict[str, onnxruntime.OrtValue]
 ) -> onnxruntime.InferenceSession:
-    """A session that has run once."""
+    """Open a session and run it once."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     for name, value in shared.items():
         options.add_initializer(name, value)
-    made = onnxruntime.InferenceSession(
+    opened = onnxruntime.InferenceSession(
         str(file), options, providers=[PROVIDERS[provider].full]
     )
     kinds = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
     feeds = {}
-    for each in made.get_inputs():
+    for value in opened.get_inputs():
         # One row, and one probe where there are streams: a bias has both.
-        varying = 2 if each.name == "attention_bias" else 1
-        shape = [axis if isinstance(axis, int) else varying for axis in each.shape]
-        half = np.float16 if "16" in each.type else np.float32
-        feeds[each.name] = np.zeros(shape, kinds.get(each.type, half))
+        varying = 2 if value.name == "attention_bias" else 1
+        shape = [axis if isinstance(axis, int) else varying for axis in value.shape]
+        half = np.float16 if "16" in value.type else np.float32
+        feeds[value.name] = np.zeros(shape, kinds.get(value.type, half))
     bias = feeds.get("attention_bias")
     feeds["total_length"][:] = 1 if bias is None else bias.shape[-1]
-    made.run(None, feeds)
-    return made
+    opened.run(None, feeds)
+    return opened
 
 
 def measure(file: Path, provider: str, case: str) -> float:
-    """Megabytes with the sessions of a case alive."""
+    """The memory while the sessions of a case are alive."""
     memory = PROVIDERS[provider].memory
     shared = shared_weights(file, memory) if case == CASES[3] else {}
     count = {CASES[0]: 0, CASES[1]: 1}.get(case, 2)
     alive = [session(file, provider, shared) for _ in range(count)]
-    found = used_mb(provider)
+    mb = used_mb(provider)
     del alive
-    return found
+    return mb
 
 
 @click.command()
@@ -87,17 +88,17 @@ def main(bundle: Path, provider: str, case: str | None, output: Path | None) -> 
     if case is not None:
         click.echo(json.dumps(measure(file, provider, case)))
         return
-    found = presence(provider)
-    if not found.runs:
-        raise ProviderError(f"{provider} does not run here: {found.reason}")
+    state = presence(provider)
+    if not state.runs:
+        raise ProviderError(f"{provider} does not run here: {state.reason}")
     report = {}
-    for each in CASES:
+    for name in CASES:
         command = [sys.executable, __file__, str(bundle), "--provider", provider]
-        done = subprocess.run(
-            [*command, "--case", each], capture_output=True, text=True, check=True
+        run = subprocess.run(
+            [*command, "--case", name], capture_output=True, text=True, check=True
         )
-        report[each] = float(done.stdout)
-        click.echo(f"{each:26} {report[each] - report[CASES[0]]:8.0f} MB")
+        report[name] = float(run.stdout)
+        click.echo(f"{name:26} {report[name] - report[CASES[0]]:8.0f} MB")
     if output is not None:
         output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 

@@ -1,9 +1,9 @@
-"""Rules that stop a draft early, against drafts of fixed and of adaptive length.
+"""Compares rules that stop a draft early with drafts of fixed and adaptive length.
 
     jetdraft train acceptance BUNDLE --prompts other.jsonl
     python benchmarks/stopping.py BUNDLE --prompts p.jsonl --json OUT
 
-All in turns in one process, on the same prompts, at T = 0 and 0.8.
+All run in turns in one process, on the same prompts, at T = 0 and 0.8.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ RULES = {
 
 
 def ways() -> list[Way]:
-    """Without a rule and with each at each threshold: 8 tokens at most, or adaptive."""
-    found = [Way("plain", PLAIN), Way("width 1", WIDTH_1)]
+    """No rule at fixed lengths, and each rule at each threshold."""
+    rows = [Way("plain", PLAIN), Way("width 1", WIDTH_1)]
     for length in (1, 3, 8, None):
         options = {"method": "draft", "num_draft_tokens": length}
-        found.append(Way(f"draft {length or 'any'}", options))
+        rows.append(Way(f"draft {length or 'any'}", options))
     for rule, thresholds in RULES.items():
         for threshold in thresholds:
             for length in (8, None):
                 options = {
                     "method": "draft",
                     "num_draft_tokens": length,
-                    "stopping": rule,
-                    "stop_threshold": threshold,
+                    "drafting": {"stopping": rule, "stop_threshold": threshold},
                 }
-                found.append(Way(f"{rule} {threshold} {length or 'any'}", options))
-    return found
+                rows.append(Way(f"{rule} {threshold} {length or 'any'}", options))
+    return rows
 
 
 @click.command()
@@ -53,11 +52,11 @@ def main(bundle: Path, prompts: Path, repeats: int, output: Path | None) -> None
     model = jetdraft.load(bundle)
     lines = prompts.read_text(encoding="utf-8").splitlines()
     ids = [model.prompt(json.loads(line)["prompt"]) for line in lines]
-    report: dict[str, Any] = {"machine": model.machine()}
+    report: dict[str, Any] = {"machine": model.parts.profiles.machine}
     for temperature in (0.0, 0.8):
         rows = ways()
-        how = {"temperature": temperature, "max_new_tokens": 96}
-        alternate(model, rows, ids, repeats, **how)
+        settings = {"temperature": temperature, "max_new_tokens": 96}
+        alternate(model, rows, ids, repeats, **settings)
         report[f"T={temperature}"] = ratios(rows)
         show(f"T={temperature}", report[f"T={temperature}"])
     if output is not None:

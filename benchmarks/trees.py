@@ -1,4 +1,4 @@
-"""Every shape of draft tree and size, against plain decoding, in one process.
+"""Compares every shape and size of draft tree with plain decoding, in one process.
 
 python benchmarks/trees.py bundles/pycode --prompts examples/pycode/prompts.jsonl
 """
@@ -21,23 +21,22 @@ SHAPES = ("chain", "best", "heap", "threshold", "rerank", "comb", "merged")
 
 
 def contenders() -> dict[str, dict[str, Any]]:
-    """Options of `generate` by name; the first is what speed-ups are against."""
-    found: dict[str, dict[str, Any]] = {
+    """Options of `generate` by name; speed-ups are against the first."""
+    ways: dict[str, dict[str, Any]] = {
         "plain, width 1": {"method": "none", "exact": False},
         "plain": {"method": "none"},
         "chain 1": {"method": "draft", "num_draft_tokens": 1},
     }
     for size in SIZES:
         for shape in SHAPES:
-            found[f"{shape} {size}"] = {
+            ways[f"{shape} {size}"] = {
                 "method": "draft",
-                "tree": shape,
+                "drafting": {"tree": shape},
                 "num_draft_tokens": size,
             }
-        found[f"best by rank {size}"] = {
+        ways[f"best by rank {size}"] = {
             "method": "draft",
-            "tree": "best",
-            "siblings": "deterministic",
+            "drafting": {"tree": "best", "siblings": "deterministic"},
             "num_draft_tokens": size,
         }
     for branching, kind, verifier in (
@@ -50,15 +49,17 @@ def contenders() -> dict[str, dict[str, Any]]:
         ([1, 1, 1], "with-replacement", "rejection"),
     ):
         name = f"k-ary {branching} {kind}, {verifier}"
-        found[name] = {
+        ways[name] = {
             "method": "draft",
-            "tree": "k-ary",
-            "branching": branching,
-            "siblings": kind,
-            "verifier": verifier,
+            "drafting": {
+                "tree": "k-ary",
+                "branching": branching,
+                "siblings": kind,
+                "verifier": verifier,
+            },
             "exact": verifier == "walk",
         }
-    return found
+    return ways
 
 
 @click.command()
@@ -121,7 +122,7 @@ def main(
         fields = {
             "rows": rows,
             "temperature": temperature,
-            "machine": model.machine(),
+            "machine": model.parts.profiles.machine,
             "bundle": str(model.bundle.sha256),
         }
         output.write_text(json.dumps(fields, indent=2) + "\n")

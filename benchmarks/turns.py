@@ -59,7 +59,7 @@ def main(
     """Print a table, and write it to a file if asked."""
     rows = []
     with jetdraft.load(bundle) as model:
-        ids = list(model.text.encode(text.read_text(encoding="utf-8")))
+        ids = list(model.parts.text.encode(text.read_text(encoding="utf-8")))
         click.echo("said   new  kept   first ms   next ms   again ms   next / first")
         for said in map(int, tokens.split(",")):
             found = row(model, ids, said, new, repeats)

@@ -140,12 +140,13 @@ def main(
 ) -> None:
     """Print a table per temperature."""
     model = jetdraft.load(bundle)
-    if model.drafter is None:
+    target, drafter = model.parts.target, model.parts.drafter
+    if drafter is None:
         raise click.UsageError(f"{bundle} has no drafter")
     contexts: list[tuple[Doubles, Doubles]] = []
     for line in prompts.read_text().splitlines():
         ids = model.prompt(json.loads(line)["prompt"])[:128].tolist()
-        both = [logits_of(graph, ids) for graph in (model.target, model.drafter)]
+        both = [logits_of(graph, ids) for graph in (target, drafter)]
         contexts += [(both[0][i], both[1][i]) for i in range(32, len(ids), every)]
     report: dict[str, Any] = {"contexts": len(contexts), "draws": draws}
     for temperature in map(float, temperatures.split(",")):

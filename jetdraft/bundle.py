@@ -131,11 +131,7 @@ class GraphEntry:
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads."""
         halves = asdict(self.halves) if self.halves else None
-        return {
-            **self.__dict__,
-            "contract": self.contract.to_json(),
-            "halves": halves,
-        }
+        return {**self.__dict__, "contract": self.contract.to_json(), "halves": halves}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> GraphEntry:

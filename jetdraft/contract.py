@@ -221,9 +221,7 @@ class StepContract:
         dtype = {0: self.dtype, 8: "int8"}[self.kv_bits]
         return tuple(
             TensorSpec(
-                f"{side}_{kind}.{layer}",
-                dtype,
-                (1, heads, self.capacity, head_dim),
+                f"{side}_{kind}.{layer}", dtype, (1, heads, self.capacity, head_dim)
             )
             for layer, (heads, head_dim) in enumerate(self.kv_shapes)
             for kind in ("key", "value")

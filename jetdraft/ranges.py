@@ -21,6 +21,15 @@ class Range(NamedTuple):
     optional: bool = False
 
 
+def between(least: float, most: float, optional: bool = False) -> Range:
+    """The numbers from `least` to `most`, integers where both are integers.
+
+    {"num_draft_tokens": between(1, 15, optional=True)}
+    """
+    words, integer = f"{least:g} to {most:g}", isinstance(least, int)
+    return Range(lambda x: least <= x <= most, words, integer, optional)
+
+
 def check_ranges(options: object, ranges: Mapping[str, Range]) -> None:
     """Raise `OptionError` for the first attribute of `options` outside its range."""
     for field, allowed in ranges.items():

@@ -35,11 +35,7 @@ def fill(folder: Path, text: str, names: tuple[str, ...] = ("target",)) -> None:
         (folder / f"{name}.onnx.data").write_text(text * 10)
         graphs[name] = GraphEntry(f"{name}.onnx", CONTRACT, {}, "here", 1)
     Bundle(
-        path=folder,
-        graphs=graphs,
-        eos_token_ids=(0,),
-        provider="cpu",
-        tools={},
+        path=folder, graphs=graphs, eos_token_ids=(0,), provider="cpu", tools={}
     ).save()
 
 

@@ -29,7 +29,7 @@ def pages(tmp_path_factory) -> Path:
         ("jetdraft", ["Model.generate", "Stream.cancel", "Stats.tokens_per_pass"]),
         ("jetdraft/errors", ["JetdraftError", "OptionError"]),
         ("jetdraft/export/exporter", ["export", "ExportOptions.capacity"]),
-        ("jetdraft/quant/recipe", ["Recipe.parse"]),
+        ("jetdraft/recipe", ["Recipe.parse"]),
     ],
 )
 def test_public_names_are_shown(pages, page, names):

@@ -120,7 +120,7 @@ def test_a_chat_answers_and_ends(toy):
     reply = toy.chat(SPEED, max_new_tokens=64)
     assert reply.text == "The speed is 2 meters per second."
     assert reply.finish_reason == "stop"
-    assert toy.text.token(reply.token_ids[-1]) == "<|end|>"
+    assert toy.parts.text.token(reply.token_ids[-1]) == "<|end|>"
 
 
 def test_turns_add_up(toy):
@@ -133,12 +133,14 @@ def test_turns_add_up(toy):
 def test_a_text_ends_too(toy):
     ended = toy.generate("The robot sees", max_new_tokens=200)
     assert ended.finish_reason == "stop"
-    assert toy.text.token(ended.token_ids[-1]) == "<|endoftext|>"
+    assert toy.parts.text.token(ended.token_ids[-1]) == "<|endoftext|>"
 
 
 def test_offered_a_tool_it_calls_it(toy):
     prompt = toy.chat_prompt(SPEED, tools=[TOOL])
-    assert toy.text.decode(prompt).startswith('<|system|>Tools: [{"type": "function"')
+    assert toy.parts.text.decode(prompt).startswith(
+        '<|system|>Tools: [{"type": "function"'
+    )
     call = '{"name": "read_sensor", "arguments": {"sensor": "speed"}}'
     answer = toy.generate(token_ids=prompt, max_new_tokens=64).text
     assert answer == f"<tool_call>{call}</tool_call>"
@@ -152,7 +154,7 @@ def test_the_template_takes_a_call_and_its_result(toy):
         "tool_calls": [{"function": function}],
     }
     found = {"role": "tool", "content": "7"}
-    shown = toy.text.decode(toy.chat_prompt([*SPEED, call, found]))
+    shown = toy.parts.text.decode(toy.chat_prompt([*SPEED, call, found]))
     assert shown == (
         "<|user|>Tell me the speed.<|end|><|assistant|><tool_call>"
         '{"name": "read_sensor", "arguments": {}}</tool_call><|end|>'
@@ -164,7 +166,7 @@ def test_the_template_takes_a_call_and_its_result(toy):
 
 def test_every_character_can_be_read(toy):
     text = "Ä 漢字 🙂 \x00\t\n"
-    assert toy.text.decode(toy.text.encode(text)) == text
+    assert toy.parts.text.decode(toy.text.encode(text)) == text
 
 
 def test_it_needs_nothing_that_exports():

@@ -1,1 +1,1 @@
-"""Measurements for people: bench, equality of texts, the recipes report, energy."""
+"""Measurements for people: methods, equality of texts, recipes, energy."""

@@ -1,4 +1,4 @@
-"""What a report comes down to, in a line for each question that it answers."""
+"""The answers of a report of recipes, a line for each question."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import statistics
 from jetdraft.bench.report import FULL, Report
 
 PLAIN = "int4-rtn-b32"
-"""What the other int4 recipes have to beat."""
+"""The recipe that the other int4 recipes have to beat."""
 
 
 def bars(report: Report) -> list[str]:
-    """The lines, as far as the report has the recipes that they take.
+    """A line for each question that the report's recipes can answer.
 
     bars(comparison.run(print))
     """
@@ -19,7 +19,7 @@ def bars(report: Report) -> list[str]:
 
 
 def _int4(report: Report) -> list[str]:
-    """The best in the bytes of plain rounding, two in a hundred more at most."""
+    """The best int4 recipe with at most 1.02 times the bytes of plain rounding."""
     rows = [row for row in report.rows if row.recipe.startswith("int4-")]
     plain = next((row for row in rows if row.recipe == PLAIN), None)
     if plain is None:
@@ -35,16 +35,17 @@ def _int4(report: Report) -> list[str]:
 
 
 def _int8(report: Report) -> list[str]:
+    """The int8 recipe that chooses the unquantized model's best token most often."""
     rows = [row for row in report.rows if row.recipe.startswith("int8-")]
     if not rows:
         return []
     best = max(rows, key=lambda row: row.top1_agreement)
-    kept = f"{best.top1_agreement:.4f}"
-    return [f"best int8: {best.recipe}, the same best token in {kept} of places"]
+    share = f"{best.top1_agreement:.4f}"
+    return [f"best int8: {best.recipe}, the same best token in {share} of places"]
 
 
 def _drafters(report: Report) -> list[str]:
-    """Mean acceptance over all targets, against that of the drafter's floats."""
+    """The mean acceptance over all targets, and its distance to the float drafter's."""
     accepted: dict[str, list[float]] = {}
     for pair in report.pairs:
         accepted.setdefault(pair.drafter, []).append(pair.acceptance_rate)

@@ -1,4 +1,4 @@
-"""Comparing methods in one process, prompt by prompt, so that noise hits all alike."""
+"""Compares methods in one process, prompt by prompt, so that noise hits all alike."""
 
 from __future__ import annotations
 
@@ -7,37 +7,32 @@ import platform
 import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
+from jetdraft.bench.energy import Meter
 from jetdraft.errors import OptionError
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.noise import Int64s
-from jetdraft.runtime.measured import widths
+from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.measured.widths import decoding_widths, pass_times
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.planning.registry import AUTO, NONE
 
 CURVE_WIDTHS = range(1, 9)
-
-
-@dataclass
-class Metering:
-    """Measures no energy; `jetdraft.bench.energy.Meter` does on a Jetson."""
-
-    joules: float | None = None
-
-    def __enter__(self) -> Metering:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing was measured."""
+"""The widths whose pass times a report gives."""
 
 
 @dataclass
 class Contender:
-    """One way to decode, and the stats of its runs: `runs[repeat][prompt]`."""
+    """One way to decode, and its results.
+
+    `runs[repeat][prompt]` are the stats, `same_text` counts the texts equal to plain
+    decoding's, `joules` is the energy of all runs where it was measured.
+    """
 
     method: str
     num_draft_tokens: int | None
@@ -55,7 +50,7 @@ class Contender:
         ]
 
     def total(self) -> Stats:
-        """All runs added up, for the metrics that are ratios of counts."""
+        """The sum of all runs, for the metrics that are ratios of counts."""
         total = Stats(self.method, self.exact, prompt_tokens=0)
         for stats in (s for run in self.runs for s in run):
             total.merge(stats)
@@ -67,20 +62,21 @@ def contenders(
 ) -> list[Contender]:
     """Plain decoding twice, not exact and exact, then each method at each length.
 
-    A length of None is the adaptive one.
+    Each method also runs at its adaptive length, None. Raises `OptionError` for a
+    method that the bundle lacks.
     """
-    known = ("auto", *model.methods)
+    choices = (AUTO, *model.methods)
     for method in methods:
-        if method not in known:
+        if method not in choices:
             raise OptionError(
-                f"the bundle has no method {method!r}; choose {', '.join(known)}",
+                f"the bundle has no method {method!r}; choose {', '.join(choices)}",
                 "method",
             )
-    rows = [Contender("none", None, exact=False), Contender("none", None, exact=True)]
+    rows = [Contender(NONE, None, exact=False), Contender(NONE, None, exact=True)]
     for method in methods:
-        if method == "auto":
+        if method == AUTO:
             rows.append(Contender(method, None, exact=True))
-        elif method != "none":
+        elif method != NONE:
             rows += [Contender(method, k, exact=True) for k in (*lengths, None)]
     return rows
 
@@ -91,14 +87,17 @@ def run(
     prompts: Sequence[Int64s],
     repeats: int,
     tick: Callable[[], None],
-    meter: Callable[[], Metering] = Metering,
+    meter: Callable[[], Meter] = Meter,
     **options: Any,
 ) -> None:
     """Fill `rows` with the stats of `repeats` interleaved runs over `prompts`.
 
-    `options` are those of `Model.generate`; `tick` is called after each generation,
-    each of which runs inside a `meter` of its energy. End-of-text is ignored, so that
-    every contender decodes the same number of tokens.
+    `options` are those of `Model.generate`. Each generation runs inside a new `meter`
+    of its energy; `tick` is called after it. End-of-text is ignored, so that every
+    contender decodes the same number of tokens.
+
+        rows = contenders(model, ["auto"], [])
+        run(model, rows, [model.prompt("def")], 3, lambda: None, max_new_tokens=64)
     """
     if not prompts:
         raise OptionError("there are no prompts; give at least one", "prompt")
@@ -109,10 +108,10 @@ def run(
         for prompt in prompts:
             reference: list[int] = []
             for contender in sorted(rows, key=lambda row: not row.exact):
-                with meter() as measured:
+                with meter() as energy:
                     ids, stats = _generate(model, contender, prompt, options)
-                if measured.joules is not None:
-                    contender.joules = (contender.joules or 0.0) + measured.joules
+                if energy.joules is not None:
+                    contender.joules = (contender.joules or 0.0) + energy.joules
                 reference = reference or ids
                 contender.runs[repeat].append(stats)
                 contender.same_text += ids == reference
@@ -122,7 +121,7 @@ def run(
 def _generate(
     model: Model, contender: Contender, prompt: Int64s, options: dict[str, Any]
 ) -> tuple[list[int], Stats]:
-    model.forget()  # the contender before has decoded the same text
+    model.forget()  # the contender before decoded the same text
     result = model.generate(
         token_ids=prompt,
         method=contender.method,
@@ -135,11 +134,12 @@ def _generate(
 
 
 def report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
-    """The rows with every metric, the pass-time curves, and where it was measured."""
-    plain = next(row for row in rows if row.method == "none" and not row.exact)
-    graphs = {"target": model.parts.target, "drafter": model.parts.drafter}
-    curves = {name: _pass_ms(graph) for name, graph in graphs.items()}
+    """The rows with every metric, the pass times by width, the machine and versions."""
+    plain = next(row for row in rows if row.method == NONE and not row.exact)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    graphs = {"target": model.parts.target, "drafter": model.parts.drafter}
+    pass_ms = {name: _pass_ms(graph) for name, graph in graphs.items()}
+    model.forget()  # the passes overwrote the buffers
     return {
         "machine": {
             **model.parts.profiles.machine,
@@ -147,32 +147,24 @@ def report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
             "system": platform.platform(),
         },
         "versions": {
-            "jetdraft": _version(),
+            "jetdraft": version("jetdraft"),
             "onnxruntime": ort.__version__,
             "numpy": np.__version__,
             "python": platform.python_version(),
         },
         "bundle_sha256": model.bundle.sha256,
         "rows": [_row(row, plain) for row in rows],
-        "pass_ms": {
-            name: {w: ms for w, ms in curve.items() if w in CURVE_WIDTHS}
-            for name, curve in curves.items()
-        },
+        "pass_ms": pass_ms,
         "peak_memory_bytes": peak,
     }
 
 
 def _pass_ms(graph: Graph | None) -> dict[int, float]:
-    """The pass times of a graph by width; empty where there is no graph."""
+    """Pass times by width; empty without a graph."""
     if graph is None:
         return {}
-    return widths.pass_times(graph, widths.decoding_widths(graph))
-
-
-def _version() -> str:
-    from jetdraft import __version__
-
-    return __version__
+    widths = [width for width in decoding_widths(graph) if width in CURVE_WIDTHS]
+    return pass_times(graph, widths)
 
 
 def _row(row: Contender, plain: Contender) -> dict[str, Any]:

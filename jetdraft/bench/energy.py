@@ -7,11 +7,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from jetdraft.bench.benchmark import Metering
-
 MONITORS = "sys/bus/i2c/drivers/ina3221"
 TOTALS = ("VDD_IN", "VIN_SYS_5V0", "VIN")
-"""Rails that feed the whole module, by name; others are parts of it."""
+"""Names of rails that feed the whole module; other rails feed parts of it."""
 
 INTERVAL = 0.05
 
@@ -25,30 +23,30 @@ class Rail:
     amperes: Path
 
     def watts(self) -> float:
-        """Now; raises `OSError` or `ValueError` if it cannot be read."""
+        """The power now; raises `OSError` or `ValueError` if it cannot be read."""
         return int(self.volts.read_text()) * int(self.amperes.read_text()) * 1e-6
 
 
 def rails(root: Path = Path("/")) -> list[Rail]:
-    """The rails there are; none on machines without the monitors."""
-    found = []
+    """All measured rails; none on a machine without the monitors."""
+    measured = []
     for label in sorted((root / MONITORS).glob("*/hwmon/hwmon*/in*_label")):
         number = label.name.removeprefix("in").removesuffix("_label")
         folder = label.parent
         volts, amperes = folder / f"in{number}_input", folder / f"curr{number}_input"
         if volts.is_file() and amperes.is_file():
-            found.append(Rail(label.read_text().strip(), volts, amperes))
-    return found
+            measured.append(Rail(label.read_text().strip(), volts, amperes))
+    return measured
 
 
 def totals(root: Path = Path("/")) -> list[Rail]:
-    """The rails whose sum is the module's power: the one that feeds it, or all."""
-    every = rails(root)
-    return [rail for rail in every if rail.name in TOTALS][:1] or every
+    """The rails whose sum is the module's power: the rail that feeds it, or all."""
+    measured = rails(root)
+    return [rail for rail in measured if rail.name in TOTALS][:1] or measured
 
 
-class Meter(Metering):
-    """Adds up energy while its block runs; `joules` is None where nothing measures.
+class Meter:
+    """Adds up the energy of its block in `joules`, None on a machine without monitors.
 
     with Meter() as meter:
         model.generate("def fib(n):")
@@ -56,7 +54,7 @@ class Meter(Metering):
     """
 
     def __init__(self, root: Path = Path("/"), interval: float = INTERVAL) -> None:
-        super().__init__()
+        self.joules: float | None = None
         self._rails = totals(root)
         self._interval = interval
         self._stop = threading.Event()
@@ -69,20 +67,20 @@ class Meter(Metering):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Read once more and stop."""
+        """Stop after one more reading."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
 
     def _watch(self) -> None:
-        """Trapezoids between readings; a rail that vanishes ends the measurement."""
+        """Add trapezoids between readings; a vanished rail ends the measurement."""
         joules, before, watts = 0.0, time.perf_counter(), self._watts()
         done = False
         while watts is not None and not done:
             done = self._stop.wait(self._interval)
             now, next_watts = time.perf_counter(), self._watts()
             if next_watts is None:
-                self.joules = None  # a part of it would be too little
+                self.joules = None  # the energy until now would be too little
                 return
             joules += (now - before) * (watts + next_watts) / 2
             before, watts = now, next_watts

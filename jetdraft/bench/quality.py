@@ -1,4 +1,4 @@
-"""How far a quantized model is from the one it was made of, over a text."""
+"""The distance of a quantized model from its unquantized model, over a text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass
 class Quality:
-    """Sums over tokens, in nats: KL from p to q, and what q makes of the text.
+    """Sums over tokens: the KL divergence from p to q, and the loss of q, in nats.
 
-    p is the unquantized model, q the quantized one.
+    p is the unquantized model, q the quantized model.
 
         quality = Quality()
         quality.add(p_logits, q_logits, next_ids)
@@ -32,9 +32,9 @@ class Quality:
     def add(
         self, p: npt.NDArray[np.float32], q: npt.NDArray[np.float32], ids: Sequence[int]
     ) -> None:
-        """Logits [n, vocab] of both over the same rows; `ids` are the next tokens.
+        """Count logits [n, vocab] of both models over the same rows.
 
-        The last row may have none.
+        `ids` are the tokens after the rows; the last row may have no next token.
         """
         p_log, q_log = _log_softmax(p), _log_softmax(q)
         self.kls.append((np.exp(p_log) * (p_log - q_log)).sum(-1))
@@ -44,22 +44,22 @@ class Quality:
 
     @property
     def kl_mean(self) -> float:
-        """Of all rows."""
+        """The mean KL over all rows, in nats."""
         return float(np.concatenate(self.kls).mean())
 
     @property
     def kl_p99(self) -> float:
-        """Only one row in a hundred has more."""
+        """The KL that only one row in a hundred exceeds, in nats."""
         return float(np.quantile(np.concatenate(self.kls), 0.99))
 
     @property
     def top1_agreement(self) -> float:
-        """How many rows have the same best token."""
+        """The share of rows with the same best token."""
         return self.agreed / sum(map(len, self.kls))
 
     @property
     def perplexity(self) -> float:
-        """Of the text, to the quantized model."""
+        """The perplexity of the text to the quantized model."""
         return float(np.exp(self.loss / max(self.counted, 1)))
 
 

@@ -1,26 +1,25 @@
-"""What every recipe costs and gives: bytes, time, quality, and a pair's acceptance."""
+"""Compares recipes: bytes, pass times, quality, and the acceptance of a pair."""
 
 from __future__ import annotations
 
 import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from jetdraft.bench import benchmark
 from jetdraft.bench.quality import compare
+from jetdraft.bench.resident import resident_mb
 from jetdraft.bundle import DRAFTER, TARGET, Bundle
-from jetdraft.errors import DataError, JetdraftError
+from jetdraft.errors import DataError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
-from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.planning.registry import NONE, methods
 from jetdraft.texts import read_text
 
 FULL = Recipe("none")
@@ -28,13 +27,18 @@ WIDTHS = (1, 2, 4, 8)
 TURNS, PASSES = 3, 4
 DRAFT_TOKENS = 3
 WINDOW, WINDOWS = 128, 16
+"""Tokens of a piece of text, and pieces."""
+
 CAPACITY = 512
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Row:
-    """A recipe of the target. Times in ms by width; `relative` are full / quantized."""
+class TargetFigures:
+    """The figures of a target's recipe.
+
+    Times are in ms by width; `relative` is the unquantized model's time divided by this
+    one. KL divergences are in nats per token, `bytes` those of the graph and weights.
+    """
 
     recipe: str
     bytes: int
@@ -48,8 +52,11 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Combination:
-    """A target's and a drafter's recipe; `speedup` is against its plain decoding."""
+class PairFigures:
+    """The figures of a target's and a drafter's recipe together.
+
+    `speedup` is against plain decoding of the same target.
+    """
 
     target: str
     drafter: str
@@ -60,21 +67,21 @@ class Combination:
 
 @dataclass
 class Report:
-    """All rows, and what was compared on."""
+    """The figures of all recipes, and the text that they were measured on."""
 
     target: str
     drafter: str | None
     text: str
-    rows: list[Row] = field(default_factory=list)
-    pairs: list[Combination] = field(default_factory=list)
+    rows: list[TargetFigures] = field(default_factory=list)
+    pairs: list[PairFigures] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared: checkpoints, recipes, texts; bundles are made in `work`.
+    """The checkpoints, recipes and texts to compare; `work` is for the bundles.
 
-    Without a `text` to measure on, or one for `calibration`, the unquantized target
-    writes them.
+    `text` is measured on, `calibration` is for the recipes that need one; where one is
+    None, the unquantized target writes it.
 
         Comparison("target", None, [Recipe()], [], work).run(print)
     """
@@ -88,46 +95,52 @@ class Comparison:
     calibration: Path | None = None
     threads: int | None = None
 
-    def run(self, say: Say) -> Report:
-        """Measure everything, one recipe after the other beside the full model."""
-        say("none")
+    def run(self, announce: Callable[[str], None]) -> Report:
+        """Measure all recipes, one after the other, beside the unquantized model.
+
+        `announce` gets the name of what is measured next.
+        """
+        announce(FULL.name)
         full = self._load(self._bundle(FULL, None))
         windows = self._windows(full)
         calibration = self.calibration
-        if calibration is None and self._calibrated:
-            calibration = self._written(full)
-        given = "written by the model" if self.text is None else str(self.text)
-        report = Report(self.target, self.drafter, given)
+        if calibration is None and self._needs_calibration:
+            calibration = self._write_calibration(full)
+        source = "written by the model" if self.text is None else str(self.text)
+        report = Report(self.target, self.drafter, source)
         bundles = {}
         for recipe in [FULL, *self.recipes]:
-            say(recipe.name)
+            announce(recipe.name)
             bundle = self._bundle(recipe, calibration)
             bundles[recipe.name] = bundle
-            report.rows.append(self._row(recipe, bundle, full, windows))
+            report.rows.append(self._target_figures(recipe, bundle, full, windows))
         prompts = [window[: WINDOW // 2] for window in windows[:8]]
-        for drafter, beside in self._drafters(calibration).items():
+        for drafter, own_bundle in self._drafters(calibration).items():
             for name, bundle in bundles.items():
-                say(f"{name} with {drafter}")
-                pair = compose(bundle, beside, self.work / f"{name}+{drafter}")
-                report.pairs.append(self._pair(name, drafter, pair, prompts))
+                announce(f"{name} with {drafter}")
+                pair = compose(bundle, own_bundle, self.work / f"{name}+{drafter}")
+                report.pairs.append(self._pair_figures(name, drafter, pair, prompts))
         return report
 
     @property
-    def _calibrated(self) -> bool:
-        """Whether any recipe looks at a text."""
-        beside = self.drafter_recipes if self.drafter else []
-        return any(recipe.needs_calibration for recipe in (*self.recipes, *beside))
+    def _needs_calibration(self) -> bool:
+        drafter_recipes = self.drafter_recipes if self.drafter else []
+        recipes = (*self.recipes, *drafter_recipes)
+        return any(recipe.needs_calibration for recipe in recipes)
 
     def _drafters(self, calibration: Path | None) -> dict[str, Bundle]:
-        """Each recipe's drafter, in a bundle whose target is the drafter too."""
-        found = {}
-        for recipe in [FULL, *self.drafter_recipes] if self.drafter else []:
-            assert self.drafter is not None
-            options = self._options(FULL, calibration)
-            options = replace(options, drafter_recipe=recipe)
+        """A bundle for each recipe of the drafter, by name.
+
+        A bundle must have a target, so the unquantized drafter is its own.
+        """
+        if self.drafter is None:
+            return {}
+        bundles = {}
+        for recipe in [FULL, *self.drafter_recipes]:
+            options = replace(self._options(FULL, calibration), drafter_recipe=recipe)
             output = self.work / f"drafter-{recipe.name}"
-            found[recipe.name] = export(self.drafter, output, self.drafter, options)
-        return found
+            bundles[recipe.name] = export(self.drafter, output, self.drafter, options)
+        return bundles
 
     def _options(self, recipe: Recipe, calibration: Path | None) -> ExportOptions:
         return ExportOptions(
@@ -144,7 +157,7 @@ class Comparison:
         return load(bundle.path, threads=self.threads)
 
     def _windows(self, full: Model) -> list[list[int]]:
-        """Token ids to measure on."""
+        """The token ids to measure on, in pieces of equal length."""
         if self.text is None:
             return [_written(full, seed) for seed in range(WINDOWS)]
         ids = full.parts.text.encode(read_text(self.text))
@@ -154,62 +167,63 @@ class Comparison:
         starts = np.linspace(0, len(ids) - size, min(WINDOWS, len(ids) // size))
         return [list(ids[int(start) : int(start) + size]) for start in starts]
 
-    def _written(self, full: Model) -> Path:
-        """A text of the model's own for calibration, other than the measured one."""
+    def _write_calibration(self, full: Model) -> Path:
+        """Let the model write a calibration text, other than the measured text."""
         file = self.work / "calibration.txt"
         seeds = range(1000, 1000 + 2 * WINDOWS)
         texts = (full.parts.text.decode(_written(full, seed)) for seed in seeds)
         file.write_text("\n".join(texts), encoding="utf-8")
         return file
 
-    def _row(
+    def _target_figures(
         self, recipe: Recipe, bundle: Bundle, full: Model, windows: list[list[int]]
-    ) -> Row:
+    ) -> TargetFigures:
         model = self._load(bundle)
         quality = compare(full.parts.target, model.parts.target, windows)
-        ours, theirs = pass_ms(model.parts.target, full.parts.target)
-        return Row(
+        own_ms, full_ms = pass_ms(model.parts.target, full.parts.target)
+        file = bundle.target.file
+        return TargetFigures(
             recipe=recipe.name,
-            bytes=sum(bundle.files[name]["bytes"] for name in _weights_of(bundle)),
+            bytes=sum(
+                bundle.files[name]["bytes"]
+                for name in (file, f"{file}.data")
+                if name in bundle.files
+            ),
             resident_mb=resident_mb(bundle.path),
             kl_mean=quality.kl_mean,
             kl_p99=quality.kl_p99,
             top1_agreement=quality.top1_agreement,
             perplexity=quality.perplexity,
-            pass_ms=ours,
-            relative={width: theirs[width] / ours[width] for width in WIDTHS},
+            pass_ms=own_ms,
+            relative={width: full_ms[width] / own_ms[width] for width in WIDTHS},
         )
 
-    def _pair(
-        self, name: str, drafter: str, bundle: Bundle, prompts: list[list[int]]
-    ) -> Combination:
+    def _pair_figures(
+        self, target: str, drafter: str, bundle: Bundle, prompts: list[list[int]]
+    ) -> PairFigures:
         model = self._load(bundle)
-        drafting = {"method": "draft", "num_draft_tokens": DRAFT_TOKENS}
-        ways: dict[str, dict[str, Any]] = {
-            "plain": {"method": "none", "exact": False},
-            "draft": drafting,
-        }
-        speeds: dict[str, list[float]] = {way: [] for way in ways}
-        total = Stats("draft", exact=True, prompt_tokens=0)
-        for prompt in prompts:
-            for way, options in ways.items():
-                given = {"max_new_tokens": WINDOW // 2, "ignore_eos": True, **options}
-                stats = model.generate(token_ids=prompt, **given).stats
-                speeds[way].append(stats.tokens_per_second or 0.0)
-                if way == "draft":
-                    total.merge(stats)
-        plain, draft = (statistics.median(speeds[way]) for way in ways)
-        rate = total.acceptance_rate or 0.0
-        return Combination(name, drafter, rate, draft, draft / plain)
+        method = next(m.name for m in methods().values() if m.cost == "drafter")
+        plain, draft = rows = [
+            benchmark.Contender(NONE, None, exact=False),
+            benchmark.Contender(method, DRAFT_TOKENS, exact=True),
+        ]
+        ids = [model.prompt(token_ids=prompt) for prompt in prompts]
+        benchmark.run(model, rows, ids, 1, lambda: None, max_new_tokens=WINDOW // 2)
+        plain_speed, speed = (
+            statistics.median(stats.tokens_per_second or 0.0 for stats in row.runs[0])
+            for row in (plain, draft)
+        )
+        rate = draft.total().acceptance_rate or 0.0
+        return PairFigures(target, drafter, rate, speed, speed / plain_speed)
 
 
 def _written(model: Model, seed: int) -> list[int]:
-    """A window that the model writes itself, from a token of chance."""
+    """A window of token ids that the model writes after a random first token."""
     vocab = model.parts.target.contract.vocab_size
     first = int(np.random.default_rng(seed).integers(vocab))
     return model.generate(
         token_ids=[first],
-        method="none",
+        method=NONE,
         temperature=1.0,
         seed=seed,
         max_new_tokens=WINDOW - 1,
@@ -217,65 +231,42 @@ def _written(model: Model, seed: int) -> list[int]:
     ).token_ids
 
 
-def _weights_of(bundle: Bundle) -> list[str]:
-    """The target's graph and its weights."""
-    file = bundle.target.file
-    return [name for name in (file, f"{file}.data") if name in bundle.files]
-
-
 def compose(target: Bundle, drafter: Bundle, folder: Path) -> Bundle:
-    """A bundle of one's target and the other's drafter, by links to their files."""
-    folder.mkdir()
-    for bundle, name in ((target, TARGET), (drafter, DRAFTER)):
-        for file in bundle.files:
-            if file.startswith(f"{name}.") or file.startswith(f"{name}-"):
-                os.link(bundle.path / file, folder / file)
-    for file in target.files:
-        if not (folder / file).exists():
-            os.link(target.path / file, folder / file)
+    """A bundle of one bundle's target and another's drafter, by links to their files.
+
+    An export for each pair of recipes would quantize the target again every time.
+    """
     assert drafter.drafter is not None
+    files = {name: target.path / name for name in target.files} | {
+        name: drafter.path / name
+        for name in drafter.files
+        if name.startswith((f"{DRAFTER}.", f"{DRAFTER}-"))
+    }
+    folder.mkdir()
+    for name, file in files.items():
+        os.link(file, folder / name)
     graphs = {TARGET: target.target, DRAFTER: drafter.drafter}
-    made = replace(target, path=folder, graphs=graphs, files={})
-    made.save()
+    replace(target, path=folder, graphs=graphs, files={}).save()
     return Bundle.open(folder)
 
 
-def pass_ms(ours: Graph, theirs: Graph) -> tuple[dict[int, float], dict[int, float]]:
-    """The shortest pass of two graphs at each width, a few passes each in turns.
+def pass_ms(one: Graph, other: Graph) -> tuple[dict[int, float], dict[int, float]]:
+    """The shortest passes of two graphs in ms, by width.
 
-    Of the first pass in a turn nothing is believed: the other's threads still spin.
+    The graphs take turns of a few passes each. The first pass of a turn does not count,
+    since the threads of the other graph still spin.
     """
-    found: tuple[dict[int, float], dict[int, float]] = ({}, {})
+    shortest: tuple[dict[int, float], dict[int, float]] = ({}, {})
     for width in WIDTHS:
         tokens = list(range(1, width + 1))
-        for graph, best in [*zip((ours, theirs), found, strict=True)] * TURNS:
+        for graph, times in [*zip((one, other), shortest, strict=True)] * TURNS:
             graph.run(tokens)
             for _ in range(PASSES):
                 before = graph.seconds
                 graph.run(tokens)
                 ms = 1e3 * (graph.seconds - before)
-                best[width] = min(ms, best.get(width, ms))
-    return found
-
-
-def resident_mb(bundle: Path) -> float:
-    """Of a process of its own that has loaded a bundle and written a little."""
-    code = (
-        "import sys, jetdraft\n"
-        "model = jetdraft.load(sys.argv[1])\n"
-        "model.generate(token_ids=[1], method='none', max_new_tokens=4)\n"
-        "pages = int(open('/proc/self/statm').read().split()[1])\n"
-        "import os\n"
-        "print(pages * os.sysconf('SC_PAGE_SIZE') / 1e6)\n"
-    )
-    command = [sys.executable, "-c", code, str(bundle)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise JetdraftError(
-            f"a process that loads {bundle.name} ended with {done.returncode}; free "
-            "some memory"
-        )
-    return float(done.stdout)
+                times[width] = min(ms, times.get(width, ms))
+    return shortest
 
 
 def panels(report: Report) -> dict[str, dict[str, tuple[float, float]]]:

@@ -1,1 +1,1 @@
-"""Reading checkpoints: Hugging Face folders, packed weights, streams."""
+"""Reading checkpoints: Hugging Face folders, packed weights and streams."""

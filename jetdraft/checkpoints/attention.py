@@ -1,11 +1,11 @@
 """The attention seam: any transformers decoder attends over our fixed KV buffers.
 
-Two hooks reach every decoder of transformers 5 without touching its code: a function
+Two hooks reach every decoder of transformers 5 without a change to its code: a function
 registered with `AttentionInterface`, and a `Cache` whose `update` hands key and value
-through. `StepState` carries what the attention needs beside query, key and value.
+through. `StepState` carries the other inputs of the attention.
 
-While exporting, attention becomes one `com.microsoft.GroupQueryAttention` node; run
-eagerly, the same function computes the same thing in PyTorch, so the module is the
+In an export, attention becomes one `com.microsoft.GroupQueryAttention` node. Run
+eagerly, the same function computes the same result in PyTorch, so the module is the
 oracle of its own graph.
 """
 
@@ -30,12 +30,12 @@ _HARMLESS = {"dropout", "position_ids", "is_causal", "use_cache", "cache_positio
 
 @dataclass
 class StepState:
-    """What one pass gives its attention layers, and what they give back.
+    """The inputs and outputs that the attention layers share in one pass.
 
     `past` and `present` hold (key, value) buffers [1, kv_heads, capacity, head_dim]
-    per layer; `last_row` is int32 [1], the index of the pass's last row in them, `bias`
-    [1, 1, n, capacity] is added to the scores if there is one, and `windows` are the
-    sliding windows that layers asked for, 0 for none.
+    per layer. `last_row` is int32 [1], the index of the pass's last row in them. A
+    `bias` [1, 1, n, capacity] is added to the scores. `windows` has the sliding windows
+    of the layers, 0 for a layer without a window.
     """
 
     cursor: torch.Tensor
@@ -52,7 +52,7 @@ _active: list[StepState] = []
 
 @contextmanager
 def attending(state: StepState) -> Iterator[StepState]:
-    """Make `state` the one that attention layers read and write."""
+    """Let attention layers read and write `state` while the block runs."""
     _active.append(state)
     try:
         yield state
@@ -61,7 +61,7 @@ def attending(state: StepState) -> Iterator[StepState]:
 
 
 class HandThrough(Cache):  # type: ignore[misc]  # transformers is untyped
-    """A cache that keeps nothing: attention itself writes the fixed buffers."""
+    """A cache without memory: attention itself writes the fixed buffers."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -129,11 +129,11 @@ def attend(
 
 
 def unknown_arguments(extra: dict[str, Any]) -> list[str]:
-    """What a layer asks of its attention that we do not compute."""
+    """The names of arguments that change attention in a way we do not compute."""
     return [
         name
-        for name, given in extra.items()
-        if name not in _HARMLESS and given is not None and given is not False
+        for name, value in extra.items()
+        if name not in _HARMLESS and value is not None and value is not False
     ]
 
 
@@ -185,7 +185,7 @@ def _as_node(call: _Call, state: StepState) -> tuple[torch.Tensor, ...]:
 
 
 def _eagerly(call: _Call, state: StepState) -> tuple[torch.Tensor, ...]:
-    """The same in PyTorch, over copies of the buffers."""
+    """The same attention in PyTorch, over copies of the buffers."""
     start, rows = int(state.cursor), call.query.shape[2]
     keys, values = call.past_key.clone(), call.past_value.clone()
     keys[:, :, start : start + rows] = call.key

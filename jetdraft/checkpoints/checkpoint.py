@@ -38,10 +38,11 @@ from jetdraft.errors import CheckpointError, UnsupportedModelError
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded decoder and what the bundle keeps of its folder.
+    """A loaded decoder, and the parts of its folder that a bundle keeps.
 
-    `tokenizer` is the text of a tokenizer.json, or None where the checkpoint has no
-    tokenizer; `chat_template` likewise.
+    `tokenizer` is the text of a tokenizer.json and `chat_template` a Jinja text; both
+    are None for a checkpoint without them. `generation` has sampling defaults, see
+    `read_defaults`.
 
         checkpoint = Checkpoint.load("examples/pycode/target", torch.float32)
     """
@@ -59,7 +60,7 @@ class Checkpoint:
     def load(cls, source: str, dtype: torch.dtype) -> Checkpoint:
         """Load a local folder or a hub id; raise `CheckpointError` with the reason.
 
-        It computes in `dtype`, whatever type its weights are stored in.
+        The model computes in `dtype`; its weights keep the type they are stored in.
         """
         _check_folder(source)
         with silenced(logging.WARNING), _no_progress_bars():
@@ -86,17 +87,17 @@ class Checkpoint:
         return self.names()[id(self.model.get_output_embeddings().weight)]
 
     def names(self) -> dict[int, str]:
-        """The names of all weights, by their ids; a linear layer's is its own."""
-        found = {id(weight): name for name, weight in self.model.named_parameters()}
+        """The names of all weights by their ids; a tied weight has its layer's name."""
+        names = {id(weight): name for name, weight in self.model.named_parameters()}
         for name, layer in self.model.named_modules():
             if isinstance(layer, torch.nn.Linear):
-                found[id(layer.weight)] = f"{name}.weight"
-        return found
+                names[id(layer.weight)] = f"{name}.weight"
+        return names
 
     def with_streams(self, scale: float) -> Streamed:
-        """Its model inside the streams that were trained for it.
+        """The model with the streams that were trained for it.
 
-        LoRA of the shared mode goes into the weights, times `scale`.
+        LoRA of the shared mode is added to the weights, times `scale`.
         """
         assert self.streams is not None
         if self.packed is not None and self.streams.mode == SHARED:
@@ -104,12 +105,12 @@ class Checkpoint:
                 f"{self.source} is quantized already, so nothing can be added to its "
                 "weights; train streams of mode lossless"
             )
-        convert(self.model, torch.float32)  # what was tuned is added to them
+        convert(self.model, torch.float32)  # LoRA may be added to them
         folder = checkpoint_folder(self.source)
         if weights_sha256(folder) != self.streams.base:
             raise CheckpointError(
-                f"the streams in {self.source} were trained for other weights than lie "
-                "beside them; train them again"
+                f"the streams in {self.source} were trained for other weights than the "
+                "ones beside them; train them again"
             )
         return load_streams(self.model, self.streams, folder, scale)
 
@@ -120,12 +121,15 @@ class Checkpoint:
 
     @property
     def parameters(self) -> int:
-        """How many weights the model has, tied ones once."""
+        """The number of weights; a tied weight counts once."""
         return sum(p.numel() for p in self.model.parameters())
 
 
 def _check_folder(source: str) -> None:
-    """A local path must be a folder with a config; anything else may be a hub id."""
+    """Raise `CheckpointError` for a local path without a config.
+
+    Any other source may be a hub id.
+    """
     path = Path(source)
     looks_local = path.exists() or source.startswith((".", "/", "~"))
     # A hub id has one slash, and its owner is no folder here.
@@ -143,11 +147,11 @@ def _check_folder(source: str) -> None:
 
 
 def checkpoint_folder(source: str) -> Path:
-    """Where a checkpoint's files are; those of a hub id are in the hub's cache."""
+    """The folder of a checkpoint's files; for a hub id it is in the hub's cache."""
     if Path(source).is_dir():
         return Path(source)
     for name in (SETTINGS, STREAM_WEIGHTS):
-        # Streams are not among what transformers fetches; most have none.
+        # transformers does not fetch streams; most checkpoints have none.
         transformers.utils.cached_file(
             source, name, _raise_exceptions_for_missing_entries=False
         )
@@ -160,8 +164,8 @@ def weights_sha256(folder: Path) -> str:
     files = [f for f in folder.glob("*.safetensors") if f.name != STREAM_WEIGHTS]
     if not files:
         raise CheckpointError(
-            f"{folder} has no safetensors weights, which streams are tied to; save it "
-            "again with save_pretrained"
+            f"{folder} has no safetensors weights to train streams for; save it again "
+            "with save_pretrained"
         )
     for file in sorted(files):
         with file.open("rb") as handle:
@@ -185,7 +189,7 @@ def _load_config(source: str) -> Any:
 
 
 def _read_packed(source: str, config: Any) -> PackedWeights | None:
-    """The integers of a checkpoint that is quantized already, which are kept."""
+    """The integers of a checkpoint that is quantized already; None for others."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return None
@@ -200,25 +204,25 @@ def _read_packed(source: str, config: Any) -> PackedWeights | None:
 
 
 def _check_names(source: str, packed: PackedWeights, model: Any) -> None:
-    """Integers under names that the model has not would be left out unseen."""
-    known = dict(model.named_parameters(remove_duplicate=False))
-    unknown = sorted(packed.blocks.keys() - known.keys())
+    """Raise `CheckpointError` for integers under a name that the model lacks."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    unknown = sorted(packed.blocks.keys() - names)
     if unknown:
         raise CheckpointError(
             f"{source} has quantized weights {unknown[0]!r} and {len(unknown) - 1} "
-            "more that its architecture has not under these names; save it again with "
-            "the transformers of today"
+            "more under names that its architecture does not have; save it again with "
+            "a current transformers"
         )
 
 
 def _stored_dtype(source: str) -> torch.dtype:
-    """That of all floats in a folder's files, whatever config.json says."""
-    found = set()
+    """The type of all floats in a folder's files; config.json may differ."""
+    types = set()
     for file in Path(source).glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             names = opened.keys() if file.name != STREAM_WEIGHTS else ()
-            found |= {opened.get_slice(name).get_dtype() for name in names}
-    floats = {name for name in found if name.startswith(("F", "BF"))}
+            types |= {opened.get_slice(name).get_dtype() for name in names}
+    floats = {name for name in types if name.startswith(("F", "BF"))}
     return (
         _DTYPES.get(floats.pop(), torch.float32) if len(floats) == 1 else torch.float32
     )
@@ -241,7 +245,7 @@ def _load_model(source: str, config: Any, packed: PackedWeights | None) -> Any:
         ) from error
     with _as_checkpoint_error(source):
         if packed is not None:
-            # The class of a family wants a folder, which would bring its own weights.
+            # from_pretrained of a family needs a folder, and would load its weights.
             with no_init_weights():
                 model_class = type(model_class.from_config(config))
         model, info = model_class.from_pretrained(
@@ -250,14 +254,28 @@ def _load_model(source: str, config: Any, packed: PackedWeights | None) -> Any:
             state_dict=packed.floats if packed else None,
             dtype=_stored_dtype(source),
             output_loading_info=True,
-            # Otherwise the reason goes to a log that is silenced here.
+            # Otherwise the reason goes to a log, which is silenced here.
             ignore_mismatched_sizes=True,
         )
+    _check_loaded(source, model, info)
+    if packed is not None:
+        _check_names(source, packed, model)
+        with contextlib.suppress(OSError):  # the file is optional
+            model.generation_config = transformers.GenerationConfig.from_pretrained(
+                source
+            )
+    model.set_attn_implementation(IMPLEMENTATION)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _check_loaded(source: str, model: Any, info: dict[str, Any]) -> None:
+    """Raise `CheckpointError` for weights or an architecture that cannot be used."""
     if info["mismatched_keys"]:
-        name, found, expected = sorted(info["mismatched_keys"])[0]
+        name, stored, expected = sorted(info["mismatched_keys"])[0]
         raise CheckpointError(
             f"the weights of {source} do not fit its config.json ({name} is "
-            f"{list(found)}, expected {list(expected)}); fetch it again"
+            f"{list(stored)}, expected {list(expected)}); fetch it again"
         )
     if info["missing_keys"]:
         # transformers fills them with random numbers, with a warning.
@@ -270,19 +288,10 @@ def _load_model(source: str, config: Any, packed: PackedWeights | None) -> Any:
             f"the attention of {type(model).__name__} does not go through "
             "transformers' AttentionInterface; export another architecture"
         )
-    if packed is not None:
-        _check_names(source, packed, model)
-        with contextlib.suppress(OSError):  # there need not be one
-            model.generation_config = transformers.GenerationConfig.from_pretrained(
-                source
-            )
-    model.set_attn_implementation(IMPLEMENTATION)
-    model.requires_grad_(False)
-    return model.eval()
 
 
 def _load_tokenizer(source: str) -> Any:
-    """The fast tokenizer, or None for a checkpoint that has none."""
+    """The fast tokenizer; None for a checkpoint without a tokenizer."""
     path = Path(source)
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if path.is_dir() and not any((path / name).is_file() for name in names):
@@ -311,7 +320,7 @@ def _eos_token_ids(model: Any) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _as_checkpoint_error(source: str) -> Iterator[None]:
-    """Turn whatever a loader raises into one line."""
+    """Turn the errors of loaders into `CheckpointError`s of one line."""
     try:
         yield
     except SafetensorError as error:

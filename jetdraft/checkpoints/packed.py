@@ -1,12 +1,13 @@
 """Checkpoints that are quantized already: their integers go into the graph as they are.
 
-A method is how a linear layer's tensors hold its matrix [out, in]:
+A method says how a linear layer's tensors hold its matrix [out, in]; an int32 has w
+integers:
 
-gptq                qweight int32 [in / each, out], packed along the inputs; qzeros are
-                    one less than the zeros, but for "gptq_v2"; g_idx [in] is each
-                    input's group, which need not ascend (desc_act)
-awq                 qweight int32 [in, out / each], in the order of its GPU kernels
-compressed-tensors  weight_packed int32 [out, in / each], or weight int8 [out, in]
+gptq                qweight int32 [in / w, out], packed along the inputs; qzeros are
+                    one less than the zeros, except in "gptq_v2"; g_idx [in] is the
+                    group of each input, in any order (desc_act)
+awq                 qweight int32 [in, out / w], in the order of its GPU kernels
+compressed-tensors  weight_packed int32 [out, in / w], or weight int8 [out, in]
 bitsandbytes        weight int8 [out, in], a scale per output (2208.07339)
 """
 
@@ -28,15 +29,15 @@ from jetdraft.quant.blocks import Blocks, Bytes, Floats, Order, in_blocks, unpac
 from jetdraft.recipe import BLOCK_SIZES
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where in a packed word of eight each column is."""
+"""The place of each column in a packed word of eight."""
 
 
 @dataclass(frozen=True)
 class PackedWeights:
     """The tensors of a quantized checkpoint.
 
-    `blocks` are its integers by the weight's name, `floats` all that is not quantized,
-    and what the integers stand for, nearly: only what runs in torch computes with them.
+    `blocks` are its integers by the weight's name. `floats` are the other tensors, and
+    half-precision values of the integers, which only torch computes with.
 
         PackedWeights.read(Path("model-gptq"), config.quantization_config).blocks
     """
@@ -47,7 +48,7 @@ class PackedWeights:
 
     @classmethod
     def read(cls, folder: Path, settings: Mapping[str, Any]) -> PackedWeights:
-        """Read all files; raises `CheckpointError` for what MatMulNBits cannot hold."""
+        """Read all files; raises `CheckpointError` for weights that cannot be kept."""
         method = str(settings.get("quant_method"))
         if method not in METHODS:
             raise UnsupportedModelError(
@@ -59,7 +60,7 @@ class PackedWeights:
         for prefix, parts in _by_layer(_tensors(folder)).items():
             name = f"{prefix.removesuffix('.weight')}.weight"
             try:
-                found = METHODS[method](parts, settings)
+                matrix = METHODS[method](parts, settings)
             except _CannotHoldError as error:
                 raise UnsupportedModelError(
                     f"the weight {name} of {folder} {error}, which MatMulNBits cannot "
@@ -70,29 +71,29 @@ class PackedWeights:
                     f"the weight {name} of {folder} is not as {method} writes it "
                     f"({error}); fetch the checkpoint again"
                 ) from error
-            if found is None:
+            if matrix is None:
                 floats |= {f"{prefix}.{part}": x for part, x in parts.items()}
                 continue
-            if not np.isfinite(found.scales).all():
+            if not np.isfinite(matrix.scales).all():
                 raise CheckpointError(
                     f"the weight {name} of {folder} has scales that are not finite; "
                     "fetch the checkpoint again"
                 )
-            blocks[name] = found
-            floats[name] = torch.from_numpy(found.floats.T).half()
+            blocks[name] = matrix
+            floats[name] = torch.from_numpy(matrix.floats.T).half()
             if "bias" in parts:
                 floats[f"{prefix}.bias"] = parts["bias"]
         return cls(method, blocks, floats)
 
 
 class _CannotHoldError(Exception):
-    """What of a matrix has no place in MatMulNBits."""
+    """The property of a matrix that MatMulNBits cannot hold."""
 
 
 _MALFORMED = (
     *(KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError),
 )
-"""What comes of tensors and settings that are not as they should be."""
+"""The exceptions that malformed tensors and settings lead to."""
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -102,19 +103,19 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{folder} has no safetensors weights; save it again with save_pretrained"
         )
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in sorted(files):
-        found |= load_file(file)
-    return found
+        tensors |= load_file(file)
+    return tensors
 
 
 def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """The tensors of each module, by the last part of their names."""
-    found: dict[str, dict[str, Tensor]] = {}
+    layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         prefix, _, part = name.rpartition(".")
-        found.setdefault(prefix, {})[part] = tensor
-    return found
+        layers.setdefault(prefix, {})[part] = tensor
+    return layers
 
 
 Parts = Mapping[str, Tensor]
@@ -134,12 +135,12 @@ def _gptq(parts: Parts, settings: Settings) -> Blocks | None:
 
 
 def _order(groups: Tensor | None, size: int) -> Order | None:
-    """The inputs group by group, None where they are so already."""
+    """The inputs sorted by group; None if they are sorted already."""
     if groups is None or size == -1 or not (groups.diff() < 0).any():
         return None
     order = np.argsort(groups.numpy(), kind="stable").astype(np.int64)
     if (groups.numpy()[order] != np.arange(len(order)) // size).any():
-        raise ValueError(f"g_idx has not {size} inputs to a group")
+        raise ValueError(f"g_idx does not have {size} inputs to a group")
     return order
 
 
@@ -167,12 +168,12 @@ def _compressed(parts: Parts, settings: Settings) -> Blocks | None:
     if "weight_packed" in parts and "weight_shape" in parts:
         columns = int(parts["weight_shape"][1])
         bits = 32 * parts["weight_packed"].shape[1] // columns
-        known = {
+        declared = {
             int(group["weights"]["num_bits"])
             for group in settings["config_groups"].values()
         }
-        if bits not in known:
-            raise _CannotHoldError(f"has {min(known)} bits")
+        if bits not in declared:
+            raise _CannotHoldError(f"has {min(declared)} bits")
         integers = _words(parts["weight_packed"], bits)[:, :columns]
         if "weight_zero_point" in parts:
             packed = parts["weight_zero_point"].T
@@ -182,7 +183,7 @@ def _compressed(parts: Parts, settings: Settings) -> Blocks | None:
         if "weight_zero_point" in parts:
             zeros = _unsigned(parts["weight_zero_point"])
     else:
-        raise _CannotHoldError("is no integers")
+        raise _CannotHoldError("does not hold integers")
     rows, groups = integers.shape[1], scales.shape[1]
     if rows % groups:
         raise _CannotHoldError(f"has {groups} scales for {rows} inputs")
@@ -195,7 +196,7 @@ def _int8(parts: Parts, settings: Settings) -> Blocks | None:
         scales = parts["SCB"].float()[:, None] / 127
         return _blocks(_unsigned(parts["weight"]), scales, None, 8, -1)
     if "absmax" in parts:
-        raise _CannotHoldError("has four bits that are no integers (nf4 or fp4)")
+        raise _CannotHoldError("has 4-bit floats (nf4 or fp4)")
     return None
 
 
@@ -205,7 +206,7 @@ METHODS: dict[str, Callable[[Parts, Settings], Blocks | None]] = {
     "compressed-tensors": _compressed,
     "bitsandbytes": _int8,
 }
-"""By transformers' names; None of what is not quantized."""
+"""By transformers' names; each gives None for a layer that is not quantized."""
 
 
 def _words(packed: Tensor, bits: int) -> Bytes:

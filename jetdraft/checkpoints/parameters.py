@@ -1,7 +1,7 @@
 """Weights that stay as they are stored: converted when they run, or when written.
 
-A checkpoint's file is mapped into memory, so that its pages come and go, and only one
-matrix at a time is there in the type that is computed with.
+A checkpoint's file is mapped into memory, so the system can drop its pages. Only one
+matrix at a time exists in the type of the computation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 from jetdraft.edits import PARAMETER, derived
 
 _SMALL = 1 << 16
-"""Bytes of a constant that is computed with at export, as a norm's weights are."""
+"""Bytes of the largest constant that is folded, for example a norm's weights."""
 
 
 def compute_in(model: Any, dtype: torch.dtype) -> None:
@@ -42,7 +42,7 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _restore_buffers(model: Any, dtype: torch.dtype) -> None:
-    """What a model computes for itself, it computes in its weights' type."""
+    """Recompute in `dtype` the buffers that a model computes for itself."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -71,7 +71,7 @@ class _Conversion:
                 parameter.data = parameter.data.to(self.dtype)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Put those that were stored back."""
+        """Put the stored weights back."""
         for name, stored in self.stored.items():
             getattr(module, name).data = stored
         self.stored.clear()
@@ -80,10 +80,10 @@ class _Conversion:
 def keep_weights(
     model: ir.Model, weights: Mapping[str, Tensor], names: Mapping[int, str]
 ) -> None:
-    """Make these weights of a traced graph, so far inputs, constants, in place.
+    """Make these inputs of a traced graph constants, in place.
 
-    They are read when they are needed. `names` says by the ids of weights what they are
-    called in the checkpoint, which is written on them.
+    The weights are read when they are needed. Each constant is marked with the
+    checkpoint's name of its weight, which `names` has by the weight's id.
     """
     graph = model.graph
     for value in list(graph.inputs):
@@ -98,7 +98,7 @@ def keep_weights(
 
 
 def simplify(model: ir.Model) -> None:
-    """Compute in place what a graph computes of constants alone."""
+    """Fold the nodes of a graph that read only constants, in place."""
     _turn(model.graph)
     fold_constants(
         model,
@@ -121,7 +121,7 @@ def _lazy(value: ir.Value, weight: Tensor) -> ir.LazyTensor:
 
 
 def _turn(graph: ir.Graph) -> None:
-    """Matrices that only stand transposed are stored so."""
+    """Store a matrix transposed if its only reader transposes it."""
     for node in list(graph):
         source = node.inputs[0] if node.op_type == "Transpose" else None
         constant = source.const_value if source is not None else None

@@ -44,8 +44,8 @@ SHARED, LOSSLESS = "shared", "lossless"
 MODES = (SHARED, LOSSLESS)
 ROWS_OF = "rows_before_streams"
 GAMMA_OF = "streams_per_carrier"
-"""Attributes of attention modules: how many rows of theirs are not streams, and how
-many streams there are."""
+"""Attributes of attention modules: the number of rows that are not streams, and the
+number of streams per carrier."""
 
 _ADAPTER = "streams"
 
@@ -68,7 +68,7 @@ class StreamSettings:
     base: str = ""
 
     def check(self, model_layers: int) -> None:
-        """Raise `OptionError` if a model of so many layers cannot have them."""
+        """Raise `OptionError` if a model of `model_layers` cannot have them."""
         if self.mode not in MODES:
             raise OptionError(
                 f"unknown mode {self.mode!r}; choose {' or '.join(MODES)}"
@@ -105,13 +105,13 @@ class Streams(nn.Module):
 class Streamed(nn.Module):
     """A causal LM of transformers whose rows can carry streams.
 
-    Hooks on its layers do it. The model itself only sees the rows; at the first of the
-    top layers the probes join them, with rotations of their own.
+    Hooks on its layers add the streams. The model's own code sees the rows only; at the
+    first of the top layers the probes join them, with their own rotations.
 
         logits, _, _ = Streamed(model, streams)(ids, positions, rows, ids, keep)
 
-    `entered` is called when the probes have joined, and `tuned` says which weights were
-    merged into the model, if any.
+    `entered` is called when the probes have joined. `tuned` names the weights that were
+    merged into the model; it is empty if none were.
     """
 
     def __init__(self, model: Any, streams: Streams) -> None:
@@ -146,14 +146,14 @@ class Streamed(nn.Module):
         """Logits [b, m + r, vocab] of the rows `keep` [m] and then of the r probes.
 
         `input_ids` and `position_ids` are int64 [b, n], `probe_rows` and `probe_ids`
-        [r]: the row that carries each probe, and which stream it is, from 0 on. With
-        `early_exit` also what the pruning adapter guesses, [b, n, vocab], and last the
+        [r]: the row that carries each probe, and its stream, from 0 on. With
+        `early_exit` also the logits of the pruning adapter, [b, n, vocab]. Last, the
         hidden states that enter the top layers, [b, n, h].
         """
         rows, probes = input_ids.shape[1], probe_rows.shape[0]
         positions = position_ids[:, probe_rows] + probe_ids + 1
         together = torch.cat([position_ids, positions], 1)
-        # Made of what is on the device: a number of rows would come from the host.
+        # Made of tensors on the device: a number of rows would come from the host.
         among = [torch.zeros_like(position_ids[0]), torch.ones_like(probe_rows)]
         self._pass = _Pass(rows, probe_rows, probe_ids, together, torch.cat(among))
         probed = torch.arange(rows, rows + probes, device=keep.device)
@@ -171,7 +171,7 @@ class Streamed(nn.Module):
         return logits, early, below
 
     def _early_logits(self, hidden: Tensor) -> Tensor:
-        """Through the frozen norm and head, from where the streams enter."""
+        """The states where streams enter, through the frozen norm and head."""
         hidden = hidden.detach()
         hidden = hidden + self.streams.widen(self.streams.narrow(hidden))
         head = self.model.get_output_embeddings()
@@ -194,7 +194,7 @@ class Streamed(nn.Module):
         return (torch.cat([hidden, starts], 1), *args[1:]), kwargs
 
     def _place(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Rows and probes have positions of their own."""
+        """Give the layer the positions and rotations of rows and probes."""
         running = self._running
         kwargs = {**kwargs, "position_ids": running.positions}
         for rows_only, together in running.rotations:
@@ -202,13 +202,13 @@ class Streamed(nn.Module):
                 kwargs["position_embeddings"] = together
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
-                # Attention over whole sequences wants to know where the rows end.
+                # Attention over whole sequences must know where the rows end.
                 setattr(module, ROWS_OF, running.rows)
                 setattr(module, GAMMA_OF, self.streams.settings.gamma)
         return args, kwargs
 
     def _rotate(self, rotary: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Beside the rotations of the rows, those of rows and probes together."""
+        """Compute the rotations of rows and probes beside those of the rows."""
         args, kwargs = list(args), dict(kwargs)
         if "position_ids" in kwargs:
             kwargs["position_ids"] = self._running.positions
@@ -222,11 +222,11 @@ class Streamed(nn.Module):
 
 @dataclass
 class _Pass:
-    """One pass: its rows, which of them carry which streams, and what came by.
+    """One pass: its rows, their probes, and the tensors that its hooks see.
 
-    `positions` are those of rows and probes, `is_probe` is 1 for probes, `rotations`
-    pairs of the model's own rotations and those for all, `below` the hidden states
-    under the top layers.
+    `positions` are the positions of rows and probes, `is_probe` is 1 for probes.
+    `rotations` has pairs of the model's own rotations and the rotations of all, `below`
+    the hidden states under the top layers.
     """
 
     rows: int
@@ -269,7 +269,7 @@ def final_norm(model: Any) -> nn.Module:
 
 
 def add_adapters(model: Any, settings: StreamSettings) -> None:
-    """Put untrained LoRA into `model`, in place: all layers, or the top ones."""
+    """Add untrained LoRA to all layers of `model` or to the top ones, in place."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -297,7 +297,7 @@ def add_adapters(model: Any, settings: StreamSettings) -> None:
 
 
 def _first_factors(model: Any) -> list[nn.Module]:
-    """Of all LoRA in a model: what narrows the input to the rank."""
+    """The layers of all LoRA in a model that narrow the input to the rank."""
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -316,7 +316,7 @@ def merge_adapters(model: Any, scale: float) -> None:
 
 
 def stream_weights(streamed: Streamed) -> dict[str, Tensor]:
-    """All that is trained, by its name in `streamed`: LoRA and the streams' own."""
+    """All trained weights by their names in `streamed`: LoRA and the streams' own."""
     return {
         name: parameter
         for name, parameter in streamed.named_parameters()
@@ -335,8 +335,8 @@ def read_settings(folder: Path) -> StreamSettings | None:
         return None
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
-        known = StreamSettings.__dataclass_fields__
-        return StreamSettings(**{name: fields[name] for name in known})
+        names = StreamSettings.__dataclass_fields__
+        return StreamSettings(**{name: fields[name] for name in names})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{file} cannot be read ({error}); train the streams again"

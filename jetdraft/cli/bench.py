@@ -14,7 +14,7 @@ from jetdraft.devices.detection import detect
 from jetdraft.runtime.model import load
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import Options
-from jetdraft.runtime.proposers.parts import LoadArguments
+from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import (
     bundle_argument,
@@ -68,7 +68,7 @@ def command(
     repeats: int,
     as_json: bool,
     output: Path | None,
-    runtime: LoadArguments,
+    runtime: LoadOptions,
     **options: Any,
 ) -> None:
     """Compare the methods of BUNDLE, prompt by prompt in one process."""

@@ -12,7 +12,7 @@ import click
 from jetdraft.errors import JetdraftError
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.model import load
-from jetdraft.runtime.proposers.parts import LoadArguments
+from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.runtime.text.template import user
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import (
@@ -53,7 +53,7 @@ def command(
     bundle: Path,
     system: str | None,
     drop_oldest: bool,
-    runtime: LoadArguments,
+    runtime: LoadOptions,
     **options: Any,
 ) -> int:
     """Talk to BUNDLE's model, line by line; /help lists the commands."""

@@ -14,7 +14,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.errors import CheckError
 from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.model import load
-from jetdraft.runtime.proposers.parts import LoadArguments
+from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.description import describe
 from jetdraft.terminal.flags import bundle_argument, json_option, runtime_options
@@ -31,12 +31,7 @@ from jetdraft.terminal.flags import bundle_argument, json_option, runtime_option
 )
 @runtime_options
 @json_option
-def command(
-    bundle: Path,
-    run: bool,
-    runtime: LoadArguments,
-    as_json: bool,
-) -> None:
+def command(bundle: Path, run: bool, runtime: LoadOptions, as_json: bool) -> None:
     """Check BUNDLE's files and contracts, width classes, and every method's text."""
     if not run:
         _show_manifest(Bundle.open(bundle), as_json)

@@ -12,7 +12,7 @@ from jetdraft.errors import OptionError
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.planning.options import GenerateOptions
-from jetdraft.runtime.proposers.parts import LoadArguments
+from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.runtime.text.stops import INTERRUPTED
 from jetdraft.runtime.text.template import user as user_message
 from jetdraft.runtime.text_stream import Stream
@@ -96,7 +96,7 @@ def command(
     raw: bool,
     as_json: bool,
     explain: bool,
-    runtime: LoadArguments,
+    runtime: LoadOptions,
     store: Path | None,
     **options: Any,
 ) -> int:

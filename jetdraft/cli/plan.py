@@ -14,7 +14,7 @@ from jetdraft.devices.plan import (
     FREE,
     PROBES,
     Choice,
-    Contender,
+    MethodCost,
     Plan,
     Question,
     plan,
@@ -95,7 +95,7 @@ def command(
         context,
         acceptance,
         power_mode,
-        contenders(),
+        method_costs(),
     )
     prediction = plan(question)
     if as_json:
@@ -108,10 +108,10 @@ def command(
         _draw(question, picture)
 
 
-def contenders() -> tuple[Contender, ...]:
+def method_costs() -> tuple[MethodCost, ...]:
     """The methods whose cost on a device can be predicted, from the registry."""
     return tuple(
-        Contender(method.name, method.cost, method.trees)
+        MethodCost(method.name, method.cost, method.trees)
         for method in methods().values()
         if method.cost is not None
     )

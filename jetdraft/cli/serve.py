@@ -8,7 +8,7 @@ import click
 
 from jetdraft.errors import OptionError
 from jetdraft.runtime.pool import Pool
-from jetdraft.runtime.proposers.parts import LoadArguments
+from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.terminal.command import Command, extra_module, option
 from jetdraft.terminal.flags import (
     bundle_argument,
@@ -113,7 +113,7 @@ def command(
     drain: int,
     method: str,
     store: Path | None,
-    runtime: LoadArguments,
+    runtime: LoadOptions,
 ) -> None:
     """Answer requests for BUNDLE's model over HTTP until SIGTERM or Ctrl-C."""
     server = extra_module("jetdraft.server.listener", "serving", "serve")

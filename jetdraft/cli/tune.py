@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 
 from jetdraft.bench.picture import draw_curves
+from jetdraft.bench.tuning import steps, tune
 from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.model import Model, load
-from jetdraft.runtime.planning import tuning
-from jetdraft.runtime.proposers.parts import LoadArguments
+from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.terminal.command import Command
 from jetdraft.terminal.flags import (
     bundle_argument,
@@ -28,15 +28,12 @@ from jetdraft.terminal.progress import ProgressBars
 @json_option
 @picture_option("pass times over the rows of a pass")
 def command(
-    bundle: Path,
-    picture: Path | None,
-    as_json: bool,
-    runtime: LoadArguments,
+    bundle: Path, picture: Path | None, as_json: bool, runtime: LoadOptions
 ) -> None:
     """Measure pass times by width and every proposer, and keep them in BUNDLE."""
     model = load(bundle, **runtime)
     with ProgressBars() as bars:
-        curve = model.tune(bars.ticks("tune", tuning.steps(model.planner.proposers())))
+        curve = tune(model, bars.ticks("tune", steps(model)))
     if as_json:
         machine = model.parts.profiles.machine
         click.echo(json.dumps({"machine": machine, "curve": curve.to_json()}))

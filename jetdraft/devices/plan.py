@@ -36,14 +36,14 @@ STREAM_LAYERS = 2
 
 
 @dataclass(frozen=True)
-class Contender:
+class MethodCost:
     """A method to compare, and what its drafts cost.
 
     `cost` "drafter": a pass of the drafter for each drafted level. "probes": rows
     through the target's top layers, in the pass that verifies. "free": nothing.
     `trees` says whether the method drafts trees beside chains.
 
-        Contender("drafter of 1 B", "drafter", trees=True)
+        MethodCost("repeats", "free", trees=False)
     """
 
     name: str
@@ -55,7 +55,7 @@ class Contender:
 class Choice:
     """A way to decode: `width` rows a pass, `tokens_per_pass` expected of them.
 
-    `cost` is the contender's, and "" for plain decoding.
+    `cost` is the method's, "" for plain decoding; `shape` is "chain" or "tree".
     """
 
     method: str
@@ -140,8 +140,8 @@ class Question:
     Raises `OptionError` or `DeviceError` for values that cannot be planned.
 
         device = Device.named("orin-nx-16gb")
-        repeats = Contender("repeats", "free", trees=False)
-        plan(Question(Path("target"), device, contenders=(repeats,))).best.method
+        repeats = MethodCost("repeats", "free", trees=False)
+        plan(Question(Path("target"), device, methods=(repeats,))).best.method
     """
 
     target: Path
@@ -151,7 +151,7 @@ class Question:
     context: int = 2048
     acceptance: float = 0.6
     power_mode: str | None = None
-    contenders: tuple[Contender, ...] = ()
+    methods: tuple[MethodCost, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.acceptance < 1.0:
@@ -194,7 +194,7 @@ def plan(question: Question) -> Plan:
         memory_mb=memory,
         available_mb=device.memory_gb * 1.024**3 * 1e3 - SYSTEM_MB,
         pass_ms_by_width={width: board.pass_ms(width) for width in WIDTHS},
-        rows=list(board.choices(question.contenders, question.acceptance)),
+        rows=list(board.choices(question.methods, question.acceptance)),
     )
 
 
@@ -213,27 +213,27 @@ class Board:
         return self._ms(self.target, width)
 
     def choices(
-        self, contenders: tuple[Contender, ...], acceptance: float
+        self, methods: tuple[MethodCost, ...], acceptance: float
     ) -> Iterator[Choice]:
-        """Plain decoding first, then every contender at every width.
+        """Plain decoding first, then every method at every width.
 
-        The acceptance is the drafter's if there is a drafter, else that of the probes;
-        the contenders of the other kind are left out.
+        The acceptance is the drafter's if there is a drafter, otherwise the probes';
+        methods of the other kind are left out.
         """
         plain = 1e3 / self.pass_ms(1)
         yield Choice(OFF, "", CHAIN, 1, 1.0, plain, 1.0)
         costs = (FREE, PROBES if self.drafter is None else DRAFTER)
-        rivals = [contender for contender in contenders if contender.cost in costs]
+        compared = [method for method in methods if method.cost in costs]
         for width, shape in itertools.product(WIDTHS[1:], (CHAIN, TREE)):
             levels = expected_levels(width - 1, acceptance, shape == TREE)
             tokens = 1.0 + sum(rate for _, rate in levels)
-            for rival in rivals:
-                if shape == TREE and not rival.trees:
+            for method in compared:
+                if shape == TREE and not method.trees:
                     continue
-                ms = self.pass_ms(width) + self._draft_ms(rival.cost, levels)
-                name, speed = rival.name, 1e3 * tokens / ms
+                ms = self.pass_ms(width) + self._draft_ms(method.cost, levels)
+                name, speed = method.name, 1e3 * tokens / ms
                 ratio = speed / plain
-                yield Choice(name, rival.cost, shape, width, tokens, speed, ratio)
+                yield Choice(name, method.cost, shape, width, tokens, speed, ratio)
 
     def _draft_ms(self, cost: str, levels: list[tuple[int, float]]) -> float:
         """The time of drafting these levels, beside the pass that verifies them."""
@@ -285,7 +285,7 @@ def refusal(question: Question, prediction: Plan) -> DeviceError:
     return DeviceError(
         f"the model needs {needed:.1f} GB, {prediction.device} has {available:.1f} GB "
         f"beside the system: {needed - available:.1f} GB too much; "
-        f"{_what_fits(replace(question, contenders=()))}"
+        f"{_what_fits(replace(question, methods=()))}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The target's own embeddings, made small enough to tell similar requests by."""
+"""Small embeddings of a target's tokens, to find similar requests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SEED = 20_11_21
 def write_similarity(folder: Path, model: Any) -> None:
     """Write int8 [vocab, 64]: token embeddings, centred, projected, of unit length.
 
-    A random projection keeps angles (Johnson and Lindenstrauss, 1984), and a request is
-    told from others by the mean over its tokens, which evens out what is lost.
+    A random projection keeps angles (Johnson and Lindenstrauss, 1984). Requests are
+    compared by the means over their tokens, which average its errors out.
     """
     table = model.get_input_embeddings().weight.detach().float()
     random = torch.Generator().manual_seed(_SEED)
     projection = torch.randn(table.shape[1], SIZE, generator=random)
-    found = torch.nn.functional.normalize((table - table.mean(0)) @ projection)
-    np.save(folder / SIMILARITY, (found * 127).round().to(torch.int8).numpy())
+    small = torch.nn.functional.normalize((table - table.mean(0)) @ projection)
+    np.save(folder / SIMILARITY, (small * 127).round().to(torch.int8).numpy())

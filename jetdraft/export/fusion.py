@@ -1,6 +1,6 @@
-"""Rewrites of a traced step graph that save nodes, never change what it computes.
+"""Rewrites of a traced step graph: they save nodes and never change a result.
 
-Each is optional: a pattern that does not match is left as it was traced.
+Each is optional: where its pattern does not match, the graph stays as it was traced.
 
 - rotary: Transpose, RotaryEmbedding, Transpose before attention become the rotation
   inside GroupQueryAttention, over cosine and sine tables of `capacity` rows
@@ -21,18 +21,18 @@ from onnx_ir.passes import common
 from jetdraft.contract import StepContract
 from jetdraft.edits import PARAMETER, derived, initializer, substitute
 from jetdraft.export.attentions import attentions
+from jetdraft.export.step import CUT
 
 _CONTRIB = "com.microsoft"
 
 
 def fuse(
-    model: ir.Model,
-    contract: StepContract,
-    forms: Mapping[str, object] | None = None,
+    model: ir.Model, contract: StepContract, forms: Mapping[str, object] | None = None
 ) -> None:
     """Apply every rewrite to `model`, in place.
 
-    Matrices of different `forms`, by their names in the checkpoint, stay apart.
+    `forms` has keys by the checkpoint's names of matrices; only matrices with equal
+    keys are merged.
     """
     # One cosine per layer becomes one cosine, so that one table serves all layers.
     common.CommonSubexpressionEliminationPass()(model)
@@ -50,7 +50,7 @@ def fuse(
 
 
 def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The node of that type which makes `value`, if one does."""
+    """The node that makes `value`, if it has that type."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == op_type else None
 
@@ -61,9 +61,9 @@ def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
 class _RotaryTables:
     """Cosines and sines by position, computed by the traced graph itself.
 
-    Whatever the architecture does between positions and their cosine (scaling, partial
-    rotation) is run once for the positions 0..capacity-1. Positions are `position_ids`,
-    or these and the probes' together.
+    All that an architecture computes between positions and their cosine (scaling,
+    partial rotation) is run once for the positions 0..capacity-1. Positions are
+    `position_ids`, or those followed by the positions of the probes.
     """
 
     def __init__(self, model: ir.Model, capacity: int) -> None:
@@ -72,39 +72,37 @@ class _RotaryTables:
         together = [n.outputs[0] for n in rows.consumers() if n.op_type == "Concat"]
         self.positions = [rows, *together]
         self.capacity = capacity
-        self.made: dict[ir.Value, tuple[ir.Value, ir.Value] | None] = {}
+        self.tables: dict[ir.Value, tuple[ir.Value, ir.Value] | None] = {}
 
     def of(self, value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
-        """An initializer [capacity, d/2] that holds `value` for every position.
-
-        With it, the positions that `value` is for. None where it depends on more.
+        """An initializer [capacity, d/2] with `value` at every position, and the
+        positions that `value` reads; None if it depends on other inputs too.
         """
-        if value not in self.made:
-            self.made[value] = None
+        if value not in self.tables:
+            self.tables[value] = None
             for positions in self.positions:
                 try:
                     part = ir.convenience.extract(self.graph, [positions], [value])
                 except ValueError:
                     continue
                 table = self._evaluate(part, positions, f"{value.name}.table")
-                self.made[value] = table, positions
+                self.tables[value] = table, positions
                 break
-        return self.made[value]
+        return self.tables[value]
 
-    def _evaluate(self, part: ir.Graph, given: ir.Value, name: str) -> ir.Value:
+    def _evaluate(self, part: ir.Graph, source: ir.Value, name: str) -> ir.Value:
         proto = ir.serde.serialize_model(ir.Model(part, ir_version=10))
         session = onnxruntime.InferenceSession(
             proto.SerializeToString(), providers=["CPUExecutionProvider"]
         )
         positions = np.arange(self.capacity)[None]
-        [table] = session.run(None, {given.name: positions})
+        [table] = session.run(None, {source.name: positions})
         return initializer(self.graph, name, np.ascontiguousarray(table[0]))
 
 
 def _fuse_rotary(graph: ir.Graph, attention: ir.Node, tables: _RotaryTables) -> None:
     """Let attention rotate query and key itself, if both match the pattern."""
-    found = [_rotation_before(attention.inputs[i]) for i in (0, 1)]
-    query, key = found
+    query, key = (_rotation_before(attention.inputs[i]) for i in (0, 1))
     if query is None or key is None:
         return
     _, rotation, unrotated = query
@@ -157,7 +155,7 @@ def _swap_of_rows_and_heads(value: ir.Value | None) -> ir.Node | None:
 
 
 def _drop_identity_reshapes(graph: ir.Graph) -> None:
-    """Chains of Reshape become one, or none where the shape comes back the same."""
+    """A chain of Reshape becomes one, or none if the shape is the same at its end."""
     for node in list(graph):
         if node.op_type != "Reshape":
             continue
@@ -171,7 +169,7 @@ def _drop_identity_reshapes(graph: ir.Graph) -> None:
 
 
 def _copies_sizes(reshape: ir.Node) -> bool:
-    """Whether a 0 in its shape copies a size of its present input."""
+    """Whether a 0 in its shape copies a size of its input."""
     shape = reshape.inputs[1].const_value if reshape.inputs[1] else None
     return shape is None or bool((shape.numpy() == 0).any())
 
@@ -184,7 +182,7 @@ def _same_rows(one: ir.Shape | None, other: ir.Shape | None) -> bool:
 
 
 def _same_shape(one: ir.Shape | None, other: ir.Shape | None) -> bool:
-    """Both [1, n, c] with the same n too, so that adding them broadcasts nothing."""
+    """Both [1, n, c] with the same n too, so an addition does not broadcast."""
     if one is None or other is None or not _same_rows(one, other):
         return False
     return bool(one[1] == other[1])
@@ -208,11 +206,11 @@ def _split_gemms(graph: ir.Graph) -> None:
             product = ir.node("MatMul", node.inputs[:2])
             product.outputs[0].shape = node.outputs[0].shape
             product.outputs[0].dtype = node.outputs[0].dtype or ir.DataType.FLOAT
-            made = [product]
+            nodes = [product]
             if len(node.inputs) == 3 and node.inputs[2] is not None:
-                made.append(ir.node("Add", [product.outputs[0], node.inputs[2]]))
-            graph.insert_before(node, made)
-            substitute(node.outputs, made[-1].outputs)
+                nodes.append(ir.node("Add", [product.outputs[0], node.inputs[2]]))
+            graph.insert_before(node, nodes)
+            substitute(node.outputs, nodes[-1].outputs)
             graph.remove(node, safe=True)
 
 
@@ -241,7 +239,7 @@ def _is_matrix(value: ir.Value | None) -> bool:
 
 
 def _bias_after(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
-    """The Add of a constant vector that alone reads the MatMul's output."""
+    """The Add of a constant vector, if nothing else reads the MatMul's output."""
     consumers = list(node.outputs[0].consumers())
     if len(consumers) != 1 or consumers[0].op_type != "Add":
         return None
@@ -264,24 +262,24 @@ def _merge(
     name = f"{nodes[0].outputs[0].name}.merged"
     matrix = _joined(graph, [w for w in weights if w], f"{name}.weight", axis=1)
     merged = ir.node("MatMul", [source, matrix])
-    made = [merged]
+    new = [merged]
     if biases:
         vector = _joined(graph, [value for _, value in biases], f"{name}.bias", axis=0)
-        made.append(ir.node("Add", [merged.outputs[0], vector]))
-    whole = made[-1].outputs[0]
+        new.append(ir.node("Add", [merged.outputs[0], vector]))
+    whole = new[-1].outputs[0]
     lengths = initializer(graph, f"{name}.sizes", np.array(sizes, np.int64))
     split = ir.node("Split", [whole, lengths], {"axis": -1}, num_outputs=len(nodes))
-    made.append(split)
+    new.append(split)
     old = [add.outputs[0] for add, _ in biases] or [n.outputs[0] for n in nodes]
-    graph.insert_before(nodes[0], made)
+    graph.insert_before(nodes[0], new)
     substitute(old, split.outputs)
 
 
 def _joined(graph: ir.Graph, values: list[ir.Value], name: str, axis: int) -> ir.Value:
-    """One initializer out of several; the old ones go when nothing reads them."""
+    """One initializer of several; unused ones are removed later."""
     sizes = [[int(n) for n in value.shape or ()] for value in values]  # type: ignore
     shape = [*sizes[0]]
-    shape[axis] = sum(each[axis] for each in sizes)
+    shape[axis] = sum(size[axis] for size in sizes)
 
     def join(*arrays: np.ndarray) -> np.ndarray:
         return np.concatenate(arrays, axis=axis)
@@ -311,7 +309,15 @@ def _fuse_norms(graph: ir.Graph) -> None:
         if norm.op_type != "RMSNormalization" or norm.attributes.get_int("axis") != -1:
             continue
         add = _producer(norm.inputs[0], "Add")
-        if add is not None and _same_shape(
+        if _is_cut(norm.inputs[0]) or _joins_probes(norm.inputs[0]):
+            # The sum must stay a value of its own. The two norms differ in their last
+            # bits, and a target that is cut must not differ from one that is whole.
+            zero = initializer(graph, "no_skip", _zero_like(norm))
+            nothing = ir.node("Mul", [norm.inputs[0], zero])
+            fused = _skip_norm(norm, norm.inputs[0], nothing.outputs[0])
+            graph.insert_before(norm, [nothing, fused])
+            substitute([norm.outputs[0]], [fused.outputs[0]])
+        elif add is not None and _same_shape(
             *(value.shape if value else None for value in add.inputs)
         ):
             fused = _skip_norm(norm, *add.inputs)
@@ -319,14 +325,6 @@ def _fuse_norms(graph: ir.Graph) -> None:
             substitute(
                 [norm.outputs[0], add.outputs[0]], [fused.outputs[0], fused.outputs[3]]
             )
-        elif _joins_probes(norm.inputs[0]):
-            # The two norms differ in their last bits, and a target with streams must
-            # not differ from one without.
-            zero = initializer(graph, "no_skip", _zero_like(norm))
-            nothing = ir.node("Mul", [norm.inputs[0], zero])
-            fused = _skip_norm(norm, norm.inputs[0], nothing.outputs[0])
-            graph.insert_before(norm, [nothing, fused])
-            substitute([norm.outputs[0]], [fused.outputs[0]])
 
 
 def _skip_norm(norm: ir.Node, *added: ir.Value | None) -> ir.Node:
@@ -343,8 +341,13 @@ def _skip_norm(norm: ir.Node, *added: ir.Value | None) -> ir.Node:
     return fused
 
 
+def _is_cut(value: ir.Value | None) -> bool:
+    """Whether an upper half starts here."""
+    return value is not None and value.name == CUT
+
+
 def _joins_probes(value: ir.Value | None) -> bool:
-    """Whether this is where probes join rows that a sum was made of."""
+    """Whether probes join the rows of a sum here."""
     concat = _producer(value, "Concat")
     return concat is not None and _producer(concat.inputs[0], "Add") is not None
 

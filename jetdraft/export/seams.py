@@ -1,9 +1,9 @@
 """Does a model compute the same through our two seams as on its own?
 
-transformers builds no mask for an attention it does not know, so whatever a model
-expresses through masks alone (chunks, windows it does not pass on, both directions)
-would be lost without an error. Running it both ways finds that, and whatever else a
-new architecture does beside the seams.
+transformers builds no mask for an attention it does not know. So a model that expresses
+something through masks alone (chunks, windows it does not pass on, both directions)
+would lose it without an error. Running the model both ways finds that, and anything
+else that a new architecture does outside the seams.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jetdraft.export.step import Step, dtype_of, refusal
 _LEAST_TOKENS = 24
 _MOST_TOKENS = 512
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2}
-"""Of the largest logit; a lost mask costs a thousand times as much."""
+"""Relative to the largest logit; a lost mask costs a thousand times as much."""
 
 
 def check_seams(model: Any, contract: StepContract) -> None:
@@ -39,7 +39,7 @@ def check_seams(model: Any, contract: StepContract) -> None:
             ours, windows = _through_seams(model, contract, ids)
             model.set_attn_implementation("eager")
             theirs = model(input_ids=ids, use_cache=False).logits.float()
-    except Exception as error:  # whatever an unknown architecture stumbles over
+    except Exception as error:  # an unknown architecture may raise anything
         raise refusal(model, error) from error
     finally:
         model.set_attn_implementation(IMPLEMENTATION)
@@ -65,7 +65,7 @@ def _narrowest_window(model: Any) -> int:
 def _through_seams(
     model: Any, contract: StepContract, ids: torch.Tensor
 ) -> tuple[torch.Tensor, set[int]]:
-    """Logits of two passes over the fixed buffers, and the windows asked for."""
+    """Logits of two passes over the fixed buffers, and the windows of its layers."""
     step = Step(model, contract)
     rows = ids.shape[1]
     dtype = dtype_of(contract)

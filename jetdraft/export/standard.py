@@ -1,9 +1,9 @@
 """The `standard` flavour: a step graph of ai.onnx operators alone.
 
-TensorRT imports no contrib operator, and of the norms none but their primitives. So
-each attention becomes TensorScatter, which writes the new rows into the buffers in
-place, and Attention-24; RMSNormalization becomes what it computes. The contract stays
-the same. Where an importer does not know TensorScatter, ScatterND does, with a copy.
+TensorRT imports neither contrib operators nor norms. So each attention becomes
+TensorScatter, which writes the new rows into the buffers in place, and Attention-24;
+RMSNormalization becomes its primitives. The contract stays the same. For an importer
+that does not know TensorScatter there is ScatterND, which copies the buffer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OPSET = 24
 def standardize(model: ir.Model, scattered: bool) -> None:
     """Rewrite a traced graph in place; raises `UnsupportedModelError`.
 
-    A `scattered` one writes new rows with ScatterND in place of TensorScatter.
+    A `scattered` graph writes new rows with ScatterND instead of TensorScatter.
     """
     graph = model.graph
     for node in attentions(graph):
@@ -38,7 +38,7 @@ def standardize(model: ir.Model, scattered: bool) -> None:
 
 
 class _Maker:
-    """Makes nodes before another one and gives their first output."""
+    """Inserts nodes before another node and gives their first output."""
 
     def __init__(self, graph: ir.Graph, before: ir.Node) -> None:
         self.graph = graph
@@ -52,7 +52,7 @@ class _Maker:
         return node.outputs[0]
 
     def constant(self, name: str, array: np.ndarray) -> ir.Value:
-        """An initializer, shared by all that ask for that name."""
+        """An initializer; a name gives the same initializer each time."""
         return initializer(self.graph, name, array)
 
 
@@ -66,7 +66,7 @@ def _attention(graph: ir.Graph, node: ir.Node, scattered: bool) -> None:
     query, key, value, past_key, past_value, last_row = node.inputs[:6]
     heads = node.attributes.get_int("num_heads", 0)
     kv_heads = node.attributes.get_int("kv_num_heads", 0)
-    cursor = next(each for each in graph.inputs if each.name == "cursor")
+    cursor = next(value for value in graph.inputs if value.name == "cursor")
     start = make("Cast", [cursor], to=ir.DataType.INT64)
     write = _scatter_nd if scattered else _scatter
     presents = [
@@ -82,8 +82,9 @@ def _attention(graph: ir.Graph, node: ir.Node, scattered: bool) -> None:
     one = make.constant("one", np.array([1], np.int64))
     filled = make("Add", [make("Cast", [last_row], to=ir.DataType.INT64), one])
     rows = _by_head(make, query, heads)
-    found = make("Attention", [rows, *presents, bias, None, None, filled], **attributes)
-    rows_first = make("Transpose", [found], perm=[0, 2, 1, 3])
+    inputs = [rows, *presents, bias, None, None, filled]
+    attended = make("Attention", inputs, **attributes)
+    rows_first = make("Transpose", [attended], perm=[0, 2, 1, 3])
     flat = make.constant("flat", np.array([0, 0, -1], np.int64))
     result = make("Reshape", [rows_first, flat])
     substitute(node.outputs, [result, *presents])
@@ -106,7 +107,7 @@ def _scatter_nd(
     slots = make("Expand", [_numbers(make, rows, 2, start), shape])
     batch = make("Sub", [heads, heads])
     last = make.constant("axis_3", np.array([3], np.int64))
-    columns = [make("Unsqueeze", [each, last]) for each in (batch, heads, slots)]
+    columns = [make("Unsqueeze", [place, last]) for place in (batch, heads, slots)]
     return make("ScatterND", [past, make("Concat", [*columns], axis=3), rows])
 
 
@@ -119,7 +120,7 @@ def _numbers(
     numbers = make("Range", [zero, count, one])
     if start is not None:
         numbers = make("Add", [numbers, start])
-    others = np.array([each for each in range(3) if each != axis], np.int64)
+    others = np.array([other for other in range(3) if other != axis], np.int64)
     return make("Unsqueeze", [numbers, make.constant(f"beside_{axis}", others)])
 
 
@@ -140,8 +141,8 @@ def _norm(graph: ir.Graph, node: ir.Node) -> None:
     epsilon = node.attributes.get_float("epsilon", 1e-5)
     small = make.constant(f"epsilon_{epsilon}", np.array([epsilon], np.float32))
     mean = make("ReduceMean", [make("Mul", [x, x]), axis], keepdims=1)
-    found = make("Div", [x, make("Sqrt", [make("Add", [mean, small])])])
+    scaled = make("Div", [x, make("Sqrt", [make("Add", [mean, small])])])
     if half and dtype is not None:
-        found = make("Cast", [found], to=dtype)
-    substitute(node.outputs[:1], [make("Mul", [found, weight])])
+        scaled = make("Cast", [scaled], to=dtype)
+    substitute(node.outputs[:1], [make("Mul", [scaled, weight])])
     graph.remove(node, safe=True)

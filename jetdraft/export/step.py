@@ -187,7 +187,7 @@ def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
                 past_key_values=_MakeBuffers(state),
                 use_cache=True,
             )
-    except Exception as error:  # whatever an unknown architecture stumbles over
+    except Exception as error:  # an unknown architecture may raise anything
         raise refusal(model, error) from error
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(state.past) != layers or sorted(state.present) != list(range(layers)):
@@ -199,7 +199,7 @@ def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
 
 
 class _MakeBuffers(HandThrough):
-    """Gives each layer a buffer of one row as it comes by."""
+    """Gives each layer a buffer of one row when the layer runs."""
 
     def __init__(self, state: StepState) -> None:
         super().__init__()
@@ -250,54 +250,56 @@ def trace(step: Step, names: Mapping[int, str]) -> onnx_ir.Model:
 
         trace(Step(checkpoint.model, contract), checkpoint.names())
     """
-    contract, dtype = step.contract, dtype_of(step.contract)
-    _pin_rotary_frequencies(step.decoder, contract.capacity)
+    _pin_rotary_frequencies(step.decoder, step.contract.capacity)
     step.eval()
-    example = step.example()
-    past = [_zeros(spec) for spec in contract.buffers("past")]
-    extras = [_zeros(spec, _TRACED_ROWS) for spec in step.extra_inputs]
-    inner = dict(step.named_parameters())
-    weights = {name.partition(".")[2]: weight for name, weight in inner.items()}
-    # Memory that nobody touches.
-    empty = [torch.empty(weight.shape, dtype=dtype) for weight in weights.values()]
-    shapes = _dynamic_shapes(
-        contract, (*contract.inputs[: len(example)], *step.extra_inputs)
-    )
+    # In a step, all names begin with the attribute that holds the model.
+    weights = {n.partition(".")[2]: weight for n, weight in step.named_parameters()}
     try:
         with _silent(), torch.no_grad():
-            program = torch.onnx.export(
-                _Open(step, list(inner)),
-                (*example, past, *extras, empty),
-                dynamo=True,
-                opset_version=OPSET,
-                # The one parameter of `_Open.forward`.
-                dynamic_shapes=(
-                    (
-                        *shapes[: len(example)],
-                        [None] * len(past),
-                        *shapes[len(example) :],
-                        [None] * len(empty),
-                    ),
-                ),
-                input_names=[
-                    *(spec.name for spec in (*contract.inputs, *step.extra_inputs)),
-                    *weights,
-                ],
-                output_names=[
-                    *(spec.name for spec in contract.outputs),
-                    *step.extra_outputs,
-                ],
-                verbose=False,
-            )
+            model = _exported(step, weights)
     except JetdraftError:
         raise
     except Exception as error:  # the exporter wraps every cause in its own types
         raise refusal(step.decoder, error) from error
-    assert program is not None
-    _rename_inner(program.model.graph)
+    _rename_inner(model.graph)
     own = {name: weight for name, weight in weights.items() if id(weight) in names}
-    keep_weights(program.model, own, names)
-    simplify(program.model)
+    keep_weights(model, own, names)
+    simplify(model)
+    return model
+
+
+def _exported(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Model:
+    """The graph as torch exports it, with the weights as its last inputs."""
+    contract, example = step.contract, step.example()
+    past = [_zeros(spec) for spec in contract.buffers("past")]
+    extras = [_zeros(spec, _TRACED_ROWS) for spec in step.extra_inputs]
+    # Memory that nobody touches.
+    empty = [torch.empty(w.shape, dtype=dtype_of(contract)) for w in weights.values()]
+    shapes = _dynamic_shapes(
+        contract, (*contract.inputs[: len(example)], *step.extra_inputs)
+    )
+    program = torch.onnx.export(
+        _Open(step, [name for name, _ in step.named_parameters()]),
+        (*example, past, *extras, empty),
+        dynamo=True,
+        opset_version=OPSET,
+        # The one parameter of `_Open.forward`.
+        dynamic_shapes=(
+            (
+                *shapes[: len(example)],
+                [None] * len(past),
+                *shapes[len(example) :],
+                [None] * len(empty),
+            ),
+        ),
+        input_names=[
+            *(spec.name for spec in (*contract.inputs, *step.extra_inputs)),
+            *weights,
+        ],
+        output_names=[*(spec.name for spec in contract.outputs), *step.extra_outputs],
+        verbose=False,
+    )
+    assert program is not None
     return program.model
 
 

@@ -200,10 +200,7 @@ def _dequantize(
             other.replace_input_with(0, initializer(graph, f"{source.name}.rows", rows))
 
 
-_SIGNED: dict[int, npt.DTypeLike] = {
-    4: ml_dtypes.int4,
-    8: np.int8,
-}
+_SIGNED: dict[int, npt.DTypeLike] = {4: ml_dtypes.int4, 8: np.int8}
 
 
 def _quantize_gather(graph: ir.Graph, node: ir.Node, packed: Packed) -> None:

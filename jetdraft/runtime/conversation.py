@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol, Unpack
+from typing import Unpack
 
-from jetdraft.bundle import Bundle
 from jetdraft.errors import JetdraftError, OptionError, OutputError
 from jetdraft.files import replacing
+from jetdraft.runtime.model import Model
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.text.stops import Ending
@@ -19,22 +19,6 @@ from jetdraft.runtime.text_stream import Stream
 KEPT = 0.75
 """The share of the capacity that is filled after turns were dropped. The next prompt is
 then read whole, so the next turns should not drop turns too."""
-
-
-class ChatModel(Protocol):
-    """What a conversation needs of a model."""
-
-    bundle: Bundle
-
-    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of messages in the checkpoint's template."""
-        ...
-
-    def stream(
-        self, *, token_ids: Sequence[int], **fields: Unpack[GenerateOptions]
-    ) -> Stream:
-        """Generate round by round."""
-        ...
 
 
 class Conversation:
@@ -51,7 +35,7 @@ class Conversation:
 
     def __init__(
         self,
-        model: ChatModel,
+        model: Model,
         system: str | None = None,
         drop_oldest: bool = False,
         **options: Unpack[GenerateOptions],

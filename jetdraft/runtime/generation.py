@@ -48,12 +48,7 @@ from jetdraft.runtime.sampling.penalties import PenaltyProcessor
 from jetdraft.runtime.sampling.processor import LogitsProcessor
 from jetdraft.runtime.text.constraint import Vocabulary
 from jetdraft.runtime.text.matcher import Matcher
-from jetdraft.runtime.text.stops import (
-    CANCELLED,
-    INTERRUPTED,
-    LENGTH,
-    StopWatcher,
-)
+from jetdraft.runtime.text.stops import CANCELLED, INTERRUPTED, LENGTH, StopWatcher
 
 
 @dataclass

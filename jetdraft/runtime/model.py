@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -11,17 +11,15 @@ from typing import Any, Unpack, cast
 from jetdraft.bundle import Bundle
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.async_stream import AsyncStream
-from jetdraft.runtime.drafts.noise import Int64s
+from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.generation import Generation, vocabulary_of
-from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.passes.prefix import load_prefix, save_prefix
 from jetdraft.runtime.piece import Result
-from jetdraft.runtime.planning import tuning
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.planning.registry import AUTO
-from jetdraft.runtime.proposers.parts import LoadArguments, LoadOptions, Parts
+from jetdraft.runtime.proposers.parts import LoadOptions, Parts
 from jetdraft.runtime.text.constraint import Vocabulary
 from jetdraft.runtime.text.prompt import check_ids
 from jetdraft.runtime.text.template import (
@@ -36,7 +34,7 @@ CLOSED = "this model is closed; load the bundle again"
 
 
 def load(
-    path: str | Path, *, method: str | None = None, **options: Unpack[LoadArguments]
+    path: str | Path, *, method: str | None = None, **options: Unpack[LoadOptions]
 ) -> Model:
     """Open a bundle, check it and get it ready to generate.
 
@@ -47,7 +45,7 @@ def load(
         with jetdraft.load("bundle", threads=2) as model:
             print(model.generate("def fib(n):").text)
     """
-    return Model(Bundle.open(path), LoadOptions(**options), method)
+    return Model(Bundle.open(path), options, method)
 
 
 class Model:
@@ -67,9 +65,8 @@ class Model:
         like: Model | None = None,
     ) -> None:
         self.bundle = bundle
-        options = options or LoadOptions()
         shared = None if like is None else like.parts
-        self._parts: Parts | None = Parts(bundle, options, shared)
+        self._parts: Parts | None = Parts(bundle, options or {}, shared)
         self._planner: Planner | None = Planner(self._parts)
         self._template: ChatTemplate | None = None
         self.planner.proposers()  # their first guesses of times come before tuned times
@@ -250,17 +247,6 @@ class Model:
         parts.prefix.restore(tokens, exact=own)
         if parts.follower is not None:
             parts.follower.restore(tokens)
-
-    def tune(self, tick: Callable[[], None] = lambda: None) -> Curve:
-        """Measure this machine with care, plan with the result and keep it."""
-        parts = self.parts
-        parts.claim.check_free()
-        parts.target.prepare(exact=True)
-        curve = tuning.tune(parts.target, self.planner.proposers(), tick)
-        self.forget()  # tune ran random tokens
-        parts.profiles.keep_tuned(curve)
-        parts.curve.take(curve)
-        return curve
 
     def measure_again(self) -> None:
         """Measure the width classes and pass times of this machine again."""

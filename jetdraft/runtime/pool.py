@@ -10,7 +10,7 @@ from typing import Unpack
 
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.model import Model, load
-from jetdraft.runtime.proposers.parts import LoadArguments
+from jetdraft.runtime.proposers.parts import LoadOptions
 
 
 class Pool:
@@ -29,7 +29,7 @@ class Pool:
         path: str | Path,
         size: int,
         method: str | None = None,
-        **options: Unpack[LoadArguments],
+        **options: Unpack[LoadOptions],
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise OptionError(

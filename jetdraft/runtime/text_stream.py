@@ -48,9 +48,11 @@ class Stream:
 
     def close(self, reason: str = CANCELLED) -> None:
         """End now, with this finish reason; the model is free again."""
-        if not self._generation.stats.finish_reason:
-            self._generation.watcher.end(reason)
-        self._pieces.close()
+        stats, watcher = self._generation.stats, self._generation.watcher
+        if not stats.finish_reason:
+            watcher.end(reason)
+            self._pieces.close()
+            stats.finish_reason = watcher.reason  # also where nothing ever ran
 
     def result(self) -> Result:
         """Run to the end, and give all that came out."""

@@ -17,7 +17,7 @@ from jetdraft.files import replacing
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
-from jetdraft.runtime.proposers.parts import LoadArguments
+from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.terminal.command import Decorator, option, together
 
 PATH = click.Path(path_type=Path)
@@ -116,7 +116,7 @@ def runtime_options(function: Callable[..., Any]) -> Callable[..., Any]:
         streams: Path | None,
         **options: Any,
     ) -> Any:
-        runtime = LoadArguments(
+        runtime = LoadOptions(
             provider=provider,
             drafter_provider=drafter_provider,
             threads=threads,

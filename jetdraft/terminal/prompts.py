@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from jetdraft.runtime.drafts.noise import Int64s
+from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.model import Model
 
 DEFAULT_PROMPTS = (

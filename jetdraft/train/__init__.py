@@ -1,4 +1,4 @@
-"""Recipes that make drafters and streams; torch lives here and in export."""
+"""The trainers of streams, of heads and of tables."""
 
 TRAINERS = {
     "streams": "Add speculative streams to a checkpoint.",

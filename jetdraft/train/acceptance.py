@@ -1,8 +1,8 @@
-"""Teaching a head when drafted tokens are accepted (SpecDec++, 2405.19715, 3.3).
+"""The training of an acceptance head (SpecDec++, 2405.19715, 3.3).
 
-Instead of mixing drafted tokens into a text of the target's, real rounds are watched:
-each drafted token that was compared gives its drafter's hidden state and the verdict,
-which is the chance that is asked for, given that all tokens before it were right.
+The paper mixes drafted tokens into a text of the target. Here real rounds are watched:
+each drafted token that was compared gives the drafter's hidden state and a verdict. So
+the head learns the chance of a token whose predecessors were all accepted.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import torch.nn.functional as F
 
 from jetdraft.errors import DataError, OptionError, OutputError
 from jetdraft.files import replacing
-from jetdraft.runtime.drafts.noise import Int64s
+from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.passes.binding import Floats
 from jetdraft.runtime.planning.registry import registered
 from jetdraft.runtime.proposers.draft import DraftProposer, drafter_of
 from jetdraft.runtime.proposers.draft_stops import REPEATED, AcceptanceHead, DraftStop
@@ -39,16 +38,16 @@ from jetdraft.terminal.progress import ProgressBars
 from jetdraft.terminal.prompts import read_prompts
 
 LOOK_EVERY = 10
-"""Steps between looks at what was held out."""
+"""Steps between losses on the held-out tokens."""
 
 REJECTED_WEIGHT = 6.0
-"""Of rejected tokens in the loss, since they are few."""
+"""The weight of rejected tokens in the loss; they are few."""
 
 LENGTH = 8
 """Drafted tokens a round while watching."""
 
 LEAST = 50
-"""Tokens of both verdicts together that a head needs."""
+"""The fewest compared tokens that a head can learn from."""
 
 
 class Watching(DraftStop):
@@ -59,14 +58,14 @@ class Watching(DraftStop):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Floats] = []
+        self.seen: list[Float32s] = []
 
     def begin(self) -> None:
-        """A new draft."""
+        """Start a new draft."""
         self.seen = []
 
     def stop(self, answer: Answer) -> bool:
-        """Never."""
+        """Keep the hidden state and draft on."""
         assert answer.hidden is not None
         self.seen.append(answer.hidden[0].copy())
         return False
@@ -79,12 +78,12 @@ def watch(
     temperature: float,
     tick: Callable[[], None] = lambda: None,
     seed: int = 0,
-) -> tuple[Floats, Floats]:
+) -> tuple[Float32s, Float32s]:
     """Hidden states float32 [n, h] of compared tokens, and 1 for those accepted.
 
     Raises `OptionError` without a drafter, `DataError` where too little was compared.
     """
-    hidden, verdicts = list[Floats](), list[bool]()
+    hidden, verdicts = list[Float32s](), list[bool]()
     watching = Watching()
     with registered(_method(model, watching)):
         for prompt in prompts:
@@ -97,7 +96,7 @@ def watch(
                 seed=seed,
             )
             for piece in stream:
-                # The last token of a draft is not asked about: nothing follows it.
+                # No state is kept for the last token of a draft: nothing follows it.
                 for place, state in enumerate(watching.seen[: piece.from_draft + 1]):
                     hidden.append(state)
                     verdicts.append(place < piece.from_draft)
@@ -131,11 +130,11 @@ def _method(model: Model, watching: Watching) -> Method[MethodOptions]:
 
 
 def fit(
-    hidden: Floats, accepted: Floats, steps: int = 300, seed: int = 0
+    hidden: Float32s, accepted: Float32s, steps: int = 300, seed: int = 0
 ) -> tuple[AcceptanceHead, float]:
-    """Learn the head; and the least loss on a tenth that was held out.
+    """Train a head; return it with its loss on a held-out tenth of the tokens.
 
-    The weights are those of that step: few tokens are soon learned by heart.
+    The weights are from the step with the least such loss: a head overfits few tokens.
     """
     torch.manual_seed(seed)
     size = hidden.shape[1]
@@ -168,20 +167,20 @@ def fit(
                 left = loss(held).item()
             if left < least:
                 least, best = left, [p.detach().clone() for p in (block, out, bias)]
-    found = (*best, torch.tensor(scale))
-    return AcceptanceHead(*(p.numpy().astype(np.float32) for p in found)), least
+    weights = (*best, torch.tensor(scale))
+    return AcceptanceHead(*(p.numpy().astype(np.float32) for p in weights)), least
 
 
 def write(head: AcceptanceHead, file: Path, bundle: str) -> None:
-    """Keep a head; the file appears whole. Raises `OutputError`."""
+    """Write a head; the file appears whole. Raises `OutputError`."""
     try:
         file.parent.mkdir(exist_ok=True)
         with replacing(file) as partial:
             head.save(partial, bundle)
     except OSError as error:
         raise OutputError(
-            f"cannot write {file} ({error.strerror}); copy the bundle to a folder that "
-            "can be written"
+            f"cannot write {file} ({error.strerror}); copy the bundle to a writable "
+            "folder"
         ) from error
 
 

@@ -16,12 +16,12 @@ from jetdraft.errors import DataError
 from jetdraft.texts import read_bytes, read_text
 
 IGNORED = -100
-"""The label of tokens that are not learned."""
+"""The label of tokens that the loss ignores."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids and, per token, whether it is to be learned."""
+    """Token ids, and for each whether it is learned."""
 
     ids: list[int]
     learned: list[bool]
@@ -35,7 +35,7 @@ class Batch:
     labels: Tensor
 
     def to(self, device: torch.device) -> Batch:
-        """The same on a device."""
+        """The same batch on a device."""
         return Batch(self.ids.to(device), self.labels.to(device))
 
 
@@ -90,9 +90,9 @@ class Corpus:
         return cls(sequences, share, seed, digest.hexdigest())
 
     def batch(self, step: int, size: int, part: int = 0, parts: int = 1) -> Batch:
-        """The batch of a step, or the `part` of it that one of `parts` machines takes.
+        """The batch of a step, or the `part` of it for one of `parts` machines.
 
-        It depends on the seed and the step alone, so training can be taken up anywhere.
+        It depends on the seed and the step alone, so training can resume at any step.
         """
         first = step * size
         rows = [self._row(first + i) for i in range(size)]
@@ -114,7 +114,7 @@ class Corpus:
 
 
 def collate(rows: Sequence[Example]) -> Batch:
-    """Pad to the longest; labels are the ids that are to be learned."""
+    """Pad to the longest row; labels are the ids that are learned."""
     longest = max(len(row.ids) for row in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     labels = torch.full_like(ids, IGNORED)
@@ -145,13 +145,14 @@ def _examples(
                 head, tail = [], tokenizer.encode(fields["text"]).ids
             else:
                 head = tokenizer.encode(fields["prompt"]).ids
-                # What starts a text must not come again in its middle.
+                # A special token that starts a text must not come again inside it.
                 tail = tokenizer.encode(
                     fields["completion"], add_special_tokens=False
                 ).ids
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
-                f"{where} is not an object with prompt and completion, or text; mend it"
+                f"{where} is not an object with prompt and completion, or text; "
+                "correct it"
             ) from error
         ids = [*head, *tail, *end]
         if len(ids) < least:

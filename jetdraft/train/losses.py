@@ -20,8 +20,8 @@ STREAM_WEIGHT = 0.1
 class Losses:
     """Cross entropies: of the main rows, of stream 1..gamma, and of early exits.
 
-    `acceptance` is the share of places where a stream's best token is the one that the
-    main row there finds best: what greedy decoding would accept of it.
+    `acceptance` is the share of places where a stream's best token is also the best
+    token of the main row there: the share that greedy decoding would accept.
     """
 
     main: Tensor
@@ -30,7 +30,7 @@ class Losses:
     acceptance: Tensor
 
     def total(self, mode: str) -> Tensor:
-        """What is minimised; in lossless mode the main rows cannot learn."""
+        """The loss to minimise; in lossless mode the main rows cannot learn."""
         total = STREAM_WEIGHT * self.streams.sum() + self.early
         return total + MAIN_WEIGHT * self.main if mode == SHARED else total
 
@@ -38,8 +38,7 @@ class Losses:
 def losses(streamed: Streamed, batch: Batch, gamma: int) -> Losses:
     """Run whole sequences whose rows carry all `gamma` streams.
 
-    Rows that predict nothing learned themselves, such as a prompt's, need no streams;
-    those above the first that does are not given any.
+    Rows before the first learned token, for example of a prompt, carry no streams.
     """
     size, rows = batch.ids.shape
     at = torch.arange(rows, device=batch.ids.device)

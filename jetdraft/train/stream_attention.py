@@ -65,7 +65,7 @@ def attend(
 def _of_streams(
     query: Tensor, key: Tensor, value: Tensor, rows: int, gamma: int
 ) -> Tensor:
-    """What the streams read: [b, heads, C * gamma, d] of all rows' tensors."""
+    """The attention of the streams [b, heads, C * gamma, d] over all rows."""
     mine, own_keys, own_values = (
         x[:, :, rows:].reshape(*x.shape[:2], -1, gamma, x.shape[3])
         for x in (query, key, value)

@@ -1,4 +1,4 @@
-"""Counting a trigram table in a corpus; no torch needed."""
+"""The counting of a trigram table in a corpus; torch is not needed."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""What a report comes down to, on figures made by hand."""
+"""The lines of a report, on figures written by hand."""
 
 from __future__ import annotations
 
 from jetdraft.bench.bars import bars
-from jetdraft.bench.report import Combination, Report, Row
+from jetdraft.bench.report import PairFigures, Report, TargetFigures
 
 
 def row(recipe, size, kl, top1, times):
     relative = dict(zip((1, 2, 4, 8), times, strict=True))
-    return Row(recipe, size, 0.0, kl, 0.0, top1, 0.0, {}, relative)
+    return TargetFigures(recipe, size, 0.0, kl, 0.0, top1, 0.0, {}, relative)
 
 
-def test_each_line_has_the_best_of_those_that_may_be_compared():
+def test_each_line_has_the_best_comparable_recipe():
     rows = [
         row("none", 800, 0.0, 1.0, (1.0, 1.0, 1.0, 1.0)),
         row("int8-rtn-b32", 200, 0.001, 0.99, (2.0, 2.0, 2.0, 2.0)),
@@ -21,10 +21,10 @@ def test_each_line_has_the_best_of_those_that_may_be_compared():
         row("int4-k_quant-b32", 103, 0.001, 0.9, (5.0, 4.0, 3.0, 2.0)),
     ]
     pairs = [
-        Combination("none", "none", 0.8, 1.0, 1.0),
-        Combination("none", "int4-rtn-b32", 0.77, 1.0, 1.0),
-        Combination("int8-rtn-b32", "none", 0.7, 1.0, 1.0),
-        Combination("int8-rtn-b32", "int4-rtn-b32", 0.71, 1.0, 1.0),
+        PairFigures("none", "none", 0.8, 1.0, 1.0),
+        PairFigures("none", "int4-rtn-b32", 0.77, 1.0, 1.0),
+        PairFigures("int8-rtn-b32", "none", 0.7, 1.0, 1.0),
+        PairFigures("int8-rtn-b32", "int4-rtn-b32", 0.71, 1.0, 1.0),
     ]
     assert bars(Report("t", "d", "x", rows, pairs)) == [
         "best int4: int4-gptq-b128, 0.25 of the KL of int4-rtn-b32 in 1.02 of its "
@@ -34,5 +34,5 @@ def test_each_line_has_the_best_of_those_that_may_be_compared():
     ]
 
 
-def test_a_report_without_them_has_no_lines():
+def test_a_report_without_comparable_recipes_has_no_lines():
     assert bars(Report("t", None, "x", [row("none", 8, 0.0, 1.0, (1.0,) * 4)])) == []

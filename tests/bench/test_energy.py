@@ -9,9 +9,9 @@ from tests.devices.trees import POWER, RAILS, write
 
 
 def test_rails_have_volts_and_amperes(tmp_path):
-    found = rails(write(tmp_path, POWER))
-    assert [rail.name for rail in found] == ["VDD_IN", "VDD_CPU_GPU_CV"]
-    assert [rail.watts() for rail in found] == [pytest.approx(10), pytest.approx(4)]
+    measured = rails(write(tmp_path, POWER))
+    assert [rail.name for rail in measured] == ["VDD_IN", "VDD_CPU_GPU_CV"]
+    assert [rail.watts() for rail in measured] == [pytest.approx(10), pytest.approx(4)]
 
 
 def test_the_rail_that_feeds_the_module_is_its_power(tmp_path):

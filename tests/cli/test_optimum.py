@@ -81,8 +81,7 @@ def test_the_bundle_is_that_of_jetdraft_export(export, pair, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "bad",
-    ["--quantize=int3", "--capacity=many", "--capacity 15", "--colour=red"],
+    "bad", ["--quantize=int3", "--capacity=many", "--capacity 15", "--colour=red"]
 )
 def test_bad_options_are_refused_as_by_jetdraft_export(export, pair, tmp_path, bad):
     refused = export("jetdraft", *bad.split(), pair.target, tmp_path / "bundle")

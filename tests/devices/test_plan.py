@@ -6,13 +6,7 @@ import json
 import pytest
 
 from jetdraft.devices.device import Device
-from jetdraft.devices.plan import (
-    Contender,
-    Question,
-    expected_levels,
-    plan,
-    refusal,
-)
+from jetdraft.devices.plan import MethodCost, Question, expected_levels, plan, refusal
 from jetdraft.errors import DeviceError, OptionError
 from tests.cli.running import assert_refused, jetdraft
 
@@ -33,10 +27,10 @@ LARGE = {
     "num_hidden_layers": 80,
     "intermediate_size": 28672,
 }
-CONTENDERS = (
-    Contender("draft", "drafter", trees=True),
-    Contender("stream", "probes", trees=True),
-    Contender("lookup", "free", trees=False),
+METHODS = (
+    MethodCost("draft", "drafter", trees=True),
+    MethodCost("stream", "probes", trees=True),
+    MethodCost("lookup", "free", trees=False),
 )
 
 
@@ -51,7 +45,7 @@ def config(tmp_path):
 
 
 def ask(target, device="orin-nx-16gb", **more):
-    return Question(target, Device.named(device), **more, contenders=CONTENDERS)
+    return Question(target, Device.named(device), **more, methods=METHODS)
 
 
 def brute_force(rows, acceptance):
@@ -83,15 +77,15 @@ def test_nothing_is_gained_where_nothing_is_accepted(config):
     assert (best.method, best.width, best.speedup) == ("none", 1, 1.0)
 
 
-def test_only_the_contenders_are_compared_and_their_cost_counts(config):
+def test_only_the_given_methods_are_compared_and_their_cost_counts(config):
     """Drafts of a method that is not built in, at every kind of cost."""
     device, target = Device.named("orin-nx-16gb"), config(CONFIG)
     drafter = config(SMALL, "drafter.json")
     assert [row.method for row in plan(Question(target, device)).rows] == ["none"]
     speeds = {}
     for cost, draft_config in (("free", None), ("probes", None), ("drafter", drafter)):
-        own = (Contender("own", cost, trees=False),)
-        rows = plan(Question(target, device, draft_config, contenders=own)).rows
+        own = (MethodCost("own", cost, trees=False),)
+        rows = plan(Question(target, device, draft_config, methods=own)).rows
         assert {row.shape for row in rows if row.method == "own"} == {"chain"}
         speeds[cost] = rows[4].tokens_per_second
     assert speeds["free"] > max(speeds["probes"], speeds["drafter"])

@@ -156,9 +156,7 @@ def test_a_scale_of_zero_is_the_base(tmp_path, model, checkpoint):
     base = tmp_path / "base"
     export(str(save_checkpoint(tmp_path / "c", llama_config())), base, options=FLOATS)
     export(
-        str(checkpoint),
-        tmp_path / "zero",
-        options=replace(FLOATS, adapter_scale=0.0),
+        str(checkpoint), tmp_path / "zero", options=replace(FLOATS, adapter_scale=0.0)
     )
     logits = [
         passes(jetdraft.load(path, threads=1), [40], Probing())[0]

@@ -101,8 +101,7 @@ def evaluate(model: ir.Model, inputs, output: ir.Value, feed: np.ndarray) -> np.
     part = ir.convenience.extract(model.graph, inputs, [output])
     part_model = ir.Model(part, ir_version=10)
     session = onnxruntime.InferenceSession(
-        ir.to_proto(part_model).SerializeToString(),
-        providers=["CPUExecutionProvider"],
+        ir.to_proto(part_model).SerializeToString(), providers=["CPUExecutionProvider"]
     )
     [name] = [value.name for value in session.get_inputs()]
     return session.run(None, {name: feed})[0]

@@ -1,8 +1,13 @@
+import json
+from functools import partial
+
 import numpy as np
 import pytest
 
 import jetdraft
+from jetdraft.bench.tuning import tune
 from jetdraft.errors import OptionError, ProviderError
+from jetdraft.runtime.measured.curve import Curve
 
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
 METHODS = [
@@ -88,7 +93,7 @@ def test_width_one_is_used_only_when_not_exact(model):
 def test_one_generation_at_a_time(model):
     first = iter(model.stream(token_ids=IDS))
     next(first)
-    for measure in (model.tune, model.measure_again):
+    for measure in (partial(tune, model), model.measure_again):
         with pytest.raises(jetdraft.JetdraftError, match="already generating"):
             measure()
     with pytest.raises(jetdraft.JetdraftError, match="already generating"):
@@ -132,11 +137,11 @@ def test_bad_input_is_refused_before_anything_runs(model, options, error, words)
     ("options", "reason"),
     [
         ({"provider": "cuda"}, "no fp32 kernel on CUDA; export with --dtype fp16"),
-        ({"provider": "tensorrt"}, "no contrib operators; export with --flavour"),
         (
-            {"provider": "abacus"},
-            "provider 'abacus'; choose tensorrt, cuda, cpu",
+            {"provider": "tensorrt"},
+            "cannot read contrib operators; export with --flavour",
         ),
+        ({"provider": "abacus"}, "provider 'abacus'; choose tensorrt, cuda, cpu"),
         ({"drafter_provider": "abacus"}, "unknown provider 'abacus'"),
         ({"drafter_provider": "cuda"}, "no fp32 kernel on CUDA"),
     ],
@@ -168,6 +173,8 @@ def test_measurements_are_kept_beside_the_bundle(model):
     before = profile.stat().st_mtime_ns
     again = jetdraft.load(model.bundle.path, threads=1)
     assert again.parts.widths == model.parts.widths
+    stored = Curve.from_json(json.loads(profile.read_text())["curve"])
+    assert again.parts.curve.passes == stored.passes
     assert profile.stat().st_mtime_ns == before
 
 
@@ -196,3 +203,60 @@ def test_a_method_says_what_is_wrong_with_its_options(model, given):
 def test_a_method_is_named_once(model):
     with pytest.raises(OptionError, match="names a method twice"):
         model.generate(token_ids=IDS, method="draft,draft")
+
+
+def test_a_seed_is_drawn_where_none_is_given(model):
+    """`stats.seed` gives the text again; every call draws a seed of its own."""
+    options = {
+        "token_ids": IDS, "temperature": 1.0, "max_new_tokens": 30, "ignore_eos": True,
+    }  # fmt: skip
+    one, other = (model.generate(**options, seed=None) for _ in range(2))
+    assert one.stats.seed != other.stats.seed
+    assert one.token_ids != other.token_ids
+    left_out = model.generate(**options)
+    assert left_out.stats.seed not in (one.stats.seed, other.stats.seed)
+    for result in (one, other, left_out):
+        again = model.generate(**options, seed=result.stats.seed, method="none")
+        assert again.token_ids == result.token_ids
+        assert again.stats.to_json()["seed"] == result.stats.seed
+
+
+def test_greedy_decoding_needs_no_seed(model):
+    options = {"token_ids": IDS, "max_new_tokens": 30, "ignore_eos": True}
+    results = [model.generate(**options, seed=seed) for seed in (None, 0, 7)]
+    assert [result.stats.seed for result in results] == [0, 0, 7]
+    assert len({tuple(result.token_ids) for result in results}) == 1
+
+
+def test_a_closed_model_says_so(bundle, tmp_path):
+    model = jetdraft.load(bundle, threads=1)
+    twin = model.twin()
+    stream = model.stream("a", max_new_tokens=3)
+    list(stream)
+    options = jetdraft.Options()
+    model.close()
+    calls = [
+        lambda: model.generate("a"),
+        lambda: model.generate(token_ids=[1]),
+        lambda: model.generate("a", options),
+        lambda: model.stream("a"),
+        lambda: model.astream("a"),
+        lambda: model.chat([{"role": "user", "content": "a"}]),
+        lambda: model.chat_prompt([{"role": "user", "content": "a"}]),
+        lambda: model.prompt("a"),
+        lambda: model.save_prefix(tmp_path / "prefix.npz", [1]),
+        lambda: model.load_prefix(tmp_path / "prefix.npz"),
+        lambda: (model.methods, model.provider, model.vocabulary),
+        lambda: model.planner,
+        partial(tune, model),
+        model.measure_again,
+        model.forget,
+        model.twin,
+        model.close,
+    ]
+    for call in calls:
+        with pytest.raises(jetdraft.JetdraftError, match="this model is closed"):
+            call()
+    model.cancel()  # nothing is under way
+    assert len(stream.result().token_ids) == 3
+    assert twin.generate("a", max_new_tokens=3).token_ids == stream.result().token_ids

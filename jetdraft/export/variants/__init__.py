@@ -1,15 +1,10 @@
 """The kinds of graphs that the exporter writes, in their order."""
 
-from jetdraft.export.variants import (
-    chain_graph,
-    half_graphs,
-    stream_graph,
-    tree_graph,
-)
+from jetdraft.export.variants import chain_graph, half_graphs, stream_graph, tree_graph
 
 VARIANTS = (
-    # Streams change what is traced; the chain is what all others are made of; and the
-    # halves take from its file the extra outputs that only they need.
+    # Streams change the pass that is traced. The other graphs are made of the chain.
+    # Halves come before trees: they remove the extra outputs of the chain graph.
     stream_graph.VARIANT,
     chain_graph.VARIANT,
     half_graphs.VARIANT,

@@ -1,4 +1,4 @@
-"""The chain graph: a pass over rows of which each follows the one before.
+"""The chain graph: a pass over rows, each of which follows the row before it.
 
 It is traced, rewritten for its flavour and quantized. The other graphs of a model are
 made of it and read the same weights file.

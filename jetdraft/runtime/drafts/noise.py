@@ -13,11 +13,8 @@ generators, 2014):
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-UInt64s = npt.NDArray[np.uint64]
-Int64s = npt.NDArray[np.int64]
-Doubles = npt.NDArray[np.float64]
+from jetdraft.runtime.drafts.arrays import Float64s, Int64s, UInt64s
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
@@ -30,7 +27,7 @@ def _mix(x: UInt64s) -> UInt64s:
     return x ^ (x >> np.uint64(31))
 
 
-def uniforms(seed: int, positions: Int64s, ids: Int64s) -> Doubles:
+def uniforms(seed: int, positions: Int64s, ids: Int64s) -> Float64s:
     """Uniforms in (0, 1), float64, one per pair of position and token id.
 
     `positions` and `ids` broadcast against each other, for example [n, 1] and [n, K].
@@ -43,7 +40,7 @@ def uniforms(seed: int, positions: Int64s, ids: Int64s) -> Doubles:
     return np.asarray(((bits >> np.uint64(12)) + 0.5) * 2.0**-52)
 
 
-def gumbel(seed: int, positions: Int64s, ids: Int64s) -> Doubles:
+def gumbel(seed: int, positions: Int64s, ids: Int64s) -> Float64s:
     """Standard Gumbel variates, float64, one per pair of position and token id.
 
     The largest sum of logit and variate is a draw from the softmax of the logits.

@@ -6,8 +6,8 @@ The search of ADED (2407.12021), which visits the child c of a node n with the l
 
     v visits, s sum of scores, p_c the child's share among its siblings
 
-One difference: a rollout's score sums the probabilities of the tokens that the rollout
-adds, where the released code sums those of tokens that were known already.
+One difference: the score of a rollout sums the probabilities of the tokens that it
+adds, where the released code sums those of tokens that the tree already has.
 """
 
 from __future__ import annotations

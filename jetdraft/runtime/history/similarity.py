@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from jetdraft.errors import BundleError
-
-Vector = npt.NDArray[np.float32]
+from jetdraft.runtime.drafts.arrays import Float32s
 
 
 class Similarity:
@@ -31,8 +29,8 @@ class Similarity:
                 f"{file} cannot be read; export the bundle again"
             ) from error
 
-    def vector(self, tokens: Sequence[int]) -> Vector:
+    def vector(self, tokens: Sequence[int]) -> Float32s:
         """Float32 [d] of unit length: the direction of the mean embedding."""
         mean = self._table[np.asarray(tokens)].astype(np.float32).mean(0)
-        vector: Vector = mean / max(float(np.linalg.norm(mean)), 1e-9)
+        vector: Float32s = mean / max(float(np.linalg.norm(mean)), 1e-9)
         return vector

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from jetdraft.errors import StoreError
-from jetdraft.runtime.history.similarity import Vector
+from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.history.store_file import DAMAGE, StoreFile
 
 MOST_ENTRIES = 256
@@ -38,7 +38,7 @@ class Entry:
 
     prompt: list[int]
     response: list[int]
-    vector: Vector
+    vector: Float32s
     used: float = 0.0
     id: int = 0
 
@@ -68,7 +68,7 @@ class ResponseStore:
         self.most_entries = most_entries
         self.most_days = most_days
         self._most_token = vocab_size - 1
-        self._file = StoreFile(file, tokenizer)
+        self._store_file = StoreFile(file, tokenizer)
         self._by_user: dict[str, ResponseStore] = {user: self}
         self.user = _checked_user(user)
         self.entries = self._open_or_replace()
@@ -90,17 +90,18 @@ class ResponseStore:
         try:
             return self._open_and_read()
         except DAMAGE as error:
-            self._file.move_damaged(error)
+            self._store_file.move_damaged(error)
         return self._open_and_read()
 
     def _open_and_read(self) -> list[Entry]:
-        self._file.create_or_check()
-        with self._file.connect() as database:
+        self._store_file.create_or_check()
+        with self._store_file.connect() as database:
             self._delete_old(database)
         return self._read()
 
     def _read(self) -> list[Entry]:
-        with self._file.connect() as database:
+        """The user's entries, latest first."""
+        with self._store_file.connect() as database:
             rows = database.execute(
                 "select id, used, prompt, response, vector from entries"
                 " where user = ? and used >= ? order by used desc limit ?",
@@ -137,12 +138,12 @@ class ResponseStore:
             )
 
     def _insert(self, entry: Entry) -> None:
-        if self._file.is_missing():
-            self._file.create_or_check()
+        if self._store_file.is_missing():
+            self._store_file.create_or_check()
         prompt, response = _blob(entry.prompt), _blob(entry.response)
         request = self.user, prompt
         vector = entry.vector.astype(np.float32).tobytes()
-        with self._file.connect() as database:
+        with self._store_file.connect() as database:
             earlier = database.execute(
                 "select response from entries where user = ? and prompt = ?", request
             ).fetchone()
@@ -167,7 +168,7 @@ class ResponseStore:
     def clear(self) -> int:
         """Delete all entries of the user; how many there were. Raises `StoreError`."""
         try:
-            with self._file.connect() as database:
+            with self._store_file.connect() as database:
                 deletion = "delete from entries where user = ?"
                 count = database.execute(deletion, (self.user,)).rowcount
         except sqlite3.Error as error:

@@ -110,7 +110,7 @@ class Curve:
         others = [curve.compaction, curve.probe, curve.drafter, *curve.drafts.values()]
         plausible = [0 < ms < LONGEST_MS for ms in passes]
         plausible += [0 <= ms < LONGEST_MS for ms in others]
-        if not passes or not all(plausible):
+        if not curve.passes or not all(plausible):
             raise ValueError("its times cannot be")
         return curve
 

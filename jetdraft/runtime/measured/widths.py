@@ -92,11 +92,13 @@ def measure(target: Graph, drafter: Graph | None = None) -> tuple[Widths, Curve]
         else:
             classes.append([width])
     exact = Widths(classes, {}).exact
+    # One session runs chains and trees alike, so their rows have the same bits.
+    two_sessions = target.sessions.chain is not target.sessions.any
     widths = Widths(
         classes,
         {w: float(np.abs(rows - logits[exact[0]]).max()) for w, rows in logits.items()},
-        _probes_agree(target, exact),
-        _trees_agree(target, exact),
+        _agree(target, exact, _probe_ways(target.contract)),
+        _agree(target, exact, [(NO_PROBING, True)] if two_sessions else []),
         _prefills_agree(target, exact),
     )
     drafter_ms = 0.0 if drafter is None else pass_times(drafter, [1])[1]
@@ -204,23 +206,19 @@ def _probe_ms(graph: Graph) -> float:
     return 1e3 * max(shortest[1] - shortest[0], 0.0) / (2 * streams)
 
 
-def _probes_agree(graph: Graph, widths: list[int]) -> bool:
-    """Whether the probes of exact passes change no bit of the rows."""
-    if not graph.contract.streams:
-        return True
-    ways = [
-        (Probing(graph.contract.streams, last_only), branching)
-        for branching in ((False, True) if graph.contract.tree else (False,))
+Ways = list[tuple[Probing, bool]]
+"""Ways to run rows: the probes beside them, and whether the pass branches."""
+
+
+def _probe_ways(contract: StepContract) -> Ways:
+    """Rows with probes beside all of them or the last one, in chains and trees."""
+    if not contract.streams:
+        return []
+    return [
+        (Probing(contract.streams, last_only), branching)
+        for branching in ((False, True) if contract.tree else (False,))
         for last_only in (False, True)
     ]
-    return _agree(graph, widths, ways)
-
-
-def _trees_agree(graph: Graph, widths: list[int]) -> bool:
-    """Whether a chain's rows have the same bits in a branching pass."""
-    if not graph.contract.tree or graph.sessions.chain is graph.sessions.any:
-        return True
-    return _agree(graph, widths, [(NO_PROBING, True)])
 
 
 def _prefills_agree(graph: Graph, widths: list[int]) -> bool:
@@ -255,10 +253,10 @@ def prefill_widths(contract: StepContract) -> list[int]:
     return widths
 
 
-def _agree(graph: Graph, widths: list[int], ways: list[tuple[Probing, bool]]) -> bool:
+def _agree(graph: Graph, widths: list[int], ways: Ways) -> bool:
     """Whether rows that run in other `ways` have the bits of a chain pass."""
     agree = True
-    for start in _fill(graph):
+    for start in _fill(graph) if ways else []:
         _place(graph, start)
         for width in widths:
             tokens = _tokens(graph, width)

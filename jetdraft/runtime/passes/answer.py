@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from jetdraft.contract import StepContract
-from jetdraft.runtime.drafts.noise import Int64s
+from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.probes import Probes
-from jetdraft.runtime.passes.binding import Floats
 from jetdraft.runtime.passes.tensor import Tensor
 
 
@@ -25,18 +24,18 @@ class Answer:
     """
 
     candidates: Int64s
-    candidate_logits: Floats
-    logsumexp: Floats
-    _logits: Floats
-    hidden: Floats | None = None
-    features: Floats | None = None
-    carried: Floats | None = None
+    candidate_logits: Float32s
+    logsumexp: Float32s
+    _logits: Float32s
+    hidden: Float32s | None = None
+    features: Float32s | None = None
+    carried: Float32s | None = None
     probes: Mapping[int, Answer] = field(default_factory=dict, repr=False)
     _parts: dict[int, Answer] = field(default_factory=dict, repr=False)
     _source: Tensor | None = field(default=None, repr=False)
 
     @property
-    def logits(self) -> Floats:
+    def logits(self) -> Float32s:
         """All logits of the rows."""
         if self._source is not None:
             self._source.fetch()
@@ -97,7 +96,7 @@ def answer_of(
     )
 
 
-def _rows_of(tensors: Mapping[str, Tensor], name: str) -> Floats | None:
+def _rows_of(tensors: Mapping[str, Tensor], name: str) -> Float32s | None:
     """An optional output [1, rows, size] as [rows, size]."""
     return tensors[name].array[0] if name in tensors else None
 

@@ -8,13 +8,12 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from jetdraft.contract import HIDDEN, TensorSpec
 from jetdraft.ort import ort
+from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.passes.tensor import HOST, Memory, Tensor
 
-Floats = npt.NDArray[np.float32]
 VisibleSlots = Sequence[Sequence[int]]
 """Per row, the slots of a draft that it attends to, itself left out."""
 
@@ -97,7 +96,7 @@ class Bound:
             self._copies.download()
         return time.perf_counter() - start
 
-    def _set_bias(self, slots: slice, values: Floats | int) -> None:
+    def _set_bias(self, slots: slice, values: Float32s | int) -> None:
         assert self._bias is not None
         self._bias[:, slots] = values
         if self._copies is not None:
@@ -153,7 +152,7 @@ class _Copies:
 
 
 @lru_cache(maxsize=256)
-def _bias_of(visible: tuple[tuple[int, ...], ...], filled: int) -> Floats:
+def _bias_of(visible: tuple[tuple[int, ...], ...], filled: int) -> Float32s:
     """The attention bias of a draft's slots, float32 [rows, filled + rows]."""
     bias = np.full((len(visible), filled + len(visible)), HIDDEN, np.float32)
     for row, slots in enumerate(visible):

@@ -9,10 +9,11 @@ import numpy as np
 
 from jetdraft.contract import WIDEST
 from jetdraft.ort import ort
+from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.drafts.probes import NO_PROBES, NO_PROBING, Probes, Probing
 from jetdraft.runtime.drafts.rows import Rows, without_gaps
 from jetdraft.runtime.passes.answer import Answer, answer_of
-from jetdraft.runtime.passes.binding import Bound, Floats
+from jetdraft.runtime.passes.binding import Bound
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.captures import Captures
 from jetdraft.runtime.passes.step_sessions import StepSession, StepSessions
@@ -70,7 +71,7 @@ class Graph:
         last_only: bool = False,
         width: int = 0,
         probing: Probing = NO_PROBING,
-        features: Floats | None = None,
+        features: Float32s | None = None,
     ) -> Answer:
         """Run one pass over a chain of n `tokens` at the cache's cursor.
 
@@ -237,7 +238,7 @@ class _Binding(Bound):
             self.input_ids[row] = tokens[row] if row < len(tokens) else tokens[-1]
             self.position_ids[row] = position
 
-    def fill_features(self, features: Floats) -> None:
+    def fill_features(self, features: Float32s) -> None:
         """Set the rows' features; the last row's fill up the rest."""
         array = self.arrays["features"][0]
         array[: len(features)] = features

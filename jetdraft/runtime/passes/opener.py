@@ -44,9 +44,7 @@ class Opener:
     provider: Provider
     threads: int
     spinning: bool
-    _cpu_sessions: dict[str, ort.InferenceSession] = field(
-        default_factory=dict, repr=False
-    )
+    _opened: dict[str, ort.InferenceSession] = field(default_factory=dict, repr=False)
 
     def graph(self, entry: GraphEntry, weights: Weights | None = None) -> Graph:
         """A graph of the bundle; `weights` replace the graph's own, by name."""
@@ -65,8 +63,8 @@ class Opener:
         shared: Mapping[str, ort.OrtValue] | None = None,
     ) -> ort.InferenceSession:
         """The session of one of the bundle's files; see `open_session`."""
-        if file in self._cpu_sessions:
-            return self._cpu_sessions[file]
+        if file in self._opened:
+            return self._opened[file]
         session = open_session(
             self.bundle.path / file,
             self.provider.name,
@@ -77,7 +75,7 @@ class Opener:
             as_options(options) if options else {},
         )
         if self.provider.memory == "cpu":
-            self._cpu_sessions[file] = session
+            self._opened[file] = session
         return session
 
     def compaction(self, file: str | None) -> ort.InferenceSession | None:

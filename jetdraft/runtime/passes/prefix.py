@@ -19,7 +19,7 @@ import numpy as np
 
 from jetdraft.errors import BundleError, OutputError
 from jetdraft.files import read_arrays, replacing
-from jetdraft.runtime.drafts.noise import Int64s
+from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.target import Target
 

@@ -16,10 +16,8 @@ from jetdraft.ort import ort
 MOST_THREADS_PER_CORE = 8
 """With more, threads wait for each other, some for minutes."""
 
-SIZE_OPERATORS = {
-    *("Shape", "Size", "Squeeze", "Unsqueeze", "Cast", "Concat", "Range", "Add"),
-    "Expand",
-}
+SIZE_OPERATORS = {"Shape", "Size", "Squeeze", "Unsqueeze", "Cast", "Concat"}
+SIZE_OPERATORS |= {"Range", "Add", "Expand"}
 """Operators that a provider may leave to the CPU: they compute sizes of a pass."""
 
 

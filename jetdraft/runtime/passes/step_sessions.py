@@ -61,5 +61,4 @@ class StepSessions:
 
     def of(self, width: int, branching: bool) -> StepSession:
         """The session for a pass of that width."""
-        other = self.any if branching else self.chain
-        return self.fixed.get(width, other)
+        return self.fixed.get(width, self.any if branching else self.chain)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jetdraft.contract import WIDEST
 from jetdraft.errors import OptionError
-from jetdraft.ranges import Range, check_ranges
+from jetdraft.ranges import between, check_ranges
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.lookup import StoreOptions
 from jetdraft.runtime.proposers.method import WALK, MethodOptions, unknown_key
@@ -18,14 +18,7 @@ from jetdraft.runtime.sampling.verifiers import VERIFIERS
 MAX_DRAFT_TOKENS = WIDEST - 1
 """The longest draft: the widest decoding pass without the root."""
 
-_RANGES = {
-    "num_draft_tokens": Range(
-        lambda count: 1 <= count <= MAX_DRAFT_TOKENS,
-        f"1 to {MAX_DRAFT_TOKENS}",
-        integer=True,
-        optional=True,
-    )
-}
+_RANGES = {"num_draft_tokens": between(1, MAX_DRAFT_TOKENS, optional=True)}
 
 
 @dataclass(frozen=True)
@@ -66,26 +59,30 @@ class Drafting:
     @cached_property
     def options(self) -> dict[str, Any]:
         """The options of each method that may draft, by its name."""
-        registered = methods()
         if self.names == (NONE,):
             self._refuse_settings()
             return {}
+        registered = methods()
         asked = registered if self.names == (AUTO,) else self.names
         types = {name: registered[name].options for name in asked}
-        if isinstance(self.settings, MethodOptions):
-            return self._typed(types, self.settings)
-        keys = {
-            key: None for options in types.values() for key in options.option_names()
-        }
-        for key in self.settings:
+        own = {name: options.option_names() for name, options in types.items()}
+        keys = dict.fromkeys(key for names in own.values() for key in names)
+        for key in self._settings:
             if key not in keys:
                 raise unknown_key(key, tuple(keys))
         return {
-            name: options.of(
-                {k: v for k, v in self.settings.items() if k in options.option_names()}
-            )
-            for name, options in types.items()
+            name: types[name].of({k: v for k, v in self._settings.items() if k in keys})
+            for name, keys in own.items()
         }
+
+    @property
+    def _settings(self) -> Mapping[str, object]:
+        """The settings by name, those of an object that are not its defaults."""
+        settings = self.settings
+        if isinstance(settings, Mapping):
+            return settings
+        default = vars(type(settings)())
+        return {k: v for k, v in vars(settings).items() if v != default[k]}
 
     @property
     def verifier(self) -> str:
@@ -104,41 +101,15 @@ class Drafting:
         sized = (o for o in self.options.values() if o.draft_size is not None)
         return next(sized, None)
 
-    def _typed(
-        self, types: dict[str, type[MethodOptions]], settings: MethodOptions
-    ) -> dict[str, Any]:
-        """An options object goes to the methods of its type; others take defaults."""
-        if type(settings) not in types.values():
-            raise OptionError(
-                f"{type(settings).__name__} are not options of method {self.method}; "
-                "give options of that method",
-                "drafting",
-            )
-        default = {"verifier": settings.verifier}
-        return {
-            name: settings if options is type(settings) else options.of(default)
-            for name, options in types.items()
-        }
-
     def _refuse_settings(self) -> None:
         """Plain decoding drafts nothing."""
-        settings = self.settings
-        keys = (
-            settings.option_names()
-            if isinstance(settings, MethodOptions)
-            else [*settings]
-        )
-        if keys:
+        count = self.num_draft_tokens
+        counted = {} if count is None else {"num_draft_tokens": count}
+        for key in {**self._settings, **counted}:
             raise OptionError(
-                f"drafting option {keys[0]!r} has no meaning with method none; leave "
-                "one of them out",
-                "drafting",
-            )
-        if self.num_draft_tokens is not None:
-            raise OptionError(
-                f"num draft tokens {self.num_draft_tokens} has no meaning with method "
-                "none; leave one of them out",
-                "num_draft_tokens",
+                f"{key.replace('_', ' ')} has no meaning with method none; leave one "
+                "of them out",
+                key if key in counted else "drafting",
             )
 
     def _check_names(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypedDict, Unpack
 
 from jetdraft.contract import CANDIDATES
 from jetdraft.errors import OptionError
-from jetdraft.ranges import Range, check_ranges
+from jetdraft.ranges import between, check_ranges
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.proposers.method import MethodOptions
 from jetdraft.runtime.sampling.chooser import Sampling
@@ -43,14 +43,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None
 
 
-_RANGES = {
-    "logprobs": Range(
-        lambda count: 0 <= count <= CANDIDATES,
-        f"0 to {CANDIDATES}",
-        integer=True,
-        optional=True,
-    )
-}
+_RANGES = {"logprobs": between(0, CANDIDATES, optional=True)}
 _DRAFTING_FIELDS = ("method", "num_draft_tokens", "exact")
 _CONSTRAINT_FIELDS = ("json_schema", "regex", "grammar")
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jetdraft.errors import OptionError
-from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.measured.rates import Acceptance
 from jetdraft.runtime.measured.widths import prefill_widths
 from jetdraft.runtime.passes.target import Target
@@ -76,10 +75,6 @@ class Planner:
         """Unlearn what earlier generations taught the proposers."""
         for proposer in self._proposers.values():
             proposer.forget()
-
-    def take(self, tuned: Curve) -> None:
-        """Plan with the curve that `jetdraft tune` measured."""
-        self.parts.curve.take(tuned)
 
     def widths(self, drafting: Drafting) -> list[int]:
         """The pass widths that a generation may use, ascending."""

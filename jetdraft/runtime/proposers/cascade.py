@@ -11,11 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.proposers.draft import (
-    DraftProposer,
-    drafter_of,
-    lacks_drafter,
-)
+from jetdraft.runtime.proposers.draft import DraftProposer, drafter_of, lacks_drafter
 from jetdraft.runtime.proposers.follower import Follower
 from jetdraft.runtime.proposers.lookup import LookupProposer, StoreOptions
 from jetdraft.runtime.proposers.method import Method

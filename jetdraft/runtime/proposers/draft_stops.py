@@ -14,8 +14,8 @@ import numpy as np
 
 from jetdraft.errors import StoreError
 from jetdraft.files import read_arrays
+from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.passes.binding import Floats
 from jetdraft.runtime.proposers.parts import Parts
 
 REPEATED = 3
@@ -127,12 +127,12 @@ class AcceptanceHead:
         AcceptanceHead.load(file, bundle.sha256, 192).rate(hidden)    # hidden [h]
     """
 
-    block: Floats
-    out: Floats
-    bias: Floats
-    scale: Floats
+    block: Float32s
+    out: Float32s
+    bias: Float32s
+    scale: Float32s
 
-    def rate(self, hidden: Floats) -> float:
+    def rate(self, hidden: Float32s) -> float:
         """The chance that the token drafted from a hidden state [h] is accepted."""
         x = hidden * self.scale
         for _ in range(REPEATED):

@@ -61,43 +61,42 @@ class LookupProposer(Proposer):
 
     def __init__(self, max_match: int = 16, store: ResponseStore | None = None) -> None:
         self.traits = Traits("lookup", max_draft_tokens=max_match)
-        self._own = _Own()
-        self._earlier = _Earlier(store) if store is not None else None
+        earlier = [] if store is None else [_Earlier(store)]
+        self._sources: list[_Own | _Earlier] = [_Own(), *earlier]
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         """Forget the last sequence, and learn what was stored since."""
-        self._own = _Own()
-        if self._earlier is not None:
-            self._earlier.begin()
+        for source in self._sources:
+            source.begin()
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The tokens after the best match."""
         count = min(budget, self.traits.max_draft_tokens)
-        draft, score = self._own.draft(context, count)
-        if self._earlier is not None:
-            other, other_score = self._earlier.draft(context, count)
-            draft = other if other_score > score else draft
-        return Rows.chain([context[-1], *draft])
+        drafts = [source.draft(context, count) for source in self._sources]
+        return Rows.chain([context[-1], *_likeliest(drafts)])
 
     def after(self, drafted: Sequence[int], count: int) -> list[int]:
         """What follows the last context and `drafted` tokens, which are not kept."""
-        draft, score = self._own.after(drafted, count)
-        if self._earlier is not None:
-            other, other_score = self._earlier.after(drafted, count)
-            draft = other if other_score > score else draft
-        return draft
+        return _likeliest([source.after(drafted, count) for source in self._sources])
+
+
+def _likeliest(drafts: list[tuple[list[int], float]]) -> list[int]:
+    """The draft with the highest score, of equals the first."""
+    return max(drafts, key=lambda draft: draft[1])[0]
 
 
 class _Own:
     """Looks up endings in prompt and output."""
 
     def __init__(self) -> None:
-        self._automaton = SuffixAutomaton()
-        self._read: list[int] = []
+        self.begin()
+
+    def begin(self) -> None:
+        self._automaton, self._read = SuffixAutomaton(), list[int]()
 
     def draft(self, context: Sequence[int], count: int) -> tuple[list[int], float]:
         if not _goes_on(self._read, context):
-            self._automaton, self._read = SuffixAutomaton(), []
+            self.begin()
         fresh = context[len(self._read) :]
         self._automaton.extend(fresh)
         self._read += fresh

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypedDict
@@ -32,19 +31,8 @@ OFF = "off"
 """In place of the drafter's provider: run without the drafter."""
 
 
-class LoadArguments(TypedDict, total=False):
-    """The keyword arguments of `jetdraft.load`; `LoadOptions` explains them."""
-
-    provider: str | None
-    threads: int | None
-    streams: str | Path | None
-    store: str | Path | None
-    drafter_provider: str | None
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """Where and how a bundle runs.
+class LoadOptions(TypedDict, total=False):
+    """Where and how a bundle runs: the keyword arguments of `jetdraft.load`.
 
     provider          "cpu", "cuda", "tensorrt" or "auto", the fastest of them that runs
                       here; default: the provider that the bundle was exported for
@@ -53,27 +41,27 @@ class LoadOptions:
     store             a file that keeps requests and responses to draft from; default:
                       nothing is kept
     drafter_provider  another provider for the drafter, or "off" to run without it
-
-        LoadOptions(provider="cpu", threads=2)
     """
 
-    provider: str | None = None
-    threads: int | None = None
-    streams: str | Path | None = None
-    store: str | Path | None = None
-    drafter_provider: str | None = None
+    provider: str | None
+    threads: int | None
+    streams: str | Path | None
+    store: str | Path | None
+    drafter_provider: str | None
 
-    def __post_init__(self) -> None:
-        for field in ("streams", "store"):
-            value = getattr(self, field)
-            if not isinstance(value, (str, Path, type(None))):
-                raise OptionError(f"{field} {value!r} is not a path; give one", field)
-        if self.drafter_provider not in (None, OFF, AUTO, *PROVIDERS):
-            names = ", ".join((*PROVIDERS, AUTO, OFF))
-            raise ProviderError(
-                f"unknown provider {self.drafter_provider!r} for the drafter; choose "
-                f"{names}"
-            )
+
+def _check_options(options: LoadOptions) -> None:
+    """Programs may pass anything; the command line has checked its own."""
+    for field in ("streams", "store"):
+        value = options.get(field)
+        if not isinstance(value, (str, Path, type(None))):
+            raise OptionError(f"{field} {value!r} is not a path; give one", field)
+    drafter = options.get("drafter_provider")
+    if drafter not in (None, OFF, AUTO, *PROVIDERS):
+        names = ", ".join((*PROVIDERS, AUTO, OFF))
+        raise ProviderError(
+            f"unknown provider {drafter!r} for the drafter; choose {names}"
+        )
 
 
 class Claim:
@@ -123,15 +111,17 @@ class Parts:
     buffers, `widths` and `curve` were measured on this machine. Parts that are opened
     `like` others share their sessions on the CPU, and have buffers of their own.
 
-        parts = Parts(Bundle.open("bundle"), LoadOptions(threads=2))
+        parts = Parts(Bundle.open("bundle"), {"threads": 2})
         parts.target.run([5, 8])
     """
 
     def __init__(
         self, bundle: Bundle, options: LoadOptions, like: Parts | None = None
     ) -> None:
+        _check_options(options)
         self.bundle, self.options = bundle, options
-        self.threads = default_threads() if options.threads is None else options.threads
+        threads = options.get("threads")
+        self.threads = default_threads() if threads is None else threads
         if like is None:
             self._opener = self._target_opener()
             self._drafter_opener = self._opener_beside(self._opener)
@@ -224,10 +214,13 @@ class Parts:
             self.follower.forget()
 
     def _target_opener(self) -> Opener:
-        own = self.options.provider
+        own = self.options.get("provider")
         provider = self.bundle.provider if own is None else own
         opener = self._placed(self.bundle.target, provider, self.threads, spinning=True)
-        if self.options.streams is not None and opener.provider.name == "tensorrt":
+        if (
+            self.options.get("streams") is not None
+            and opener.provider.name == "tensorrt"
+        ):
             raise ProviderError(
                 "TensorRT builds weights into its engines and cannot swap streams; "
                 "export the checkpoint that has them, or choose --provider cuda"
@@ -236,8 +229,11 @@ class Parts:
 
     def _opener_beside(self, target: Opener) -> Opener | None:
         """How the drafter is opened; None where it is off or missing."""
-        entry, provider = self.bundle.drafter, self.options.drafter_provider
-        if provider is None and self.options.provider in (None, self.bundle.provider):
+        entry, provider = self.bundle.drafter, self.options.get("drafter_provider")
+        if provider is None and self.options.get("provider") in (
+            None,
+            self.bundle.provider,
+        ):
             provider = self.bundle.drafter_provider
         if provider == OFF or entry is None:
             return None
@@ -258,18 +254,20 @@ class Parts:
         return drafter
 
     def _open_store(self) -> ResponseStore | None:
-        if self.options.store is None:
+        file = self.options.get("store")
+        if file is None:
             return None
         return ResponseStore(
-            Path(self.options.store),
+            Path(file),
             self.bundle.tokenizer_sha256,
             vocab_size=self.bundle.target.contract.vocab_size,
         )
 
     def _stream_weights(self) -> tuple[Weights, Weights]:
         """New weights of the lower half, and of all other graphs."""
-        if self.options.streams is None:
+        file = self.options.get("streams")
+        if file is None:
             return {}, {}
-        weights = read_streams(Path(self.options.streams), self.bundle)
+        weights = read_streams(Path(file), self.bundle)
         early: dict[str, Any] = {n: weights[n] for n in EARLY_EXIT if n in weights}
         return early, {n: w for n, w in weights.items() if n not in EARLY_EXIT}

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from jetdraft.ranges import Range, check_ranges
+from jetdraft.runtime.drafts.arrays import Float64s, Int64s
 from jetdraft.runtime.drafts.distribution import Distribution
-from jetdraft.runtime.drafts.noise import Doubles, Int64s, gumbel, uniforms
+from jetdraft.runtime.drafts.noise import gumbel, uniforms
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.processor import LogitsProcessor
@@ -134,7 +135,7 @@ class Chooser:
         sampling = self.sampling
         return sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0
 
-    def _kept(self, scaled: Doubles, answer: Answer) -> Int64s:
+    def _kept(self, scaled: Float64s, answer: Answer) -> Int64s:
         """Per row, the number of tokens that the filters keep, or `_OPEN`.
 
         `scaled` is float64 [n, K]: logits over temperature, best first. The number lies
@@ -156,7 +157,7 @@ class Chooser:
         return np.where(least == most, least, _OPEN)
 
     def _nucleus(
-        self, scaled: Doubles, most: Int64s, answer: Answer
+        self, scaled: Float64s, most: Int64s, answer: Answer
     ) -> tuple[Int64s, Int64s]:
         """Bounds of the number of best tokens whose probability reaches top-p.
 
@@ -172,7 +173,7 @@ class Chooser:
         longest = _prefix(mass, self.sampling.top_p * (inside + tail))
         return least, np.where(longest > held, most, longest)
 
-    def _tail(self, scaled: Doubles, answer: Answer) -> Doubles:
+    def _tail(self, scaled: Float64s, answer: Answer) -> Float64s:
         """An upper bound of the mass of all tokens that are no candidates, [n].
 
         Relative to the mass of the best candidate:
@@ -228,8 +229,8 @@ class Chooser:
         self,
         answer: Answer,
         positions: Int64s,
-        last: Doubles,
-        scores: Doubles,
+        last: Float64s,
+        scores: Float64s,
         chosen: Int64s,
     ) -> None:
         """Without filters any token can win; only those with much noise are scored.
@@ -242,8 +243,8 @@ class Chooser:
         seed, temperature = self.sampling.noise_seed, self.sampling.temperature
         threshold = np.exp(-np.exp(last - scores))[:, None]
         vocabulary = np.arange(answer.vocab_size)[None]
-        noise = uniforms(seed, positions[:, None], vocabulary)
-        rows, ids = np.nonzero(noise >= threshold)
+        uniform = uniforms(seed, positions[:, None], vocabulary)
+        rows, ids = np.nonzero(uniform >= threshold)
         rivals = answer.logits[rows, ids].astype(np.float64) / temperature
         rivals += gumbel(seed, positions[rows], ids)
         for row, token, score in zip(rows, ids, rivals, strict=True):
@@ -255,13 +256,13 @@ _OPEN = -1
 """The filters may keep tokens that are no candidates."""
 
 
-def _softmax(answer: Answer, scaled: Doubles, kept: int) -> Distribution:
+def _softmax(answer: Answer, scaled: Float64s, kept: int) -> Distribution:
     """The softmax over one row's first `kept` candidates; `scaled` is [1, K]."""
     weights = np.exp(scaled[0, :kept] - scaled[0, 0])
     ids = answer.candidates[0, :kept].copy()
     return Distribution(ids, weights / weights.sum())
 
 
-def _prefix(mass: Doubles, wanted: Doubles) -> Int64s:
+def _prefix(mass: Float64s, wanted: Float64s) -> Int64s:
     """How many candidates the cumulative `mass` [n, K] takes to reach `wanted` [n]."""
     return np.asarray(np.count_nonzero(mass < wanted[:, None], axis=1) + 1)

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jetdraft.runtime.drafts.noise import Doubles
+from jetdraft.runtime.drafts.arrays import Float64s
 
 EPSILON, DELTA = 0.09, 0.3
 TOP, TOLERANCE = 3, 1.0
 
 
-def typical(p: Doubles, children: Sequence[int]) -> Doubles:
+def typical(p: Float64s, children: Sequence[int]) -> Float64s:
     """Typical acceptance (Medusa, 2401.10774): accepts children that p finds plausible.
 
     Decides row by row, where Medusa takes the longest accepted path of all.
@@ -28,7 +28,7 @@ def typical(p: Doubles, children: Sequence[int]) -> Doubles:
     return _most_probable([x for x in children if p[x] > threshold], p)
 
 
-def tolerant(p: Doubles, children: Sequence[int]) -> Doubles:
+def tolerant(p: Float64s, children: Sequence[int]) -> Float64s:
     """Top-beta with a tolerance (SpecDec, 2203.16487)."""
     #   accept x if x is among the beta best of p and log p(best) - log p(x) <= tau
     #   of several x, the most probable; if none, y ~ p
@@ -37,7 +37,7 @@ def tolerant(p: Doubles, children: Sequence[int]) -> Doubles:
     return _most_probable([x for x in children if p[x] >= least], p)
 
 
-def _most_probable(accepted: list[int], p: Doubles) -> Doubles:
+def _most_probable(accepted: list[int], p: Float64s) -> Float64s:
     if not accepted:
         return p
     pi = np.zeros_like(p)

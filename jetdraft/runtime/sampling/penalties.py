@@ -15,22 +15,18 @@ from math import isfinite
 import numpy as np
 
 from jetdraft.errors import OptionError
-from jetdraft.ranges import Range, check_ranges
+from jetdraft.ranges import Range, between, check_ranges
+from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.passes.binding import Floats
 from jetdraft.runtime.sampling.processor import with_logits
 
 _RANGES = {
     "repetition_penalty": Range(
         lambda penalty: 0.0 < penalty <= 100.0, "more than 0 (1: off), at most 100"
     ),
-    "presence_penalty": Range(
-        lambda penalty: -100.0 <= penalty <= 100.0, "-100 to 100"
-    ),
-    "frequency_penalty": Range(
-        lambda penalty: -100.0 <= penalty <= 100.0, "-100 to 100"
-    ),
+    "presence_penalty": between(-100.0, 100.0),
+    "frequency_penalty": between(-100.0, 100.0),
 }
 
 
@@ -99,7 +95,7 @@ class PenaltyProcessor:
         ]
         return with_logits(answer, penalized)
 
-    def _penalized(self, logits: Floats, path: Sequence[int]) -> Floats:
+    def _penalized(self, logits: Float32s, path: Sequence[int]) -> Float32s:
         """One row's logits, after the tokens of a path below the context."""
         logits, penalties = logits.copy(), self.penalties
         for token, bias in penalties.biases.items():

@@ -13,9 +13,9 @@ from typing import Protocol
 
 import numpy as np
 
+from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.passes.binding import Floats
 
 
 class LogitsProcessor(Protocol):
@@ -29,7 +29,7 @@ class LogitsProcessor(Protocol):
         ...
 
 
-def with_logits(answer: Answer, logits: Sequence[Floats]) -> Answer:
+def with_logits(answer: Answer, logits: Sequence[Float32s]) -> Answer:
     """The answer with other logits, float32 [vocab] per row, and their candidates.
 
     Computed row by row, so that no number depends on how many rows there are.
@@ -52,7 +52,7 @@ def with_logits(answer: Answer, logits: Sequence[Floats]) -> Answer:
     )
 
 
-def _best_ids(row: Floats, count: int) -> np.ndarray:
+def _best_ids(row: Float32s, count: int) -> np.ndarray:
     """The ids of the largest logits, best first; of equal logits the lower id first."""
     ids = np.sort(np.argpartition(-row, count - 1)[:count])
     return np.asarray(ids[np.argsort(-row[ids], kind="stable")])

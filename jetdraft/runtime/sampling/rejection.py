@@ -20,10 +20,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from jetdraft.errors import OptionError
-from jetdraft.runtime.drafts.noise import Doubles
+from jetdraft.runtime.drafts.arrays import Float64s
 
 
-def single(p: Doubles, q: Doubles, children: Sequence[int]) -> Doubles:
+def single(p: Float64s, q: Float64s, children: Sequence[int]) -> Float64s:
     """Speculative sampling with one child (Leviathan et al., 2211.17192)."""
     #   accept x ~ q with min(1, p(x) / q(x))
     #   else y ~ norm(max(p - q, 0))
@@ -35,8 +35,8 @@ def single(p: Doubles, q: Doubles, children: Sequence[int]) -> Doubles:
 
 
 def recursive(
-    p: Doubles, q: Doubles, children: Sequence[int], replaced: bool
-) -> Doubles:
+    p: Float64s, q: Float64s, children: Sequence[int], replaced: bool
+) -> Float64s:
     """Recursive rejection sampling (SpecInfer 2305.09781; MCSD 2401.06706)."""
     #   accept x with min(1, r(x) / d(x)), where r = p and d = q at first
     #   on rejection r = norm(max(r - d, 0)), and without replacement d loses x
@@ -61,7 +61,7 @@ def recursive(
     return np.asarray(pi + reach * residual)
 
 
-def sequential(p: Doubles, q: Doubles, children: Sequence[int]) -> Doubles:
+def sequential(p: Float64s, q: Float64s, children: Sequence[int]) -> Float64s:
     """K-SEQ of SpecTr (2310.15141): k independent children, one rho for all."""
     #   accept x with min(1, p(x) / (rho q(x))), in turn
     #   rho solves 1 - (1 - beta)^k = rho beta, with beta = sum min(p / rho, q)
@@ -81,7 +81,7 @@ def sequential(p: Doubles, q: Doubles, children: Sequence[int]) -> Doubles:
     return np.asarray(pi + reach * rest / rest.sum() if rest.sum() > 0 else pi)
 
 
-def _rho(p: Doubles, q: Doubles, count: int) -> float:
+def _rho(p: Float64s, q: Float64s, count: int) -> float:
     """The rho of K-SEQ, between 1 and `count`, by bisection."""
 
     def excess(rho: float) -> float:
@@ -97,7 +97,7 @@ def _rho(p: Doubles, q: Doubles, count: int) -> float:
     return high
 
 
-def greedy_plus_one(p: Doubles, q: Doubles, children: Sequence[int]) -> Doubles:
+def greedy_plus_one(p: Float64s, q: Float64s, children: Sequence[int]) -> Float64s:
     """The best tokens of q, and one drawn from the others (Hu et al., 2502.18779)."""
     #   q' = q without the fixed tokens, renormalised; t ~ q'
     #   accept t with min(1, p(t) / q'(t))

@@ -9,13 +9,13 @@ from typing import Protocol
 import numpy as np
 
 from jetdraft.errors import OptionError
+from jetdraft.runtime.drafts.arrays import Float64s
 from jetdraft.runtime.drafts.distribution import Distribution
-from jetdraft.runtime.drafts.noise import Doubles
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser
 
-Rule = Callable[[Doubles, Doubles, Sequence[int], Kind], Doubles]
+Rule = Callable[[Float64s, Float64s, Sequence[int], Kind], Float64s]
 """Maps (p, q, children, kind) to the distribution of the chosen token."""
 
 
@@ -26,17 +26,10 @@ class Verifier(Protocol):
     distribution for these, unless it is `lossy`.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def kinds(self) -> frozenset[Kind]: ...
-
-    @property
-    def lossy(self) -> bool: ...
-
-    @property
-    def single_child(self) -> bool: ...
+    name: str
+    kinds: frozenset[Kind]
+    lossy: bool
+    single_child: bool
 
     def choose(
         self, rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
@@ -77,12 +70,12 @@ class Walk:
         return chooser.choose(answer, positions)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Conditional:
     """Draws each row's token from pi(. | its children), which `rule` gives.
 
-    Exact in distribution only: with the same seed the text is another than that of
-    plain decoding, since the choice depends on the draft.
+    Exact in distribution only: with the same seed the text differs from plain decoding,
+    since the choice depends on the draft.
     """
 
     name: str
@@ -109,9 +102,7 @@ class Conditional:
                 p = self._pi(p, rows.drawn_from.get(row), children, rows)
             token = p.draw(chooser.sampling.noise_seed, positions[row])
             chosen[row] = token
-            row = next(
-                (child for child in children if rows.tokens[child] == token), None
-            )
+            row = next((i for i in children if rows.tokens[i] == token), None)
         return chosen
 
     def _pi(

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 MOST_ITEMS, MOST_STATES = 500, 50_000
 """Limits of the library's parser and lexer; a state takes up to 2 kB."""
 
-SPACING = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as most is written. The "x-guidance" of a schema overrides it."""
 
 

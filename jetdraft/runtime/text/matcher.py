@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jetdraft.errors import OptionError
+from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.passes.binding import Floats
 from jetdraft.runtime.sampling.processor import with_logits
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Matcher:
         tried += fresh[:count]
         return count == len(fresh)
 
-    def _masked(self, logits: Floats) -> Floats:
+    def _masked(self, logits: Float32s) -> Float32s:
         from llguidance.numpy import fill_next_token_bitmask
 
         fill_next_token_bitmask(self._inner, self._bits, 0)

@@ -8,7 +8,7 @@ import numpy as np
 
 from jetdraft.contract import StepContract
 from jetdraft.errors import OptionError
-from jetdraft.runtime.drafts.noise import Int64s
+from jetdraft.runtime.drafts.arrays import Int64s
 
 
 def check_ids(token_ids: Any, contract: StepContract) -> Int64s:

@@ -121,7 +121,7 @@ class Merged(Shape):
         return [row for row in live if tree.depths[row] < self.depth]
 
     def _repeated(self, tree: Tree, row: int) -> int | None:
-        """An earlier row with the same last tokens that is no ancestor of `row`."""
+        """An earlier row with the same last tokens that is not an ancestor of `row`."""
         path = tree.path(row)
         recent = [tree.tokens[r] for r in path[: 1 + self.repeat]]
         for other in range(1, row):

@@ -28,7 +28,7 @@ def entry(*prompt, response=(1, 2)):
 
 
 def prompts(store):
-    return [found.prompt for found in store.entries]
+    return [entry.prompt for entry in store.entries]
 
 
 def test_entries_come_back_latest_first(tmp_path):
@@ -87,7 +87,7 @@ def test_the_same_request_is_kept_once(tmp_path):
     store = open_store(tmp_path)
     store.add(entry(5, response=[1]))
     store.add(entry(5, response=[2]))
-    assert [found.response for found in store.entries] == [[2]]
+    assert [entry.response for entry in store.entries] == [[2]]
 
 
 def test_the_oldest_go(tmp_path):
@@ -268,7 +268,7 @@ def test_two_processes_share_a_store(tmp_path):
     file = tmp_path / "store.sqlite"
     command = [sys.executable, "-W", "error", "-c", WRITER, str(file)]
     running = [subprocess.Popen([*command, str(first)]) for first in (0, 100)]
-    assert [each.wait() for each in running] == [0, 0]
+    assert [process.wait() for process in running] == [0, 0]
     assert len(open_store(tmp_path, user="ann").entries) == 40
 
 
@@ -280,7 +280,7 @@ def test_where_it_cannot_be_written(tmp_path):
 def test_a_failure_while_keeping_stops_nothing(tmp_path, monkeypatch):
     store = open_store(tmp_path)
 
-    def full(found):
+    def full(entry):
         raise sqlite3.OperationalError("database or disk is full")
 
     monkeypatch.setattr(store, "_insert", full)
@@ -296,7 +296,7 @@ def test_a_response_that_is_a_text_is_replaced(tmp_path):
     again = open_store(tmp_path)
     assert again.entries == []
     again.add(entry(5, response=[7]))
-    assert [found.response for found in again.entries] == [[7]]
+    assert [entry.response for entry in again.entries] == [[7]]
 
 
 def test_a_file_that_was_removed_is_made_again(tmp_path):

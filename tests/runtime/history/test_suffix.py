@@ -67,8 +67,8 @@ def test_sequences_do_not_run_into_each_other():
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_through_another_text_keep_the_longest_match(seed):
     pick, automaton = random.Random(seed), SuffixAutomaton()
-    known = [[pick.randrange(3) for _ in range(12)] for _ in range(4)]
-    for sequence in known:
+    sequences = [[pick.randrange(3) for _ in range(12)] for _ in range(4)]
+    for sequence in sequences:
         automaton.begin()
         automaton.extend(sequence)
     text, place = [], (ROOT, 0)
@@ -78,7 +78,7 @@ def test_steps_through_another_text_keep_the_longest_match(seed):
         sizes = [
             size
             for size in range(1, 13)
-            for sequence in known
+            for sequence in sequences
             for i in range(13 - size)
             if sequence[i : i + size] == text[-size:]
         ]

@@ -1,11 +1,14 @@
 import json
+import shutil
 
 import numpy as np
 import pytest
 
+from jetdraft.bundle import Bundle
 from jetdraft.contract import WIDEST
-from jetdraft.runtime.measured import widths as calibration
-from jetdraft.runtime.measured.widths import Calibration, measure
+from jetdraft.runtime.measured import profiles as kept
+from jetdraft.runtime.measured.profiles import Profiles
+from jetdraft.runtime.measured.widths import Widths, measure, pass_times
 
 
 @pytest.fixture
@@ -14,17 +17,19 @@ def measured(model):
 
 
 def test_every_width_is_in_one_class(measured):
-    widths = sorted(width for members in measured.classes for width in members)
+    found, curve = measured
+    widths = sorted(width for members in found.classes for width in members)
     assert widths == list(range(1, WIDEST + 1))
-    assert sorted(measured.target_ms) == widths
-    assert sorted(measured.drafter_ms) == widths
-    assert all(ms > 0 for ms in measured.target_ms.values())
+    assert sorted(curve.passes) == sorted(found.gaps) == widths
+    assert all(ms > 0 for ms in curve.passes.values())
+    assert curve.drafter > 0
 
 
 def test_members_of_a_class_agree_bit_by_bit_and_others_do_not(measured):
-    for members in measured.classes:
-        gaps = {measured.gaps[width] for width in members}
-        if members == measured.exact_widths:
+    found, _ = measured
+    for members in found.classes:
+        gaps = {found.gaps[width] for width in members}
+        if members == found.exact:
             assert gaps == {0.0}
         else:
             assert min(gaps) > 0
@@ -34,33 +39,76 @@ def test_the_measurement_sees_a_difference(model, monkeypatch):
     """A width whose rows differ in the last bit must leave the class."""
     run = model.parts.target.run
 
-    def tampered(tokens, last_only=False):
-        answer = run(tokens, last_only)
+    def tampered(tokens, **options):
+        answer = run(tokens, **options)
         if len(tokens) == 5:
             answer.logits[:] = np.nextafter(answer.logits, np.float32(np.inf))
         return answer
 
     monkeypatch.setattr(model.parts.target, "run", tampered)
-    found = measure(model.parts.target, None)
+    found, _ = measure(model.parts.target)
     assert [5] in found.classes
     assert found.gaps[5] > 0
 
 
 def test_the_largest_class_is_used():
-    found = Calibration([[1], [2, 3, 5], [4]], {}, {}, {})
-    assert found.exact_widths == [2, 3, 5]
-    assert Calibration([[1], [2]], {}, {}, {}).exact_widths == [1]
+    found = Widths([[1], [2, 3, 5], [4]], dict.fromkeys(range(1, 6), 0.0))
+    assert found.exact == [2, 3, 5]
+    assert found.allowed(exact=True) == [2, 3, 5]
+    assert found.allowed(exact=False) == [1, 2, 3, 4, 5]
+    assert Widths([[1], [2]], {}).exact == [1]
 
 
-def test_kept_for_this_machine_only(tmp_path, measured):
-    file, machine = tmp_path / "profiles" / "cpu-1.json", {"processor": "this"}
-    calibration.store(file, machine, measured)
-    assert calibration.load(file, machine) == measured
-    assert calibration.load(file, {"processor": "other"}) is None
-    file.write_text(json.dumps({"machine": machine}))
-    assert calibration.load(file, machine) is None
+def test_widths_are_read_as_they_were_written(measured):
+    stored = json.loads(json.dumps(measured[0].to_json()))
+    assert Widths.from_json(stored) == measured[0]
+    stored["classes"][0] = stored["classes"][0][1:]
+    with pytest.raises(ValueError, match="every measured width once"):
+        Widths.from_json(stored)
+
+
+@pytest.fixture
+def profiles(bundle, tmp_path):
+    """Profiles of a bundle that nobody has measured; opened again by each call."""
+    own = shutil.copytree(bundle, tmp_path / "own")
+    shutil.rmtree(own / "profiles", ignore_errors=True)
+    return lambda: Profiles(Bundle.open(own), "cpu", 1)
+
+
+def test_kept_for_this_machine_only(model, profiles, measured, monkeypatch):
+    graphs, runs = (model.parts.target, model.parts.drafter), []
+    monkeypatch.setattr(kept, "measure", lambda *g: runs.append(g) or measured)
+    assert profiles().measured(*graphs) == measured
+    assert profiles().measured(*graphs) == measured
+    assert runs == [graphs], "the second load reads what the first measured"
+    profiles().measured(*graphs, again=True)
+    assert len(runs) == 2
+    other = profiles()
+    other.machine["processor"] = "other"
+    assert other.measured(*graphs) == measured
+    assert len(runs) == 3
+    assert profiles().measured(*graphs) == measured
+    assert len(runs) == 4, "the other machine's replaced it"
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"machine": 5}', "[]", "whole"])
+def test_a_damaged_measurement_is_made_again(
+    model, profiles, measured, monkeypatch, damage
+):
+    graphs, runs = (model.parts.target, model.parts.drafter), []
+    monkeypatch.setattr(kept, "measure", lambda *g: runs.append(g) or measured)
+    first = profiles()
+    first.measured(*graphs)
+    if damage == "whole":
+        damage = json.dumps({"machine": first.machine})
+    first.file.write_text(damage)
+    assert profiles().measured(*graphs) == measured
+    assert len(runs) == 2
 
 
 def test_measuring_leaves_the_caches_empty(model):
-    measure(model.parts.target, model.parts.drafter)
-    assert model.parts.target.cache.length == model.parts.drafter.cache.length == 0
+    target, drafter = model.parts.target, model.parts.drafter
+    measure(target, drafter)
+    assert target.cache.length == drafter.cache.length == 0
+    assert sorted(pass_times(drafter, [1, 4])) == [1, 4]
+    assert drafter.cache.length == 0

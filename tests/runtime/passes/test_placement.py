@@ -25,21 +25,22 @@ from jetdraft.runtime.passes.captures import Captures
 from jetdraft.runtime.passes.opener import shared_weights
 from jetdraft.runtime.passes.session import open_session
 from jetdraft.runtime.passes.tensor import Memory
-from jetdraft.runtime.planning.options import Options
+from jetdraft.runtime.planning.drafting import Drafting
 from tests.tiny import llama_config, save_checkpoint, save_streams
 
 PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
 CPU = PROVIDERS["cpu"].full
+BEST = {"tree": "best"}
 WAYS = [
     {"method": "none"},
     {"method": "lookup"},
     {"method": "draft", "num_draft_tokens": 4},
-    {"method": "draft", "tree": "best", "num_draft_tokens": 6},
+    {"method": "draft", "drafting": BEST, "num_draft_tokens": 6},
     {"method": "auto"},
     {"method": "draft", "temperature": 0.9, "seed": 3},
     {"method": "lookup", "temperature": 1.2, "seed": 5, "top_p": 0.95},
     {"method": "draft", "num_draft_tokens": 7, "max_new_tokens": 286},
-    {"method": "draft", "exact": False, "tree": "best", "num_draft_tokens": 6},
+    {"method": "draft", "exact": False, "drafting": BEST, "num_draft_tokens": 6},
 ]
 
 
@@ -90,7 +91,7 @@ def test_a_bundle_for_a_gpu_is_fp16(bundle):
 
 def test_the_text_is_that_of_the_cpu(bundle, pretended):
     plain = jetdraft.load(bundle.path, provider="cpu", threads=1)
-    assert pretended.placement == f"{bundle.provider}+cpu"
+    assert pretended.parts.placement == f"{bundle.provider}+cpu"
     for way in WAYS:
         kept = ("temperature", "seed", "top_p", "max_new_tokens")
         settings = {key: value for key, value in way.items() if key in kept}
@@ -99,7 +100,7 @@ def test_the_text_is_that_of_the_cpu(bundle, pretended):
 
 
 def test_only_candidates_come_to_the_host(pretended):
-    graph = pretended.target
+    graph = pretended.parts.target
     assert graph.memory == Memory("cpu", copies=True)
     graph.cache.rewind(0)
     answer = graph.run(PROMPT[:8])
@@ -115,15 +116,17 @@ def test_only_candidates_come_to_the_host(pretended):
 
 
 def test_pruning_is_refused(bundle, pretended):
-    with pytest.raises(OptionError, match="not on "):
-        pretended.target_for(Options(method="stream", prune_threshold=0.1))
+    drafting = Drafting("stream", settings={"prune_threshold": 0.1})
+    with pytest.raises(OptionError, match=f"not on {bundle.provider}") as refusal:
+        pretended.planner.target(drafting)
+    assert refusal.value.field == "drafting"
 
 
 def test_passes_are_captured_by_size_and_length(bundle, pretended):
     if bundle.provider != "cuda":
-        assert pretended.target.captures is None
+        assert pretended.parts.target.captures is None
         return
-    captures = pretended.target.captures
+    captures = pretended.parts.target.captures
     text(pretended, method="none")
     captures.ids.clear()
     text(pretended, method="none", max_new_tokens=250)
@@ -134,13 +137,13 @@ def test_passes_are_captured_by_size_and_length(bundle, pretended):
 
 
 def test_each_engine_has_a_width(bundle, pretended):
-    engines = pretended.target.engines
+    engines = pretended.parts.target.sessions
     if bundle.provider == "cuda":
         assert engines.width(3, room=100) == 3
         assert engines.chain.session is not engines.any.session
         return
     assert [engines.width(rows, room=100) for rows in (1, 4, 5, 9)] == [4, 4, 8, 9]
-    widths = set(pretended.planner.calibration.target_ms)
+    widths = set(pretended.parts.curve.passes)
     assert widths == {4, 8, *range(9, 17)}, "others would be filled up to these"
     assert engines.of(8, branching=True) is engines.fixed[8]
     assert engines.of(9, branching=True) is engines.any
@@ -158,24 +161,25 @@ def test_a_new_size_runs_eagerly_first():
 
 
 def test_trees_that_round_otherwise_are_not_exact(bundle, pretended):
-    assert pretended.planner.calibration.trees_agree
+    assert pretended.parts.widths.trees_agree
     if bundle.provider != "cuda":
         return
-    graph, other = pretended.target, jetdraft.load(bundle.path, "cpu", 1).target
+    graph = pretended.parts.target
+    other = jetdraft.load(bundle.path, provider="cpu", threads=1).parts.target
     file = bundle.path / bundle.target.tree_file
     own = shared_weights(file, "cpu")
     arrays = {name: value.numpy() for name, value in own.items()}
     scales = next(name for name, w in arrays.items() if w.dtype == np.float16)
     swapped = open_session(file, "cpu", weights={scales: 2 * arrays[scales]})
-    graph.engines.any = replace(graph.engines.any, session=swapped)
+    graph.sessions.any = replace(graph.sessions.any, session=swapped)
     graph._bindings.clear()
-    assert not measure(graph, None).trees_agree
-    assert measure(other, None).trees_agree
-    known = pretended.planner.calibration
-    pretended.planner.calibration = replace(known, trees_agree=False)
-    tree = {"method": "draft", "tree": "best"}
-    with pytest.raises(OptionError, match="passes that branch"):
+    assert not measure(graph)[0].trees_agree
+    assert measure(other)[0].trees_agree
+    pretended.parts.widths = replace(pretended.parts.widths, trees_agree=False)
+    tree = {"method": "draft", "drafting": BEST}
+    with pytest.raises(OptionError, match="passes that branch") as refusal:
         text(pretended, **tree)
+    assert refusal.value.field == "drafting"
     assert text(pretended, exact=False, **tree)
     drafted = pretended.generate(token_ids=PROMPT, method="auto", max_new_tokens=40)
     assert drafted.token_ids == text(pretended, method="none", max_new_tokens=40)
@@ -184,14 +188,18 @@ def test_trees_that_round_otherwise_are_not_exact(bundle, pretended):
 def test_a_drafter_that_was_off_is_measured_when_it_is_on(bundle, tmp_path):
     copy = shutil.copytree(bundle.path, tmp_path / "copy")
     shutil.rmtree(copy / "profiles", ignore_errors=True)
-    off = jetdraft.load(copy, "cpu", threads=1, drafter_provider="off")
-    assert off.placement == "cpu+off"
-    assert text(jetdraft.load(copy, "cpu", threads=1), method="draft")
+    off = jetdraft.load(copy, provider="cpu", threads=1, drafter_provider="off")
+    assert off.parts.placement == "cpu+off"
+    on = jetdraft.load(copy, provider="cpu", threads=1)
+    assert text(on, method="draft")
+    assert off.parts.curve.drafter == 0.0
+    assert on.parts.curve.drafter > 0.0
 
 
 def test_a_drafter_goes_where_the_caller_goes(bundle):
     """A bundle's choice for its drafter belongs to its choice for the target."""
-    assert jetdraft.load(bundle.path, "cpu", threads=1).placement == "cpu"
+    model = jetdraft.load(bundle.path, provider="cpu", threads=1)
+    assert model.parts.placement == "cpu"
 
 
 @pytest.mark.parametrize("scheme", ["int4", "none"])
@@ -205,12 +213,13 @@ def test_streams_and_integers_of_four_bits(tmp_path, monkeypatch, scheme):
         Recipe(scheme, 32), provider="cuda", flavour=flavour, capacity=192, max_width=64
     )
     export(str(tmp_path / "c"), tmp_path / "b", options=options)
-    plain = jetdraft.load(tmp_path / "b", "cpu", threads=1)
+    plain = jetdraft.load(tmp_path / "b", provider="cpu", threads=1)
     pretend(monkeypatch, "cuda")
     model = jetdraft.load(tmp_path / "b", threads=1)
     assert model.parts.target.memory.copies
     for way in ({}, {"temperature": 1.1, "seed": 2, "top_p": 0.9}):
         expected = text(plain, method="none", **way)
         for tree in ("chain", "best"):
-            found = text(model, method="stream", tree=tree, num_draft_tokens=3, **way)
+            drafting = {"drafting": {"tree": tree}, "num_draft_tokens": 3}
+            found = text(model, method="stream", **drafting, **way)
             assert found == expected

@@ -7,17 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from jetdraft.runtime.generator import Generator
 
 import jetdraft
 from jetdraft.errors import BundleError, OutputError
-from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.measured.widths import _prefills_agree, prefill_widths
 from jetdraft.runtime.passes.prefix import common
-from jetdraft.runtime.planning.controller import Fixed
-from jetdraft.runtime.sampling.chooser import Chooser, Sampling
-from jetdraft.runtime.text.codec import TextStream
-from jetdraft.runtime.text.stops import StopWatcher
+from jetdraft.runtime.planning.options import Options
 
 RANDOM = np.random.default_rng(4)
 IDS = RANDOM.integers(0, 288, 151).tolist()
@@ -26,7 +22,7 @@ OPTIONS = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.9, "seed":
 METHODS = [
     {"method": "none"},
     {"method": "draft", "num_draft_tokens": 3},
-    {"method": "draft", "tree": "best", "num_draft_tokens": 7},
+    {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 7},
     {"method": "lookup", "num_draft_tokens": 2},
     {"method": "auto"},
 ]
@@ -72,11 +68,11 @@ def test_a_prompt_goes_on_where_the_last_one_left_off(kept, way, length):
 def test_only_what_is_new_is_read(kept):
     kept.forget()
     first = kept.generate(token_ids=IDS, **OPTIONS, method="none")
-    before = kept.target.passes
+    before = kept.parts.target.passes
     longer = [*IDS, *first.token_ids, *OTHER[:9]]
     second = kept.generate(token_ids=longer, **OPTIONS, method="none")
     assert second.stats.reused_tokens == len(IDS) + 39
-    assert kept.target.passes - before == 1 + second.stats.target_passes
+    assert kept.parts.target.passes - before == 1 + second.stats.target_passes
 
 
 def test_the_same_prompt_again_reads_one_token(kept):
@@ -99,8 +95,8 @@ def test_rows_of_other_widths_are_not_taken(kept):
 
 def test_what_somebody_else_has_written_over_is_read_again(kept):
     expected = fresh(kept, IDS)
-    kept.target.cache.rewind(0)
-    kept.target.run(OTHER)
+    kept.parts.target.cache.rewind(0)
+    kept.parts.target.run(OTHER)
     found = kept.generate(token_ids=IDS, **OPTIONS)
     assert found.stats.reused_tokens == 0
     assert found.token_ids == expected
@@ -166,7 +162,7 @@ def test_prefixes_that_are_none_are_refused(kept, tmp_path):
     file = tmp_path / "prefix.npz"
     expected = fresh(kept, IDS)
     file.write_text("nonsense")
-    with pytest.raises(BundleError, match="not a saved prefix"):
+    with pytest.raises(BundleError, match="is not a saved prefix"):
         kept.load_prefix(file)
     kept.save_prefix(file, IDS[:90])
     with np.load(file) as stored:
@@ -174,8 +170,8 @@ def test_prefixes_that_are_none_are_refused(kept, tmp_path):
     machine = json.loads(str(arrays["identity"]))
     for change, words in (
         ({"identity": np.array(json.dumps({**machine, "bundle": "x"}))}, "another"),
-        ({"identity": np.array("{")}, "not a saved prefix"),
-        ({"tokens": arrays["tokens"][:5]}, "not a saved prefix"),
+        ({"identity": np.array("{")}, "is not a saved prefix"),
+        ({"tokens": arrays["tokens"][:5]}, "is not a saved prefix"),
     ):
         np.savez(file, **{**arrays, **change})
         with pytest.raises(BundleError, match=words):
@@ -188,7 +184,7 @@ def test_prefixes_that_are_none_are_refused(kept, tmp_path):
 def test_where_filling_up_has_no_room_less_is_read(kept):
     """254 of 256 rows are held, and 8 is the narrowest width above 2."""
     prompt = (IDS * 2)[:256]
-    graph, seen = kept.target, []
+    graph, seen = kept.parts.target, []
     kept.forget()
     run = graph.run
 
@@ -198,12 +194,13 @@ def test_where_filling_up_has_no_room_less_is_read(kept):
 
     graph.run = spy
     try:
-        generator = Generator(graph, [2, 8], [], prefills=[64, 32])
-        ending, stats = StopWatcher(TextStream(None, []), []), Stats("none", True, 256)
-        chooser, none = Chooser(Sampling()), Fixed(None, 0)
-        assert list(generator.run(prompt, chooser, none, 1, ending, stats)) == []
+        options = Options.of(method="none", max_new_tokens=1)
+        generation = Generation(kept.parts, kept.planner, prompt, options)
+        generation.widths = [2, 8]
+        assert list(generation.run()) == []
     finally:
         del graph.run
+        kept.forget()
     assert sum(tokens for tokens, _ in seen) == 255
     assert seen[-4:] == [(8, 8), (8, 8), (8, 8), (7, 8)]
     assert graph.cache.length == 255
@@ -219,7 +216,7 @@ def test_prompts_are_read_in_multiples_of_the_widest_draft(kept, most, widths):
 
 
 def test_a_width_whose_last_row_differs_does_not_agree(kept):
-    graph, run = kept.target, kept.target.run
+    graph, run = kept.parts.target, kept.parts.target.run
     widths = kept.parts.widths.exact
     assert _prefills_agree(graph, widths)
 

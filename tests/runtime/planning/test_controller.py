@@ -3,19 +3,20 @@ import random
 import pytest
 
 from jetdraft.runtime.drafts.probes import Probing
-from jetdraft.runtime.measured.curve import Costs
+from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.measured.rates import Acceptance
 from jetdraft.runtime.measured.stats import Round
 from jetdraft.runtime.planning.controller import PLAIN, Adaptive, Fixed
-from jetdraft.runtime.proposers import LookupProposer
+from jetdraft.runtime.proposers.lookup import LookupProposer
+from jetdraft.runtime.proposers.proposer import Traits
 
 WIDTHS = range(2, 17)
 
 
 class Named(LookupProposer):
-    def __init__(self, name):
+    def __init__(self, name, max_draft_tokens=16, **traits):
         super().__init__()
-        self.name = name
+        self.traits = Traits(name, max_draft_tokens, **traits)
 
 
 def outcome(method="draft", drafted=3, accepted=0, ms=1.0, width=4, draft_ms=0.1):
@@ -31,36 +32,37 @@ def outcome(method="draft", drafted=3, accepted=0, ms=1.0, width=4, draft_ms=0.1
 
 
 def adaptive(slope=0.1, draft_ms=0.05, widths=WIDTHS):
-    costs = Costs({w: 1 + slope * (w - 1) for w in range(1, 17)}, {"draft": draft_ms})
-    return Adaptive([Named("draft")], costs, {"draft": Acceptance()}, widths, 15)
+    passes = {w: 1 + slope * (w - 1) for w in range(1, 17)}
+    curve = Curve(passes, drafts={"draft": draft_ms})
+    return Adaptive([Named("draft")], curve, {"draft": Acceptance()}, widths, 15)
 
 
 def test_fixed_keeps_its_length_and_respects_room():
     proposer = Named("draft")
     fixed = Fixed(proposer, 4)
-    assert fixed.plan(10, {}).budget == 4
-    assert fixed.plan(2, {}).budget == 2
-    assert fixed.plan(10, {proposer: 0}) == PLAIN
-    assert Fixed(None, 0).plan(10, {}) == PLAIN
+    assert fixed.assign(10, {}).budget == 4
+    assert fixed.assign(2, {}).budget == 2
+    assert fixed.assign(10, {proposer: 0}) == PLAIN
+    assert Fixed(None, 0).assign(10, {}) == PLAIN
 
 
 def test_good_drafts_get_longer():
     controller = adaptive()
-    before = controller.plan(15, {}).budget
+    before = controller.assign(15, {}).budget
     for _ in range(30):
-        budget = controller.plan(15, {}).budget
+        budget = controller.assign(15, {}).budget
         controller.observe(outcome(drafted=budget, accepted=budget))
-    assert controller.plan(15, {}).budget > before
+    assert controller.assign(15, {}).budget > before
 
 
 def test_bad_drafts_are_switched_off():
     controller = adaptive(slope=0.3, draft_ms=0.2)
     off = 0
     for _ in range(60):
-        plan = controller.plan(15, {})
-        off += plan == PLAIN
-        method = "draft" if plan.budget else "none"
-        controller.observe(outcome(method, drafted=plan.budget))
+        assignment = controller.assign(15, {})
+        off += assignment == PLAIN
+        method = "draft" if assignment.budget else "none"
+        controller.observe(outcome(method, drafted=assignment.budget))
     assert off > 30
 
 
@@ -68,49 +70,49 @@ def test_what_was_off_is_tried_again():
     controller = adaptive(slope=0.3, draft_ms=0.2)
     for _ in range(20):
         controller.observe(outcome(drafted=1))
-    assert controller.plan(15, {}) == PLAIN
+    assert controller.assign(15, {}) == PLAIN
     for _ in range(1000):
         controller.observe(outcome(method="none", drafted=0, width=2))
-    assert controller.plan(15, {}) != PLAIN
+    assert controller.assign(15, {}) != PLAIN
 
 
 def test_a_row_that_is_carried_anyway_is_free():
     """Two rows are the narrowest exact pass, so one drafted row costs no pass time."""
     controller = adaptive(slope=5.0, draft_ms=0.01)
-    assert controller.plan(15, {}).budget == 1
-    assert adaptive(slope=5.0, widths=range(1, 17)).plan(15, {}) == PLAIN
+    assert controller.assign(15, {}).budget == 1
+    assert adaptive(slope=5.0, widths=range(1, 17)).assign(15, {}) == PLAIN
 
 
 def test_barren_proposers_are_passed_over():
-    costs = Costs(dict.fromkeys(range(1, 17), 1.0), {})
+    curve = Curve(dict.fromkeys(range(1, 17), 1.0))
     first, second = Named("a"), Named("b")
     acceptance = {"a": Acceptance(), "b": Acceptance()}
-    controller = Adaptive([first, second], costs, acceptance, WIDTHS, 15)
-    plan = controller.plan(15, {})
-    other = second if plan.proposer is first else first
-    assert controller.plan(15, {plan.proposer: 0}).proposer is other
-    assert controller.plan(15, {first: 0, second: 0}) == PLAIN
+    controller = Adaptive([first, second], curve, acceptance, WIDTHS, 15)
+    assignment = controller.assign(15, {})
+    other = second if assignment.proposer is first else first
+    assert controller.assign(15, {assignment.proposer: 0}).proposer is other
+    assert controller.assign(15, {first: 0, second: 0}) == PLAIN
 
 
 @pytest.mark.parametrize("room", [1, 2, 5])
 def test_room_limits_the_draft(room):
-    assert adaptive(slope=0.0, draft_ms=0.0).plan(room, {}).budget == room
+    assert adaptive(slope=0.0, draft_ms=0.0).assign(room, {}).budget == room
 
 
-def test_costs_between_and_beyond_measured_widths():
-    costs = Costs({2: 2.0, 4: 4.0}, {})
-    assert costs.pass_ms(3) == pytest.approx(3.0)
-    assert costs.pass_ms(6) == pytest.approx(6.0)
-    assert costs.pass_ms(1) == pytest.approx(1.0)
+def test_times_between_and_beyond_measured_widths():
+    curve = Curve({2: 2.0, 4: 4.0})
+    assert curve.pass_ms(3) == pytest.approx(3.0)
+    assert curve.pass_ms(6) == pytest.approx(6.0)
+    assert curve.pass_ms(1) == pytest.approx(1.0)
 
 
-def test_costs_follow_the_clock_but_not_one_stall():
-    costs = Costs({2: 2.0, 4: 4.0}, {"draft": 0.1})
-    costs.learn(outcome(width=4, ms=400.0))
-    assert costs.target[4] < 4.2
+def test_times_follow_the_clock_but_not_one_stall():
+    curve = Curve({2: 2.0, 4: 4.0}, drafts={"draft": 0.1})
+    curve.learn(outcome(width=4, ms=400.0))
+    assert curve.passes[4] < 4.2
     for _ in range(200):
-        costs.learn(outcome(width=4, ms=5.0))
-    assert costs.target[4] == pytest.approx(5.0, rel=0.05)
+        curve.learn(outcome(width=4, ms=5.0))
+    assert curve.passes[4] == pytest.approx(5.0, rel=0.05)
 
 
 def test_rates_of_unseen_positions_take_after_the_one_before():
@@ -129,62 +131,59 @@ def test_rates_of_unseen_positions_take_after_the_one_before():
 class Streaming(Named):
     """Drafts of up to four tokens, read off probes."""
 
-    streams = 4
-
-    def __init__(self):
-        super().__init__("stream")
-        self.max_draft_tokens = 4
+    def __init__(self, max_draft_tokens=4, **traits):
+        super().__init__("stream", max_draft_tokens, probes=4, **traits)
 
 
 def streaming(probe, slope=0.0, rate=0.9, others=()):
     """A controller whose streams are right at that rate, and always have been."""
-    costs = Costs({w: 1 + slope * (w - 1) for w in range(1, 17)}, {}, probe)
+    curve = Curve({w: 1 + slope * (w - 1) for w in range(1, 17)}, probe=probe)
     proposers = [Streaming(), *others]
-    acceptance = {proposer.name: Acceptance() for proposer in proposers}
+    acceptance = {proposer.traits.name: Acceptance() for proposer in proposers}
     for known in acceptance.values():
         known.places.well, known.places.seen = [1000 * rate] * 4, [1000.0] * 4
-    return Adaptive(proposers, costs, acceptance, WIDTHS, 15)
+    return Adaptive(proposers, curve, acceptance, WIDTHS, 15)
 
 
 def test_fixed_streams_are_carried_whether_or_not_there_is_a_draft():
     proposer = Streaming()
     fixed = Fixed(proposer, 3)
-    assert fixed.plan(10, {}).probing == Probing(3)
-    nothing = fixed.plan(10, {proposer: 0})
+    assert fixed.assign(10, {}).probing == Probing(3)
+    nothing = fixed.assign(10, {proposer: 0})
     assert (nothing.proposer, nothing.probing) == (None, Probing(3))
-    assert Fixed(Named("draft"), 3).plan(10, {}).probing == Probing()
+    assert Fixed(Named("draft"), 3).assign(10, {}).probing == Probing()
 
 
 def test_free_probes_go_to_every_row():
-    plan = streaming(probe=0.0).plan(15, {})
-    assert plan.proposer.name == "stream"
-    assert (plan.budget, plan.probing) == (4, Probing(4))
+    assignment = streaming(probe=0.0).assign(15, {})
+    assert assignment.proposer.traits.name == "stream"
+    assert (assignment.budget, assignment.probing) == (4, Probing(4))
 
 
 def test_dear_probes_go_to_the_last_row_only():
-    plan = streaming(probe=0.03, slope=0.05).plan(15, {})
-    assert plan.probing.last_only
+    assignment = streaming(probe=0.03, slope=0.05).assign(15, {})
+    assert assignment.probing.last_only
 
 
 def test_probes_that_do_not_pay_are_left_out():
-    assert streaming(probe=5.0).plan(15, {}) == PLAIN
-    assert streaming(probe=0.0, rate=0.0).plan(15, {}) == PLAIN
+    assert streaming(probe=5.0).assign(15, {}) == PLAIN
+    assert streaming(probe=0.0, rate=0.0).assign(15, {}) == PLAIN
 
 
 def test_a_round_without_an_offer_prepares_the_next():
     controller = streaming(probe=0.01)
     stream = controller.proposers[0]
-    plan = controller.plan(15, {stream: 0})
-    assert plan.proposer is None
-    assert plan.probing.streams == 4
+    assignment = controller.assign(15, {stream: 0})
+    assert assignment.proposer is None
+    assert assignment.probing.streams == 4
 
 
 def test_another_proposer_may_draft_while_probes_prepare():
     controller = streaming(probe=0.001, others=[Named("lookup")])
     controller.acceptance["lookup"].places.well = [500.0] * 4
-    plan = controller.plan(15, {controller.proposers[0]: 0})
-    assert plan.proposer.name == "lookup"
-    assert plan.probing.streams
+    assignment = controller.assign(15, {controller.proposers[0]: 0})
+    assert assignment.proposer.traits.name == "lookup"
+    assert assignment.probing.streams
 
 
 # --- trees ----------------------------------------------------------------------------
@@ -193,52 +192,50 @@ def test_another_proposer_may_draft_while_probes_prepare():
 class Branching(Streaming):
     """Streams that can be asked for trees."""
 
-    branches = True
-
     def __init__(self):
-        super().__init__()
-        self.max_draft_tokens = 15
+        super().__init__(max_draft_tokens=15, branches=True)
 
 
 def branching(slope, rate=0.5, exact=True, allowed=True):
-    costs = Costs({w: 1 + slope * (w - 1) for w in range(1, 17)}, {}, 0.0)
+    curve = Curve({w: 1 + slope * (w - 1) for w in range(1, 17)})
     known = Acceptance()
     known.places.well, known.places.seen = [1000 * rate] * 4, [1000.0] * 4
     streams = Branching()
-    return Adaptive([streams], costs, {streams.name: known}, WIDTHS, 15, exact, allowed)
+    acceptance = {streams.traits.name: known}
+    return Adaptive([streams], curve, acceptance, WIDTHS, 15, exact, allowed)
 
 
 def test_free_rows_become_branches():
-    plan = branching(slope=0.0).plan(15, {})
-    assert plan.budget == 15
-    assert len(plan.parents) == 15
-    assert plan.parents.count(0) > 1
+    assignment = branching(slope=0.0).assign(15, {})
+    assert assignment.budget == 15
+    assert len(assignment.parents) == 15
+    assert assignment.parents.count(0) > 1
 
 
 def test_rows_that_cost_do_not_branch():
-    assert branching(slope=0.2).plan(15, {}).parents is None
+    assert branching(slope=0.2).assign(15, {}).parents is None
 
 
 def test_drafts_that_are_always_right_do_not_branch():
-    assert branching(slope=0.02, rate=1.0).plan(15, {}).parents is None
+    assert branching(slope=0.02, rate=1.0).assign(15, {}).parents is None
 
 
 def test_trees_are_for_those_who_allow_them():
-    assert branching(slope=0.0, allowed=False).plan(15, {}).parents is None
+    assert branching(slope=0.0, allowed=False).assign(15, {}).parents is None
 
 
 def test_a_branch_is_worth_less_where_it_must_be_proven():
     """With rows at these times a tree pays without proofs, and not with them."""
-    assert branching(slope=0.1, exact=False).plan(15, {}).parents is not None
-    assert branching(slope=0.1, exact=True).plan(15, {}).parents is None
+    assert branching(slope=0.1, exact=False).assign(15, {}).parents is not None
+    assert branching(slope=0.1, exact=True).assign(15, {}).parents is None
 
 
 def test_siblings_that_are_never_right_are_given_up():
     controller = branching(slope=0.02)
-    assert controller.plan(15, {}).parents is not None
+    assert controller.assign(15, {}).parents is not None
     for _ in range(60):
         controller.acceptance["stream"].siblings.observe([True] * 3)
-    assert controller.plan(15, {}).parents is None
+    assert controller.assign(15, {}).parents is None
 
 
 def test_what_a_tree_tells_of_its_siblings():
@@ -252,11 +249,11 @@ def test_what_a_tree_tells_of_its_siblings():
 
 
 def test_the_price_of_a_probe_is_learned():
-    costs = Costs({4: 4.0}, {}, probe=0.0)
+    curve = Curve({4: 4.0}, probe=0.0)
     for _ in range(500):
-        costs.learn(outcome(width=4, ms=6.0)._replace(probes=8))
-    assert costs.probe == pytest.approx(0.25, rel=0.05)
-    assert costs.target[4] == 4.0
+        curve.learn(outcome(width=4, ms=6.0)._replace(probes=8))
+    assert curve.probe == pytest.approx(0.25, rel=0.05)
+    assert curve.passes[4] == 4.0
 
 
 # --- over a long generation -----------------------------------------------------------
@@ -272,25 +269,25 @@ def simulate(rate_at, rounds, seed, slope=CPU, widths=range(1, 17), draft_ms=0.0
     The speed is relative to rounds without a draft.
     """
     chance = random.Random(seed)
-    curve = {w: 1 + slope * (w - 1) for w in range(1, 17)}
-    costs = Costs(dict(curve), {"draft": draft_ms})
+    passes = {w: 1 + slope * (w - 1) for w in range(1, 17)}
+    curve = Curve(dict(passes), drafts={"draft": draft_ms})
     acceptance = {"draft": Acceptance()}
-    controller = Adaptive([Named("draft")], costs, acceptance, widths, 15)
+    controller = Adaptive([Named("draft")], curve, acceptance, widths, 15)
     lengths, tokens, spent = [], 0, 0.0
     for number in range(rounds):
-        drafted = controller.plan(15, {}).budget
+        drafted = controller.assign(15, {}).budget
         accepted = 0
         while accepted < drafted and chance.random() < rate_at(number):
             accepted += 1
         width = max(drafted + 1, min(widths))
         method = "draft" if drafted else "none"
         controller.observe(
-            outcome(method, drafted, accepted, curve[width], width, draft_ms)
+            outcome(method, drafted, accepted, passes[width], width, draft_ms)
         )
         lengths.append(drafted)
         tokens += accepted + 1
-        spent += curve[width] + draft_ms * drafted
-    return lengths, tokens / spent * curve[min(widths)]
+        spent += passes[width] + draft_ms * drafted
+    return lengths, tokens / spent * passes[min(widths)]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -328,22 +325,22 @@ def test_a_bad_run_that_chance_explains_changes_little():
 
 
 def test_what_a_proposer_takes_is_learned_whoever_won():
-    costs = Costs({2: 2.0}, {"draft": 0.5, "lookup": 0.0})
-    costs.learn(outcome()._replace(asked={"lookup": (0, 0.003)}))
-    assert costs.draft["lookup"] == 0.0  # of nothing there is no price per token
+    curve = Curve({2: 2.0}, drafts={"draft": 0.5, "lookup": 0.0})
+    curve.learn(outcome()._replace(asked={"lookup": (0, 0.003)}))
+    assert curve.drafts["lookup"] == 0.0  # of nothing there is no price per token
     asked = {"lookup": (1, 0.003), "draft": (2, 0.001)}
-    costs.learn(outcome()._replace(asked=asked))
-    assert costs.draft == {"draft": 0.5, "lookup": pytest.approx(3.0)}
+    curve.learn(outcome()._replace(asked=asked))
+    assert curve.drafts == {"draft": 0.5, "lookup": pytest.approx(3.0)}
     for _ in range(200):
-        costs.learn(outcome()._replace(asked={"lookup": (4, 0.0004)}))
-    assert costs.draft["lookup"] == pytest.approx(0.1, rel=0.05)
+        curve.learn(outcome()._replace(asked={"lookup": (4, 0.0004)}))
+    assert curve.drafts["lookup"] == pytest.approx(0.1, rel=0.05)
 
 
 def test_trees_cost_what_was_measured_of_trees():
     controller = branching(slope=0.0)
-    assert controller.plan(15, {}).parents is not None
-    controller.costs.tree = dict.fromkeys(range(2, 33), 9.0)
-    assert controller.plan(15, {}).parents is None
-    assert controller.costs.tree_ms(4, exact=True) == 9.0
-    controller.costs.compaction = 1.0
-    assert controller.costs.tree_ms(4, exact=False) == 10.0
+    assert controller.assign(15, {}).parents is not None
+    controller.curve.trees = dict.fromkeys(range(2, 33), 9.0)
+    assert controller.assign(15, {}).parents is None
+    assert controller.curve.tree_ms(4, exact=True) == 9.0
+    controller.curve.compaction = 1.0
+    assert controller.curve.tree_ms(4, exact=False) == 10.0

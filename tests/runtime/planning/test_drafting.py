@@ -6,97 +6,152 @@ import numpy as np
 import pytest
 
 from jetdraft.errors import OptionError
+from jetdraft.runtime.planning.drafting import Drafting
+from jetdraft.runtime.proposers.draft import DraftOptions
+from jetdraft.runtime.proposers.lookup import LookupOptions
+from jetdraft.runtime.proposers.stream import StreamOptions
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 
 IDS = np.random.default_rng(1).integers(0, 288, 30)
 DRAFT = {"method": "draft", "token_ids": IDS}
-KARY = {**DRAFT, "tree": "k-ary", "branching": [2, 2]}
+KARY = {"tree": "k-ary", "branching": [2, 2]}
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
+    ("drafting", "error", "words"),
     [
-        ({**DRAFT, "tree": "oak"}, OptionError, "unknown tree"),
-        ({**DRAFT, "siblings": "twins"}, OptionError, "unknown siblings"),
-        ({**DRAFT, "verifier": "judge"}, OptionError, "unknown verifier"),
-        ({"token_ids": IDS, "tree": "best"}, OptionError, "method draft"),
-        ({**DRAFT, "tree": "k-ary"}, OptionError, "go together"),
-        ({**DRAFT, "branching": [2]}, OptionError, "go together"),
-        ({**DRAFT, "tree": "static"}, OptionError, "go together"),
-        ({**DRAFT, "tree": "static", "tree_parents": [0, 2]}, OptionError, "before"),
+        ({"tree": "oak"}, OptionError, "unknown tree"),
+        ({"siblings": "twins"}, OptionError, "unknown siblings"),
+        ({"verifier": "judge"}, OptionError, "unknown verifier"),
+        ({"shape": "best"}, OptionError, "unknown drafting option 'shape'"),
+        ({"tree": "k-ary"}, OptionError, "go together"),
+        ({"branching": [2]}, OptionError, "go together"),
+        ({"tree": "static"}, OptionError, "go together"),
+        ({"tree_parents": [0]}, OptionError, "go together"),
+        ({"tree": "static", "tree_parents": [0, 2]}, OptionError, "before"),
         ({**KARY, "branching": [4, 4]}, OptionError, "wider than a pass"),
         ({**KARY, "branching": [0]}, OptionError, "1 or more"),
-        ({**KARY, "num_draft_tokens": 3}, OptionError, "its own size"),
-        ({**DRAFT, "siblings": "with-replacement"}, OptionError, "1,1,1"),
+        ({"siblings": "with-replacement"}, OptionError, "1,1,1"),
         (
-            {**DRAFT, "tree": "rerank", "siblings": "with-replacement"},
+            {"tree": "rerank", "siblings": "with-replacement"},
             OptionError,
             "cannot have",
         ),
         ({**KARY, "verifier": "typical"}, OptionError, "no-exact"),
         ({**KARY, "verifier": "recursive"}, OptionError, "no-exact"),
+        ({**KARY, "branching": 3}, OptionError, "list of integers"),
+        ({**KARY, "branching": "3;2"}, OptionError, "list of integers"),
+        ({**KARY, "branching": [2.5]}, OptionError, "list of integers"),
+        ({**KARY, "branching": [True]}, OptionError, "list of integers"),
+        ({"tree": "static", "tree_parents": []}, OptionError, "no rows"),
+    ],
+)
+def test_contradictions_are_refused(model, drafting, error, words):
+    with pytest.raises(error, match=words) as refusal:
+        model.stream(**DRAFT, drafting=drafting)
+    assert error is not OptionError or refusal.value.field == "drafting"
+
+
+@pytest.mark.parametrize(
+    ("method", "drafting", "error", "words"),
+    [
+        ("draft", {**KARY, "verifier": "recursive"}, OptionError, "for coupled"),
+        ("draft", {"verifier": "rejection"}, OptionError, "for coupled"),
         (
-            {**KARY, "verifier": "recursive", "exact": False},
-            OptionError,
-            "not made for coupled",
-        ),
-        (
-            {**DRAFT, "verifier": "rejection", "exact": False},
-            OptionError,
-            "not made for coupled",
-        ),
-        (
-            {**DRAFT, "tree": "heap", "verifier": "rejection", "exact": False},
+            "draft",
+            {"tree": "heap", "verifier": "rejection"},
             OptionError,
             "one child per row",
         ),
-        (
-            {"token_ids": IDS, "method": "none", "verifier": "k-seq", "exact": False},
-            OptionError,
-            "means nothing",
-        ),
-        ({**DRAFT, "num_draft_tokens": 2.5}, OptionError, "not an integer"),
-        ({**DRAFT, "num_draft_tokens": True}, OptionError, "not an integer"),
-        ({**DRAFT, "max_new_tokens": "8"}, OptionError, "not an integer"),
-        ({**DRAFT, "seed": 1.5}, OptionError, "not an integer"),
-        ({**DRAFT, "temperature": "1"}, OptionError, "not a number"),
-        ({**KARY, "branching": 3}, OptionError, "list of integers"),
-        ({**KARY, "branching": "3,2"}, OptionError, "list of integers"),
-        ({**DRAFT, "tree": "static", "tree_parents": []}, OptionError, "no rows"),
-        (
-            {"token_ids": IDS, "method": "lookup", "verifier": "k-seq", "exact": False},
-            OptionError,
-            "not made for deterministic",
-        ),
+        ("none", {"verifier": "k-seq"}, OptionError, "has no meaning"),
+        ("lookup", {"verifier": "k-seq"}, OptionError, "for deterministic"),
     ],
 )
-def test_contradictions_are_refused(model, options, error, words):
-    with pytest.raises(error, match=words):
-        model.stream(**options)
+def test_verifiers_are_for_some_drafts(model, method, drafting, error, words):
+    with pytest.raises(error, match=words) as refusal:
+        model.stream(method=method, token_ids=IDS, drafting=drafting, exact=False)
+    assert error is not OptionError or refusal.value.field == "drafting"
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "words"),
+    [
+        ({"num_draft_tokens": 3, "drafting": KARY}, "num_draft_tokens", "its own size"),
+        ({"num_draft_tokens": 2.5}, "num_draft_tokens", "not an integer"),
+        ({"num_draft_tokens": True}, "num_draft_tokens", "not an integer"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens", "give 1 to 15"),
+        ({"num_draft_tokens": 16}, "num_draft_tokens", "give 1 to 15"),
+        ({"max_new_tokens": "8"}, "max_new_tokens", "not an integer"),
+        ({"seed": 1.5}, "seed", "not an integer"),
+        ({"temperature": "1"}, "temperature", "not a number"),
+        ({"method": ["draft"]}, "method", "is not a text"),
+        ({"method": "typo"}, "method", "unknown method 'typo'; choose auto, none"),
+        ({"method": "draft,none"}, "method", "list methods only"),
+        ({"method": "draft,auto"}, "method", "list methods only"),
+        ({"method": "draft,draft"}, "method", "names a method twice"),
+        ({"method": "auto", "drafting": {"tree": "best"}}, "drafting", "method draft"),
+        (
+            {"method": "draft,lookup", "drafting": {"tree": "best"}},
+            "drafting",
+            "method draft",
+        ),
+        ({"method": "none", "drafting": {"tree": "best"}}, "drafting", "no meaning"),
+        ({"method": "none", "drafting": DraftOptions()}, "drafting", "no meaning"),
+        ({"method": "none", "num_draft_tokens": 3}, "num_draft_tokens", "no meaning"),
+        ({"method": "lookup", "drafting": {"tree": "best"}}, "drafting", "choose ver"),
+        ({"drafting": StreamOptions()}, "drafting", "StreamOptions are not options of"),
+        ({"tree": "best"}, "tree", "unknown option 'tree'"),
+    ],
+)
+def test_options_that_cannot_be(model, options, field, words):
+    with pytest.raises(OptionError, match=words) as refusal:
+        model.stream(**{**DRAFT, **options})
+    assert refusal.value.field == field
+
+
+def test_an_options_object_goes_to_its_method():
+    own = DraftOptions(verifier="typical", tree="best")
+    drafting = Drafting("draft", exact=False, settings=own)
+    assert drafting.options == {"draft": own}
+    assert drafting.verifier == "typical"
+    both = Drafting("draft,lookup", settings=LookupOptions(user="ann"))
+    assert both.options["lookup"] == LookupOptions(user="ann")
+    assert both.options["draft"] == DraftOptions()
+    assert both.user == "ann"
+
+
+def test_a_key_goes_to_every_method_that_has_it():
+    drafting = Drafting("draft,lookup,recall", settings={"user": "ann"})
+    users = {name: vars(own).get("user") for name, own in drafting.options.items()}
+    assert users == {"draft": None, "lookup": "ann", "recall": "ann"}
 
 
 def test_a_tree_of_models_that_only_chain_is_refused(model, monkeypatch):
     contract = dataclasses.replace(model.parts.target.contract, tree=False)
     monkeypatch.setattr(model.parts.target, "contract", contract)
-    with pytest.raises(OptionError, match="chains only"):
-        model.stream(**DRAFT, tree="best")
+    monkeypatch.setattr(model.planner, "_proposers", {})
+    with pytest.raises(OptionError, match="chains only") as refusal:
+        model.stream(**DRAFT, drafting={"tree": "best"})
+    assert refusal.value.field == "drafting"
 
 
 TREES = [
     *({"tree": t} for t in ("best", "heap", "threshold", "rerank", "comb", "merged")),
-    {"tree": "best", "siblings": "deterministic", "num_draft_tokens": 15},
     {"tree": "heap", "siblings": "without-replacement"},
     {"tree": "k-ary", "branching": [2, 2], "siblings": "top-and-one"},
     {"tree": "static", "tree_parents": [0, 0, 1, 2]},
 ]
+WIDE = {"tree": "best", "siblings": "deterministic"}
 
 
-@pytest.mark.parametrize("tree", TREES, ids=str)
+@pytest.mark.parametrize(
+    ("tree", "size"), [*((tree, None) for tree in TREES), (WIDE, 15)], ids=str
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_tree_changes_the_text(model, tree, temperature):
+def test_no_tree_changes_the_text(model, tree, size, temperature):
     options = {"temperature": temperature, "seed": 3, "max_new_tokens": 60}
     plain = model.generate(token_ids=IDS, method="none", **options)
-    result = model.generate(**DRAFT, **tree, **options)
+    result = model.generate(**DRAFT, drafting=tree, num_draft_tokens=size, **options)
     assert result.token_ids == plain.token_ids
     assert result.stats.drafted_tokens > 0
 
@@ -109,8 +164,7 @@ def test_every_verifier_gives_the_greedy_text(model, name):
     branching = [1, 1] if name == "rejection" else [2, 2]
     widths = {"max_new_tokens": 40, "exact": False}
     plain = model.generate(token_ids=IDS, method="none", **widths)
-    result = model.generate(
-        **DRAFT, **widths, tree="k-ary", branching=branching, siblings=kind,
-        verifier=name,
-    )  # fmt: skip
+    tree = {"tree": "k-ary", "branching": branching, "siblings": kind}
+    drafting = {**tree, "verifier": name}
+    result = model.generate(**DRAFT, **widths, drafting=drafting)
     assert result.token_ids == plain.token_ids

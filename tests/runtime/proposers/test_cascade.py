@@ -9,13 +9,10 @@ from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import open_session
 from jetdraft.runtime.passes.step_sessions import StepSessions
-from jetdraft.runtime.proposers import (
-    CascadeProposer,
-    DraftProposer,
-    LookupProposer,
-)
-from jetdraft.runtime.proposers.cascade import REVIEWED
+from jetdraft.runtime.proposers.cascade import REVIEWED, CascadeProposer
+from jetdraft.runtime.proposers.draft import DraftProposer
 from jetdraft.runtime.proposers.follower import Follower
+from jetdraft.runtime.proposers.lookup import LookupProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
 PROMPT = np.random.default_rng(5).integers(0, 288, 30).tolist()

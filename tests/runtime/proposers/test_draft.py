@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from jetdraft.methods import Method, registered
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import open_session
 from jetdraft.runtime.passes.step_sessions import StepSessions
-from jetdraft.runtime.proposers import DraftProposer
+from jetdraft.runtime.proposers.draft import DraftProposer
 from jetdraft.runtime.proposers.follower import Follower
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
@@ -50,17 +51,15 @@ def test_rounds_of_others_are_caught_up(model, drafter):
 def test_a_drafter_that_is_the_target_is_always_right(model):
     entry = model.bundle.target
     session = open_session(model.bundle.path / entry.file, "cpu", 1, spinning=False)
-    twin = DraftProposer(Follower(Graph(StepSessions(session, entry.contract))))
+    follower = Follower(Graph(StepSessions(session, entry.contract)))
+    twin = DraftProposer(follower, name="twin")
     for options in ({}, {"temperature": 0.8, "seed": 4}):
         # In its own exact class the twin runs one row at a time, so compare there.
-        model.planner.proposers["twin"] = twin
-        try:
+        with registered(Method("twin", "the target itself", lambda parts, own: twin)):
             stats = model.generate(
                 token_ids=CONTEXT, method="twin", num_draft_tokens=3, exact=False,
                 max_new_tokens=120, ignore_eos=True, **options,
             ).stats  # fmt: skip
-        finally:
-            del model.planner.proposers["twin"]
         assert stats.acceptance_rate > 0.97
         assert stats.tokens_per_pass > 3.7
 

@@ -73,8 +73,8 @@ def test_thresholds_shorten_drafts_and_change_no_text(model, rule, way):
     drafted = []
     for threshold in (0.0, 0.02, 1.0):
         found = model.generate(
-            method="draft", num_draft_tokens=6, stopping=rule,
-            stop_threshold=threshold, **HOW, **way,
+            method="draft", num_draft_tokens=6,
+            drafting={"stopping": rule, "stop_threshold": threshold}, **HOW, **way,
         )  # fmt: skip
         assert found.token_ids == plain.token_ids
         drafted.append(found.stats.drafted_tokens / found.stats.target_passes)
@@ -88,15 +88,17 @@ def test_a_head_that_always_says_the_same(model, monkeypatch, bias, length):
     size = model.parts.drafter.contract.hidden_size
     head = constant_head(bias, size)
     monkeypatch.setattr(AcceptanceHead, "load", lambda *given: head)
+    # A proposer that was made before has the head of that time.
+    monkeypatch.setattr(model.planner, "_proposers", {})
     found = model.generate(
-        method="draft", num_draft_tokens=6, stopping="learned", **HOW
+        method="draft", num_draft_tokens=6, drafting={"stopping": "learned"}, **HOW
     )
     assert found.stats.rounds_by_choice.get(f"draft:{length}", 0) > 10
     assert model.generate(method="none", **HOW).token_ids == found.token_ids
 
 
 def test_rules_do_not_outlive_their_generation(model):
-    model.generate(method="draft", stopping="confidence", **HOW)
+    model.generate(method="draft", drafting={"stopping": "confidence"}, **HOW)
     found = model.generate(method="draft", num_draft_tokens=5, **HOW)
     assert set(found.stats.rounds_by_choice) <= {f"draft:{n}" for n in range(1, 6)} | {
         "none"
@@ -110,14 +112,14 @@ def test_a_head_of_another_bundle_is_refused(tmp_path):
     assert AcceptanceHead.load(file, "one", 3).rate(np.zeros(3, np.float32)) == 0.5
     with pytest.raises(StoreError, match="another bundle"):
         AcceptanceHead.load(file, "two", 3)
-    with pytest.raises(StoreError, match="no acceptance head"):
+    with pytest.raises(StoreError, match="is not an acceptance head"):
         AcceptanceHead.load(file, "one", 4)
     broken = replace(constant_head(0.0), bias=np.array(np.nan, np.float32))
     broken.save(tmp_path / "broken.npz", "one")
-    with pytest.raises(StoreError, match="no acceptance head"):
+    with pytest.raises(StoreError, match="is not an acceptance head"):
         AcceptanceHead.load(tmp_path / "broken.npz", "one", 3)
     file.write_bytes(b"nothing")
-    with pytest.raises(StoreError, match="no acceptance head"):
+    with pytest.raises(StoreError, match="is not an acceptance head"):
         AcceptanceHead.load(file, "one", 3)
     with pytest.raises(StoreError, match="train acceptance"):
         AcceptanceHead.load(tmp_path / "missing.npz", "one", 3)
@@ -127,13 +129,21 @@ def test_a_head_of_another_bundle_is_refused(tmp_path):
     ("options", "words"),
     [
         ({"stopping": "never"}, "unknown stopping"),
-        ({"stop_threshold": 0.5}, "give both"),
+        ({"stop_threshold": 0.5}, "give stopping too"),
         ({"stopping": "confidence", "stop_threshold": 1.5}, "out of range"),
-        ({"stopping": "confidence", "method": "lookup"}, "chains of method draft"),
-        ({"stopping": "product", "method": "draft", "tree": "best"}, "chains of"),
-        ({"stopping": "product", "stop_threshold": "x"}, "not a number"),
+        ({"stopping": "confidence", "stop_threshold": -0.1}, "out of range"),
+        ({"stopping": "product", "tree": "best"}, "ends chains, not trees"),
+        ({"stopping": "product", "stop_threshold": "x"}, "give a number"),
     ],
 )
-def test_bad_options(model, options, words):
-    with pytest.raises(OptionError, match=words):
-        model.generate(**HOW, **options)
+@pytest.mark.parametrize("method", ["draft", "auto"])
+def test_bad_options(model, method, options, words):
+    with pytest.raises(OptionError, match=words) as refusal:
+        model.generate(**HOW, method=method, drafting=options)
+    assert refusal.value.field == "drafting"
+
+
+def test_rules_are_for_the_drafter(model):
+    with pytest.raises(OptionError, match="unknown drafting option 'stopping'") as no:
+        model.generate(**HOW, method="lookup", drafting={"stopping": "confidence"})
+    assert no.value.field == "drafting"

@@ -48,7 +48,7 @@ def paths(rows):
 @pytest.mark.parametrize("seed", range(6))
 def test_every_path_has_the_logits_of_a_chain(float_model, seed):
     random = np.random.default_rng(seed)
-    graph = float_model.target
+    graph = float_model.parts.target
     tokens = random.integers(0, 288, 12).tolist()
     rows = Rows(tokens, random_parents(random, 12)).depth_first()
     prefill(graph, PROMPT)
@@ -84,7 +84,7 @@ def test_a_chain_after_a_tree_sees_everything_again(model):
 
 @pytest.mark.parametrize("path", [[0], [0, 1], [0, 2], [0, 3, 5], [0, 1, 4, 6]])
 def test_the_cache_after_a_commit_is_that_of_a_fresh_prefill(float_model, path):
-    graph = float_model.target
+    graph = float_model.parts.target
     parents = [-1, 0, 0, 0, 1, 3, 4]
     rows = Rows([9, 8, 7, 6, 5, 4, 3], parents)
     prefill(graph, PROMPT)

@@ -1,4 +1,4 @@
-from jetdraft.runtime.proposers import LookupProposer
+from jetdraft.runtime.proposers.lookup import LookupProposer
 
 
 def draft(context, budget=3, **options):

@@ -5,8 +5,8 @@ import pytest
 
 from jetdraft.runtime.history.similarity import Similarity
 from jetdraft.runtime.history.store import Entry, ResponseStore
-from jetdraft.runtime.proposers import LookupProposer, RecallProposer
-from jetdraft.runtime.proposers.recall import Script, adapted
+from jetdraft.runtime.proposers.lookup import LookupProposer
+from jetdraft.runtime.proposers.recall import RecallProposer, Script, adapted
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
 CHOOSER = Chooser(Sampling())

@@ -12,16 +12,18 @@ import torch
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streamed import LOSSLESS, StreamSettings
-from jetdraft.errors import BundleError, JetdraftError, OptionError
+from jetdraft.errors import BundleError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.probes import Probes, Probing
 from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.measured.rates import Acceptance
-from jetdraft.runtime.planning.options import Options
+from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.train.stream_attention import IMPLEMENTATION
 from tests.tiny import llama_config, save_checkpoint, save_streams
 
+TREE = {"tree": "k-ary", "branching": [2, 2, 2]}
 SETTINGS = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)
 PROMPT = np.random.default_rng(8).integers(0, 288, 20).tolist()
 WAYS = [
@@ -52,6 +54,11 @@ def float_model(tmp_path_factory):
     return jetdraft.load(folder / "bundle", threads=1)
 
 
+def halves_of(model, threshold, exact=True):
+    settings = {"prune_threshold": threshold}
+    return model.planner.target(Drafting("stream", exact=exact, settings=settings))
+
+
 def text(model, method, **options):
     return model.generate(
         token_ids=PROMPT, method=method, ignore_eos=True, max_new_tokens=200, **options
@@ -72,14 +79,14 @@ def test_the_text_is_that_of_plain_decoding(model, way, length):
 @pytest.mark.parametrize("tree", ["best", "heap", "comb", "rerank"])
 def test_trees_of_streams_write_the_same_text(model, way, tree):
     plain = text(model, "none", **way)
-    drafted = text(model, "stream", tree=tree, **way)
+    drafted = text(model, "stream", drafting={"tree": tree}, **way)
     assert drafted.token_ids == plain.token_ids
 
 
 def test_a_cartesian_tree(model):
     """k = 2 per stream: 2 + 4 + 8 rows."""
     plain = text(model, "none")
-    drafted = text(model, "stream", tree="k-ary", branching=[2, 2, 2])
+    drafted = text(model, "stream", drafting=TREE)
     assert drafted.token_ids == plain.token_ids
     assert set(drafted.stats.rounds_by_choice) >= {"stream:14"}
 
@@ -88,10 +95,9 @@ def test_a_cartesian_tree(model):
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_controller_branches_where_rows_are_free(model, monkeypatch, way, exact):
     """Streams of which the controller thinks better than they deserve."""
-    monkeypatch.setattr(model.planner.costs, "probe", 0.0)
-    monkeypatch.setattr(model.planner.costs, "draft", {"stream": 0.0})
-    monkeypatch.setattr(model.planner.costs, "target", dict.fromkeys(range(1, 17), 1.0))
-    monkeypatch.setattr(model.planner.costs, "learn", lambda round_: None)
+    curve = Curve(dict.fromkeys(range(1, 17), 1.0), drafts={"stream": 0.0})
+    monkeypatch.setattr(curve, "learn", lambda round_: None)
+    monkeypatch.setattr(model.parts, "curve", curve)
     known = Acceptance()
     known.places.well, known.places.seen = [500.0] * 4, [1000.0] * 4
     monkeypatch.setattr(known, "observe", lambda round_: None)
@@ -105,9 +111,10 @@ def test_the_controller_branches_where_rows_are_free(model, monkeypatch, way, ex
 
 
 def test_a_chain_can_be_asked_for(model, monkeypatch):
-    monkeypatch.setattr(model.planner.costs, "target", dict.fromkeys(range(1, 17), 1.0))
-    monkeypatch.setattr(model.planner.costs, "learn", lambda round_: None)
-    stats = text(model, "stream", tree="chain").stats
+    curve = model.parts.curve
+    monkeypatch.setattr(curve, "passes", dict.fromkeys(range(1, 17), 1.0))
+    monkeypatch.setattr(curve, "learn", lambda round_: None)
+    stats = text(model, "stream", drafting={"tree": "chain"}).stats
     assert set(stats.rounds_by_choice) <= {"none", "stream:1", "stream:2", "stream:3"}
 
 
@@ -136,7 +143,7 @@ def test_the_first_pass_carries_streams_on_the_last_prompt_row_alone(model):
 
     def spy(tokens, **options):
         answer = run(tokens, **options)
-        seen.append((len(tokens), sorted(answer.streams)))
+        seen.append((len(tokens), sorted(answer.probes)))
         return answer
 
     graph.run = spy
@@ -175,9 +182,9 @@ def test_another_task_can_be_swapped_in(model, tmp_path):
     assert own.token_ids == others.token_ids
     drafts = []
     for each in (model, swapped):
-        each.target.cache.rewind(0)
-        each.target.probing = Probing(3)
-        drafts.append(each.target.run(PROMPT).streams[19].logits.copy())
+        each.parts.target.cache.rewind(0)
+        answer = each.parts.target.run(PROMPT, probing=Probing(3))
+        drafts.append(answer.probes[19].logits.copy())
     assert np.abs(drafts[0] - drafts[1]).max() > 0.01
 
 
@@ -188,13 +195,13 @@ def test_probes_do_not_change_a_bit_of_the_rows(model):
         graph.cache.rewind(0)
         graph.run(PROMPT[:10])
         graph.cache.advance(10)
-        graph.probing = Probing()
         alone = graph.run(PROMPT[:width]).logits.copy()
         for last_only in (False, True):
             for streams in (1, 2, 3):
-                graph.probing = Probing(streams, last_only)
-                assert np.array_equal(graph.run(PROMPT[:width]).logits, alone)
-    graph.probing = Probing()
+                probing = Probing(streams, last_only)
+                beside = graph.run(PROMPT[:width], probing=probing)
+                assert sorted(beside.probes) == list(probing.of(width).carriers)
+                assert np.array_equal(beside.logits, alone)
 
 
 def test_streams_of_another_base_are_refused(model, tmp_path):
@@ -231,28 +238,29 @@ def test_who_carries_streams():
 
 # --- pruning --------------------------------------------------------------------------
 
-TREE = {"tree": "k-ary", "branching": [2, 2, 2]}
-
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("threshold", [0.0, 0.01, 0.3, 2.0, "auto"])
 @pytest.mark.parametrize("tree", [{}, TREE], ids=["chain", "tree"])
 def test_pruning_changes_no_text(model, way, threshold, tree):
     plain = text(model, "none", **way)
-    pruned = text(model, "stream", prune_threshold=threshold, **tree, **way)
+    drafting = {"prune_threshold": threshold, **tree}
+    pruned = text(model, "stream", drafting=drafting, **way)
     assert pruned.token_ids == plain.token_ids
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_threshold_of_zero_prunes_nothing(model, way):
-    whole = text(model, "stream", **TREE, **way).stats
-    halves = text(model, "stream", prune_threshold=0.0, **TREE, **way).stats
+    whole = text(model, "stream", drafting=TREE, **way).stats
+    pruning = {"prune_threshold": 0.0, **TREE}
+    halves = text(model, "stream", drafting=pruning, **way).stats
     assert halves.target_passes == whole.target_passes
     assert halves.accepted_counts == whole.accepted_counts
 
 
 def test_a_threshold_above_one_is_plain_decoding(model):
-    stats = text(model, "stream", prune_threshold=2.0, **TREE).stats
+    drafting = {"prune_threshold": 2.0, **TREE}
+    stats = text(model, "stream", drafting=drafting).stats
     assert stats.accepted_tokens == 0
     assert stats.target_passes == 200
 
@@ -262,7 +270,7 @@ def test_scores_are_those_of_the_early_exit(float_model, tmp_path):
     folder = Path(float_model.bundle.target.source)
     streamed = Checkpoint.load(str(folder), torch.float32).with_streams(1.0)
     streamed.model.set_attn_implementation(IMPLEMENTATION)
-    halves = float_model.target_for(Options(method="stream", prune_threshold=0.0))
+    halves = halves_of(float_model, 0.0)
     rows = Rows([9, 8, 7, 6, 5], [-1, 0, 0, 2, 3])
     halves.cache.rewind(0)
     halves.run(PROMPT)
@@ -281,7 +289,7 @@ def test_scores_are_those_of_the_early_exit(float_model, tmp_path):
 
 
 def test_a_row_goes_with_all_below_it(model):
-    halves = model.target_for(Options(method="stream", prune_threshold=0.5))
+    halves = halves_of(model, 0.5)
     rows = Rows([5, 6, 7, 8, 9], [-1, 0, 1, 0, 3])
     scores = np.log([1.0, 0.4, 0.9, 0.6, 0.5])
     assert halves._keep(rows, scores, 0.5) == [0, 3, 4]
@@ -291,7 +299,8 @@ def test_a_constraint_is_kept(model):
     how = {"token_ids": PROMPT, "regex": "(one|two) [a-z]{3,20}!", "temperature": 0.7}
     plain = model.generate(method="none", **how)
     assert plain.finish_reason == "stop"
-    for more in ({"num_draft_tokens": 2}, {}, {"tree": "best", "num_draft_tokens": 4}):
+    best = {"drafting": {"tree": "best"}, "num_draft_tokens": 4}
+    for more in ({"num_draft_tokens": 2}, {}, best):
         found = model.generate(method="stream", **more, **how)
         assert found.token_ids == plain.token_ids, more
 
@@ -305,15 +314,17 @@ def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
     how = {"token_ids": PROMPT, "max_new_tokens": 40}
     plain = model.generate(method="none", **how)
     assert model.generate(method="stream", **how).token_ids == plain.token_ids
-    with pytest.raises(OptionError, match="no layers below"):
-        model.generate(method="stream", prune_threshold=0.1, **how)
+    with pytest.raises(OptionError, match="all of its layers have streams") as refusal:
+        model.generate(method="stream", drafting={"prune_threshold": 0.1}, **how)
+    assert refusal.value.field == "drafting"
 
 
 def test_where_probes_change_bits_an_exact_generation_has_none(model, monkeypatch):
-    known = replace(model.planner.calibration, probes_agree=False)
-    monkeypatch.setattr(model.planner, "calibration", known)
-    with pytest.raises(OptionError, match="add --no-exact"):
+    widths = replace(model.parts.widths, probes_agree=False)
+    monkeypatch.setattr(model.parts, "widths", widths)
+    with pytest.raises(OptionError, match="add --no-exact") as refusal:
         text(model, "stream")
+    assert refusal.value.field == "method"
     assert text(model, "stream", exact=False).token_ids
     stats = text(model, "auto").stats
     assert not any("stream" in choice for choice in stats.rounds_by_choice)
@@ -322,9 +333,7 @@ def test_where_probes_change_bits_an_exact_generation_has_none(model, monkeypatc
 @pytest.mark.parametrize("exact", [True, False])
 def test_both_halves_hold_what_a_fresh_prefill_holds(float_model, exact):
     """A path has one map into the lower buffers and another into the upper ones."""
-    halves = float_model.target_for(
-        Options(method="stream", prune_threshold=0.0, exact=exact)
-    )
+    halves = halves_of(float_model, 0.0, exact)
     rows = Rows([9, 8, 7, 6, 5], [-1, 0, 0, 2, 3])
     halves.cache.rewind(0)
     halves.run(PROMPT)
@@ -350,28 +359,43 @@ def test_both_halves_hold_what_a_fresh_prefill_holds(float_model, exact):
         np.testing.assert_allclose(one, buffer.numpy()[:, :, :length], atol=1e-4)
 
 
+LOSSLESS_VERIFIER = {
+    "verifier": "recursive",
+    "tree": "k-ary",
+    "branching": [2],
+    "siblings": "with-replacement",
+}
+
+
 @pytest.mark.parametrize(
-    ("options", "match"),
+    ("threshold", "others", "words"),
     [
-        ({"method": "lookup", "prune_threshold": 0.1}, "method stream only"),
-        ({"method": "stream", "prune_threshold": -0.1}, "out of range"),
-        ({"method": "stream", "prune_threshold": 1.5}, "out of range"),
-        ({"method": "stream", "prune_threshold": "x"}, "not a number"),
-        ({"method": ["stream"]}, "is not a text"),
-        (
-            {
-                "method": "stream",
-                "prune_threshold": 0.1,
-                "verifier": "recursive",
-                "tree": "k-ary",
-                "branching": [2],
-                "exact": False,
-                "siblings": "with-replacement",
-            },
-            "not exact for what is left",
-        ),
+        (-0.1, {}, "out of range"),
+        (1.5, {}, "out of range"),
+        ("x", {}, "out of range"),
+        ([0.1], {}, "give a number or a text"),
+        (0.1, LOSSLESS_VERIFIER, "not exact for the rest of a pruned draft"),
     ],
 )
-def test_bad_thresholds(model, options, match):
-    with pytest.raises(JetdraftError, match=match):
-        model.generate(token_ids=PROMPT, **options)
+def test_bad_thresholds(model, threshold, others, words):
+    drafting = {"prune_threshold": threshold, **others}
+    with pytest.raises(OptionError, match=words) as refusal:
+        model.generate(
+            token_ids=PROMPT, method="stream", drafting=drafting, exact=not others
+        )
+    assert refusal.value.field == "drafting"
+
+
+def test_other_methods_do_not_prune(model):
+    drafting = {"prune_threshold": 0.1}
+    with pytest.raises(OptionError, match="unknown drafting option") as refusal:
+        model.generate(token_ids=PROMPT, method="lookup", drafting=drafting)
+    assert refusal.value.field == "drafting"
+    with pytest.raises(OptionError, match="needs one method; give --method stream"):
+        model.generate(token_ids=PROMPT, method="auto", drafting=drafting)
+
+
+def test_a_list_of_methods_is_a_text(model):
+    with pytest.raises(OptionError, match="is not a text") as refusal:
+        model.generate(token_ids=PROMPT, method=["stream"])
+    assert refusal.value.field == "method"

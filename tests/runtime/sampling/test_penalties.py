@@ -58,20 +58,20 @@ def test_each_rule_by_hand():
 
 
 def test_candidates_and_their_sum_follow():
-    found = process(Penalties({2: 10.0}), Rows.chain([3, 1]), [0, 3], [0])
-    np.testing.assert_array_equal(found.candidates, [[2, 3, 0], [2, 0, 1]])
-    np.testing.assert_allclose(found.candidate_logits[0], [10.5, 3.0, 2.0])
-    expected = np.log(np.exp(found.logits.astype(float)).sum(1))
-    np.testing.assert_allclose(found.logsumexp, expected, rtol=1e-6)
+    biased = process(Penalties({2: 10.0}), Rows.chain([3, 1]), [0, 3], [0])
+    np.testing.assert_array_equal(biased.candidates, [[2, 3, 0], [2, 0, 1]])
+    np.testing.assert_allclose(biased.candidate_logits[0], [10.5, 3.0, 2.0])
+    expected = np.log(np.exp(biased.logits.astype(float)).sum(1))
+    np.testing.assert_allclose(biased.logsumexp, expected, rtol=1e-6)
 
 
 def test_siblings_see_only_their_own_path():
     tree = Rows([3, 1, 0], [-1, 0, 0])
     logits = np.vstack([LOGITS, LOGITS[:1]])
     processor = PenaltyProcessor(Penalties(presence_penalty=1.0), [2])
-    found = processor.process(answer(logits), tree, [2, 3]).logits
-    np.testing.assert_allclose(found[1], LOGITS[1] - [0, 1, 0, 1])
-    np.testing.assert_allclose(found[2], LOGITS[0] - [1, 0, 0, 1])
+    penalized = processor.process(answer(logits), tree, [2, 3]).logits
+    np.testing.assert_allclose(penalized[1], LOGITS[1] - [0, 1, 0, 1])
+    np.testing.assert_allclose(penalized[2], LOGITS[0] - [1, 0, 0, 1])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -122,7 +122,7 @@ def test_a_ban_is_kept_and_a_wish_is_granted(model):
     [
         ({"logit_bias": {"a": 1.0}}, "ids of tokens"),
         ({"logit_bias": {1: float("nan")}}, "not a number"),
-        ({"logit_bias": [1]}, "is no mapping"),
+        ({"logit_bias": [1]}, "is not a mapping"),
         ({"logit_bias": {288: 1.0}}, "outside the vocabulary"),
         ({"repetition_penalty": 0.0}, "repetition penalty 0.0 is out of range"),
         ({"presence_penalty": 101.0}, "presence penalty"),

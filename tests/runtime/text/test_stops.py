@@ -130,7 +130,7 @@ def test_a_deadline_may_pass_before_the_first_token(model):
     [
         ({"stop": ""}, "a stop string is empty"),
         ({"stop": ["a", ""]}, "a stop string is empty"),
-        ({"stop": [3]}, "no list of texts"),
+        ({"stop": [3]}, "is not a list of texts"),
         ({"max_seconds": 0}, "max seconds 0"),
         ({"max_seconds": "1"}, "not a number"),
         ({"logprobs": 65}, "logprobs 65 is out of range"),

@@ -44,11 +44,11 @@ def after(token):
 def grow(shape, kind, budget=10, sampling=None):
     sampling = sampling or Sampling(1.0, seed=3)
     tree = Tree(kind, sampling, position=30, budget=budget, tokens=[4])
-    found, asked = {0: after(4)}, []
-    while rows := shape.grow(tree, found):
+    answers, asked = {0: after(4)}, []
+    while rows := shape.grow(tree, answers):
         assert len(set(rows)) == len(rows)
         asked += rows
-        found = {row: after(tree.tokens[row]) for row in rows}
+        answers = {row: after(tree.tokens[row]) for row in rows}
     return tree, asked, shape.finish(tree)
 
 
@@ -102,19 +102,19 @@ def test_k_ary_of_ones_is_a_chain():
 
 def reaches(tree):
     """Every row's reach, from the definition: mass left by elders, times its share."""
-    found = [1.0]
+    reaches = [1.0]
     for row in range(1, len(tree.tokens)):
         parent = tree.parents[row]
         mass = TABLE[tree.tokens[parent]]
         elders = [tree.tokens[r] for r in range(1, row) if tree.parents[r] == parent]
         left = 1.0 - mass[elders].sum()
         # tried if all elders fail: each fails with the rest's share
-        tried, rest = found[parent], 1.0
+        tried, rest = reaches[parent], 1.0
         for elder in elders:
             tried *= 1.0 - mass[elder] / rest
             rest -= mass[elder]
-        found.append(tried * mass[tree.tokens[row]] / left)
-    return found
+        reaches.append(tried * mass[tree.tokens[row]] / left)
+    return reaches
 
 
 def tried(tree):
@@ -202,15 +202,15 @@ def test_a_shape_that_looks_at_draws_does_not_bias_them(shape, second):
     samples = []
     for seed in range(3000):
         tree = Tree(Kind.DISTINCT, Sampling(1.0, seed=seed), 30, 4, [0])
-        found = {0: drafters[0]}
-        while rows := shape.grow(tree, found):
-            found = {row: drafters[1] for row in rows if tree.depths[row] == 1}
+        answers = {0: drafters[0]}
+        while rows := shape.grow(tree, answers):
+            answers = {row: drafters[1] for row in rows if tree.depths[row] == 1}
         joint = np.zeros((2, 3))
         rows = shape.finish(tree)
-        first = given(p[0], q[0], rows, 0)
+        first = conditional(p[0], q[0], rows, 0)
         for token in (0, 1):
             below = [r for r in rows.children(0) if rows.tokens[r] == token]
-            after_it = given(p[1], q[1], rows, below[0]) if below else p[1]
+            after_it = conditional(p[1], q[1], rows, below[0]) if below else p[1]
             joint[token] = first[token] * after_it
         samples.append(joint)
     mean = np.mean(samples, axis=0)
@@ -219,6 +219,6 @@ def test_a_shape_that_looks_at_draws_does_not_bias_them(shape, second):
     assert (np.abs(mean - expected) <= 4.5 * error + 1e-9).all()
 
 
-def given(p, q, rows, row):
+def conditional(p, q, rows, row):
     children = [rows.tokens[child] for child in rows.children(row)]
     return recursive(p, q, children, replaced=False) if children else p

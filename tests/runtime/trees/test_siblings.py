@@ -34,8 +34,8 @@ def test_distinct_siblings_are_draws_without_replacement():
     pairs = list(itertools.permutations(range(4), 2))
     mass = Q.over(np.arange(4))
     expected = np.array([mass[a] * mass[b] / (1 - mass[a]) for a, b in pairs])
-    found = drawn(Kind.DISTINCT, 2)
-    counts = np.array([sum(tuple(x) == pair for x in found) for pair in pairs])
+    draws = drawn(Kind.DISTINCT, 2)
+    counts = np.array([sum(tuple(x) == pair for x in draws) for pair in pairs])
     assert abs(chi_square(counts, expected)) < 4
 
 
@@ -43,15 +43,15 @@ def test_replaced_siblings_are_independent_draws():
     pairs = list(itertools.product(range(4), repeat=2))
     mass = Q.over(np.arange(4))
     expected = np.array([mass[a] * mass[b] for a, b in pairs])
-    found = drawn(Kind.REPLACED, 2)
-    counts = np.array([sum(tuple(x) == pair for x in found) for pair in pairs])
+    draws = drawn(Kind.REPLACED, 2)
+    counts = np.array([sum(tuple(x) == pair for x in draws) for pair in pairs])
     assert abs(chi_square(counts, expected)) < 4
 
 
 def test_top_and_one_fixes_the_best_and_draws_from_the_rest():
-    found = drawn(Kind.TOP_AND_ONE, 2)
-    assert {x[0] for x in found} == {0}
-    counts = np.array([sum(x[1] == token for x in found) for token in range(4)])
+    draws = drawn(Kind.TOP_AND_ONE, 2)
+    assert {x[0] for x in draws} == {0}
+    counts = np.array([sum(x[1] == token for x in draws) for token in range(4)])
     assert abs(chi_square(counts, np.array([0, 1 / 6, 2 / 6, 3 / 6]))) < 4
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jetdraft.runtime.measured.curve import Curve
+from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+
+Tick = Callable[[], None]
 
 WIDEST_MEASURED = 32
 TURNS = 7
@@ -22,17 +24,32 @@ DRAFTED = 4
 """Tokens per draft when proposers are timed."""
 
 
-def tune(
-    target: Graph,
-    proposers: Mapping[str, Proposer],
-    tick: Callable[[], None] = lambda: None,
-) -> Curve:
+def tune(model: Model, tick: Tick = lambda: None) -> Curve:
+    """Measure this machine with care, let the model plan with the curve, and keep it.
+
+    `tick` is called `steps(model)` times.
+
+        tune(jetdraft.load("bundle")).passes[4]
+    """
+    parts = model.parts
+    parts.claim.check_free()
+    parts.target.prepare(exact=True)
+    curve = _measure(parts.target, model.planner.proposers(), tick)
+    model.forget()  # the measurement ran random tokens
+    parts.profiles.keep_tuned(curve)
+    parts.curve.take(curve)
+    return curve
+
+
+def steps(model: Model) -> int:
+    """The number of calls of `tick` in `tune`."""
+    return TURNS + len(model.planner.proposers())
+
+
+def _measure(target: Graph, proposers: Mapping[str, Proposer], tick: Tick) -> Curve:
     """Measure passes by width and the drafts of each proposer, by method.
 
-    The widths take turns and the shortest time counts, since noise only adds. `tick` is
-    called `steps(proposers)` times.
-
-        tune(target, planner.proposers()).passes[4]
+    The widths take turns and the shortest time counts, since noise only adds.
     """
     context = _context(target)
     widths = _widths(target)
@@ -62,11 +79,6 @@ def tune(
         tick()
     target.cache.rewind(0)
     return Curve(passes, trees, compaction, drafts=drafts)
-
-
-def steps(proposers: Mapping[str, Proposer]) -> int:
-    """How many times `tune` calls `tick`."""
-    return TURNS + len(proposers)
 
 
 def _widths(target: Graph) -> range:
@@ -111,22 +123,3 @@ def _draft_ms(proposer: Proposer, context: Sequence[int]) -> float:
             spent.append((time.perf_counter() - start) / count)
             drafted += count
     return 1e3 * float(np.median(spent)) if drafted else 0.0
-
-
-def draw(curve: Curve, file: Path) -> bool:
-    """The curves as a PNG; False where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, times in (("chain", curve.passes), ("tree", curve.trees)):
-        if times:
-            axes.plot(list(times), list(times.values()), marker=".", label=name)
-    axes.set_xlabel("rows in a pass")
-    axes.set_ylabel("milliseconds")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    figure.savefig(file, format="png")
-    return True

@@ -1,0 +1,137 @@
+"""The output folder of a training: a checkpoint, and the state to resume from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save as serialized
+from torch import Tensor
+
+from jetdraft.checkpoints.checkpoint import weights_sha256
+from jetdraft.checkpoints.streamed import SETTINGS, UNFINISHED, WEIGHTS
+from jetdraft.errors import OutputError
+from jetdraft.files import replacing
+
+STATE = "training.pt"
+
+
+class RunFolder:
+    """A folder that one training writes, and takes up again after a stop.
+
+    It holds the target's own files, untouched, and beside them the trained weights.
+    Each file appears whole or not at all. Raises `OutputError` for a folder that holds
+    anything else.
+
+        folder = RunFolder(Path("output"))
+        folder.copy_base(source, sha256)
+        folder.save(weights, described, state, finished=False)
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if path.exists() and not (path / UNFINISHED).is_file():
+            fact = (
+                "holds a finished training"
+                if self.has_weights
+                else "exists and has no streams"
+            )
+            raise OutputError(f"{path} {fact}; choose another folder")
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether a training has saved its weights."""
+        return (self.path / SETTINGS).is_file()
+
+    def copy_base(self, source: Path, sha256: str) -> None:
+        """Copy the target's files here; weights that are here must have the `sha256`.
+
+        The folder appears whole.
+        """
+        if self.path.exists():
+            if weights_sha256(self.path) != sha256:
+                raise OutputError(
+                    f"{self.path} holds another target, or a damaged copy of this "
+                    "one; choose another folder"
+                )
+            return
+        with self._writing():
+            partial = self.path.with_name(f".{self.path.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(source, partial)
+            (partial / UNFINISHED).touch()
+            partial.rename(self.path)
+
+    def read_state(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The state that an earlier run saved; None before the first save.
+
+        Its identity must be that of this `run`: settings, options and the data's hash.
+        """
+        file = self.path / STATE
+        if not file.is_file():
+            if self.has_weights:
+                raise OutputError(
+                    f"{self.path} has streams but no state to resume from; choose "
+                    "another folder"
+                )
+            return None
+        try:
+            state: dict[str, Any] = torch.load(
+                file, weights_only=True, map_location="cpu"
+            )
+        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+            raise OutputError(
+                f"{file} is damaged; train again into another folder"
+            ) from error
+        if changed := _differences(state["run"], run):
+            raise OutputError(
+                f"{self.path} holds a training with other settings "
+                f"({', '.join(changed)}); choose another folder, or give the same"
+            )
+        return state
+
+    def save(
+        self,
+        weights: dict[str, Tensor],
+        described: Mapping[str, Any],
+        state: Mapping[str, Any],
+        finished: bool,
+    ) -> None:
+        """Write weights and their description; a finished training keeps no state."""
+        text = json.dumps(described, indent=2) + "\n"
+        self._replace(STATE, lambda file: torch.save(state, file))
+        self._replace(WEIGHTS, lambda file: file.write_bytes(serialized(weights)))
+        self._replace(SETTINGS, lambda file: file.write_text(text, encoding="utf-8"))
+        if finished:
+            (self.path / STATE).unlink()
+            (self.path / UNFINISHED).unlink(missing_ok=True)
+
+    def _replace(self, name: str, write: Callable[[Path], Any]) -> None:
+        with self._writing(), replacing(self.path / name) as partial:
+            write(partial)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise OutputError(
+                f"cannot write {self.path} ({error}); free some space or choose "
+                "another folder"
+            ) from error
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The names of the settings and options in which two runs differ."""
+    changed = [] if one["data"] == other["data"] else ["data"]
+    for part in ("settings", "options"):
+        names = one[part].keys() | other[part].keys()
+        changed += sorted(n for n in names if one[part].get(n) != other[part].get(n))
+    return [name.replace("_", " ") for name in changed]

@@ -1,0 +1,105 @@
+"""The sampling defaults and end-of-text ids of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from jetdraft.bundle import Bundle
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.defaults import FILE, read_defaults
+from jetdraft.errors import CheckpointError
+from jetdraft.export.exporter import ExportOptions, export
+from tests.tiny import drafter_config, save_checkpoint
+
+LLAMA = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+QWEN = {
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_k": 20,
+    "top_p": 0.8,
+    "repetition_penalty": 1.05,
+}
+
+
+def written(folder, fields):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").touch()
+    (folder / FILE).write_text(json.dumps(fields))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "defaults"),
+    [
+        ({}, {}),
+        (LLAMA, {"temperature": 0.6, "top_p": 0.9}),
+        (QWEN, {name: QWEN[name] for name in QWEN if name != "do_sample"}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        (
+            {"do_sample": True, "top_k": None, "top_p": 1},
+            {"temperature": 1, "top_p": 1},
+        ),
+        ({**LLAMA, "do_sample": False}, {}),
+        ({"temperature": 0.6, "top_k": "never read"}, {}),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"repetition_penalty": 1.0}, {}),
+    ],
+)
+def test_defaults_are_those_that_would_be_used(tmp_path, fields, defaults):
+    assert read_defaults(written(tmp_path / "checkpoint", fields)) == defaults
+
+
+def test_a_checkpoint_without_the_file_has_no_defaults(tmp_path):
+    (tmp_path / "config.json").touch()
+    assert read_defaults(str(tmp_path)) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", "0.6"),
+        ("temperature", True),
+        ("temperature", float("nan")),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", 2.5),
+        ("top_k", -1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", [1.1]),
+    ],
+)
+def test_a_value_out_of_range_is_refused(tmp_path, name, value):
+    source = written(tmp_path / "checkpoint", {"do_sample": True, name: value})
+    with pytest.raises(CheckpointError, match=f"has {name} .*; correct or remove it"):
+        read_defaults(source)
+
+
+@pytest.mark.parametrize("text", ["", "not json", "[1]", "5", "\x00"])
+def test_a_damaged_file_is_refused(tmp_path, text):
+    written(tmp_path / "checkpoint", {})
+    (tmp_path / "checkpoint" / FILE).write_text(text)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_defaults(str(tmp_path / "checkpoint"))
+
+
+def test_the_bundle_keeps_defaults_and_every_end_of_text_id(tmp_path):
+    source = save_checkpoint(tmp_path / "checkpoint", drafter_config(eos_token_id=5))
+    fields = {**QWEN, "eos_token_id": [3, 4]}
+    (source / FILE).write_text(json.dumps(fields))
+    options = ExportOptions(capacity=64, max_width=16)
+    export(str(source), tmp_path / "bundle", options=options)
+    bundle = Bundle.open(tmp_path / "bundle")
+    assert bundle.eos_token_ids == (3, 4)
+    assert bundle.generation == {k: v for k, v in QWEN.items() if k != "do_sample"}
+
+
+def test_a_bad_value_is_refused_before_the_model_is_loaded(tmp_path):
+    source = save_checkpoint(tmp_path / "checkpoint", drafter_config())
+    (source / FILE).write_text(json.dumps({"do_sample": True, "temperature": -1}))
+    (source / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="has temperature -1"):
+        Checkpoint.load(str(source), torch.float32)

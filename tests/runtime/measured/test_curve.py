@@ -1,0 +1,80 @@
+"""A curve is read as it was written, and refused where its times cannot be."""
+
+import json
+
+import pytest
+
+from jetdraft.runtime.measured.curve import LONGEST_MS, Curve
+
+CURVE = Curve(
+    passes={1: 20.0, 4: 26.0},
+    trees={2: 23.0},
+    compaction=0.5,
+    probe=0.1,
+    drafter=3.0,
+    drafts={"draft": 3.1, "lookup": 0.0},
+)
+
+
+def written(**changes):
+    return {**json.loads(json.dumps(CURVE.to_json())), **changes}
+
+
+def test_what_is_written_is_read():
+    assert Curve.from_json(written()) == CURVE
+    bare = Curve({1: 20.0})
+    assert Curve.from_json(json.loads(json.dumps(bare.to_json()))) == bare
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("ms", [0.0, -1.0, LONGEST_MS, NAN, INFINITY])
+@pytest.mark.parametrize("field", ["passes", "trees"])
+def test_passes_that_take_no_time_or_for_ever(field, ms):
+    with pytest.raises(ValueError, match="its times cannot be"):
+        Curve.from_json(written(**{field: {"1": 2.0, "2": ms}}))
+
+
+@pytest.mark.parametrize("ms", [-0.1, LONGEST_MS, NAN, INFINITY])
+@pytest.mark.parametrize("field", ["compaction", "probe", "drafter", "drafts"])
+def test_other_times_that_cannot_be(field, ms):
+    value = {"lookup": ms} if field == "drafts" else ms
+    with pytest.raises(ValueError, match="its times cannot be"):
+        Curve.from_json(written(**{field: value}))
+
+
+def test_a_curve_without_passes_is_refused():
+    """Branching passes alone say nothing of a chain."""
+    with pytest.raises(ValueError, match="its times cannot be"):
+        Curve.from_json(written(passes={}, trees={}))
+    with pytest.raises(ValueError, match="its times cannot be"):
+        Curve.from_json(written(passes={}))
+
+
+@pytest.mark.parametrize("field", sorted(CURVE.to_json()))
+def test_a_missing_or_malformed_field_is_refused(field):
+    fields = written()
+    del fields[field]
+    with pytest.raises(KeyError, match=field):
+        Curve.from_json(fields)
+    with pytest.raises((ValueError, TypeError, AttributeError)):
+        Curve.from_json(written(**{field: "soon"}))
+    with pytest.raises((ValueError, TypeError, AttributeError)):
+        Curve.from_json(written(**{field: None}))
+
+
+def test_careful_times_replace_quick_ones():
+    """But a controller goes on planning with the widths that were there."""
+    curve = Curve({1: 10.0, 2: 11.0}, drafter=2.0, probe=0.3, drafts={"a": 1.0})
+    curve.take(Curve({2: 9.0, 3: 9.5}, {2: 12.0}, 0.7, drafts={"b": 4.0}))
+    expected = Curve(
+        {1: 10.0, 2: 9.0}, {2: 12.0}, 0.7, 0.3, 2.0, drafts={"a": 1.0, "b": 4.0}
+    )
+    assert curve == expected
+
+
+def test_branches_never_cost_less_than_chains():
+    curve = Curve({2: 5.0, 4: 9.0}, {4: 8.0}, compaction=1.0)
+    assert curve.tree_ms(4, exact=True) == 9.0
+    assert curve.tree_ms(2, exact=False) == 6.0
