@@ -77,13 +77,13 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RecipeComparison:
     """The checkpoints, recipes and texts to compare; `work` is for the bundles.
 
     `text` is measured on, `calibration` is for the recipes that need one; where one is
     None, the unquantized target writes it.
 
-        Comparison("target", None, [Recipe()], [], work).run(print)
+        RecipeComparison("target", None, [Recipe()], [], work).run(print)
     """
 
     target: str

@@ -89,7 +89,7 @@ def command(
     # Not in /tmp, which may be memory: the bundles of a large target would fill it.
     place = (output or Path("report")).absolute().parent
     with TemporaryDirectory(prefix=".jetdraft-recipes-", dir=place) as work:
-        report = bench.Comparison(
+        report = bench.RecipeComparison(
             target,
             drafter,
             target_recipes,
