@@ -138,7 +138,9 @@ def test_a_text_ends_too(toy):
 
 def test_offered_a_tool_it_calls_it(toy):
     prompt = toy.chat_prompt(SPEED, tools=[TOOL])
-    assert toy.parts.text.decode(prompt).startswith('<|system|>Tools: [{"type": "function"')
+    assert toy.parts.text.decode(prompt).startswith(
+        '<|system|>Tools: [{"type": "function"'
+    )
     call = '{"name": "read_sensor", "arguments": {"sensor": "speed"}}'
     answer = toy.generate(token_ids=prompt, max_new_tokens=64).text
     assert answer == f"<tool_call>{call}</tool_call>"
@@ -164,7 +166,7 @@ def test_the_template_takes_a_call_and_its_result(toy):
 
 def test_every_character_can_be_read(toy):
     text = "Ä 漢字 🙂 \x00\t\n"
-    assert toy.parts.text.decode(toy.text.encode(text)) == text
+    assert toy.parts.text.decode(toy.parts.text.encode(text)) == text
 
 
 def test_it_needs_nothing_that_exports():

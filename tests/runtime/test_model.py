@@ -135,7 +135,10 @@ def test_bad_input_is_refused_before_anything_runs(model, options, error, words)
     ("options", "reason"),
     [
         ({"provider": "cuda"}, "no fp32 kernel on CUDA; export with --dtype fp16"),
-        ({"provider": "tensorrt"}, "cannot read contrib operators; export with --flavour"),
+        (
+            {"provider": "tensorrt"},
+            "cannot read contrib operators; export with --flavour",
+        ),
         (
             {"provider": "abacus"},
             "provider 'abacus'; choose tensorrt, cuda, cpu",
