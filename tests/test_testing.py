@@ -166,7 +166,7 @@ def test_the_template_takes_a_call_and_its_result(toy):
 
 def test_every_character_can_be_read(toy):
     text = "Ä 漢字 🙂 \x00\t\n"
-    assert toy.parts.text.decode(toy.text.encode(text)) == text
+    assert toy.parts.text.decode(toy.parts.text.encode(text)) == text
 
 
 def test_it_needs_nothing_that_exports():
