@@ -46,6 +46,12 @@ class Drafting:
                 '"draft,lookup"',
                 "method",
             )
+        if not isinstance(self.settings, (Mapping, MethodOptions)):
+            raise OptionError(
+                f"drafting {self.settings!r} is not a mapping; give one, for example "
+                '{"tree": "best"}',
+                "drafting",
+            )
         check_ranges(self, _RANGES)
         self._check_names()
         for name, options in self.options.items():
