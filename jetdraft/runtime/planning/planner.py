@@ -134,7 +134,7 @@ class Planner:
             try:
                 chosen.append(self.proposer(method, options))
             except OptionError as error:
-                if error.field != "method":
+                if error.field == "drafting":  # not the bundle is at fault
                     raise
                 if not automatic:
                     raise self._refusal(name, error) from error
