@@ -215,6 +215,16 @@ def test_a_broken_package_is_left_out(broken, toy):
         assert "\n" not in line
 
 
+def test_packages_are_loaded_when_methods_are_asked_for(broken):
+    """So a package may import all of jetdraft, and jetdraft imports in a moment."""
+    code = "import sys, jetdraft; print(sorted({'works', 'wrong'} & {*sys.modules}))"
+    run = python("-W", "error", "-c", code, beside=broken)
+    assert run.stdout == "[]\n", run.stderr
+    code = "from jetdraft.methods import methods; methods()"
+    run = python("-W", "error", "-c", code, beside=broken)
+    assert "UserWarning: the entry point" in run.stderr
+
+
 def test_the_command_line_warns_in_a_line_each(broken, toy):
     run = generate(toy, broken, "--json", method="lookup")
     assert run.returncode == 0, run.stderr
