@@ -9,7 +9,7 @@ import jetdraft
 from jetdraft.errors import OptionError
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.proposers.draft import DraftOptions
-from jetdraft.runtime.proposers.lookup import LookupOptions
+from jetdraft.runtime.proposers.lookup import StoreOptions
 from jetdraft.runtime.proposers.stream import StreamOptions
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 
@@ -115,8 +115,8 @@ def test_an_options_object_goes_to_its_method():
     drafting = Drafting("draft", exact=False, settings=own)
     assert drafting.options == {"draft": own}
     assert drafting.verifier == "typical"
-    both = Drafting("draft,lookup", settings=LookupOptions(user="ann"))
-    assert both.options["lookup"] == LookupOptions(user="ann")
+    both = Drafting("draft,lookup", settings=StoreOptions(user="ann"))
+    assert both.options["lookup"] == StoreOptions(user="ann")
     assert both.options["draft"] == DraftOptions()
     assert both.user == "ann"
 
