@@ -48,7 +48,7 @@ seed_option = option(
 )
 
 training_seed_option = option(
-    "training",
+    "sampling",
     "--seed",
     type=int,
     default=0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, Unpack
 
 from jetdraft.contract import CANDIDATES
@@ -65,7 +65,8 @@ class Options:
 
     sampling: Sampling = Sampling()
     penalties: Penalties = Penalties()
-    drafting: Drafting = Drafting()
+    # A factory: the registry loads other packages, which may import jetdraft.
+    drafting: Drafting = field(default_factory=Drafting)
     ending: Ending = Ending()
     constraint: Constraint | None = None
     logprobs: int | None = None

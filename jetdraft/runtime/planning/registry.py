@@ -35,7 +35,8 @@ def _registered() -> dict[str, Method[Any]]:
         try:
             method = entry.load()
         except Exception as error:  # whatever a foreign package raises
-            _warn(entry.name, f"it cannot be loaded ({error})")
+            reason = " ".join(str(error).split()) or type(error).__name__
+            _warn(entry.name, f"it cannot be loaded ({reason})")
             continue
         if not isinstance(method, Method):
             _warn(entry.name, f"{entry.value} is not a jetdraft.methods.Method")

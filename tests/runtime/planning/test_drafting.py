@@ -5,10 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+import jetdraft
 from jetdraft.errors import OptionError
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.proposers.draft import DraftOptions
-from jetdraft.runtime.proposers.lookup import LookupOptions
+from jetdraft.runtime.proposers.lookup import StoreOptions
 from jetdraft.runtime.proposers.stream import StreamOptions
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 
@@ -37,8 +38,8 @@ KARY = {"tree": "k-ary", "branching": [2, 2]}
             OptionError,
             "cannot have",
         ),
-        ({**KARY, "verifier": "typical"}, OptionError, "no-exact"),
-        ({**KARY, "verifier": "recursive"}, OptionError, "no-exact"),
+        ({**KARY, "verifier": "typical"}, OptionError, "neither the text .*no-exact"),
+        ({**KARY, "verifier": "recursive"}, OptionError, "but not the text .*no-exact"),
         ({**KARY, "branching": 3}, OptionError, "list of integers"),
         ({**KARY, "branching": "3;2"}, OptionError, "list of integers"),
         ({**KARY, "branching": [2.5]}, OptionError, "list of integers"),
@@ -114,8 +115,8 @@ def test_an_options_object_goes_to_its_method():
     drafting = Drafting("draft", exact=False, settings=own)
     assert drafting.options == {"draft": own}
     assert drafting.verifier == "typical"
-    both = Drafting("draft,lookup", settings=LookupOptions(user="ann"))
-    assert both.options["lookup"] == LookupOptions(user="ann")
+    both = Drafting("draft,lookup", settings=StoreOptions(user="ann"))
+    assert both.options["lookup"] == StoreOptions(user="ann")
     assert both.options["draft"] == DraftOptions()
     assert both.user == "ann"
 
@@ -133,6 +134,32 @@ def test_a_tree_of_models_that_only_chain_is_refused(model, monkeypatch):
     with pytest.raises(OptionError, match="chains only") as refusal:
         model.stream(**DRAFT, drafting={"tree": "best"})
     assert refusal.value.field == "drafting"
+
+
+def test_a_tree_wider_than_the_passes_of_a_bundle(model, monkeypatch):
+    widths = dataclasses.replace(model.parts.widths, classes=[[1], [2, 4]])
+    monkeypatch.setattr(model.parts, "widths", widths)
+    model.stream(**DRAFT, drafting={**KARY, "branching": [3]})
+    words = "has 6 rows, a pass of this bundle holds 3 beside the root"
+    with pytest.raises(OptionError, match=words) as refusal:
+        model.stream(**DRAFT, drafting=KARY)
+    assert refusal.value.field == "drafting"
+
+
+@pytest.mark.parametrize("method", ["draft", "cascade", "draft,lookup"])
+def test_a_drafter_that_is_off(bundle, method):
+    off = jetdraft.load(bundle, threads=1, drafter_provider="off")
+    assert not {"draft", "cascade"} & set(off.methods)
+    words = "no method .* choose auto, none, lookup, trigram; .* needs a drafter"
+    with pytest.raises(OptionError, match=words) as refusal:
+        off.stream(token_ids=IDS, method=method)
+    assert refusal.value.field == "method"
+
+
+def test_a_bundle_without_streams(model):
+    with pytest.raises(OptionError, match="jetdraft train streams") as refusal:
+        model.stream(token_ids=IDS, method="stream")
+    assert refusal.value.field == "method"
 
 
 TREES = [

@@ -1,0 +1,66 @@
+"""What a program sees that imports jetdraft beside the installed packages: JSON."""
+
+import json
+import sys
+import warnings
+from itertools import product
+
+import jetdraft
+from jetdraft.methods import methods
+from jetdraft.runtime.planning.drafting import Drafting
+
+PROMPT = "The robot sees"
+SAMPLINGS = ({}, {"temperature": 0.8, "seed": 1}, {"temperature": 1.2, "seed": 2})
+LENGTHS = (1, 2, 4, None)
+REPEATING = {"logit_bias": {65: 100.0}, "max_new_tokens": 40, "ignore_eos": True}
+
+
+def look(folder):
+    """Everything that a test compares."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        names = list(methods())
+    with jetdraft.load(folder, threads=1) as model:
+        return {
+            "methods": names,
+            "warnings": [str(warning.message) for warning in caught],
+            "of_model": model.methods,
+            "plain": text(model, "lookup") == text(model, "none"),
+            **(guest(model) if "again" in names else {}),
+        }
+
+
+def text(model, method, **options):
+    how = {"max_new_tokens": 48, "ignore_eos": True, **options}
+    return model.generate(PROMPT, method=method, **how).token_ids
+
+
+def guest(model):
+    """What the package's own method does."""
+    texts = []
+    for sampling, length in product(SAMPLINGS, LENGTHS):
+        drafted = model.generate(
+            PROMPT,
+            method="again",
+            num_draft_tokens=length,
+            max_new_tokens=48,
+            ignore_eos=True,
+            **sampling,
+        )
+        same = drafted.token_ids == text(model, "none", **sampling)
+        texts.append([same, length, drafted.stats.drafted_tokens])
+    lineup = model.planner.lineup(Drafting("auto"))
+    # As on a machine with free rows, where other drafts take long.
+    curve = model.parts.curve
+    curve.passes = dict.fromkeys(curve.passes, 1.0)
+    curve.drafts = {name: 0.0 if name == "again" else 1e3 for name in methods()}
+    plain = model.generate(PROMPT, method="none", **REPEATING)
+    auto = model.generate(PROMPT, method="auto", **REPEATING)
+    return {
+        "texts": texts,
+        "lineup": [proposer.traits.name for proposer in lineup.proposers],
+        "auto": [auto.token_ids == plain.token_ids, auto.stats.to_json()["by_method"]],
+    }
+
+
+print(json.dumps(look(sys.argv[1])))

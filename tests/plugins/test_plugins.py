@@ -1,0 +1,237 @@
+"""A package brings a method: with no change to jetdraft it is a method like others."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jetdraft
+from jetdraft.testing import toy_bundle
+
+HERE = Path(__file__).parent
+OWN = ["lookup", "draft", "stream", "recall", "trigram", "cascade"]
+OF_TOY = ["none", "lookup", "draft", "trigram", "cascade"]
+
+
+def python(*arguments, beside=None):
+    """Run a fresh interpreter that finds packages in the folder `beside` too."""
+    root = Path(jetdraft.__file__).parents[1]
+    paths = [str(path) for path in (beside, root) if path is not None]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=environment,
+        cwd=beside,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def look(bundle, beside=None):
+    """What a program beside the packages of a folder sees."""
+    run = python(HERE / "outside.py", bundle, beside=beside)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return toy_bundle(tmp_path_factory.mktemp("toy") / "bundle")
+
+
+# --- a package that works -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with the package, put there by pip; nothing is downloaded."""
+    folder = tmp_path_factory.mktemp("installed")
+    source = shutil.copytree(HERE / "package", folder / "source")
+    run = python(
+        *("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"),
+        *("--no-index", "--disable-pip-version-check", "--root-user-action", "ignore"),
+        *("--target", folder / "packages", source),
+    )
+    assert run.returncode == 0, run.stderr
+    return folder / "packages"
+
+
+@pytest.fixture(scope="module")
+def seen(installed, toy):
+    return look(toy, installed)
+
+
+def test_it_is_one_of_the_methods(seen):
+    assert seen["methods"] == [*OWN, "again"]
+    assert seen["of_model"] == [*OF_TOY, "again"]
+    assert seen["warnings"] == []
+
+
+def test_it_writes_the_text_of_plain_decoding(seen):
+    assert len(seen["texts"]) == 12
+    for same, length, drafted in seen["texts"]:
+        assert same
+        assert length is None or drafted > 10
+
+
+def test_auto_may_pick_it(seen):
+    assert "again" in seen["lineup"]
+    same, by_method = seen["auto"]
+    assert same
+    assert by_method["again"]["accepted_tokens"] > 20
+
+
+def generate(toy, installed, *options, method="again"):
+    return python(
+        *("-m", "jetdraft", "generate", toy, "-p", "The robot sees", "--raw"),
+        *("-n", 32, "--ignore-eos", "--threads", 1, "--method", method, *options),
+        beside=installed,
+    )
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [(), ("--temperature", 0.8, "--seed", 1), ("--temp", 1.2, "--seed", 2)],
+    ids=str,
+)
+@pytest.mark.parametrize("length", [1, 2, 4, None])
+def test_the_command_line_generates_with_it(toy, installed, sampling, length):
+    plain = generate(toy, installed, *sampling, "--json", method="none")
+    assert plain.returncode == 0, plain.stderr
+    number = () if length is None else ("--num-draft-tokens", length)
+    run = generate(toy, installed, *sampling, *number, "--json")
+    assert run.returncode == 0, run.stderr
+    drafted = json.loads(run.stdout)
+    assert drafted["token_ids"] == json.loads(plain.stdout)["token_ids"]
+    assert drafted["stats"]["method"] == "again"
+    if length is not None:
+        assert drafted["stats"]["by_method"]["again"]["drafted_tokens"] > 0
+
+
+def test_the_command_line_names_it(toy, installed):
+    run = python("-m", "jetdraft", "generate", "--help", beside=installed)
+    assert run.returncode == 0, run.stderr
+    assert "again" in run.stdout
+    run = python("-m", "jetdraft", "generate", "--help")
+    assert "again" not in run.stdout
+
+
+def test_its_own_options_are_read(toy, installed):
+    run = generate(toy, installed, "--drafting", "memory=8", "--json")
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("drafting", "words"),
+    [
+        ("shape=best", "unknown drafting option 'shape'; choose verifier, memory"),
+        ("memory=many", "drafting option memory cannot be 'many'; give an integer"),
+        ("memory=0", "memory 0 is too small; give 1 or more"),
+    ],
+)
+def test_an_option_that_cannot_be_ends_with_2(toy, installed, drafting, words):
+    run = generate(toy, installed, "--drafting", drafting)
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert run.stderr == f"error: {words}\n"
+
+
+def test_it_is_measured_beside_plain_decoding(toy, installed, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "The robot sees"}\n')
+    run = python(
+        *("-m", "jetdraft", "bench", toy, "--methods", "again", "--lengths", "2,4"),
+        *("--repeats", 1, "-n", 16, "--threads", 1, "--prompts", prompts, "--json"),
+        beside=installed,
+    )
+    assert run.returncode == 0, run.stderr
+    rows = [row for row in json.loads(run.stdout)["rows"] if row["method"] == "again"]
+    assert [row["num_draft_tokens"] for row in rows] == [2, 4, None]
+    assert all(row["same_text"] == row["texts"] == 1 for row in rows)
+
+
+# --- packages that do not -------------------------------------------------------------
+
+BROKEN = {
+    "missing": ("import no_module_of_this_name", "cannot be loaded"),
+    "raising": ("raise RuntimeError('two\\nlines')", "cannot be loaded (two lines)"),
+    "silent": ("raise ValueError", "cannot be loaded (ValueError)"),
+    "nameless": ("", "cannot be loaded"),
+    "wrong": ("METHOD = 'again'", "wrong:METHOD is not a jetdraft.methods.Method"),
+    "taken": (
+        "from jetdraft.methods import Method\n"
+        "METHOD = Method('lookup', 'another', lambda parts, options: None)",
+        "there is a method 'lookup' already",
+    ),
+    "reserved": (
+        "from jetdraft.methods import Method\n"
+        "METHOD = Method('auto', 'another', lambda parts, options: None)",
+        "cannot be loaded ('auto' cannot name a method",
+    ),
+}
+
+
+def write_package(folder, name, code):
+    """What pip leaves of a package: a module, and its metadata beside it."""
+    (folder / f"{name}.py").write_text(f"{code}\n")
+    metadata = folder / f"{name}-1.0.dist-info"
+    metadata.mkdir()
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+    (metadata / "METADATA").write_text(text)
+    entry = f"[jetdraft.methods]\n{name} = {name}:METHOD\n"
+    (metadata / "entry_points.txt").write_text(entry)
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """A folder with broken packages, and one that works."""
+    folder = tmp_path_factory.mktemp("broken")
+    for name, (code, _) in BROKEN.items():
+        write_package(folder, name, code)
+    code = (HERE / "package" / "jetdraft_again.py").read_text()
+    write_package(folder, "works", code)
+    return folder
+
+
+def test_a_broken_package_is_left_out(broken, toy):
+    seen = look(toy, broken)
+    assert seen["methods"] == [*OWN, "again"]
+    assert seen["of_model"] == [*OF_TOY, "again"]
+    assert seen["plain"]
+    assert all(same for same, *_ in seen["texts"])
+    assert len(seen["warnings"]) == len(BROKEN)
+    for name, (_, reason) in BROKEN.items():
+        [line] = [line for line in seen["warnings"] if repr(name) in line]
+        assert line.startswith(f"the entry point {name!r} of jetdraft.methods is left")
+        assert reason in line
+        assert "\n" not in line
+
+
+def test_packages_are_loaded_when_methods_are_asked_for(broken):
+    """So a package may import all of jetdraft, and jetdraft imports in a moment."""
+    code = "import sys, jetdraft; print(sorted({'works', 'wrong'} & {*sys.modules}))"
+    run = python("-W", "error", "-c", code, beside=broken)
+    assert run.stdout == "[]\n", run.stderr
+    code = "from jetdraft.methods import methods; methods()"
+    run = python("-W", "error", "-c", code, beside=broken)
+    assert "UserWarning: the entry point" in run.stderr
+
+
+def test_the_command_line_warns_in_a_line_each(broken, toy):
+    run = generate(toy, broken, "--json", method="lookup")
+    assert run.returncode == 0, run.stderr
+    lines = run.stderr.splitlines()
+    warned = [line for line in lines if line.startswith("warning: the entry point")]
+    assert len(warned) == len(BROKEN)
+    assert json.loads(run.stdout)["stats"]["method"] == "lookup"
+    refused = generate(toy, broken, method="missing")
+    assert refused.returncode == 2
+    assert "unknown method 'missing'" in refused.stderr.splitlines()[-1]
