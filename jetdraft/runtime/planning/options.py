@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, Unpack
@@ -82,15 +83,20 @@ class Options:
 
     @classmethod
     def of(cls, **options: Unpack[GenerateOptions]) -> Options:
-        """The options with these names; raises `OptionError`."""
+        """The options with these names; raises `OptionError`.
+
+        Without a `seed`, or with None, a random seed is drawn.
+        """
         rest: dict[str, Any] = dict(options)
 
         def taken(names: Sequence[str]) -> dict[str, Any]:
             return {name: rest.pop(name) for name in names if name in rest}
 
-        settings = rest.pop("drafting", {})
+        settings, sampling = rest.pop("drafting", {}), taken(_names(Sampling))
+        if sampling.get("seed") is None:
+            sampling["seed"] = secrets.randbits(32)
         parts = {
-            "sampling": Sampling(**taken(_names(Sampling))),
+            "sampling": Sampling(**sampling),
             "penalties": Penalties(**taken(_names(Penalties))),
             "ending": Ending(**taken(_names(Ending))),
             "drafting": Drafting(**taken(_DRAFTING_FIELDS), settings=settings),

@@ -13,7 +13,6 @@ from the graph's K candidates, the other logits are never fetched.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,9 +39,8 @@ _RANGES = {
 class Sampling:
     """How tokens are chosen; temperature 0 is greedy and ignores the other fields.
 
-    `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off. A `seed` of None becomes a
-    random seed, or 0 where decoding is greedy. Raises `OptionError` for a value out of
-    range.
+    `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off. Raises `OptionError` for a
+    value out of range.
 
         Sampling(temperature=0.8, top_p=0.95, seed=7)
     """
@@ -51,19 +49,10 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.seed is None:
-            drawn = secrets.randbits(32) if self.temperature else 0
-            object.__setattr__(self, "seed", drawn)
         check_ranges(self, _RANGES)
-
-    @property
-    def noise_seed(self) -> int:
-        """The seed, never None."""
-        assert self.seed is not None
-        return self.seed
 
 
 GREEDY_DRAFT_TEMPERATURE = 0.4
@@ -113,7 +102,7 @@ class Chooser:
         """Gumbel-max over each row's candidates, and over more tokens if needed."""
         scaled = answer.candidate_logits.astype(np.float64) / self.sampling.temperature
         kept = self._kept(scaled, answer)
-        noise = gumbel(self.sampling.noise_seed, positions[:, None], answer.candidates)
+        noise = gumbel(self.sampling.seed, positions[:, None], answer.candidates)
         limit = np.where(kept == _OPEN, scaled.shape[1], kept)
         inside = np.arange(scaled.shape[1]) < limit[:, None]
         scores = np.where(inside, scaled + noise, -np.inf)
@@ -240,7 +229,7 @@ class Chooser:
         than s - last, so its uniform larger than exp(-exp(last - s)). Updates `scores`
         and `chosen` in place.
         """
-        seed, temperature = self.sampling.noise_seed, self.sampling.temperature
+        seed, temperature = self.sampling.seed, self.sampling.temperature
         threshold = np.exp(-np.exp(last - scores))[:, None]
         vocabulary = np.arange(answer.vocab_size)[None]
         uniform = uniforms(seed, positions[:, None], vocabulary)

@@ -100,7 +100,7 @@ class Conditional:
             children = rows.children(row)
             if children:
                 p = self._pi(p, rows.drawn_from.get(row), children, rows)
-            token = p.draw(chooser.sampling.noise_seed, positions[row])
+            token = p.draw(chooser.sampling.seed, positions[row])
             chosen[row] = token
             row = next((i for i in children if rows.tokens[i] == token), None)
         return chosen

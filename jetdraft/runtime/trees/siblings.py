@@ -29,7 +29,7 @@ def siblings(
     Different numbers `family` draw independently: a shape may use the tokens of one
     family to decide whether another family grows at all, and that must not bias it.
     """
-    salt = sampling.noise_seed + _SALT + (family << 8)
+    salt = sampling.seed + _SALT + (family << 8)
     if kind is Kind.REPLACED:
         return [q.draw(salt + i, position) for i in range(count)]
     if kind is Kind.TOP_AND_ONE:
@@ -37,7 +37,7 @@ def siblings(
     count = min(count, int(np.count_nonzero(q.probabilities)))
     coupled = kind is Kind.COUPLED and sampling.temperature > 0
     if kind is Kind.DISTINCT or coupled:
-        seed = sampling.noise_seed if coupled else salt
+        seed = sampling.seed if coupled else salt
         order = np.argsort(-q.scores(seed, position), kind="stable")
         return [int(token) for token in q.ids[order[:count]]]
     return [int(token) for token in q.ids[:count]]
