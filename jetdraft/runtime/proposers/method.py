@@ -156,6 +156,8 @@ class Method(Generic[OptionsT]):
 
 
 def _integers(items: Sequence[Any]) -> tuple[int, ...]:
+    if any(isinstance(item, bool) for item in items):
+        raise TypeError
     return tuple(int(item) if isinstance(item, str) else index(item) for item in items)
 
 
