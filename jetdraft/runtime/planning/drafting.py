@@ -71,6 +71,13 @@ class Drafting:
         registered = methods()
         asked = registered if self.names == (AUTO,) else self.names
         types = {name: registered[name].options for name in asked}
+        own_type = type(self.settings)
+        if issubclass(own_type, MethodOptions) and own_type not in types.values():
+            raise OptionError(
+                f"{own_type.__name__} are not options of method {self.method}; give "
+                "options of that method",
+                "drafting",
+            )
         own = {name: options.option_names() for name, options in types.items()}
         keys = dict.fromkeys(key for names in own.values() for key in names)
         for key in self._settings:

@@ -154,9 +154,8 @@ def _make(parts: Parts, options: StoreOptions) -> Proposer:
     store = options.store(parts)
     if store is None or parts.similarity is None:
         raise OptionError(
-            "the bundle has no method recall: it needs a store of earlier responses; "
-            "give --store FILE (store=), and if you do, export the bundle again with "
-            "this version",
+            "it needs a store of earlier responses; give --store FILE (store=), and if "
+            "you do, export the bundle again with this version",
             "method",
         )
     return RecallProposer(store, parts.similarity)
