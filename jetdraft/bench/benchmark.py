@@ -99,6 +99,7 @@ def run(
         rows = contenders(model, ["auto"], [])
         run(model, rows, [model.prompt("def")], 3, lambda: None, max_new_tokens=64)
     """
+    options.setdefault("seed", 0)  # all contenders draw the same noise
     if not prompts:
         raise OptionError("there are no prompts; give at least one", "prompt")
     for contender in rows:

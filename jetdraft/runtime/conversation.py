@@ -117,7 +117,9 @@ class Conversation:
         while True:
             prompt = self.model.chat_prompt(asked)
             needed = len(prompt) + (wanted if self.drop_oldest else 0)
-            turns = [i for i, m in enumerate(asked[first:], first) if _is_user(m)]
+            turns = [
+                i for i, m in enumerate(asked[first:], first) if m["role"] == "user"
+            ]
             last = not self.drop_oldest or len(turns) < 2
             if needed <= room or (last and needed <= capacity):
                 return asked, prompt
@@ -130,7 +132,3 @@ class Conversation:
                 )
             asked = asked[:first] + asked[turns[1] :]
             room = int(KEPT * capacity)
-
-
-def _is_user(message: Message) -> bool:
-    return bool(message["role"] == "user")

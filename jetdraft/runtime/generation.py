@@ -87,7 +87,9 @@ class Generation:
         _check_options(options, parts)
         drafting, ending = options.drafting, options.ending
         self.parts, self.planner, self.options = parts, planner, options
-        matcher = self._matcher(len(prompt))
+        matcher = None
+        if options.constraint is not None:
+            matcher = vocabulary_of(parts).matcher(options.constraint, len(prompt))
         lineup = planner.lineup(drafting, matcher)
         self.proposers, self.controller = lineup.proposers, lineup.controller
         self.verifier = lineup.verifier
@@ -112,21 +114,13 @@ class Generation:
         self._carried: list[int] = []
         self._target: Target = parts.target
 
-    def _matcher(self, start: int) -> Matcher | None:
-        """Follows the constraint after a prompt of `start` tokens."""
-        if self.options.constraint is None:
-            return None
-        return vocabulary_of(self.parts).matcher(self.options.constraint, start)
-
     def _processors(
         self, prompt: list[int], matcher: Matcher | None
     ) -> list[LogitsProcessor]:
         processors: list[LogitsProcessor] = []
         if self.options.penalties.changes:
             processors.append(PenaltyProcessor(self.options.penalties, prompt))
-        if matcher is not None:
-            processors.append(matcher)
-        return processors
+        return processors if matcher is None else [*processors, matcher]
 
     def result(self) -> Result:
         """All that came out until now."""
@@ -157,13 +151,12 @@ class Generation:
 
     def _run(self) -> Iterator[Piece]:
         parts, exact = self.parts, self.options.drafting.exact
-        start = time.perf_counter()
         self._target = self.planner.target(self.options.drafting)
         if self.verifier.name != WALK and parts.follower is not None:
             # This verifier reads draft probabilities, so recompute them to the last
             # bit.
             parts.follower.forget()
-        prefix = self._prefix()
+        start, prefix = time.perf_counter(), self._prefix()
         for proposer in self.proposers:
             proposer.begin(self._prompt, self.chooser)
         sequence = array("I", self._prompt)

@@ -69,7 +69,6 @@ class Model:
         self._parts: Parts | None = Parts(bundle, options or {}, shared)
         self._planner: Planner | None = Planner(self._parts)
         self._template: ChatTemplate | None = None
-        self.planner.proposers()  # their first guesses of times come before tuned times
         self._use_tuning()
         self.method = method or AUTO
         if method is not None:
@@ -158,10 +157,9 @@ class Model:
         if options is None:
             fields.setdefault("method", self.method)
             options = Options.of(**fields)
-        elif fields:
+        elif fields or not isinstance(options, Options):
             raise OptionError(
-                f"options and {next(iter(fields))} exclude each other; give one",
-                "options",
+                "give either an Options object or options by their names", "options"
             )
         ids: list[int] = self.prompt(prompt, token_ids).tolist()
         return Stream(Generation(self.parts, self.planner, ids, options))

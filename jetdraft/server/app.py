@@ -331,7 +331,7 @@ def _error_fields(error: object, status: int) -> dict[str, Any]:
     kind = KINDS.get(
         status, "invalid_request_error" if status < 500 else "server_error"
     )
-    param = getattr(error, "param", None) or getattr(error, "field", None)
+    param = getattr(error, "param", None) or getattr(error, "field", None) or None
     return {
         "error": {"message": str(error), "type": kind, "param": param, "code": None}
     }

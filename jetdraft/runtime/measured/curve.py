@@ -14,6 +14,8 @@ from jetdraft.runtime.measured.stats import Round
 LEAST_PROBE_MS = 1e-3
 """A lower bound: an estimate of 0 could never grow."""
 
+IMPOSSIBLE = "its times cannot be"
+
 LONGEST_MS = 1e6
 """A quarter of an hour; nothing that was measured takes as long."""
 
@@ -111,7 +113,7 @@ class Curve:
         plausible = [0 < ms < LONGEST_MS for ms in passes]
         plausible += [0 <= ms < LONGEST_MS for ms in others]
         if not curve.passes or not all(plausible):
-            raise ValueError("its times cannot be")
+            raise ValueError(IMPOSSIBLE)
         return curve
 
 

@@ -16,9 +16,11 @@ from jetdraft.bundle import Bundle
 from jetdraft.devices.detection import detect
 from jetdraft.files import replacing
 from jetdraft.ort import ort
-from jetdraft.runtime.measured.curve import Curve
+from jetdraft.runtime.measured.curve import IMPOSSIBLE, Curve
 from jetdraft.runtime.measured.widths import Widths, measure
 from jetdraft.runtime.passes.graph import Graph
+
+_MALFORMED = (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError)
 
 
 class Profiles:
@@ -64,7 +66,7 @@ class Profiles:
             if fields["machine"] != self.machine:
                 return None
             return Widths.from_json(fields["widths"]), Curve.from_json(fields["curve"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (*_MALFORMED, ValueError):
             return None
 
     def tuned(self) -> Curve | None:
@@ -72,17 +74,14 @@ class Profiles:
 
         Raises `ValueError` if the file is malformed or belongs to another machine.
         """
+        if not self.tuning_file.exists():
+            return None
         try:
             fields = json.loads(self.tuning_file.read_text(encoding="utf-8"))
-            where, stored = fields["machine"], fields["curve"]
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError("it is malformed") from error
-        try:
-            curve = Curve.from_json(stored)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError("it is malformed") from error
+            where, curve = fields["machine"], Curve.from_json(fields["curve"])
+        except (*_MALFORMED, ValueError) as error:
+            impossible = str(error) == IMPOSSIBLE
+            raise ValueError(IMPOSSIBLE if impossible else "it is malformed") from error
         if where != self.machine:
             raise ValueError(f"it was measured elsewhere: {self._difference(where)}")
         return curve

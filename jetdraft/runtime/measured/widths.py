@@ -135,7 +135,7 @@ def decoding_widths(graph: Graph) -> list[int]:
 
 def _survey(graph: Graph) -> tuple[dict[int, np.ndarray], dict[int, float]]:
     """Logits of the same rows and pass times, by width."""
-    starts = _fill(graph)
+    starts = _starts(graph)
     rows = min(_ROWS, graph.contract.capacity - 1 - starts[0])
     tokens, widths = _tokens(graph, rows), decoding_widths(graph)
     times = pass_times(graph, widths)

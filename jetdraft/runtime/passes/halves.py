@@ -112,7 +112,7 @@ class Halves:
         self._kept: list[int] = []
         self._draft = _Draft(Rows.chain([0]), [], 0.0, NO_PROBING)
         self._upper_times: dict[int, float] = {}
-        self._probe_ms = 0.0
+        self._probe_ms: float | None = None
 
     def prepare(self, threshold: float | None, widths: Sequence[int]) -> None:
         """Set the threshold, None for one that adapts, and the allowed widths."""
@@ -129,9 +129,10 @@ class Halves:
         for width in self.widths:
             if width not in times:
                 times[width] = self._upper_ms(width, NO_PROBES)
-        probes = Probing(self.contract.streams).of(narrow)
-        added = self._upper_ms(narrow, probes) - times[narrow]
-        self._probe_ms = max(added, 0.0) / max(probes.total, 1)
+        if self._probe_ms is None:
+            probes = Probing(self.contract.streams).of(narrow)
+            added = self._upper_ms(narrow, probes) - times[narrow]
+            self._probe_ms = max(added, 0.0) / max(probes.total, 1)
 
     def _upper_ms(self, width: int, probes: Probes) -> float:
         rows, times = Rows.chain([0] * width), []
@@ -196,7 +197,7 @@ class Halves:
         kept = self._keep(draft.rows, draft.scores, threshold)
         width = self.widths[bisect_left(self.widths, len(kept))]
         probes = draft.probing.of(len(kept)).total
-        upper = self._upper_times[width] + probes * self._probe_ms
+        upper = self._upper_times[width] + probes * (self._probe_ms or 0.0)
         return sum(row in kept for row in path), draft.lower_ms + upper
 
     @staticmethod

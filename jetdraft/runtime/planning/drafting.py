@@ -13,7 +13,6 @@ from jetdraft.ranges import between, check_ranges
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.lookup import StoreOptions
 from jetdraft.runtime.proposers.method import WALK, MethodOptions, unknown_key
-from jetdraft.runtime.sampling.verifiers import VERIFIERS
 
 MAX_DRAFT_TOKENS = WIDEST - 1
 """The longest draft: the widest decoding pass without the root."""
@@ -71,6 +70,8 @@ class Drafting:
         registered = methods()
         asked = registered if self.names == (AUTO,) else self.names
         types = {name: registered[name].options for name in asked}
+        if not self.settings:
+            return {name: options() for name, options in types.items()}
         own_type = type(self.settings)
         if issubclass(own_type, MethodOptions) and own_type not in types.values():
             raise OptionError(
@@ -147,7 +148,7 @@ class Drafting:
     def _check_options(self, name: str, options: MethodOptions) -> None:
         """Refuse options that contradict the rest of a generation."""
         if self.exact and options.verifier != WALK:
-            lossy = VERIFIERS[options.verifier].lossy
+            lossy = options.checker.lossy
             keeps = "the distribution but not the text"
             if lossy:
                 keeps = "neither the text nor the distribution"

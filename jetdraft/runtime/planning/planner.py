@@ -68,14 +68,14 @@ class Planner:
             try:
                 proposer = method.make(self.parts, options)
             except OptionError as error:
-                if error.field != "method":
+                if error.field == "drafting":
                     raise
                 raise OptionError(
                     f"the bundle has no method {method.name!r}: {error}", "method"
                 ) from error
             self._proposers[key] = proposer
-            ms = proposer.traits.ms_per_token
-            self.parts.curve.drafts.setdefault(method.name, ms)
+            traits = proposer.traits
+            self.parts.curve.drafts.setdefault(traits.name, traits.ms_per_token)
         return self._proposers[key]
 
     def forget(self) -> None:
@@ -101,11 +101,9 @@ class Planner:
         """The target that verifies, made ready for this generation."""
         widths = self.widths(drafting)
         for name, options in drafting.options.items():
-            method = methods()[name]
-            if method.target is not None:
-                other = method.target(self.parts, options, widths)
-                if other is not None:
-                    return other
+            other: Target | None = methods()[name].target(self.parts, options, widths)
+            if other is not None:
+                return other
         self.parts.target.prepare(drafting.exact)
         return self.parts.target
 

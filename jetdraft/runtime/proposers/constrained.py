@@ -65,10 +65,6 @@ class ConstrainedProposer(Proposer):
         """Let the inner proposer look at a pass."""
         self._inner.observe(seen)
 
-    def forget(self) -> None:
-        """Let the inner proposer unlearn earlier generations."""
-        self._inner.forget()
-
 
 def constrained(proposers: Sequence[Proposer], matcher: Matcher) -> list[Proposer]:
     """The proposers of a generation with a constraint."""

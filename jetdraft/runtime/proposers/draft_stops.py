@@ -161,16 +161,15 @@ class AcceptanceHead:
         )
         arrays = read_arrays(file, refusal)
         owner = str(arrays.pop("bundle", ""))
-        if arrays.keys() != cls.__dataclass_fields__.keys():
+        shapes = {"block": (size, size), "out": (size,), "bias": (), "scale": ()}
+        if arrays.keys() != shapes.keys():
             raise refusal
         if owner != bundle:
             raise StoreError(
                 f"{file} belongs to another bundle; run jetdraft train acceptance again"
             )
-        shapes = {"block": (size, size), "out": (size,), "bias": (), "scale": ()}
         for name, array in arrays.items():
-            if array.dtype != np.float32 or array.shape != shapes[name]:
-                raise refusal
-            if not np.isfinite(array).all():
+            fits = array.dtype == np.float32 and array.shape == shapes[name]
+            if not fits or not np.isfinite(array).all():
                 raise refusal
         return cls(**arrays)

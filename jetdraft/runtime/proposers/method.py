@@ -9,12 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from numbers import Integral, Real
 from operator import index
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Generic, Literal, Self, TypeVar, Union, get_args, get_origin
-from typing import get_type_hints as type_hints
+from typing import (
+    Any,
+    Generic,
+    Literal,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from jetdraft.bundle import Bundle
 from jetdraft.errors import OptionError
@@ -73,7 +83,7 @@ class MethodOptions:
 
         Raises `OptionError` for an unknown key or a value of another type.
         """
-        hints = type_hints(cls)
+        hints: dict[str, Any] = _hints(cls)  # type: ignore[arg-type]
         for key in settings:
             if key not in hints:
                 raise unknown_key(key, cls.option_names())
@@ -96,6 +106,8 @@ def check_choice(
         raise OptionError(f"unknown {key} {value!r}; choose {names}", "drafting")
 
 
+_hints = cache(get_type_hints)
+
 OptionsT = TypeVar("OptionsT", bound=MethodOptions)
 
 Cost = Literal["free", "drafter", "probes"]
@@ -104,6 +116,12 @@ Cost = Literal["free", "drafter", "probes"]
 
 def _lacks_nothing(bundle: Bundle) -> str:
     return ""
+
+
+def _own_target(
+    parts: Parts, options: MethodOptions, widths: Sequence[int]
+) -> Target | None:
+    return None
 
 
 def _always(options: MethodOptions) -> bool:
@@ -144,19 +162,16 @@ class Method(Generic[OptionsT]):
     probes: bool = False
     features: bool = False
     cost: Cost | None = None
-    target: Callable[[Parts, OptionsT, Sequence[int]], Target | None] | None = None
+    target: Callable[[Parts, OptionsT, Sequence[int]], Target | None] = _own_target
     samples: tuple[Mapping[str, object], ...] = ()
 
     def __post_init__(self) -> None:
+        self.options()  # refuses options whose defaults are refused
         if not self.name.replace("-", "").isalnum() or self.name in ("auto", "none"):
             raise OptionError(
                 f"{self.name!r} cannot name a method; use letters, digits and dashes",
                 "method",
             )
-
-
-def _flag(text: str) -> bool:
-    return {"true": True, "false": False}[text.lower()]
 
 
 def _integers(items: Sequence[Any]) -> tuple[int, ...]:
@@ -165,8 +180,10 @@ def _integers(items: Sequence[Any]) -> tuple[int, ...]:
     return tuple(int(item) if isinstance(item, str) else index(item) for item in items)
 
 
+_FLAGS = {"true": True, "True": True, "false": False, "False": False}
+
 _TYPES: dict[Any, tuple[Any, Callable[[Any], Any], Callable[[str], Any], str]] = {
-    bool: (bool, bool, _flag, "true or false"),
+    bool: (bool, bool, _FLAGS.__getitem__, "true or false"),
     int: (Integral, int, int, "an integer"),
     float: (Real, float, float, "a number"),
     Path: (Path, Path, Path, "a path"),

@@ -47,7 +47,7 @@ def check_kind(verifier: Verifier, kind: Kind) -> None:
         allowed = ", ".join(sorted(k.value for k in verifier.kinds))
         raise OptionError(
             f"verifier {verifier.name!r} is not made for {kind.value} drafts, only "
-            f"for {allowed}; use verifier 'walk', or --method draft with --siblings",
+            f"for {allowed}; use verifier=walk, or method draft with those siblings",
             "drafting",
         )
 

@@ -84,14 +84,14 @@ def check_messages(messages: object) -> list[Message]:
     """The messages as a list; raises `OptionError` if any of them is not a message."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise OptionError(
-            "a chat needs a list of messages; give at least one", "prompt"
+            "a chat needs a list of messages; give at least one", "messages"
         )
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise OptionError(
                 f"message {number} has no role; give "
                 '{"role": "user", "content": "..."}',
-                "prompt",
+                "messages",
             )
     return list(messages)
 
