@@ -42,7 +42,7 @@ def test_lines_are_turns_and_orders_are_obeyed(chatty, tmp_path):
     assert "tokens kept" in result.stderr
     assert "there is no reply yet" in result.stderr
     assert "/save FILE" in result.stderr, "help for what is no order"
-    assert "no saved conversation" in result.stderr
+    assert "is not a saved conversation" in result.stderr
 
 
 def test_a_bundle_without_a_template_is_refused(bundle):

@@ -26,7 +26,9 @@ def test_shows_the_exact_class_of_widths(report):
     assert ["widths", "2..16", "exact"] in shown
 
 
-@pytest.mark.parametrize("method", ["draft 1", "draft", "lookup 4", "heap", "auto"])
+@pytest.mark.parametrize(
+    "method", ["draft 1", "draft", "lookup 4", "draft tree=heap", "auto"]
+)
 @pytest.mark.parametrize("setting", ["greedy", "temperature=0.8 seed=1"])
 def test_says_same_for_every_method_greedy_and_sampling(report, method, setting):
     lines = [" ".join(line.split()) for line in report]

@@ -6,6 +6,7 @@ import json
 import os
 
 from jetdraft.bundle import MANIFEST, Bundle
+from jetdraft.runtime.planning.registry import methods_of
 from tests.cli.running import assert_refused, jetdraft
 
 
@@ -16,7 +17,7 @@ def test_shows_graphs_shapes_quantization_and_bytes(bundle):
     opened = Bundle.open(bundle)
     for expected in (
         f"bundle {bundle} (sha256 {opened.sha256[:12]})",
-        "methods none, lookup, draft",
+        f"methods {', '.join(methods_of(opened))}",
         "provider cpu",
         "vocabulary 288, end of text 0",
         "capacity 256 tokens, 64 rows",

@@ -13,9 +13,8 @@ SHORT = ("--max-new-tokens", "8", "--threads", "1")
 def store(bundle, tmp_path):
     file = tmp_path / "store.sqlite"
     for prompt in (" the self", " def return"):
-        done = jetdraft(
-            "generate", bundle, "-p", prompt, "--store", file, "--user", "ann", *SHORT
-        )
+        of_ann = ("--store", file, "--drafting", "user=ann")
+        done = jetdraft("generate", bundle, "-p", prompt, *of_ann, *SHORT)
         assert done.exit_code == 0
     return file
 

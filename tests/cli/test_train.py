@@ -138,7 +138,8 @@ def test_a_trigram_table_is_counted_and_used(bundle, tmp_path):
     assert done.exit_code == 0
     assert "pairs" in done.stderr
     drafted = jetdraft(
-        "generate", bundle, "-p", " the self", "--table", table, "--method", "trigram",
+        "generate", bundle, "-p", " the self", "--method", "trigram",
+        "--drafting", f"table={table}",
         "--max-new-tokens", "8", "--threads", "1",
     )  # fmt: skip
     assert drafted.exit_code == 0
@@ -175,19 +176,10 @@ def test_an_acceptance_head_is_learned_and_used(bundle, tmp_path):
     done = jetdraft("train", "acceptance", own, *how)
     assert done.exit_code == 0, done.output
     assert "drafted tokens" in done.stderr
-    drafted = jetdraft(
-        "generate",
-        own,
-        "-p",
-        " the self",
-        "--method",
-        "draft",
-        "--stopping",
-        "learned",
-        *how,
-    )
+    learned = ("--method", "draft", "--drafting", "stopping=learned", *how)
+    drafted = jetdraft("generate", own, "-p", " the self", *learned)
     assert drafted.exit_code == 0
-    missing = jetdraft("generate", bundle, "-p", " x", "--stopping", "learned", *how)
+    missing = jetdraft("generate", bundle, "-p", " x", *learned)
     assert_refused(missing, "train acceptance")
 
 
