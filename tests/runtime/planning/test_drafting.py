@@ -15,6 +15,7 @@ from jetdraft.runtime.sampling.verifiers import VERIFIERS
 
 IDS = np.random.default_rng(1).integers(0, 288, 30)
 DRAFT = {"method": "draft", "token_ids": IDS}
+BEST, PRUNED = DraftOptions(tree="best"), StreamOptions(prune_threshold=0.05)
 KARY = {"tree": "k-ary", "branching": [2, 2]}
 
 
@@ -97,10 +98,10 @@ def test_verifiers_are_for_some_drafts(model, method, drafting, error, words):
             "method draft",
         ),
         ({"method": "none", "drafting": {"tree": "best"}}, "drafting", "no meaning"),
-        ({"method": "none", "drafting": DraftOptions()}, "drafting", "no meaning"),
+        ({"method": "none", "drafting": BEST}, "drafting", "no meaning"),
         ({"method": "none", "num_draft_tokens": 3}, "num_draft_tokens", "no meaning"),
         ({"method": "lookup", "drafting": {"tree": "best"}}, "drafting", "choose ver"),
-        ({"drafting": StreamOptions()}, "drafting", "StreamOptions are not options of"),
+        ({"drafting": PRUNED}, "drafting", "unknown drafting option 'prune_threshold'"),
         ({"tree": "best"}, "tree", "unknown option 'tree'"),
     ],
 )
@@ -150,7 +151,7 @@ def test_a_tree_wider_than_the_passes_of_a_bundle(model, monkeypatch):
 def test_a_drafter_that_is_off(bundle, method):
     off = jetdraft.load(bundle, threads=1, drafter_provider="off")
     assert not {"draft", "cascade"} & set(off.methods)
-    words = "no method .* choose auto, none, lookup, trigram; .* needs a drafter"
+    words = "no method (draft|cascade): it needs a drafter; export with --drafter"
     with pytest.raises(OptionError, match=words) as refusal:
         off.stream(token_ids=IDS, method=method)
     assert refusal.value.field == "method"
