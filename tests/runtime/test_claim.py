@@ -8,6 +8,7 @@ from threading import Thread
 import numpy as np
 import pytest
 
+from jetdraft.bench.tuning import tune
 from jetdraft.errors import JetdraftError
 from jetdraft.methods import Method, Proposer, Traits, registered
 
@@ -39,7 +40,7 @@ def test_a_second_generation_is_refused_and_the_first_goes_on(model, going):
 @pytest.mark.parametrize(
     "use",
     [
-        lambda model, file: model.tune(),
+        lambda model, file: tune(model),
         lambda model, file: model.measure_again(),
         lambda model, file: model.load_prefix(file),
         lambda model, file: model.save_prefix(file, IDS),

@@ -131,7 +131,9 @@ class Planner:
                 self._check_agrees(method, options, drafting)
                 chosen.append(self.proposer(method, options))
             except OptionError as error:
-                if not automatic or error.field != "method":
+                # "auto" goes on without a method that the bundle or the machine cannot
+                # run, but not where the caller's options are wrong.
+                if not automatic or error.field == "drafting":
                     raise
         return chosen
 

@@ -15,6 +15,7 @@ from jetdraft.runtime.sampling.verifiers import VERIFIERS
 
 IDS = np.random.default_rng(1).integers(0, 288, 30)
 DRAFT = {"method": "draft", "token_ids": IDS}
+BEST, PRUNED = DraftOptions(tree="best"), StreamOptions(prune_threshold=0.05)
 KARY = {"tree": "k-ary", "branching": [2, 2]}
 
 
@@ -97,10 +98,10 @@ def test_verifiers_are_for_some_drafts(model, method, drafting, error, words):
             "method draft",
         ),
         ({"method": "none", "drafting": {"tree": "best"}}, "drafting", "no meaning"),
-        ({"method": "none", "drafting": DraftOptions()}, "drafting", "no meaning"),
+        ({"method": "none", "drafting": BEST}, "drafting", "no meaning"),
         ({"method": "none", "num_draft_tokens": 3}, "num_draft_tokens", "no meaning"),
         ({"method": "lookup", "drafting": {"tree": "best"}}, "drafting", "choose ver"),
-        ({"drafting": StreamOptions()}, "drafting", "StreamOptions are not options of"),
+        ({"drafting": PRUNED}, "drafting", "unknown drafting option 'prune_threshold'"),
         ({"tree": "best"}, "tree", "unknown option 'tree'"),
     ],
 )

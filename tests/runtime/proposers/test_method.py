@@ -43,7 +43,7 @@ class EveryType(MethodOptions):
         ("share", "1", 1.0),
         ("share", 2, 2.0),
         ("eager", "true", True),
-        ("eager", "False", False),
+        ("eager", "false", False),
         ("eager", True, True),
         ("file", "notes.npz", Path("notes.npz")),
         ("file", Path("notes.npz"), Path("notes.npz")),
@@ -79,6 +79,7 @@ def test_a_value_is_read_as_its_type(key, value, expected):
         ("share", True, "a number"),
         ("share", [0.5], "a number"),
         ("eager", "yes", "true or false"),
+        ("eager", "", "true or false"),
         ("eager", 1, "true or false"),
         ("file", 7, "a path"),
         ("levels", "3,x", "a list of integers, for example 2,1"),
@@ -191,9 +192,10 @@ def test_a_proposer_lives_on_with_its_options(model):
     assert made == [1, 2]
 
 
-def test_a_bundle_that_lacks_something_goes_on_without_the_method(model):
+@pytest.mark.parametrize("field", ["method", ""])
+def test_a_bundle_that_lacks_something_goes_on_without_the_method(model, field):
     def make(parts, options):
-        raise OptionError("the moon is missing; export it", "method")
+        raise OptionError("the moon is missing; export it", field)
 
     with registered(Method("moon", "the moon", make)):
         assert "moon" not in model.methods
@@ -202,6 +204,19 @@ def test_a_bundle_that_lacks_something_goes_on_without_the_method(model):
         with pytest.raises(OptionError, match=words) as refusal:
             model.generate(token_ids=[5, 8], method="moon")
         assert refusal.value.field == "method"
+
+
+def test_auto_refuses_wrong_options_of_a_method(model):
+    def make(parts, options):
+        if options.count > 4:
+            raise OptionError("count is too large for this bundle; give 4", "drafting")
+        return Same(5)
+
+    with registered(Method("same", "one token", make, EveryType)):
+        with pytest.raises(OptionError, match="count is too large") as refusal:
+            model.generate(token_ids=[5, 8], drafting={"count": 5})
+        assert refusal.value.field == "drafting"
+        model.generate(token_ids=[5, 8], drafting={"count": 4}, max_new_tokens=4)
 
 
 def test_auto_leaves_out_who_wants_to_be_left_out(model):
