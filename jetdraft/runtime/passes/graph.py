@@ -114,8 +114,8 @@ class Graph:
     def commit(self, path: Sequence[int], exact: bool) -> int:
         """Commit the rows of a path of the last pass; returns how many.
 
-        An `exact` commit ends where the path leaves a gap in the buffer; any other
-        moves the rows behind a gap together.
+        An `exact` commit ends where the path leaves a gap in the buffer; an inexact
+        commit closes the gaps by moving the rows behind them.
         """
         if not exact:
             self.cache.compact(path)
