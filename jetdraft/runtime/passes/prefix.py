@@ -48,7 +48,7 @@ class Prefix:
         """
         if self.target.passes != self._passes or (exact and not self._exact):
             return 0
-        return min(common(self._tokens, prompt), len(prompt) - 1)
+        return min(common_length(self._tokens, prompt), len(prompt) - 1)
 
     def restore(self, tokens: Sequence[int], exact: bool) -> None:
         """Note that the buffers now hold the rows of these tokens."""
@@ -61,8 +61,8 @@ class Prefix:
         self.restore(sequence[: self.target.cache.length], exact)
 
 
-def common(one: Sequence[int] | Int64s, other: Sequence[int] | Int64s) -> int:
-    """The length of the longest common beginning."""
+def common_length(one: Sequence[int] | Int64s, other: Sequence[int] | Int64s) -> int:
+    """The length of the longest beginning that both sequences share."""
     length = min(len(one), len(other))
     differ = np.flatnonzero(np.asarray(one[:length]) != np.asarray(other[:length]))
     return int(differ[0]) if len(differ) else length

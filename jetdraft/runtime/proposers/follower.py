@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.passes.prefix import common
+from jetdraft.runtime.passes.prefix import common_length
 
 
 class Follower:
@@ -28,7 +28,7 @@ class Follower:
         if self.graph.passes != self._passes:
             self.forget()  # somebody else has used the buffers
             return
-        kept = common(self._fed, prompt)
+        kept = common_length(self._fed, prompt)
         del self._fed[kept:]
         self.graph.cache.rewind(kept)
 

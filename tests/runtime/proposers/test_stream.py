@@ -99,7 +99,7 @@ def test_the_controller_branches_where_rows_are_free(model, monkeypatch, way, ex
     monkeypatch.setattr(curve, "learn", lambda round_: None)
     monkeypatch.setattr(model.parts, "curve", curve)
     known = Acceptance()
-    known.places.well, known.places.seen = [500.0] * 4, [1000.0] * 4
+    known.places.successes, known.places.trials = [500.0] * 4, [1000.0] * 4
     monkeypatch.setattr(known, "observe", lambda round_: None)
     monkeypatch.setattr(model.planner, "acceptance", {"stream": known})
     drafted = text(model, "stream", exact=exact, **way)
