@@ -55,7 +55,7 @@ def test_something_else_is_no_store(bundle, tmp_path):
     notes = tmp_path / "notes.txt"
     notes.write_text("what I have to do\n" * 20)
     done = jetdraft("generate", bundle, "-p", " the self", "--store", notes, *SHORT)
-    assert_refused(done, "something else than a store")
+    assert_refused(done, "is not a store of responses")
     assert_refused(jetdraft("store", "list", bundle, notes), "something else")
     assert notes.read_text().startswith("what I have")
     assert_refused(
