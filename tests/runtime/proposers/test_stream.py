@@ -374,7 +374,7 @@ LOSSLESS_VERIFIER = {
         (1.5, {}, "out of range"),
         ("x", {}, "out of range"),
         ([0.1], {}, "give a number or a text"),
-        (0.1, LOSSLESS_VERIFIER, "not exact for the rest of a pruned draft"),
+        (0.1, LOSSLESS_VERIFIER, "not exact for a draft that was pruned"),
     ],
 )
 def test_bad_thresholds(model, threshold, others, words):
