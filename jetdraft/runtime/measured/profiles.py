@@ -1,4 +1,4 @@
-"""Measurements of a bundle on this machine, kept in its `profiles` folder."""
+"""Keeps measurements of a bundle on this machine in the bundle's `profiles` folder."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from jetdraft.runtime.passes.graph import Graph
 
 
 class Profiles:
-    """Reads and writes the measurements of a bundle, a provider and a thread count.
+    """Reads and writes the measurements of a bundle with a provider and thread count.
 
-    A drafter on another provider adds its name: "cuda+cpu".
+    If the drafter runs on another provider, `provider` names both: "cuda+cpu".
 
         widths, curve = Profiles(bundle, "cpu", 2).measured(target, drafter)
     """
@@ -48,7 +48,7 @@ class Profiles:
     def measured(
         self, target: Graph, drafter: Graph | None, again: bool = False
     ) -> tuple[Widths, Curve]:
-        """The measurement of an earlier load, or a new one."""
+        """The measurement of an earlier load, or a new measurement."""
         stored = None if again else self._stored()
         if stored is not None:
             return stored
@@ -74,7 +74,7 @@ class Profiles:
         """
         try:
             fields = json.loads(self.tuning_file.read_text(encoding="utf-8"))
-            where, stored = fields["machine"], fields["curve"]
+            machine, stored = fields["machine"], fields["curve"]
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -83,8 +83,8 @@ class Profiles:
             curve = Curve.from_json(stored)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError("it is malformed") from error
-        if where != self.machine:
-            raise ValueError(f"it was measured elsewhere: {self._difference(where)}")
+        if machine != self.machine:
+            raise ValueError(f"it was measured elsewhere: {self._difference(machine)}")
         return curve
 
     def keep_tuned(self, curve: Curve) -> None:
@@ -105,8 +105,9 @@ class Profiles:
         with replacing(file) as partial:
             partial.write_text(f"{text}\n", encoding="utf-8")
 
-    def _difference(self, where: Any) -> str:
-        other = where if isinstance(where, dict) else {}
+    def _difference(self, machine: Any) -> str:
+        """In what another machine differs from this machine."""
+        other = machine if isinstance(machine, dict) else {}
         return ", ".join(
             f"{name} {other.get(name)!r} instead of {value!r}"
             for name, value in self.machine.items()
@@ -127,8 +128,8 @@ def _processor() -> str:
 
 def _features() -> str:
     """A hash of the instruction sets, since they decide how kernels round."""
-    names_used = ("flags", "Features", "cpu family", "model", "stepping", "CPU part")
-    kept: set[str] = set()
+    used_names = ("flags", "Features", "cpu family", "model", "stepping", "CPU part")
+    used_lines: set[str] = set()
     for file in ("/proc/cpuinfo", "/proc/device-tree/model"):
         try:
             lines = Path(file).read_text(encoding="utf-8", errors="replace").split("\n")
@@ -136,5 +137,5 @@ def _features() -> str:
             continue
         names = {line: line.partition(":")[0].strip() for line in lines}
         is_board = file.endswith("model")
-        kept |= {line for line in lines if is_board or names[line] in names_used}
-    return hashlib.sha256("\n".join(sorted(kept)).encode()).hexdigest()[:12]
+        used_lines |= {line for line in lines if is_board or names[line] in used_names}
+    return hashlib.sha256("\n".join(sorted(used_lines)).encode()).hexdigest()[:12]
