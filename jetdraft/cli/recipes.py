@@ -53,7 +53,7 @@ ALL = "all"
     "quantization",
     "--calibration",
     type=PATH,
-    help="A text for recipes with gptq, awq or kv8; default: a text of the "
+    help="A text for recipes with gptq or kv8; default: a text of the "
     "unquantized target.",
 )
 @option(
