@@ -45,8 +45,7 @@ from typing import Any
 from jetdraft.errors import ContractError
 
 CANDIDATES = 64
-"""K: how many candidates a graph returns for a row, or the whole vocabulary.
-"""
+"""K: how many candidates a graph returns for a row, or the whole vocabulary."""
 
 WIDEST = 16
 """Rows of the widest pass that a controller plans."""
