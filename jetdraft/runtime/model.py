@@ -160,8 +160,7 @@ class Model:
             options = Options.of(**fields)
         elif fields:
             raise OptionError(
-                f"options and {next(iter(fields))} exclude each other; give one of "
-                "them",
+                f"options and {next(iter(fields))} exclude each other; give one",
                 "options",
             )
         ids: list[int] = self.prompt(prompt, token_ids).tolist()

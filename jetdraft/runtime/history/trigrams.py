@@ -84,8 +84,7 @@ class Counts:
     def load(cls, file: Path, tokenizer: str, vocab_size: int) -> Counts:
         """Read what `save` wrote; raise `StoreError` for another tokenizer's file."""
         refusal = StoreError(
-            f"cannot read a table from {file}; give a file that jetdraft train table "
-            "wrote"
+            f"cannot read a table from {file}; give a file of jetdraft train table"
         )
         arrays = read_arrays(file, refusal)
         owner = str(arrays.pop("tokenizer", ""))
@@ -136,9 +135,8 @@ def _counted(
     trigrams = trigrams[:, order]
     new = np.r_[True, np.any(np.diff(trigrams) != 0, axis=0)] if trigrams.size else []
     first = np.flatnonzero(new)
-    return trigrams[:, first], np.diff(np.r_[first, trigrams.shape[1]]).astype(
-        np.float64
-    )
+    counts = np.diff(np.r_[first, trigrams.shape[1]])
+    return trigrams[:, first], counts.astype(np.float64)
 
 
 class Trigrams:

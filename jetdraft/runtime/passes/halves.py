@@ -163,11 +163,10 @@ class Halves:
         rows.check()
         if self.adaptive is not None:
             self.threshold = self.adaptive.choose()
-        seconds_before = self.seconds
+        start = self.seconds
         below = self._run_lower(rows, width)
         scores = below.arrays["scores"][0].tolist()
-        lower_ms = 1e3 * (self.seconds - seconds_before)
-        self._draft = _Draft(rows, scores, lower_ms, probing)
+        self._draft = _Draft(rows, scores, 1e3 * (self.seconds - start), probing)
         self._kept = self._keep(rows, scores, self.threshold)
         kept_rows = rows.only(self._kept)
         width = self.widths[bisect_left(self.widths, len(kept_rows))]
@@ -184,9 +183,7 @@ class Halves:
         """
         lower = [self._kept[row] for row in path]
         if self.adaptive is not None:
-            self.adaptive.observe(
-                self.threshold, lambda other: self._outcome(lower, other)
-            )
+            self.adaptive.observe(self.threshold, lambda t: self._outcome(lower, t))
         if not exact:
             self.cache.compact_both(lower, path)
             return len(path)

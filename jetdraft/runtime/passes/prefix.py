@@ -105,15 +105,11 @@ def load_prefix(
     refusal = BundleError(f"{file} is not a saved prefix; save it again")
     arrays = read_arrays(file, refusal)
     try:
-        stored_identity = json.loads(str(arrays[IDENTITY]))
+        origin = json.loads(str(arrays[IDENTITY]))
         tokens: list[int] = arrays[TOKENS].tolist()
     except (KeyError, ValueError) as error:
         raise refusal from error
-    same_bundle = (
-        isinstance(stored_identity, dict)
-        and stored_identity.get("bundle") == identity["bundle"]
-    )
-    if not same_bundle:
+    if not isinstance(origin, dict) or origin.get("bundle") != identity["bundle"]:
         raise BundleError(
             f"{file} was saved with another bundle; save it again with this one"
         )
@@ -127,4 +123,4 @@ def load_prefix(
     for owner, cache in caches.items():
         rows = {name: arrays[f"{owner}/{name}"] for name in cache.buffers}
         cache.restore(rows, len(tokens))
-    return tokens, stored_identity == identity
+    return tokens, origin == identity

@@ -152,16 +152,12 @@ class Adaptive:
     def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
         """The best draft under the current estimates."""
         best, best_value = self._without_probes(room, offers)
-        best_steady = None
+        winner = None
         for proposer in self.proposers:
             for steady in self._steady(proposer):
                 if steady.value > MARGIN * best_value:
-                    best_steady, best_value = steady, steady.value
-        return (
-            best
-            if best_steady is None
-            else self._with_probes(room, offers, best_steady)
-        )
+                    winner, best_value = steady, steady.value
+        return best if winner is None else self._with_probes(room, offers, winner)
 
     def _without_probes(
         self, room: int, offers: Mapping[Proposer, int]
@@ -210,11 +206,9 @@ class Adaptive:
             for promise in self._promises(proposer, limit):
                 length = promise.length
                 branches = promise.parents is not None
-                spent_ms = (
-                    self._pass_ms(length + 1, probing, branches) + length * token_ms
-                )
+                ms = self._pass_ms(length + 1, probing, branches) + length * token_ms
                 draft = Assignment(proposer, length, probing, promise.parents)
-                yield draft, promise, spent_ms
+                yield draft, promise, ms
 
     def _steady(self, proposer: Proposer) -> Iterator[_Steady]:
         """The ways to go on with a proposer's probes.

@@ -179,7 +179,6 @@ class Planner:
         if options.sized and size > widest - 1:
             raise OptionError(
                 f"the tree has {size} rows, a pass of this bundle holds {widest - 1} "
-                "beside the root; give a smaller tree or export with a larger "
-                "--max-width",
+                "beside the root; give a smaller tree or export with more --max-width",
                 "drafting",
             )

@@ -48,8 +48,7 @@ class DraftOptions(TreeOptions):
         check_choice("stopping", self.stopping, DRAFT_STOPS)
         if self.branched:
             raise OptionError(
-                f"stopping {self.stopping!r} ends chains, not trees; leave stopping "
-                "out",
+                f"stopping {self.stopping!r} ends chains, not trees; leave it out",
                 "drafting",
             )
         if threshold is not None and not 0.0 <= threshold <= 1.0:

@@ -135,8 +135,7 @@ def adapted(
     """
     matcher = SequenceMatcher(None, prompt, list(new_prompt), autojunk=False)
     for kind, start, end, new_start, new_end in matcher.get_opcodes():
-        size = max(end - start, new_end - new_start)
-        if kind == "replace" and size <= LONGEST_SLOT:
+        if kind == "replace" and max(end - start, new_end - new_start) <= LONGEST_SLOT:
             new_words = list(new_prompt[new_start:new_end])
             response = _replaced(response, prompt[start:end], new_words)
     return response

@@ -56,9 +56,7 @@ class Constraint:
         options = {"JSON schema": json_schema, "regex": regex, "grammar": grammar}
         sources = {kind: text for kind, text in options.items() if text is not None}
         if len(sources) > 1:
-            raise OptionError(
-                f"{' and '.join(sources)} exclude each other; give one of them"
-            )
+            raise OptionError(f"{' and '.join(sources)} exclude each other; give one")
         for kind, source in sources.items():
             if not isinstance(source, str) or not _is_encodable(source):
                 raise OptionError(f"the {kind} {source!r} is not a text; give a text")

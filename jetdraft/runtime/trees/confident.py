@@ -122,10 +122,8 @@ class Merged(Shape):
             tokens = tree.children_of(row, q, self.breadth)
             chances = {t: float(np.exp(_log_probability(q, t))) for t in tokens}
             least_chance = self.sibling_threshold * max(chances.values(), default=0.0)
-            likely_tokens = [
-                token for token in tokens if chances[token] >= least_chance
-            ]
-            for child in tree.add(row, q, likely_tokens[: tree.room]):
+            tokens = [token for token in tokens if chances[token] >= least_chance]
+            for child in tree.add(row, q, tokens[: tree.room]):
                 original = self._repeated(tree, child)
                 if original is not None:
                     self._repeats[child] = original
