@@ -146,6 +146,7 @@ def test_a_wrong_call_is_refused_at_run_time(model, toy, call):
         ({"stop": 3}, "stop", "is not a list of texts"),
         ({"method": 3}, "method", "is not a text"),
         ({"method": "telepathy"}, "method", "unknown method"),
+        ({"drafting": "tree=best"}, "drafting", "'tree=best' is not a mapping"),
         ({"drafting": {"shape": "best"}}, "drafting", "'shape'; choose"),
         ({"drafting": {"tree": 3}, "method": "draft"}, "drafting", "tree cannot be 3"),
         ({"num_draft_tokens": 16}, "num_draft_tokens", "1 to 15"),
@@ -209,5 +210,5 @@ def test_a_drafting_object_says_what_a_mapping_says(model):
     # Two children of the root and one below each: every round drafts four rows.
     assert set(one.stats.rounds_by_choice) == set(other.stats.rounds_by_choice)
     assert "draft:4" in one.stats.rounds_by_choice
-    with pytest.raises(OptionError, match="not options of method lookup"):
+    with pytest.raises(OptionError, match="unknown drafting option 'tree'"):
         model.generate("Hello", method="lookup", drafting=typed)

@@ -217,7 +217,9 @@ def test_a_packed_model_computes_what_its_integers_stand_for(base):
         checkpoint.model.set_attn_implementation("eager")
         expected = checkpoint.model(ids, use_cache=False).logits[0].numpy()
     export(str(base), base.parent / "bundle", None, ExportOptions(Recipe("none")))
-    found = jetdraft.load(base.parent / "bundle").target.run(list(range(20))).logits
+    found = (
+        jetdraft.load(base.parent / "bundle").parts.target.run(list(range(20))).logits
+    )
     alike = np.corrcoef(found.ravel(), expected.ravel())[0, 1]
     assert alike > 0.99, "but for int8 activations"
 
@@ -265,7 +267,9 @@ def test_inputs_in_another_order(base, flavour, seed, products):
     export(str(base), base.parent / "bundle", None, options)
     if flavour == "contrib":
         assert len(packed_matrices(base.parent / "bundle")) == 3 * products
-    ours = jetdraft.load(base.parent / "bundle").target.run(list(range(20))).logits
+    ours = (
+        jetdraft.load(base.parent / "bundle").parts.target.run(list(range(20))).logits
+    )
     assert np.corrcoef(ours.ravel(), logits.ravel())[0, 1] > 0.99
 
 
@@ -277,7 +281,7 @@ def test_symmetric_ones_have_no_zeros_and_a_standard_graph(base, tmp_path):
     export(str(base), tmp_path / "standard", None, options)
     export(str(base), tmp_path / "contrib", None, ExportOptions(Recipe("none")))
     logits = [
-        jetdraft.load(tmp_path / name).target.run([5, 8, 9]).logits
+        jetdraft.load(tmp_path / name).parts.target.run([5, 8, 9]).logits
         for name in ("standard", "contrib")
     ]
     assert np.abs(logits[0] - logits[1]).max() < 0.05 * np.abs(logits[0]).max()

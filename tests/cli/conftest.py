@@ -23,7 +23,6 @@ def lone_bundle(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = shutil.copytree(bundle, tmp_path_factory.mktemp("lone") / "bundle")
     manifest = json.loads((copy / MANIFEST).read_text())
     del manifest["graphs"]["drafter"]
-    manifest["methods"].remove("draft")
     for file in copy.glob("drafter*"):
         file.unlink()
         del manifest["files"][file.name]

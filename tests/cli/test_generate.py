@@ -50,7 +50,7 @@ def test_json_is_one_object_and_nothing_else(bundle, model):
     assert found["finish_reason"] == expected.finish_reason
     assert found["text"] == expected.text
     assert found["token_ids"] == expected.token_ids
-    assert found["prompt_tokens"] == len(model.text.encode(PROMPT))
+    assert found["prompt_tokens"] == len(model.parts.text.encode(PROMPT))
     assert set(found["stats"]) >= METRICS
     assert found["stats"]["new_tokens"] == len(expected.token_ids)
 

@@ -18,8 +18,13 @@ PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
 WAYS = [
     {"method": "lookup"},
     {"method": "draft", "num_draft_tokens": 4},
-    {"method": "draft", "tree": "best", "num_draft_tokens": 7},
-    {"method": "draft", "tree": "best", "num_draft_tokens": 7, "exact": False},
+    {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 7},
+    {
+        "method": "draft",
+        "drafting": {"tree": "best"},
+        "num_draft_tokens": 7,
+        "exact": False,
+    },
     {"method": "auto", "temperature": 0.9, "seed": 2},
 ]
 
@@ -54,15 +59,15 @@ def test_the_text_is_that_of_plain_decoding(quantized, way):
 
 
 def test_buffers_are_a_quarter(quantized, model):
-    assert quantized.target.contract.kv_bits == 8
-    assert quantized.target.cache.nbytes * 4 == model.target.cache.nbytes
-    assert quantized.drafter.cache.nbytes * 4 == model.drafter.cache.nbytes
+    assert quantized.parts.target.contract.kv_bits == 8
+    assert quantized.parts.target.cache.nbytes * 4 == model.parts.target.cache.nbytes
+    assert quantized.parts.drafter.cache.nbytes * 4 == model.parts.drafter.cache.nbytes
 
 
 def test_the_numbers_are_nearly_those_of_floats(quantized, model):
     """The weights are the same, so only the buffers differ; on the calibration text."""
-    logits, tokens = [], model.text.encode(TEXT)[:30]
-    for target in (model.target, quantized.target):
+    logits, tokens = [], model.parts.text.encode(TEXT)[:30]
+    for target in (model.parts.target, quantized.parts.target):
         target.cache.rewind(0)
         for start in (0, 15):
             answer = target.run(tokens[start : start + 15])

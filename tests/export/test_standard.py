@@ -107,7 +107,11 @@ def test_the_integers_are_those_of_the_contrib_flavour(pair):
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(
     "method",
-    [{"method": "draft"}, {"method": "lookup"}, {"method": "draft", "tree": "best"}],
+    [
+        {"method": "draft"},
+        {"method": "lookup"},
+        {"method": "draft", "drafting": {"tree": "best"}},
+    ],
     ids=str,
 )
 def test_drafting_writes_the_same(pair, method, way):
@@ -119,7 +123,7 @@ def test_drafting_writes_the_same(pair, method, way):
 
 def test_the_buffers_are_written_in_place(pair):
     """TensorScatter says on stderr where it copies; the cache would then be stale."""
-    target = pair["standard"].target
+    target = pair["standard"].parts.target
     target.cache.rewind(0)
     target.run(PROMPT[:4])
     key = next(iter(target.cache.buffers.values())).numpy()
@@ -136,7 +140,7 @@ def test_sliding_windows_are_refused(tmp_path):
 
 
 def test_inspect_names_the_flavour(pair):
-    shown = run("inspect", pair["standard"].bundle.path).stdout
+    shown = run("check", pair["standard"].bundle.path, "--no-run").stdout
     assert "flavour     standard" in shown
 
 
@@ -167,7 +171,11 @@ def test_streams_write_the_same(streamed, way):
     how = {"token_ids": PROMPT, "max_new_tokens": 60, "ignore_eos": True, **way}
     plain = streamed["contrib"].generate(method="none", **how).token_ids
     for tree in ("chain", "best"):
-        drafting = {"method": "stream", "tree": tree, "num_draft_tokens": 3}
+        drafting = {
+            "drafting": {"tree": tree},
+            "method": "stream",
+            "num_draft_tokens": 3,
+        }
         one, other = (m.generate(**drafting, **how) for m in streamed.values())
         assert one.token_ids == other.token_ids == plain
         assert one.stats.target_passes == other.stats.target_passes

@@ -57,14 +57,14 @@ def whole_sequence(checkpoint, change=lambda streams: None):
 
 def passes(model, parts, probing):
     """Run `parts` of the tokens as passes; all answers' main and stream logits."""
-    graph = model.target
+    graph = model.parts.target
     graph.cache.rewind(0)
-    graph.probing, start, main, streams = probing, 0, [], {}
+    start, main, streams = 0, [], {}
     for rows in parts:
-        answer = graph.run(TOKENS[start : start + rows])
+        answer = graph.run(TOKENS[start : start + rows], probing=probing)
         graph.cache.advance(rows)
         main.append(answer.logits.copy())
-        for row, found in answer.streams.items():
+        for row, found in answer.probes.items():
             streams[start + row] = found.logits.copy()
         start += rows
     return np.concatenate(main), streams
@@ -119,7 +119,7 @@ def test_a_stream_sees_those_below_it_only(checkpoint):
 
 
 def test_streams_leave_nothing_in_the_cache(model):
-    graph = model.target
+    graph = model.parts.target
     passes(model, [12, 4], Probing(3))
     buffers = graph.cache.buffers.values()
     found = [buffer.numpy()[:, :, :16].copy() for buffer in buffers]
@@ -130,16 +130,17 @@ def test_streams_leave_nothing_in_the_cache(model):
 
 def test_rows_of_a_tree_carry_streams_too(checkpoint, model):
     """A node's streams are those of the sequence that ends with its path."""
-    graph = model.target
+    graph = model.parts.target
     passes(model, [20], Probing())
-    graph.probing = Probing(3)
     # Row 2 is a wrong sibling of row 1, row 3 goes on after row 1.
     tokens = [TOKENS[20], TOKENS[21], 7, TOKENS[22]]
-    answer = graph.run_branches(tokens, [0, 1, 1, 2], [[], [0], [0], [0, 1]])
+    answer = graph.run_branches(
+        tokens, [0, 1, 1, 2], [[], [0], [0], [0, 1]], probing=Probing(3)
+    )
     main, streams = whole_sequence(checkpoint)
     for row, place in ((0, 20), (1, 21), (3, 22)):
         np.testing.assert_allclose(answer.logits[row], main[place], atol=1e-4)
-        found = answer.streams[row].logits
+        found = answer.probes[row].logits
         np.testing.assert_allclose(found, streams[place], atol=1e-4)
 
 

@@ -22,7 +22,7 @@ OTHER = '<tool_call>{"name": "g", "arguments": {"mark": "</tool_call>"}}</tool_c
 def allowed(model, tools, text):
     """Whether a whole text may be written."""
     matcher = model.vocabulary.matcher(Constraint("grammar", tools.grammar()), 0)
-    ids = model.text.encode(text, special=False)
+    ids = model.parts.text.encode(text, special=False)
     return matcher._reach(ids) and matcher._inner.is_accepting()
 
 

@@ -23,6 +23,7 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.train import stream_training as training
 from jetdraft.train.data import IGNORED, Corpus, Example, collate
+from jetdraft.train.run_folder import STATE
 from jetdraft.train.stream_training import StreamTraining, TrainingOptions
 from tests.tiny import llama_config, save_checkpoint, tokenizer
 
@@ -87,9 +88,12 @@ def _check_trees(model, plain, **how):
             if threshold is not None and model.bundle.target.halves is None:
                 continue
             found = model.generate(
-                PERIOD * 2, method="stream", prune_threshold=threshold, exact=exact,
-                **tree, **how,
-            )  # fmt: skip
+                PERIOD * 2,
+                method="stream",
+                drafting={**tree, "prune_threshold": threshold},
+                exact=exact,
+                **how,
+            )
             assert found.token_ids == plain
             assert found.stats.accepted_tokens > 30
 
@@ -170,13 +174,13 @@ def stopped(target, text, tmp_path) -> Path:
     output = tmp_path / "stopped"
     with pytest.raises(KeyboardInterrupt):
         train(target, output, text, report=interrupt)
-    assert (output / training.STATE).is_file()
+    assert (output / STATE).is_file()
     return output
 
 
 @pytest.mark.parametrize("content", [b"", b"not a state", None])
 def test_a_damaged_state_is_refused(target, text, stopped, content):
-    file = stopped / training.STATE
+    file = stopped / STATE
     if content is None:
         file.unlink()
     else:
@@ -188,7 +192,7 @@ def test_a_damaged_state_is_refused(target, text, stopped, content):
 
 
 def test_a_folder_with_another_target_is_refused(target, text, stopped, tmp_path):
-    for name in (training.STATE, "streams.json", "streams.safetensors"):
+    for name in (STATE, "streams.json", "streams.safetensors"):
         (stopped / name).unlink()
     with pytest.raises(CheckpointError, match="let it go on"):
         export(str(stopped), tmp_path / "bundle")

@@ -46,6 +46,12 @@ class Drafting:
                 '"draft,lookup"',
                 "method",
             )
+        if not isinstance(self.settings, (Mapping, MethodOptions)):
+            raise OptionError(
+                f"drafting {self.settings!r} is not a mapping; give one, for example "
+                '{"tree": "best"}',
+                "drafting",
+            )
         check_ranges(self, _RANGES)
         self._check_names()
         for name, options in self.options.items():
@@ -65,6 +71,13 @@ class Drafting:
         registered = methods()
         names = registered if self.names == (AUTO,) else self.names
         types = {name: registered[name].options for name in names}
+        own_type = type(self.settings)
+        if issubclass(own_type, MethodOptions) and own_type not in types.values():
+            raise OptionError(
+                f"{own_type.__name__} are not options of method {self.method}; give "
+                "options of that method",
+                "drafting",
+            )
         keys_of = {name: options.option_names() for name, options in types.items()}
         all_keys = dict.fromkeys(key for keys in keys_of.values() for key in keys)
         for key in self._settings:

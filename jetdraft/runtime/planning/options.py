@@ -85,7 +85,7 @@ class Options:
     def of(cls, **options: Unpack[GenerateOptions]) -> Options:
         """The options with these names; raises `OptionError`.
 
-        Without a `seed`, or with None, a random seed is drawn.
+        Without a `seed`, or with None, a random seed is drawn for a sampled text.
         """
         rest: dict[str, Any] = dict(options)
 
@@ -94,7 +94,8 @@ class Options:
 
         settings, sampling = rest.pop("drafting", {}), take(_names(Sampling))
         if sampling.get("seed") is None:
-            sampling["seed"] = secrets.randbits(32)
+            sampled = bool(sampling.get("temperature"))
+            sampling["seed"] = secrets.randbits(32) if sampled else 0
         parts = {
             "sampling": Sampling(**sampling),
             "penalties": Penalties(**take(_names(Penalties))),

@@ -65,7 +65,14 @@ class Planner:
         """The proposer of a method with these options; raises `OptionError`."""
         key = method, options
         if key not in self._proposers:
-            proposer = method.make(self.parts, options)
+            try:
+                proposer = method.make(self.parts, options)
+            except OptionError as error:
+                if error.field != "method":
+                    raise
+                raise OptionError(
+                    f"the bundle has no method {method.name!r}: {error}", "method"
+                ) from error
             self._proposers[key] = proposer
             ms = proposer.traits.ms_per_token
             self.parts.curve.drafts.setdefault(method.name, ms)

@@ -165,8 +165,8 @@ def drafter_of(parts: Parts, method: str) -> Follower:
     """The drafter of a bundle; raises `OptionError` if there is no drafter."""
     if parts.follower is None:
         raise OptionError(
-            f"the bundle has no method {method}: it needs a drafter; export with "
-            "--drafter, and do not pass --drafter-provider off",
+            f"{method} needs a drafter; export with --drafter, and do not pass "
+            "--drafter-provider off",
             "method",
         )
     return parts.follower

@@ -155,12 +155,18 @@ class Method(Generic[OptionsT]):
             )
 
 
+def _flag(text: str) -> bool:
+    return {"true": True, "false": False}[text.lower()]
+
+
 def _integers(items: Sequence[Any]) -> tuple[int, ...]:
+    if any(isinstance(item, bool) for item in items):
+        raise TypeError
     return tuple(int(item) if isinstance(item, str) else index(item) for item in items)
 
 
 _TYPES: dict[Any, tuple[Any, Callable[[Any], Any], Callable[[str], Any], str]] = {
-    bool: (bool, bool, {"true": True, "false": False}.__getitem__, "true or false"),
+    bool: (bool, bool, _flag, "true or false"),
     int: (Integral, int, int, "an integer"),
     float: (Real, float, float, "a number"),
     Path: (Path, Path, Path, "a path"),

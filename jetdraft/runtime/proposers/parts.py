@@ -52,6 +52,11 @@ class LoadOptions(TypedDict, total=False):
 
 def _check_options(options: LoadOptions) -> None:
     """Refuse wrong values; only the command line has checked its options before."""
+    choices = LoadOptions.__annotations__
+    for name in options:
+        if name not in choices:
+            words = ", ".join(choices)
+            raise OptionError(f"unknown option {name!r} of load; choose {words}", name)
     for field in ("streams", "store"):
         value = options.get(field)
         if not isinstance(value, (str, Path, type(None))):

@@ -163,9 +163,8 @@ def _make(parts: Parts, options: StoreOptions) -> Proposer:
     store = options.store(parts)
     if store is None or parts.similarity is None:
         raise OptionError(
-            "the method recall needs a store of earlier responses and a bundle with "
-            "embeddings; give --store FILE (store=), or if you did, export the bundle "
-            "again with this version",
+            "it needs a store of earlier responses; give --store FILE (store=), or if "
+            "you did, export the bundle again with this version",
             "method",
         )
     return RecallProposer(store, parts.similarity)

@@ -152,7 +152,7 @@ def _lacks(bundle: Bundle) -> str:
 
 def _make(parts: Parts, options: StreamOptions) -> Proposer:
     if reason := _lacks(parts.bundle):
-        raise OptionError(f"the bundle has no method {NAME}: {reason}", "method")
+        raise OptionError(reason, "method")
     branches = options.may_branch and options.prune_threshold is None
     shape = options.shape if options.branched else None
     return StreamProposer(parts.target, shape, options.kind, branches)

@@ -150,7 +150,7 @@ def test_a_tree_wider_than_the_passes_of_a_bundle(model, monkeypatch):
 def test_a_drafter_that_is_off(bundle, method):
     off = jetdraft.load(bundle, threads=1, drafter_provider="off")
     assert not {"draft", "cascade"} & set(off.methods)
-    words = "no method .* choose auto, none, lookup, trigram; .* needs a drafter"
+    words = "no method .*: .* needs a drafter"
     with pytest.raises(OptionError, match=words) as refusal:
         off.stream(token_ids=IDS, method=method)
     assert refusal.value.field == "method"
