@@ -53,7 +53,7 @@ _MODULES = {
         *("DeviceError", "JetdraftError", "OptionError", "OutputError", "PairError"),
         *("ProviderError", "StoreError", "TrainingError", "UnsupportedModelError"),
     ),
-    # The package is the function itself, see there.
+    # `jetdraft.export` is a package and a function too, see its `__init__`.
     "export": ("export",),
     "runtime.async_stream": ("AsyncStream",),
     "runtime.conversation": ("Conversation",),

@@ -2,12 +2,12 @@
 
     bundle.json       the manifest, with a sha256 per file
     target.onnx       step graph of the target, weights in target.onnx.data
-    target-tree.onnx  the same for branching drafts, over the same weights
+    target-tree.onnx  step graph for branching drafts, with the same weights file
     target-compaction.onnx   moves an accepted branch together in the KV buffers
     target-lower.onnx, target-upper.onnx, ...   the target in two halves
     drafter.onnx, drafter-tree.onnx, ...   the same graphs of a drafter
-    drafter-vocabulary.npy   token ids of a head that chooses among a part of them
-    streams.npz       the weights of a task, for a target with streams
+    drafter-vocabulary.npy   the draft vocabulary of a head: its token ids
+    streams.npz       the weights of the streams, for a target with streams
     similarity.npy    small embeddings of the target: they find similar requests
     tokenizer.json    if the checkpoint has a tokenizer
     chat_template.jinja
@@ -43,8 +43,8 @@ from jetdraft.manifest import (
 )
 
 CONTRIB, STANDARD, SCATTERED = FLAVOURS = "contrib", "standard", "standard-scatternd"
-"""Graphs with onnxruntime's own operators; with operators of ai.onnx alone; and the
-latter without TensorScatter, for a TensorRT that does not import it."""
+"""Graphs with onnxruntime's own operators; graphs with operators of ai.onnx only; and
+such graphs without TensorScatter, for a TensorRT that cannot read it."""
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 STREAMS = "streams.npz"
@@ -81,10 +81,10 @@ class Halves:
 class GraphEntry:
     """One model: its step graph, contract, quantization and source.
 
-    `tree_file` and `compaction_file` are its graphs for branching drafts, None where
-    its attention does not allow them. `streams` are the settings that its streams were
-    trained with, and `halves` its graphs below and above a cut. `vocabulary_file` is
-    the draft vocabulary of a head, see `Bundle.draft_vocabulary`.
+    `tree_file` and `compaction_file` are its graphs for branching drafts, None if its
+    attention does not allow branching. `streams` are the settings of its streams,
+    `halves` its graphs below and above a cut. `vocabulary_file` is the draft vocabulary
+    of a head, see `Bundle.draft_vocabulary`.
     """
 
     file: str
@@ -112,7 +112,7 @@ class GraphEntry:
 
     @property
     def split_contract(self) -> SplitContract:
-        """The contract of the halves; only for an entry that has them."""
+        """The contract of the halves; the entry must have halves."""
         assert self.halves is not None
         return self.tree_contract.split(
             self.halves.layers, self.halves.hidden_size, self.halves.scores
@@ -125,7 +125,7 @@ class GraphEntry:
 
     @property
     def widest_contract(self) -> StepContract:
-        """The contract of the tree graph, or without one of the chain graph."""
+        """The contract of the tree graph; without a tree graph, of the chain graph."""
         return self.contract if self.tree_file is None else self.tree_contract
 
     def to_json(self) -> dict[str, Any]:
@@ -154,10 +154,11 @@ class GraphEntry:
 class Bundle:
     """An opened bundle: its `path` and its manifest.
 
-    `files` maps each file name to its bytes and sha256, `tools` the exporting tools
-    to their versions. `flavour` is one of `FLAVOURS`. `drafter_provider` is None for a
-    drafter that runs where the target does. `generation` has the checkpoint's own
-    defaults by option, see `GENERATION`; an option without a default is left out.
+    `files` maps each file name to its bytes and sha256, and `tools` maps the exporting
+    tools to their versions. `flavour` is one of `FLAVOURS`. `drafter_provider` is None
+    if the drafter runs on the target's provider. `generation` has the checkpoint's
+    sampling defaults by option, see `GENERATION`; options without a default are left
+    out.
 
         Bundle.open("bundle").generation  # {"temperature": 0.6, "top_p": 0.95}
     """
@@ -212,7 +213,7 @@ class Bundle:
 
     @classmethod
     def open(cls, path: str | Path) -> Bundle:
-        """Read and check a bundle; raise `BundleError` or `PairError` with the fact."""
+        """Read and check a bundle; raises `BundleError` or `PairError`."""
         folder = Path(path)
         bundle = cls._parse(folder, read_manifest(folder))
         for name, expected in bundle.files.items():
@@ -224,7 +225,9 @@ class Bundle:
         return bundle
 
     def draft_vocabulary(self, name: str = DRAFTER) -> npt.NDArray[np.int64] | None:
-        """The target's token id of each of a head's logits, int64 [draft_vocab].
+        """The token ids that the columns of a head's logits stand for.
+
+        They are int64 [draft_vocab], ids of the target.
 
         None for a graph that chooses among the whole vocabulary. Raises `BundleError`.
         """
@@ -267,7 +270,10 @@ class Bundle:
         return bundle
 
     def _check_types(self) -> None:
-        """Raise `ValueError`, `TypeError`, `KeyError` or `AttributeError`."""
+        """Check the fields of the manifest.
+
+        Raises `ValueError`, `TypeError`, `KeyError` or `AttributeError`.
+        """
         names = [self.provider, self.drafter_provider or ""]
         if self.flavour not in FLAVOURS:
             raise ValueError(f"unknown flavour {self.flavour!r}")
@@ -302,7 +308,7 @@ class Bundle:
         }
 
     def save(self) -> None:
-        """Hash the files in `path` and write the manifest, last of all."""
+        """Hash the files in `path`, then write the manifest."""
         for file in sorted(self.path.iterdir()):
             self.files[file.name] = {
                 "bytes": file.stat().st_size,
@@ -317,8 +323,9 @@ def check_pair(
 ) -> None:
     """Raise `PairError` unless the graph `name` can draft for the target.
 
-    Both must have the same vocabulary, of which a head may choose among a part, and the
-    same capacity; a head reads features as wide as the target gives.
+    Both must have the same capacity and the same vocabulary, though a head may choose
+    among a part of it. The features that a head reads must have the width of the
+    features that the target gives.
     """
     if target.vocab_size != drafter.vocab_size:
         raise PairError(
@@ -338,7 +345,7 @@ def check_pair(
 
 
 def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
-    """The weights of a `streams.npz`; raise `BundleError` if they do not fit."""
+    """The weights in a `streams.npz`; raises `BundleError` unless they fit."""
     weights = _read_arrays(file)
     base = str(weights.pop("base", ""))
     streams = bundle.target.streams
@@ -347,17 +354,17 @@ def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
             f"the streams in {file} were trained for another base, in another mode or "
             "exported at another adapter scale; give a file for this bundle's base"
         )
-    own = _read_arrays(bundle.path / STREAMS)
-    del own["base"]
-    for name in sorted(own.keys() | weights.keys()):
+    own_weights = _read_arrays(bundle.path / STREAMS)
+    del own_weights["base"]
+    for name in sorted(own_weights.keys() | weights.keys()):
         old, new = (
             (arrays[name].shape, arrays[name].dtype) if name in arrays else None
-            for arrays in (own, weights)
+            for arrays in (own_weights, weights)
         )
         if old != new:
             raise BundleError(
-                f"{name} in {file} does not fit the bundle's; train with the same "
-                "gamma, layers and ranks"
+                f"{name} in {file} has another shape or type than in the bundle; train "
+                "with the same gamma, layers and ranks"
             )
     return weights
 

@@ -27,14 +27,14 @@ of `capacity` rows:
 | `present_key.{i}`, `present_value.{i}` | the same buffers, updated in place |
 
 Probes are rows that propose and are never committed; only graphs that draft as they
-verify have them. Their keys and values land past the rows of the pass.
+verify have probes. Their keys and values land past the rows of the pass.
 
 A *head graph* reads the `features` of another graph. It may choose among a part of the
-vocabulary only, its *draft vocabulary*. Its `input_ids` and `candidates` are the
-target's token ids all the same, but `logits` has a column per token of that part.
+vocabulary only, its *draft vocabulary*. Then its `input_ids` and `candidates` are still
+the target's token ids, but `logits` has a column for each token of that part only.
 
-A graph can also be cut into two halves, see `SplitContract`, so that a host may look at
-the rows in between.
+A graph can also be cut into two halves, see `SplitContract`, so that the host can drop
+rows between them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from typing import Any
 from jetdraft.errors import ContractError
 
 CANDIDATES = 64
-"""K: how many candidates per row a graph returns, unless the vocabulary is smaller."""
+"""K: how many candidates a graph returns for a row, or the whole vocabulary."""
 
 WIDEST = 16
 """Rows of the widest pass that a controller plans."""
@@ -86,7 +86,7 @@ class TensorSpec:
 
 
 PARENTS = TensorSpec("parents", "int64", (ROWS,))
-"""Of the rows of a draft, for an early exit; the root is its own parent."""
+"""The parents of a draft's rows, for an early exit; the root is its own parent."""
 
 SCORES = TensorSpec("scores", "float32", (1, ROWS))
 """What an early exit gives: the log probability of each row's token."""
@@ -97,9 +97,9 @@ class StepContract:
     """The sizes that fix every shape of a step graph.
 
     `kv_shapes` holds (kv_heads, head_dim) per layer; `dtype`, "float32" or "float16",
-    is the type of the KV buffers. A `tree` graph verifies branching drafts too. A graph
-    with `streams` drafts that many tokens after each row that carries them. With
-    `kv_bits` 8 the buffers hold int8, with 0 they hold `dtype`.
+    is the type of the KV buffers. A `tree` graph verifies branching drafts too. A row
+    can carry `streams` probes, which draft as many tokens. With `kv_bits` 8 the buffers
+    hold int8, with 0 they hold `dtype`.
 
     The other sizes are widths of optional tensors, 0 where a graph does not have them:
     `hidden_size` of the output `hidden`, `feature_size` of the output `features`,
@@ -129,7 +129,7 @@ class StepContract:
     draft_vocab: int = 0
 
     def __post_init__(self) -> None:
-        for wrong, fact in (
+        for is_wrong, fact in (
             (
                 self.feature_size and self.feature_input,
                 "features are both an input and an output",
@@ -144,7 +144,7 @@ class StepContract:
                 f"{self.vocab_size}",
             ),
         ):
-            if wrong:
+            if is_wrong:
                 raise ContractError(f"graph contract: {fact}; export the bundle again")
 
     @property
@@ -154,7 +154,7 @@ class StepContract:
 
     @property
     def candidates(self) -> int:
-        """Candidates per row."""
+        """The number of candidates for each row."""
         return min(CANDIDATES, self.choices)
 
     @property
@@ -230,7 +230,7 @@ class StepContract:
     def split(
         self, layers: int, hidden_size: int, scores: bool = False
     ) -> SplitContract:
-        """The contract of two halves, of which the upper one has the top `layers`.
+        """The contract of two halves; the upper half has the top `layers`.
 
         `hidden_size` is the width of the states between them; with `scores` the lower
         half has an early exit. Raises `ContractError` if a half would have no layer.
@@ -277,7 +277,7 @@ _NUMBERS = [
 
 
 def _optional(name: str, axis: str, size: int) -> tuple[TensorSpec, ...]:
-    """A float tensor of one vector per row of `axis`; nothing where its size is 0."""
+    """A float tensor with a vector for each row of `axis`; no tensor if `size` is 0."""
     return (TensorSpec(name, "float32", (1, axis, size)),) if size else ()
 
 
@@ -286,10 +286,10 @@ class SplitContract:
     """Two graphs that together do what a whole graph does.
 
     The lower half runs the rows of a draft and gives the hidden states that enter the
-    upper one. With `scores` it has an early exit, which also gives the log probability
+    upper half. With `scores` it has an early exit, which also gives the log probability
     of each row's token after its parent. The upper half takes the hidden states of the
-    rows that the host keeps. `lower` and `upper` are the contracts of the buffers,
-    numbered from 0 in both.
+    rows that the host keeps. `lower` and `upper` are the contracts of the two halves'
+    KV buffers; in both, layers are numbered from 0.
 
         halves = contract.split(layers=2, hidden_size=384)
     """
@@ -349,25 +349,25 @@ def check_tensors(declared: tuple[TensorSpec, ...], actual: list[Any], of: str) 
     `actual` are onnxruntime `NodeArg`s; `of` names the graph and the side in messages.
     Raises `ContractError` on the first difference.
     """
-    undeclared = {arg.name: (arg.type, tuple(arg.shape)) for arg in actual}
+    unchecked = {arg.name: (arg.type, tuple(arg.shape)) for arg in actual}
     for spec in declared:
-        if spec.name not in undeclared:
+        if spec.name not in unchecked:
             raise ContractError(f"{of} lack {spec.name!r}; export the bundle again")
-        dtype, shape = undeclared.pop(spec.name)
+        dtype, shape = unchecked.pop(spec.name)
         if dtype != _ONNX_TYPES[spec.dtype] or not _fits(spec.shape, shape):
             raise ContractError(
                 f"{of}: {spec.name!r} is {dtype} {list(shape)}, declared "
                 f"{spec.dtype} {list(spec.shape)}; export the bundle again"
             )
-    if undeclared:
+    if unchecked:
         raise ContractError(
-            f"{of} have undeclared {sorted(undeclared)}; export the bundle again"
+            f"{of} have undeclared {sorted(unchecked)}; export the bundle again"
         )
 
 
 def _fits(declared: tuple[int | str, ...], actual: tuple[Any, ...]) -> bool:
-    """A named axis fits any symbolic axis; a number fits only itself."""
+    """Whether a shape is as declared: a named axis fits any symbolic axis."""
     return len(declared) == len(actual) and all(
-        not isinstance(there, int) if isinstance(here, str) else here == there
-        for here, there in zip(declared, actual, strict=True)
+        not isinstance(size, int) if isinstance(axis, str) else axis == size
+        for axis, size in zip(declared, actual, strict=True)
     )

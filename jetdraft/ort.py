@@ -1,7 +1,7 @@
-"""onnxruntime, or a clear error where neither of its packages is installed.
+"""Imports onnxruntime; without it, any use of `ort` raises an error that helps.
 
-`import jetdraft` must work without it, so that the error comes when a session is
-wanted and names the extra to install.
+`import jetdraft` must work without onnxruntime. So the error is raised when a session
+is opened, and it names the extra to install.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from jetdraft.errors import ProviderError
 
 
 class _Missing:
+    """Stands for onnxruntime where it is not installed."""
+
     def __getattr__(self, name: str) -> Any:
         raise ProviderError(
             "onnxruntime is not installed; pip install 'jetdraft[cpu]', or "

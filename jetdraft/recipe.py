@@ -1,4 +1,4 @@
-"""What is quantized and how: a small typed object that the bundle stores."""
+"""A recipe says what is quantized and how; the bundle stores it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULT_BLOCK_SIZE = 128
 """The fastest block size on a CPU; docs/log/quantization.md has the figures."""
 
 CALIBRATED_DEFAULT = "int4-gptq-b128-head8"
-"""The recipe where a text is given to calibrate on; figures in docs/quantization.md."""
+"""The default recipe if a calibration text is given; see docs/quantization.md."""
 
 COMPARED = (
     "int8-rtn-b32",
@@ -44,10 +44,11 @@ COMPARED = (
 COMPARED_DRAFTERS = ("int8-rtn-b32", "int4-rtn-b32", "int4-gptq-b32")
 
 ACCURACY_LEVEL = 4
-"""int8 activations: without it the CPU kernel unpacks every matrix on every pass."""
+"""4 stands for int8 activations; with other levels the CPU kernel unpacks every matrix
+on every pass."""
 
 RAISED = {"int2": "int4", "int4": "int8"}
-"""The scheme of a layer that needs twice the bits."""
+"""The scheme with twice the bits."""
 
 Unit = str
 """A part of a model with one scheme: the number of a decoder layer, or the head."""
@@ -96,7 +97,7 @@ class Recipe:
                 )
         if self.block_size not in BLOCK_SIZES:
             sizes = ", ".join(map(str, BLOCK_SIZES))
-            raise OptionError(f"block size {self.block_size} is not one of {sizes}")
+            raise OptionError(f"unknown block size {self.block_size}; choose {sizes}")
         if self.scheme == "none" and self.head is not None:
             raise OptionError(
                 "a recipe with the scheme none cannot quantize the head; leave head "
@@ -189,7 +190,7 @@ class Recipe:
         return replace(self, scheme=scheme, head=None, raised=())
 
     def raise_units(self, units: Collection[Unit]) -> Recipe:
-        """This recipe with twice the bits for these units too.
+        """This recipe, with twice the bits for these units as well.
 
         Raises `OptionError` if the scheme has no form with twice the bits.
 
@@ -216,11 +217,11 @@ class Recipe:
 
         Raises `BundleError` for a recipe of another version of jetdraft.
         """
-        own = {
+        options = {
             name: fields[name] for name in cls.__dataclass_fields__ if name in fields
         }
         try:
-            return cls(**{**own, "raised": tuple(fields.get("raised", ()))})
+            return cls(**{**options, "raised": tuple(fields.get("raised", ()))})
         except OptionError as error:
             raise BundleError(
                 f"the recipe in bundle.json cannot be read ({error}); export the "

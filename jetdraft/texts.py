@@ -1,4 +1,4 @@
-"""Text files that a model learns from; torch is not needed."""
+"""Reads the text files that a model learns from, without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def read_bytes(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except FileNotFoundError as error:
-        raise DataError(f"no data file {file}; give an existing one") from error
+        raise DataError(f"no data file {file}; give an existing file") from error
     except OSError as error:
         raise DataError(f"cannot read {file} ({error.strerror})") from error
 
@@ -22,4 +22,4 @@ def read_text(file: Path) -> str:
     try:
         return read_bytes(file).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not text ({error}); give UTF-8") from error
+        raise DataError(f"{file} is not text ({error}); give UTF-8 text") from error

@@ -1,4 +1,4 @@
-"""Compares methods in one process, prompt by prompt, so that noise hits all alike."""
+"""Compares methods in one process, prompt by prompt, so that noise hits all of them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ CURVE_WIDTHS = range(1, 9)
 class Contender:
     """One way to decode, and its results.
 
-    `runs[repeat][prompt]` are the stats, `same_text` counts the texts equal to plain
-    decoding's, `joules` is the energy of all runs where it was measured.
+    `runs[repeat][prompt]` are the stats. `same_text` counts the texts that plain
+    decoding gives too. `joules` is the energy of all runs, None if it was not measured.
     """
 
     method: str
@@ -62,8 +62,8 @@ def contenders(
 ) -> list[Contender]:
     """Plain decoding twice, not exact and exact, then each method at each length.
 
-    Each method also runs at its adaptive length, None. Raises `OptionError` for a
-    method that the bundle lacks.
+    Each method also runs with a length of None, which adapts. Raises `OptionError` for
+    a method that the bundle lacks.
     """
     choices = (AUTO, *model.methods)
     for method in methods:
@@ -122,7 +122,7 @@ def run(
 def _generate(
     model: Model, contender: Contender, prompt: Int64s, options: dict[str, Any]
 ) -> tuple[list[int], Stats]:
-    model.forget()  # the contender before decoded the same text
+    model.forget()  # the contender before has decoded the same text
     result = model.generate(
         token_ids=prompt,
         method=contender.method,
@@ -170,9 +170,9 @@ def _pass_ms(graph: Graph | None) -> dict[int, float]:
 
 def _row(row: Contender, plain: Contender) -> dict[str, Any]:
     pairs = zip(row.speeds(), plain.speeds(), strict=True)
-    ratios = [one / reference for one, reference in pairs if reference]
+    ratios = [speed / plain_speed for speed, plain_speed in pairs if plain_speed]
     total = row.total()
-    first = [s.time_to_first_token for run in row.runs for s in run]
+    first_seconds = [s.time_to_first_token for run in row.runs for s in run]
     return {
         "method": row.method,
         "num_draft_tokens": row.num_draft_tokens,
@@ -182,7 +182,7 @@ def _row(row: Contender, plain: Contender) -> dict[str, Any]:
         "tokens_per_pass": total.tokens_per_pass,
         "acceptance_rate": total.acceptance_rate,
         "accepted_by_position": total.accepted_by_position,
-        "time_to_first_token": float(np.median(first)),
+        "time_to_first_token": float(np.median(first_seconds)),
         "outside_ms_per_round": total.outside_ms_per_round,
         "rounds_by_choice": total.rounds_by_choice,
         "tokens_per_joule": total.new_tokens / row.joules if row.joules else None,

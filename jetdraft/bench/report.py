@@ -23,21 +23,29 @@ from jetdraft.runtime.planning.registry import NONE, methods
 from jetdraft.texts import read_text
 
 FULL = Recipe("none")
+"""The recipe of the unquantized model."""
+
 WIDTHS = (1, 2, 4, 8)
+"""The widths whose passes are timed."""
+
 TURNS, PASSES = 3, 4
+"""Turns of each graph at a width, and timed passes of a turn."""
+
 DRAFT_TOKENS = 3
 WINDOW, WINDOWS = 128, 16
-"""Tokens of a piece of text, and pieces."""
+"""The text is measured in windows: tokens of a window, and windows."""
 
 CAPACITY = 512
+"""Rows of the bundles' KV buffers."""
 
 
 @dataclass(frozen=True)
 class TargetFigures:
     """The figures of a target's recipe.
 
-    Times are in ms by width; `relative` is the unquantized model's time divided by this
-    one. KL divergences are in nats per token, `bytes` those of the graph and weights.
+    `pass_ms` has milliseconds by width; `relative` divides the unquantized model's
+    milliseconds by them. KL divergences are in nats per token. `bytes` is the size of
+    the graph and its weights on disk.
     """
 
     recipe: str
@@ -55,7 +63,7 @@ class TargetFigures:
 class PairFigures:
     """The figures of a target's and a drafter's recipe together.
 
-    `speedup` is against plain decoding of the same target.
+    `speedup` compares with plain decoding by the same target.
     """
 
     target: str
@@ -78,10 +86,11 @@ class Report:
 
 @dataclass(frozen=True)
 class RecipeComparison:
-    """The checkpoints, recipes and texts to compare; `work` is for the bundles.
+    """Checkpoints, and the recipes to compare; `work` is a folder for their bundles.
 
-    `text` is measured on, `calibration` is for the recipes that need one; where one is
-    None, the unquantized target writes it.
+    The recipes are measured on the file `text`, and recipes that need calibration read
+    the file `calibration`. Where a file is None, the unquantized target writes the
+    text.
 
         RecipeComparison("target", None, [Recipe()], [], work).run(print)
     """
@@ -115,10 +124,10 @@ class RecipeComparison:
             bundles[recipe.name] = bundle
             report.rows.append(self._target_figures(recipe, bundle, full, windows))
         prompts = [window[: WINDOW // 2] for window in windows[:8]]
-        for drafter, own_bundle in self._drafters(calibration).items():
+        for drafter, drafter_bundle in self._drafters(calibration).items():
             for name, bundle in bundles.items():
                 announce(f"{name} with {drafter}")
-                pair = compose(bundle, own_bundle, self.work / f"{name}+{drafter}")
+                pair = compose(bundle, drafter_bundle, self.work / f"{name}+{drafter}")
                 report.pairs.append(self._pair_figures(name, drafter, pair, prompts))
         return report
 
@@ -129,9 +138,9 @@ class RecipeComparison:
         return any(recipe.needs_calibration for recipe in recipes)
 
     def _drafters(self, calibration: Path | None) -> dict[str, Bundle]:
-        """A bundle for each recipe of the drafter, by name.
+        """A bundle for each recipe of the drafter, by the recipe's name.
 
-        A bundle must have a target, so the unquantized drafter is its own.
+        A bundle must have a target, so the unquantized drafter is the target too.
         """
         if self.drafter is None:
             return {}
@@ -148,6 +157,7 @@ class RecipeComparison:
         )
 
     def _bundle(self, recipe: Recipe, calibration: Path | None) -> Bundle:
+        """The target's bundle of a recipe; it is exported unless it exists already."""
         output = self.work / recipe.name
         if output.exists():
             return Bundle.open(output)
@@ -157,9 +167,9 @@ class RecipeComparison:
         return load(bundle.path, threads=self.threads)
 
     def _windows(self, full: Model) -> list[list[int]]:
-        """The token ids to measure on, in pieces of equal length."""
+        """The token ids to measure on, in windows of equal length."""
         if self.text is None:
-            return [_written(full, seed) for seed in range(WINDOWS)]
+            return [_write_window(full, seed) for seed in range(WINDOWS)]
         ids = full.parts.text.encode(read_text(self.text))
         if len(ids) < 2:
             raise DataError(f"{self.text} has {len(ids)} tokens; give a longer text")
@@ -168,10 +178,10 @@ class RecipeComparison:
         return [list(ids[int(start) : int(start) + size]) for start in starts]
 
     def _write_calibration(self, full: Model) -> Path:
-        """Let the model write a calibration text, other than the measured text."""
+        """Let the model write a calibration text that is not the measured text."""
         file = self.work / "calibration.txt"
         seeds = range(1000, 1000 + 2 * WINDOWS)
-        texts = (full.parts.text.decode(_written(full, seed)) for seed in seeds)
+        texts = (full.parts.text.decode(_write_window(full, seed)) for seed in seeds)
         file.write_text("\n".join(texts), encoding="utf-8")
         return file
 
@@ -181,12 +191,12 @@ class RecipeComparison:
         model = self._load(bundle)
         quality = compare(full.parts.target, model.parts.target, windows)
         own_ms, full_ms = pass_ms(model.parts.target, full.parts.target)
-        file = bundle.target.file
+        target_file = bundle.target.file
         return TargetFigures(
             recipe=recipe.name,
             bytes=sum(
                 bundle.files[name]["bytes"]
-                for name in (file, f"{file}.data")
+                for name in (target_file, f"{target_file}.data")
                 if name in bundle.files
             ),
             resident_mb=resident_mb(bundle.path),
@@ -217,8 +227,8 @@ class RecipeComparison:
         return PairFigures(target, drafter, rate, speed, speed / plain_speed)
 
 
-def _written(model: Model, seed: int) -> list[int]:
-    """A window of token ids that the model writes after a random first token."""
+def _write_window(model: Model, seed: int) -> list[int]:
+    """Let the model write a window of token ids after a random first token."""
     vocab = model.parts.target.contract.vocab_size
     first = int(np.random.default_rng(seed).integers(vocab))
     return model.generate(
@@ -232,9 +242,10 @@ def _written(model: Model, seed: int) -> list[int]:
 
 
 def compose(target: Bundle, drafter: Bundle, folder: Path) -> Bundle:
-    """A bundle of one bundle's target and another's drafter, by links to their files.
+    """A bundle with the target of one bundle and the drafter of another.
 
-    An export for each pair of recipes would quantize the target again every time.
+    Its files are hard links. To export each pair of recipes would quantize the target
+    again for every drafter.
     """
     assert drafter.drafter is not None
     files = {name: target.path / name for name in target.files} | {
@@ -251,10 +262,10 @@ def compose(target: Bundle, drafter: Bundle, folder: Path) -> Bundle:
 
 
 def pass_ms(one: Graph, other: Graph) -> tuple[dict[int, float], dict[int, float]]:
-    """The shortest passes of two graphs in ms, by width.
+    """The time of the shortest pass of each of two graphs, in ms by width.
 
     The graphs take turns of a few passes each. The first pass of a turn does not count,
-    since the threads of the other graph still spin.
+    since the threads of the other graph still spin then.
     """
     shortest: tuple[dict[int, float], dict[int, float]] = ({}, {})
     for width in WIDTHS:
@@ -270,7 +281,7 @@ def pass_ms(one: Graph, other: Graph) -> tuple[dict[int, float], dict[int, float
 
 
 def panels(report: Report) -> dict[str, dict[str, tuple[float, float]]]:
-    """Return the points of a picture: by y label and recipe, mean KL and y.
+    """Return the points of a picture: (mean KL, y) by the label of y and by recipe.
 
     draw_points(file, panels(report), "mean KL")
     """

@@ -1,4 +1,4 @@
-"""Measuring the curve of this machine with care: wider, for longer, every proposer."""
+"""Measures the curve of this machine with care: more widths, more turns, proposers."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def _measure(target: Graph, proposers: Mapping[str, Proposer], tick: Tick) -> Cu
     widths = _widths(target)
     start = min(len(context) // 2, target.contract.capacity - widths[-1] - 1)
     target.cache.rewind(0)
-    for at in range(0, start, target.contract.max_width):
-        part = context[at : min(start, at + target.contract.max_width)]
+    for first in range(0, start, target.contract.max_width):
+        part = context[first : min(start, first + target.contract.max_width)]
         target.run(part, last_only=True)
         target.cache.advance(len(part))
     tree = target.contract.tree
@@ -68,8 +68,9 @@ def _measure(target: Graph, proposers: Mapping[str, Proposer], tick: Tick) -> Cu
             passes[width] = min(ms, passes.get(width, ms))
             if tree and width > 1:
                 # All rows are children of the root, so no row sees another.
-                depths, seen = [0] + [1] * (width - 1), [[], *[[0]] * (width - 1)]
-                ms = _ms(partial(target.run_branches, tokens, depths, seen), target)
+                depths, ancestors = [0] + [1] * (width - 1), [[], *[[0]] * (width - 1)]
+                run_tree = partial(target.run_branches, tokens, depths, ancestors)
+                ms = _ms(run_tree, target)
                 trees[width] = min(ms, trees.get(width, ms))
         tick()
     compaction = _compaction(target) if tree else 0.0
@@ -87,21 +88,25 @@ def _widths(target: Graph) -> range:
 
 
 def _context(target: Graph) -> list[int]:
-    """Tokens that repeat themselves, so that every proposer finds something."""
+    """Tokens that repeat themselves, so that every proposer has a guess."""
     random = np.random.default_rng(0)
     size = min(64, target.contract.capacity // 4)
-    once: list[int] = random.integers(0, target.contract.vocab_size, size).tolist()
-    return once * 2
+    tokens: list[int] = random.integers(0, target.contract.vocab_size, size).tolist()
+    return tokens * 2
 
 
 def _ms(run: Callable[[], Any], timed: Graph | Cache) -> float:
-    """The time that a call adds inside sessions, which the controller learns too."""
-    before = timed.seconds
+    """The milliseconds that a call spends inside sessions.
+
+    A controller learns the same time from each round.
+    """
+    seconds_before = timed.seconds
     run()
-    return 1e3 * (timed.seconds - before)
+    return 1e3 * (timed.seconds - seconds_before)
 
 
 def _compaction(target: Graph) -> float:
+    """The milliseconds to move one row."""
     length = target.cache.length
 
     def move() -> None:
@@ -112,14 +117,17 @@ def _compaction(target: Graph) -> float:
 
 
 def _draft_ms(proposer: Proposer, context: Sequence[int]) -> float:
-    """Per drafted token, in drafts of a few, each after one more token of a text."""
+    """The median milliseconds of a drafted token, in short drafts.
+
+    Each draft comes after one more token of the context.
+    """
     middle = len(context) // 2
     proposer.begin(context[:middle], Chooser(Sampling()))
-    spent, drafted = [], 0
+    seconds, drafted = [], 0
     for end in range(middle + 1, len(context) - DRAFTED):
         start = time.perf_counter()
         count = proposer.propose(context[:end], DRAFTED).drafted
         if count:
-            spent.append((time.perf_counter() - start) / count)
+            seconds.append((time.perf_counter() - start) / count)
             drafted += count
-    return 1e3 * float(np.median(spent)) if drafted else 0.0
+    return 1e3 * float(np.median(seconds)) if drafted else 0.0

@@ -1,12 +1,12 @@
-"""The attention seam: any transformers decoder attends over our fixed KV buffers.
+"""Lets any transformers decoder attend over jetdraft's fixed KV buffers.
 
 Two hooks reach every decoder of transformers 5 without a change to its code: a function
 registered with `AttentionInterface`, and a `Cache` whose `update` hands key and value
 through. `StepState` carries the other inputs of the attention.
 
-In an export, attention becomes one `com.microsoft.GroupQueryAttention` node. Run
-eagerly, the same function computes the same result in PyTorch, so the module is the
-oracle of its own graph.
+In an export, attention becomes one `com.microsoft.GroupQueryAttention` node. Outside of
+an export the same function computes the same result in PyTorch, so the model's own
+module says what its graph must compute.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ IMPLEMENTATION = "jetdraft"
 """The name under which the attention is registered with transformers."""
 
 _HARMLESS = {"dropout", "position_ids", "is_causal", "use_cache", "cache_position"}
+"""Arguments that do not change what attention computes here."""
 
 
 @dataclass
@@ -122,8 +123,8 @@ def attend(
         window=sliding_window or 0,
         softcap=softcap or 0.0,
     )
-    form = _as_node if torch.compiler.is_exporting() else _eagerly
-    output, *present = form(call, state)
+    compute = _as_node if torch.compiler.is_exporting() else _eagerly
+    output, *present = compute(call, state)
     state.present[layer] = (present[0], present[1])
     return output, None
 
@@ -152,7 +153,7 @@ class _Call:
 
 
 def _as_node(call: _Call, state: StepState) -> tuple[torch.Tensor, ...]:
-    """One GroupQueryAttention node; its outputs two and three are the buffers."""
+    """One GroupQueryAttention node; its second and third outputs are the buffers."""
     _, heads, rows, head_dim = call.query.shape
     attributes: dict[str, Any] = {
         "num_heads": heads,
@@ -171,7 +172,7 @@ def _as_node(call: _Call, state: StepState) -> tuple[torch.Tensor, ...]:
     inputs: list[torch.Tensor | None] = [*rows_first, *buffers]
     inputs += [state.last_row, state.total_length]
     if state.bias is not None:
-        # Between them are cosines, sines and positions, which fusion may add.
+        # The inputs left out are cosines, sines and positions, which fusion may add.
         inputs += [None, None, None, state.bias]
     output, *present = torch.onnx.ops.symbolic_multi_out(
         "com.microsoft::GroupQueryAttention",
@@ -191,20 +192,20 @@ def _eagerly(call: _Call, state: StepState) -> tuple[torch.Tensor, ...]:
     keys[:, :, start : start + rows] = call.key
     values[:, :, start : start + rows] = call.value
     groups = call.query.shape[1] // call.key.shape[1]
-    seen_keys, seen_values = (
+    all_keys, all_values = (
         buffer[:, :, : start + rows].repeat_interleave(groups, dim=1)
         for buffer in (keys, values)
     )
-    scores = (call.query @ seen_keys.transpose(2, 3)).float() * call.scale
+    scores = (call.query @ all_keys.transpose(2, 3)).float() * call.scale
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    at = torch.arange(start, start + rows)[:, None]
-    seen = torch.arange(start + rows)[None, :]
-    visible = (seen <= at) & ((seen > at - call.window) if call.window else True)
+    slot = torch.arange(start, start + rows)[:, None]
+    other = torch.arange(start + rows)[None, :]
+    visible = (other <= slot) & ((other > slot - call.window) if call.window else True)
     if state.bias is not None:
         scores = scores + state.bias[..., : start + rows].float()
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).to(call.query.dtype)
-    return (weights @ seen_values).transpose(1, 2), keys, values
+    return (weights @ all_values).transpose(1, 2), keys, values
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)

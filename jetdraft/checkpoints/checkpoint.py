@@ -1,4 +1,4 @@
-"""Reading a Hugging Face checkpoint: its model, tokenizer and special tokens."""
+"""Reads a Hugging Face checkpoint: its model, tokenizer and special tokens."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ class Checkpoint:
         return self.names()[id(self.model.get_output_embeddings().weight)]
 
     def names(self) -> dict[int, str]:
-        """The names of all weights by their ids; a tied weight has its layer's name."""
+        """The names of all weights by Python's `id`.
+
+        A weight that the embedding and a linear layer share has the layer's name.
+        """
         names = {id(weight): name for name, weight in self.model.named_parameters()}
         for name, layer in self.model.named_modules():
             if isinstance(layer, torch.nn.Linear):
@@ -97,26 +100,26 @@ class Checkpoint:
     def with_streams(self, scale: float) -> Streamed:
         """The model with the streams that were trained for it.
 
-        LoRA of the shared mode is added to the weights, times `scale`.
+        In the shared mode the LoRA, times `scale`, is added to the model's weights.
         """
         assert self.streams is not None
         if self.packed is not None and self.streams.mode == SHARED:
             raise CheckpointError(
-                f"{self.source} is quantized already, so nothing can be added to its "
+                f"{self.source} is quantized already, so LoRA cannot be added to its "
                 "weights; train streams of mode lossless"
             )
-        convert(self.model, torch.float32)  # LoRA may be added to them
+        convert(self.model, torch.float32)  # LoRA may be added to the weights
         folder = checkpoint_folder(self.source)
         if weights_sha256(folder) != self.streams.base:
             raise CheckpointError(
-                f"the streams in {self.source} were trained for other weights than the "
-                "ones beside them; train them again"
+                f"the streams in {self.source} were trained for other weights than "
+                "this folder has; train the streams again"
             )
         return load_streams(self.model, self.streams, folder, scale)
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the LM head."""
+        """The number of tokens that the LM head can choose."""
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     @property
@@ -189,17 +192,17 @@ def _load_config(source: str) -> Any:
 
 
 def _read_packed(source: str, config: Any) -> PackedWeights | None:
-    """The integers of a checkpoint that is quantized already; None for others."""
+    """The integers of a checkpoint that is quantized already; None for floats."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return None
-    # transformers would look for a GPU's kernels.
+    # With it transformers would look for a GPU's kernels.
     del config.quantization_config
     with _as_checkpoint_error(source):
         folder = Path(source)
         if not folder.is_dir():
-            wanted = ["*.safetensors", "*.json"]
-            folder = Path(snapshot_download(source, allow_patterns=wanted))
+            patterns = ["*.safetensors", "*.json"]
+            folder = Path(snapshot_download(source, allow_patterns=patterns))
         return PackedWeights.read(folder, settings)
 
 
@@ -216,7 +219,10 @@ def _check_names(source: str, packed: PackedWeights, model: Any) -> None:
 
 
 def _stored_dtype(source: str) -> torch.dtype:
-    """The type of all floats in a folder's files; config.json may differ."""
+    """The type of the floats in a folder's files, which config.json may not say.
+
+    float32 if they have several types or another type.
+    """
     types = set()
     for file in Path(source).glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
@@ -232,7 +238,7 @@ _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def _load_model(source: str, config: Any, packed: PackedWeights | None) -> Any:
-    """The model through optimum, with our attention in it and weights as stored."""
+    """The model that optimum finds, with jetdraft's attention and stored weights."""
     kind = config.model_type
     try:
         model_class = TasksManager.get_model_class_for_task(

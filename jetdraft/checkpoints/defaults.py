@@ -1,4 +1,4 @@
-"""The sampling defaults that a checkpoint gives in its generation_config.json."""
+"""Reads the sampling defaults in the generation_config.json of a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _RANGES: dict[str, tuple[float, float]] = {
 def read_defaults(source: str) -> dict[str, float]:
     """The defaults of a local folder or a hub id, by option; empty without a file.
 
-    `temperature`, `top_p` and `top_k` only count where `do_sample` is true: other
-    checkpoints decode greedily. As in transformers, the temperature is then 1 unless
-    given. A `repetition_penalty` of 1 is left out. Raises `CheckpointError` for a file
-    that cannot be read and for a value that is not a number in its range.
+    `temperature`, `top_p` and `top_k` count only if `do_sample` is true, since other
+    checkpoints decode greedily. If the file then has no temperature, it is 1 as in
+    transformers. A `repetition_penalty` of 1 is left out. Raises `CheckpointError` for
+    a file that cannot be read, and for a value that is not a number in its range.
 
         read_defaults("target/")  # {"temperature": 0.6, "top_p": 0.95}
     """

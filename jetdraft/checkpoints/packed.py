@@ -1,10 +1,10 @@
-"""Checkpoints that are quantized already: their integers go into the graph as they are.
+"""Reads checkpoints that are quantized already; their integers stay as they are.
 
 A method says how a linear layer's tensors hold its matrix [out, in]; an int32 has w
 integers:
 
 gptq                qweight int32 [in / w, out], packed along the inputs; qzeros are
-                    one less than the zeros, except in "gptq_v2"; g_idx [in] is the
+                    the zeros minus 1, except in "gptq_v2"; g_idx [in] is the
                     group of each input, in any order (desc_act)
 awq                 qweight int32 [in, out / w], in the order of its GPU kernels
 compressed-tensors  weight_packed int32 [out, in / w], or weight int8 [out, in]
@@ -29,7 +29,7 @@ from jetdraft.quant.blocks import Blocks, Bytes, Floats, Order, in_blocks, unpac
 from jetdraft.recipe import BLOCK_SIZES
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""The place of each column in a packed word of eight."""
+"""The place of each of eight columns in a packed int32."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PackedWeights:
     """The tensors of a quantized checkpoint.
 
     `blocks` are its integers by the weight's name. `floats` are the other tensors, and
-    half-precision values of the integers, which only torch computes with.
+    the values of the integers in half precision, for torch to compute with.
 
         PackedWeights.read(Path("model-gptq"), config.quantization_config).blocks
     """
@@ -87,7 +87,7 @@ class PackedWeights:
 
 
 class _CannotHoldError(Exception):
-    """The property of a matrix that MatMulNBits cannot hold."""
+    """Says which property of a matrix MatMulNBits cannot hold."""
 
 
 _MALFORMED = (
@@ -127,8 +127,8 @@ def _gptq(parts: Parts, settings: Settings) -> Blocks | None:
         return None
     bits = int(settings["bits"])
     integers = _words(parts["qweight"].T, bits)
-    more = np.uint8(settings.get("checkpoint_format") != "gptq_v2")
-    zeros = (_words(parts["qzeros"], bits) + more) & np.uint8((1 << bits) - 1)
+    offset = np.uint8(settings.get("checkpoint_format") != "gptq_v2")
+    zeros = (_words(parts["qzeros"], bits) + offset) & np.uint8((1 << bits) - 1)
     group = int(settings["group_size"])
     order = _order(parts.get("g_idx"), group)
     return _blocks(integers, parts["scales"].T, zeros.T, bits, group, order)
@@ -206,11 +206,16 @@ METHODS: dict[str, Callable[[Parts, Settings], Blocks | None]] = {
     "compressed-tensors": _compressed,
     "bitsandbytes": _int8,
 }
-"""By transformers' names; each gives None for a layer that is not quantized."""
+"""Readers of a layer by transformers' names of the methods.
+
+Each gives None for a layer that is not quantized."""
 
 
 def _words(packed: Tensor, bits: int) -> Bytes:
-    """The integers in int32 [n, m], uint8 [n, m * 32 / bits], the lowest first."""
+    """The integers packed in int32 [n, m], as uint8 [n, m * 32 / bits].
+
+    In each int32 the integer in the lowest bits comes first.
+    """
     if bits not in (2, 4, 8):
         raise _CannotHoldError(f"has {bits} bits")
     whole = np.ascontiguousarray(packed.numpy(), "<i4")
@@ -229,32 +234,33 @@ def _blocks(
     group: int,
     order: Order | None = None,
 ) -> Blocks:
-    """Of integers [out, in], so many inputs to a `group`, -1 for all.
+    """The blocks of integers [out, in], of which `group` inputs share a scale.
 
-    `scales` and `zeros` are [out, groups]. A group of any multiple of a block may be
-    told as several blocks with the same scale. `order` has the inputs group by group.
+    A `group` of -1 has all inputs. `scales` and `zeros` are [out, groups]. A group that
+    is a multiple of a block size becomes several blocks with the same scale. `order`
+    lists the inputs group by group.
     """
     columns, rows = integers.shape
     group = rows if group == -1 else group
-    wanted = (columns, -(-rows // group))
+    expected = (columns, -(-rows // group))
     shapes = {tuple(scales.shape)} | ({zeros.shape} if zeros is not None else set())
-    if shapes != {wanted}:
-        raise ValueError(f"scales or zeros are {shapes}, not {wanted}")
-    whole = [b for b in reversed(BLOCK_SIZES) if group >= rows or group % b == 0]
-    if not whole:
+    if shapes != {expected}:
+        raise ValueError(f"scales or zeros are {shapes}, not {expected}")
+    sizes = [b for b in reversed(BLOCK_SIZES) if group >= rows or group % b == 0]
+    if not sizes:
         raise _CannotHoldError(f"has {group} weights to a scale")
-    block = whole[0]
+    block = sizes[0]
     ordered = integers if order is None else integers[:, order]
     blocked = in_blocks(ordered, block, np.uint8)
-    own = np.arange(blocked.shape[1]) * block // group
+    group_of_block = np.arange(blocked.shape[1]) * block // group
     if zeros is not None and (zeros == 1 << (bits - 1)).all():
         zeros = None
     floats: Floats = scales.float().numpy()
-    found = Blocks.of(
+    blocks = Blocks.of(
         blocked,
-        np.ascontiguousarray(floats[:, own]),
-        None if zeros is None else np.ascontiguousarray(zeros[:, own]),
+        np.ascontiguousarray(floats[:, group_of_block]),
+        None if zeros is None else np.ascontiguousarray(zeros[:, group_of_block]),
         bits,
         rows,
     )
-    return replace(found, order=order)
+    return replace(blocks, order=order)

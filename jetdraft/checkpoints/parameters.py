@@ -1,4 +1,4 @@
-"""Weights that stay as they are stored: converted when they run, or when written.
+"""Keeps weights in the type they are stored in, until they are used or written.
 
 A checkpoint's file is mapped into memory, so the system can drop its pages. Only one
 matrix at a time exists in the type of the computation.
@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 from jetdraft.edits import PARAMETER, derived
 
 _SMALL = 1 << 16
-"""Bytes of the largest constant that is folded, for example a norm's weights."""
+"""The largest constant that is folded, in bytes; a norm's weights are smaller."""
 
 
 def compute_in(model: Any, dtype: torch.dtype) -> None:
@@ -42,7 +42,7 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _restore_buffers(model: Any, dtype: torch.dtype) -> None:
-    """Recompute in `dtype` the buffers that a model computes for itself."""
+    """Recompute the buffers that a model computes for itself, in `dtype`."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -50,13 +50,13 @@ def _restore_buffers(model: Any, dtype: torch.dtype) -> None:
             other = type(model)(model.config)
     finally:
         torch.set_default_dtype(default)
-    for ours, fresh in zip(model.modules(), other.modules(), strict=True):
-        for name in ours._non_persistent_buffers_set:
-            setattr(ours, name, getattr(fresh, name))
+    for module, new_module in zip(model.modules(), other.modules(), strict=True):
+        for name in module._non_persistent_buffers_set:
+            setattr(module, name, getattr(new_module, name))
 
 
 class _Conversion:
-    """Hooks of a module with weights of another type."""
+    """Hooks that convert a module's weights while it runs."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -65,7 +65,7 @@ class _Conversion:
     def before(self, module: nn.Module, args: Any) -> None:
         """Convert the module's own weights."""
         for name, parameter in module.named_parameters(recurse=False):
-            # A trace puts weights of the right type in their places.
+            # A trace has replaced some weights with weights of the right type.
             if parameter.dtype != self.dtype:
                 self.stored[name] = parameter.data
                 parameter.data = parameter.data.to(self.dtype)
@@ -82,8 +82,8 @@ def keep_weights(
 ) -> None:
     """Make these inputs of a traced graph constants, in place.
 
-    The weights are read when they are needed. Each constant is marked with the
-    checkpoint's name of its weight, which `names` has by the weight's id.
+    The weights are read when they are needed. `names` maps the id of a weight to its
+    name in the checkpoint, which becomes metadata of the constant.
     """
     graph = model.graph
     for value in list(graph.inputs):
@@ -99,17 +99,18 @@ def keep_weights(
 
 def simplify(model: ir.Model) -> None:
     """Fold the nodes of a graph that read only constants, in place."""
-    _turn(model.graph)
+    _transpose(model.graph)
     fold_constants(
         model,
         input_size_limit=_SMALL,
         output_size_limit=_SMALL,
-        # A head that is turned here would no longer be the embedding too.
+        # A transposed head could no longer be the embedding too.
         should_fold=lambda node: False if node.op_type == "Transpose" else None,
     )
 
 
 def _lazy(value: ir.Value, weight: Tensor) -> ir.LazyTensor:
+    """A tensor that converts a weight when it is read."""
     assert value.dtype is not None
     assert value.shape is not None
     dtype = getattr(torch, value.dtype.numpy().name)
@@ -120,7 +121,7 @@ def _lazy(value: ir.Value, weight: Tensor) -> ir.LazyTensor:
     return ir.LazyTensor(read, value.dtype, value.shape, name=value.name)
 
 
-def _turn(graph: ir.Graph) -> None:
+def _transpose(graph: ir.Graph) -> None:
     """Store a matrix transposed if its only reader transposes it."""
     for node in list(graph):
         source = node.inputs[0] if node.op_type == "Transpose" else None
@@ -129,9 +130,9 @@ def _turn(graph: ir.Graph) -> None:
             continue
         if len(source.consumers()) == 1:
             shape = constant.shape.numpy()[::-1]
-            turned = derived(
+            transposed = derived(
                 graph, f"{source.name}.turned", [source], np.transpose, shape
             )
-            ir.convenience.replace_all_uses_with(node.outputs[0], turned)
+            ir.convenience.replace_all_uses_with(node.outputs[0], transposed)
             graph.remove(node, safe=True)
             graph.initializers.pop(source.name or "")

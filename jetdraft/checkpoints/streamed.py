@@ -1,17 +1,19 @@
 """Speculative streams around an unchanged decoder (Bhendawade et al., 2402.11131).
 
-In the top layers a row may carry streams. Stream j starts from its carrier's hidden
-state plus an embedding of its own, P_j, sees what the carrier sees, the carrier and the
-streams below j, and predicts the token j places after the one that the carrier does:
+In the top layers a row may carry streams. Stream j starts from the hidden state of its
+row, the carrier, plus an embedding of its own, P_j. It attends to what the carrier
+attends to, to the carrier and to the streams below j. The carrier predicts the next
+token, stream j the token j places after that token:
 
     S_j = M + P_j                              entering the first of the top layers
-    S_j <- attend(S_j; M_{<=t}, S_{<=j})       in each of them (section 2.2)
+    S_j <- attend(S_j; M_{<=t}, S_{<=j})       in each top layer (section 2.2)
     logits of S_j through the same norm and head predict y_{t+j}
 
 Two modes. `shared`: one LoRA for all rows of all layers, so the target is the tuned
-model. `lossless`: LoRA for stream rows only, so the target stays the base.
+model. `lossless`: LoRA for stream rows only, so the target stays the base model.
 
-Positions, which the paper leaves open: stream j of a row at p stands at p + j.
+The paper says nothing of positions: here, stream j of a row at position p has position
+p + j.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from jetdraft.errors import (
 
 SETTINGS = "streams.json"
 UNFINISHED = ".unfinished"
-"""Marks a folder that a training still writes."""
+"""A file in the folder of a training that has not ended."""
 
 WEIGHTS = "streams.safetensors"
 SHARED, LOSSLESS = "shared", "lossless"
@@ -54,7 +56,8 @@ _ADAPTER = "streams"
 class StreamSettings:
     """`gamma` streams in the top `layers`; ranks of LoRA and of the pruning adapter.
 
-    `base` is the hash of the weights they were trained for, see `weights_sha256`.
+    `base` is the hash of the weights that the streams were trained for, see
+    `weights_sha256`.
 
         StreamSettings(gamma=4, layers=2, mode="lossless")
     """
@@ -68,7 +71,7 @@ class StreamSettings:
     base: str = ""
 
     def check(self, model_layers: int) -> None:
-        """Raise `OptionError` if a model of `model_layers` cannot have them."""
+        """Raise `OptionError` if a model of `model_layers` layers cannot have them."""
         if self.mode not in MODES:
             raise OptionError(
                 f"unknown mode {self.mode!r}; choose {' or '.join(MODES)}"
@@ -83,14 +86,14 @@ class StreamSettings:
                 raise OptionError(f"{name} {value} is out of range; give 1 to {most}")
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """A JSON object with these fields."""
         return asdict(self)
 
 
 class Streams(nn.Module):
     """The embeddings of the streams, and the adapter that prunes drafts early.
 
-    gamma * h + 2 * rank * h weights, h being the model's hidden size.
+    It has gamma * h + 2 * rank * h weights; h is the hidden size of the model.
     """
 
     def __init__(self, settings: StreamSettings, hidden: int) -> None:
@@ -110,8 +113,8 @@ class Streamed(nn.Module):
 
         logits, _, _ = Streamed(model, streams)(ids, positions, rows, ids, keep)
 
-    `entered` is called when the probes have joined. `tuned` names the weights that were
-    merged into the model; it is empty if none were.
+    `entered` is called when the probes have joined the rows. `tuned` identifies the
+    LoRA that was merged into the model; it is "" if no LoRA was merged.
     """
 
     def __init__(self, model: Any, streams: Streams) -> None:
@@ -145,23 +148,25 @@ class Streamed(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Logits [b, m + r, vocab] of the rows `keep` [m] and then of the r probes.
 
-        `input_ids` and `position_ids` are int64 [b, n], `probe_rows` and `probe_ids`
-        [r]: the row that carries each probe, and its stream, from 0 on. With
-        `early_exit` also the logits of the pruning adapter, [b, n, vocab]. Last, the
-        hidden states that enter the top layers, [b, n, h].
+        `input_ids` and `position_ids` are int64 [b, n]. `probe_rows` and `probe_ids`
+        are [r]: the row that carries each probe, and its stream, from 0 on. The second
+        result are the logits of the pruning adapter, [b, n, vocab], with `early_exit`.
+        The third are the hidden states that enter the top layers, [b, n, h].
         """
         rows, probes = input_ids.shape[1], probe_rows.shape[0]
         positions = position_ids[:, probe_rows] + probe_ids + 1
-        together = torch.cat([position_ids, positions], 1)
-        # Made of tensors on the device: a number of rows would come from the host.
-        among = [torch.zeros_like(position_ids[0]), torch.ones_like(probe_rows)]
-        self._pass = _Pass(rows, probe_rows, probe_ids, together, torch.cat(among))
-        probed = torch.arange(rows, rows + probes, device=keep.device)
+        all_positions = torch.cat([position_ids, positions], 1)
+        # Computed from tensors on the device: a row count would be read on the host.
+        is_probe = torch.cat(
+            [torch.zeros_like(position_ids[0]), torch.ones_like(probe_rows)]
+        )
+        self._pass = _Pass(rows, probe_rows, probe_ids, all_positions, is_probe)
+        probe_places = torch.arange(rows, rows + probes, device=keep.device)
         try:
             logits = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,
-                logits_to_keep=torch.cat([keep, probed]),
+                logits_to_keep=torch.cat([keep, probe_places]),
                 **options,
             ).logits
             below = self._pass.below[0]
@@ -171,62 +176,64 @@ class Streamed(nn.Module):
         return logits, early, below
 
     def _early_logits(self, hidden: Tensor) -> Tensor:
-        """The states where streams enter, through the frozen norm and head."""
+        """The early exit: pruning adapter, frozen norm and head over hidden states."""
         hidden = hidden.detach()
         hidden = hidden + self.streams.widen(self.streams.narrow(hidden))
         head = self.model.get_output_embeddings()
         return head(final_norm(self.model)(hidden))  # type: ignore[no-any-return]
 
     @property
-    def _running(self) -> _Pass:
+    def _current_pass(self) -> _Pass:
         assert self._pass is not None, "run the model through Streamed"
         return self._pass
 
     def _enter(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The probes start from their carriers' hidden states."""
-        running = self._running
+        """Append the probes, which start from the hidden states of their carriers."""
+        current = self._current_pass
         kwargs = dict(kwargs)
         hidden = args[0] if args else kwargs.pop("hidden_states")
-        running.below.append(hidden)
-        starts = hidden[:, running.probe_rows]
-        starts = starts + self.streams.embeddings[running.probe_ids]
+        current.below.append(hidden)
+        starts = hidden[:, current.probe_rows]
+        starts = starts + self.streams.embeddings[current.probe_ids]
         self.entered()
         return (torch.cat([hidden, starts], 1), *args[1:]), kwargs
 
     def _place(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         """Give the layer the positions and rotations of rows and probes."""
-        running = self._running
-        kwargs = {**kwargs, "position_ids": running.positions}
-        for rows_only, together in running.rotations:
-            if kwargs.get("position_embeddings") is rows_only:
-                kwargs["position_embeddings"] = together
+        current = self._current_pass
+        kwargs = {**kwargs, "position_ids": current.positions}
+        for of_rows, of_rows_and_probes in current.rotations:
+            if kwargs.get("position_embeddings") is of_rows:
+                kwargs["position_embeddings"] = of_rows_and_probes
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 # Attention over whole sequences must know where the rows end.
-                setattr(module, ROWS_OF, running.rows)
+                setattr(module, ROWS_OF, current.rows)
                 setattr(module, GAMMA_OF, self.streams.settings.gamma)
         return args, kwargs
 
     def _rotate(self, rotary: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Compute the rotations of rows and probes beside those of the rows."""
+        """After the rotations of the rows, compute those of rows and probes too."""
+        current = self._current_pass
         args, kwargs = list(args), dict(kwargs)
         if "position_ids" in kwargs:
-            kwargs["position_ids"] = self._running.positions
+            kwargs["position_ids"] = current.positions
         else:
-            args[1] = self._running.positions
-        self._running.rotations.append((output, rotary.forward(*args, **kwargs)))
+            args[1] = current.positions
+        current.rotations.append((output, rotary.forward(*args, **kwargs)))
 
     def _only_probes(self, factor: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output * self._running.is_probe[:, None].to(output.dtype)
+        """Let LoRA change the probes only."""
+        return output * self._current_pass.is_probe[:, None].to(output.dtype)
 
 
 @dataclass
 class _Pass:
     """One pass: its rows, their probes, and the tensors that its hooks see.
 
-    `positions` are the positions of rows and probes, `is_probe` is 1 for probes.
-    `rotations` has pairs of the model's own rotations and the rotations of all, `below`
-    the hidden states under the top layers.
+    `positions` are the positions of rows and probes, `is_probe` is 0 for rows and 1 for
+    probes. `rotations` has pairs: the rotations of the rows, and of rows and probes.
+    `below` has the hidden states that enter the top layers.
     """
 
     rows: int
@@ -269,7 +276,10 @@ def final_norm(model: Any) -> nn.Module:
 
 
 def add_adapters(model: Any, settings: StreamSettings) -> None:
-    """Add untrained LoRA to all layers of `model` or to the top ones, in place."""
+    """Add untrained LoRA to `model`, in place.
+
+    It goes into all layers in the shared mode, into the top layers in the lossless one.
+    """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -277,14 +287,16 @@ def add_adapters(model: Any, settings: StreamSettings) -> None:
             f"streams need {error.name}; pip install 'jetdraft[cpu,train]'"
         ) from error
     layers = decoder_layers(model)
-    chosen = layers[-settings.layers :] if settings.mode == LOSSLESS else layers
-    linear = {
+    layers_with_lora = (
+        layers[-settings.layers :] if settings.mode == LOSSLESS else layers
+    )
+    linear_ids = {
         id(module)
-        for layer in chosen
+        for layer in layers_with_lora
         for module in layer.modules()
         if isinstance(module, nn.Linear)
     }
-    names = [name for name, module in model.named_modules() if id(module) in linear]
+    names = [name for name, module in model.named_modules() if id(module) in linear_ids]
     if not names:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no linear layers that LoRA could go into; "
@@ -297,7 +309,7 @@ def add_adapters(model: Any, settings: StreamSettings) -> None:
 
 
 def _first_factors(model: Any) -> list[nn.Module]:
-    """The layers of all LoRA in a model that narrow the input to the rank."""
+    """The first matrices of all LoRA in a model; they narrow the input to the rank."""
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -325,12 +337,12 @@ def stream_weights(streamed: Streamed) -> dict[str, Tensor]:
 
 
 def read_settings(folder: Path) -> StreamSettings | None:
-    """The settings of a checkpoint with streams; None for one without."""
+    """The settings of a checkpoint's streams; None for a checkpoint without streams."""
     file = folder / SETTINGS
     if not file.is_file():
         if (folder / UNFINISHED).is_file():
             raise CheckpointError(
-                f"{folder} is a training that has saved no streams yet; let it go on"
+                f"the training in {folder} has saved no streams yet; let it go on"
             )
         return None
     try:
@@ -346,19 +358,19 @@ def read_settings(folder: Path) -> StreamSettings | None:
 def load_streams(
     model: Any, settings: StreamSettings, folder: Path, scale: float = 1.0
 ) -> Streamed:
-    """Put a checkpoint's streams around its model, in place.
+    """Add a checkpoint's streams to its model, in place.
 
-    LoRA of the shared mode is merged into the weights, times `scale`.
+    In the shared mode the LoRA, times `scale`, is merged into the model's weights.
     """
     settings.check(len(decoder_layers(model)))
     add_adapters(model, settings)
     hidden = model.get_input_embeddings().embedding_dim
     streamed = Streamed(model, Streams(settings, hidden))
     try:
-        stored = load_file(folder / WEIGHTS)
+        tensors = load_file(folder / WEIGHTS)
         with torch.no_grad():
             for name, weight in stream_weights(streamed).items():
-                weight.copy_(stored[name])
+                weight.copy_(tensors[name])
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder / WEIGHTS} does not fit {SETTINGS} ({error}); train the streams "

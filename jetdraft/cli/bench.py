@@ -1,4 +1,4 @@
-"""jetdraft bench: every method, measured against plain decoding."""
+"""jetdraft bench: compares every method with plain decoding."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def command(
 
 
 def _show(report: dict[str, Any]) -> None:
-    """Print the report as a table, with the rows that lost."""
+    """Print the report as a table; rows that lose to plain decoding stay."""
     click.echo(
         f"{'method':8} {'K':>4} {'exact':5} {'tokens/s':>9} {'speedup':>8} "
         f"{'tok/pass':>8} {'accepted':>8} {'first s':>8} {'host ms':>8}  same text"

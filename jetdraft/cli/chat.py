@@ -31,7 +31,7 @@ HELP = """/stats       print the stats of the last reply
 /reset       start again
 /save FILE   save the conversation
 /load FILE   continue a saved conversation
-/quit        end, as does Ctrl-D; Ctrl-C stops a reply only"""
+/quit        end, like Ctrl-D; Ctrl-C only stops a reply"""
 
 
 @click.command("chat", cls=Command)
@@ -60,7 +60,7 @@ def command(
     with load(bundle, **runtime) as model:
         fields = given(options, model)
         talk = Conversation(model, system, drop_oldest, **fields)
-        # Refuse a missing template or a bad option before the first line.
+        # Raises for a missing template or a bad option, before the first line is read.
         model.stream(token_ids=model.chat_prompt([user("")]), **fields)
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
@@ -88,7 +88,7 @@ def _read_line() -> str | None:
 
 
 def _answer(talk: Conversation, line: str) -> bool:
-    """Print the reply as it comes; False after an error, which ends only this turn."""
+    """Print the reply as it comes; False if an error ended it, but not the chat."""
     try:
         for piece in talk.say(line):
             click.echo(piece.text, nl=False)
@@ -102,7 +102,7 @@ def _answer(talk: Conversation, line: str) -> bool:
 
 
 def _obey(talk: Conversation, order: str, file: str = "") -> bool:
-    """Obey a line that begins with a slash; True if it ends the conversation."""
+    """Carry out a line that begins with a slash; True if it ends the conversation."""
     try:
         if order == "/quit":
             return True
@@ -123,5 +123,5 @@ def _stats(talk: Conversation) -> str:
     if talk.last is None:
         return "there is no reply yet"
     stats = talk.last.stats
-    kept = f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens kept"
-    return f"{summary(stats)}\n{kept}"
+    reused = f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens kept"
+    return f"{summary(stats)}\n{reused}"

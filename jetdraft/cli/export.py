@@ -1,4 +1,4 @@
-"""jetdraft export: a bundle from checkpoints."""
+"""jetdraft export: makes a bundle from checkpoints."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ from jetdraft.terminal.progress import ProgressBars
     "quantization",
     "--calibration",
     type=PATH,
-    help="A text like the texts to come, for recipes with gptq, awq or kv8, and for "
+    help="A text like the texts to come, for recipes with gptq or kv8, and for "
     "--max-bytes and --max-kl.",
 )
 @option(
@@ -170,6 +170,6 @@ def command(
     click.echo(f"{output}: {size / 1e6:.1f} MB, methods {names}", err=True)
     for name, entry in bundle.graphs.items():
         kl = entry.quantization.get("kl")
-        shown = f", KL {kl:.2g}" if kl is not None else ""
+        kl_text = f", KL {kl:.2g}" if kl is not None else ""
         recipe = Recipe.from_json(entry.quantization).name
-        click.echo(f"{name}: {recipe}{shown}", err=True)
+        click.echo(f"{name}: {recipe}{kl_text}", err=True)

@@ -1,4 +1,4 @@
-"""jetdraft plan: the memory and speed of a model on a device that is not at hand."""
+"""jetdraft plan: predicts the memory and speed of a model on another device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOTES = {
     PROBES: "for a target that jetdraft train streams has trained",
     FREE: "for a text that repeats itself that often; it drafts nothing else",
 }
-"""What the acceptance of a method means, by the cost of its drafts."""
+"""What the assumed acceptance means for a method, by the cost of its drafts."""
 
 
 @click.command("plan", cls=Command)
@@ -109,7 +109,7 @@ def command(
 
 
 def method_costs() -> tuple[MethodCost, ...]:
-    """The methods whose cost on a device can be predicted, from the registry."""
+    """The registered methods whose cost on a device can be predicted."""
     return tuple(
         MethodCost(method.name, method.cost, method.trees)
         for method in methods().values()
@@ -132,8 +132,8 @@ def _show(prediction: Plan, device: Device) -> None:
     click.echo(f"at acceptance {prediction.acceptance}:")
     methods = dict.fromkeys((row.method, row.shape) for row in prediction.rows)
     for method, shape in methods:
-        same = [r for r in prediction.rows if (r.method, r.shape) == (method, shape)]
-        click.echo(_line(max(same, key=lambda row: row.tokens_per_second)))
+        rows = [r for r in prediction.rows if (r.method, r.shape) == (method, shape)]
+        click.echo(_line(max(rows, key=lambda row: row.tokens_per_second)))
     click.echo("best:")
     click.echo(_line(prediction.best))
     for method, cost in dict.fromkeys((r.method, r.cost) for r in prediction.rows):
@@ -153,7 +153,7 @@ def _line(choice: Choice) -> str:
 
 
 def _draw(question: Question, file: Path) -> None:
-    """Draw the fastest way to decode at each width."""
+    """Draw the speed of the fastest choice at each width, for three acceptances."""
     curves = {}
     for acceptance in DRAWN_ACCEPTANCES:
         best: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""jetdraft recipes: the bytes, time and quality of quantization recipes."""
+"""jetdraft recipes: compares the bytes, time and quality of quantization recipes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ALL = "all"
     "quantization",
     "--calibration",
     type=PATH,
-    help="A text for recipes with gptq, awq or kv8; default: a text of the "
+    help="A text for recipes with gptq or kv8; default: a text of the "
     "unquantized target.",
 )
 @option(
@@ -80,25 +80,25 @@ def command(
 ) -> None:
     """Quantize TARGET, a checkpoint folder or hub id, with each recipe; compare."""
     target_recipes = _parse(recipes, COMPARED)
-    beside = _parse(drafter_recipes, COMPARED_DRAFTERS)
+    parsed_drafter_recipes = _parse(drafter_recipes, COMPARED_DRAFTERS)
     for file in (text, calibration):
         _check_text(file)
     if drafter is None and drafter_recipes != ALL:
         raise OptionError("--drafter-recipes needs a drafter; give --drafter too")
     bench = extra_module("jetdraft.bench.report", "comparing recipes", "export")
     # Not in /tmp, which may be memory: the bundles of a large target would fill it.
-    place = (output or Path("report")).absolute().parent
-    with TemporaryDirectory(prefix=".jetdraft-recipes-", dir=place) as work:
+    folder = (output or Path("report")).absolute().parent
+    with TemporaryDirectory(prefix=".jetdraft-recipes-", dir=folder) as work:
         report = bench.RecipeComparison(
             target,
             drafter,
             target_recipes,
-            beside,
+            parsed_drafter_recipes,
             Path(work),
             text,
             calibration,
             threads,
-        ).run(_say)
+        ).run(_announce)
     if output is not None:
         write_json(output, asdict(report))
     if as_json:
@@ -109,13 +109,14 @@ def command(
         draw_points(picture, bench.panels(report), "mean KL to the unquantized model")
 
 
-def _say(what: str) -> None:
+def _announce(name: str) -> None:
+    """Say on a terminal what is measured next."""
     if sys.stderr.isatty():
-        click.echo(f"measuring {what}", err=True)
+        click.echo(f"measuring {name}", err=True)
 
 
 def _parse(names: str, all_names: tuple[str, ...]) -> list[Recipe]:
-    """Parse a comma list; drops doubles, and "none", which is always measured."""
+    """Parse a comma list, without duplicates and "none", which is always measured."""
     listed = all_names if names == ALL else names.split(",")
     recipes = dict.fromkeys(Recipe.parse(name) for name in listed)
     return [recipe for recipe in recipes if recipe.name != "none"]
@@ -125,7 +126,7 @@ def _check_text(file: Path | None) -> None:
     if file is not None and not file.is_file():
         raise OptionError(f"no file at {file}; give a text")
     if file is not None and not file.read_bytes().strip():
-        raise OptionError(f"{file} has no text in it; give another")
+        raise OptionError(f"{file} has no text in it; give another file")
 
 
 def _show(report: Any) -> None:

@@ -1,4 +1,4 @@
-"""jetdraft store: the requests that a store keeps."""
+"""jetdraft store: lists and clears the requests that a store keeps."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def command() -> None:
 @json_option
 def list_entries(bundle: Path, file: Path, user: str, as_json: bool) -> None:
     """List the entries in FILE, latest first, read with BUNDLE's tokenizer."""
-    opened = Bundle.open(bundle)
-    text = TextCodec(opened.tokenizer)
+    opened_bundle = Bundle.open(bundle)
+    text = TextCodec(opened_bundle.tokenizer)
     entries = [
         {
             "used": datetime.fromtimestamp(entry.used).isoformat(" ", "seconds"),
             "prompt": text.decode(entry.prompt),
             "response": text.decode(entry.response),
         }
-        for entry in _open(opened, file, user).entries
+        for entry in _open(opened_bundle, file, user).entries
     ]
     if as_json:
         click.echo(json.dumps({"entries": entries}, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""jetdraft train: the commands of the modules in jetdraft/train."""
+"""jetdraft train: the group of commands in the modules of jetdraft/train."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jetdraft.train import TRAINERS
 
 
 class Trainers(LazyGroup):
-    """The trainers; only the one in use is imported, and torch with it."""
+    """The trainers; only a trainer in use is imported, and torch with it."""
 
     package = "jetdraft.train"
     summaries = TRAINERS

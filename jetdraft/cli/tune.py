@@ -1,4 +1,4 @@
-"""jetdraft tune: the times of passes and proposers on this machine."""
+"""jetdraft tune: measures the times of passes and proposers on this machine."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def command(
 
 
 def _show(model: Model, curve: Curve) -> None:
+    """Print the times as a table."""
     exact = model.parts.widths.exact
     click.echo("rows   chain ms   tree ms   ms per row")
     for width, ms in curve.passes.items():

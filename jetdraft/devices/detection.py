@@ -12,10 +12,10 @@ from jetdraft.devices.device import Device, JetPack
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that the files hold; None for a fact that no file holds.
+    """The facts in a machine's files; None for a fact that no file has.
 
     Memory is in MB of 10^6 bytes, clocks are in MHz. `device` is the profile of the
-    board, `jetpack` the release that its L4T belongs to.
+    board, `jetpack` the JetPack release that has the L4T version `l4t`.
     """
 
     board: str | None
@@ -42,12 +42,12 @@ def detect(root: Path = Path("/")) -> Machine:
     board = _text(root / "proc/device-tree/model")
     memory = _memory(root)
     packs = () if device is None else device.jetpacks
-    same = (pack for pack in packs if l4t and _same_release(pack.l4t, l4t))
+    installed = (pack for pack in packs if l4t and _same_release(pack.l4t, l4t))
     return Machine(
         board=board,
         device=device,
         l4t=l4t,
-        jetpack=next(same, None),
+        jetpack=next(installed, None),
         cuda=_cuda(root),
         tensorrt=_tensorrt(root),
         power_mode=_power_mode(root),
@@ -70,7 +70,7 @@ def _text(file: Path) -> str | None:
 
 
 def _device(root: Path) -> Device | None:
-    """The profile with a part number like "nvidia,p3768-0000+p3767-0000"."""
+    """The profile of the board, by part numbers such as "p3767-0000"."""
     text = _text(root / "proc/device-tree/compatible") or ""
     parts = set(re.findall(r"p\d{4}-\d{4}", text))
     for name in Device.names():
@@ -81,14 +81,17 @@ def _device(root: Path) -> Device | None:
 
 
 def _l4t(root: Path) -> str | None:
-    """ "36.4.3" out of "# R36 (release), REVISION: 4.3, ..."."""
+    """The L4T version, for example "36.4.3" from "# R36 (release), REVISION: 4.3"."""
     text = _text(root / "etc/nv_tegra_release") or ""
     release = re.search(r"R(\d+) \(release\), REVISION: ([\d.]+)", text)
     return f"{release[1]}.{release[2]}" if release else None
 
 
 def _same_release(release: str, l4t: str) -> bool:
-    """Whether `l4t` is a release or its patch: 36.4.4 is JetPack 6.2, 36.4.0 is 6.1."""
+    """Whether `l4t` is a release or a patch of it.
+
+    A patch differs in the third number: 36.4.4 is a patch of 36.4.3, JetPack 6.2.
+    """
     first, installed = _numbers(release), _numbers(l4t)
     return first[:2] == installed[:2] and installed >= first
 
@@ -107,7 +110,7 @@ def _cuda(root: Path) -> str | None:
 
 
 def _tensorrt(root: Path) -> str | None:
-    """The version in the library's name."""
+    """The TensorRT version, from the name of its library."""
     suffixes = [
         file.name.partition(".so.")[2]
         for folder in ("usr/lib/aarch64-linux-gnu", "usr/lib/x86_64-linux-gnu")
@@ -118,7 +121,10 @@ def _tensorrt(root: Path) -> str | None:
 
 
 def _power_mode(root: Path) -> str | None:
-    """nvpmodel's status holds a number, its configuration the number's name."""
+    """The name of the power mode.
+
+    nvpmodel's status file has its number, and the configuration has the names.
+    """
     status = re.search(r"pmode:(\d+)", _text(root / "var/lib/nvpmodel/status") or "")
     if status is None:
         return None
@@ -128,7 +134,7 @@ def _power_mode(root: Path) -> str | None:
 
 
 def _gpu(root: Path, board: str | None) -> str | None:
-    """The GPU's name and driver version; a Jetson's board decides both."""
+    """The GPU's name and driver version; on a Jetson, the name of the board."""
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
     text = "".join(_text(file) or "" for file in files[:1])
     name = re.search(r"Model:\s*(.+)", text)
@@ -147,7 +153,7 @@ def _memory(root: Path) -> dict[str, float]:
 
 
 def _gpu_mhz(root: Path, file: str) -> float | None:
-    """A clock of the GPU's devfreq, "17000000.gpu" on Orin, "gpu-gpc-0" on Thor."""
+    """A clock in the GPU's devfreq folder, named "17000000.gpu" or "gpu-gpc-0"."""
     for folder in sorted((root / "sys/class/devfreq").glob("*gpu*")):
         text = _text(folder / file)
         if text is not None and text.isdigit():

@@ -17,7 +17,7 @@ QUANTIZATIONS = {"none", "int8", "int4", "fp8", "fp4"}
 
 @dataclass(frozen=True)
 class PowerMode:
-    """Rates in one power mode: GB/s, MHz, and dense fp16 TFLOPS."""
+    """The rates of a device in one power mode: GB/s, MHz, and dense fp16 TFLOPS."""
 
     name: str
     watts: float
@@ -43,8 +43,9 @@ class Device:
     """The profile of a board: its sizes, rates and versions.
 
     `boards` are the part numbers in its device tree; `quantizations` are the number
-    formats that its GPU computes in. The first power mode is the default, without
-    "Super". `recipe` is the default recipe of an export with a calibration text.
+    formats that its GPU computes in. The first power mode is the default; it is not a
+    "Super" mode. `recipe` is the default of an export with a calibration text, and
+    `recipe_evidence` says why.
 
         Device.named("orin-nx-16gb").power_mode().bandwidth_gbs
     """
@@ -79,14 +80,14 @@ class Device:
 
     @classmethod
     def read(cls, file: Path) -> Device:
-        """Read a profile; raises `DeviceError` if the file does not hold one."""
+        """Read a profile; raises `DeviceError` if the file is not a profile."""
         try:
             table = tomllib.loads(file.read_text(encoding="utf-8"))
             modes = tuple(_typed(PowerMode, mode) for mode in table.pop("power_modes"))
             packs = tuple(_typed(JetPack, pack) for pack in table.pop("jetpacks"))
             lists = {name: tuple(table[name]) for name in ("boards", "quantizations")}
-            if odd := set(lists["quantizations"]) - QUANTIZATIONS:
-                raise ValueError(f"unknown quantization {odd.pop()!r}")
+            if unknown := set(lists["quantizations"]) - QUANTIZATIONS:
+                raise ValueError(f"unknown quantization {unknown.pop()!r}")
             Recipe.parse(str(table["recipe"]))
             table |= {**lists, "power_modes": modes, "jetpacks": packs}
             device: Device = _typed(cls, {"name": file.stem, **table})
@@ -119,8 +120,8 @@ def _typed(kind: Any, table: Mapping[str, Any]) -> Any:
     """Build the dataclass `kind` from a table that has exactly its fields."""
     types = {field.name: field.type for field in fields(kind)}
     if table.keys() != types.keys():
-        odd = ", ".join(sorted(table.keys() ^ types.keys()))
-        raise ValueError(f"missing or unknown: {odd}")
+        names = ", ".join(sorted(table.keys() ^ types.keys()))
+        raise ValueError(f"missing or unknown: {names}")
     for name, type_name in types.items():
         value = table[name]
         if type_name in ("float", "int") and not (_is_number(value) and value > 0):

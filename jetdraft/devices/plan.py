@@ -1,8 +1,8 @@
-"""Predicts memory and speed of a model on a device that is not there.
+"""Predicts memory and speed of a model on another device.
 
 Everything follows from config files, a device's rates and an assumed acceptance p. The
-n-th child of a row is taken to be right with probability p (1 - p)^(n - 1); a chain is
-a tree of first children.
+assumption is that the n-th child of a row is right with probability p (1 - p)^(n - 1);
+a chain is a tree of first children.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ STREAM_LAYERS = 2
 class MethodCost:
     """A method to compare, and what its drafts cost.
 
-    `cost` "drafter": a pass of the drafter for each drafted level. "probes": rows
-    through the target's top layers, in the pass that verifies. "free": nothing.
-    `trees` says whether the method drafts trees beside chains.
+    `cost` "drafter" is a pass of the drafter for each drafted level, "probes" are
+    further rows through the target's top layers in the pass that verifies, and "free"
+    is nothing. `trees` says whether the method drafts trees too.
 
         MethodCost("repeats", "free", trees=False)
     """
@@ -53,9 +53,9 @@ class MethodCost:
 
 @dataclass(frozen=True)
 class Choice:
-    """A way to decode: `width` rows a pass, `tokens_per_pass` expected of them.
+    """A way to decode: a pass has `width` rows and gives `tokens_per_pass` on average.
 
-    `cost` is the method's, "" for plain decoding; `shape` is "chain" or "tree".
+    `cost` is the method's cost, "" for plain decoding; `shape` is "chain" or "tree".
     """
 
     method: str
@@ -69,10 +69,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """A prediction; memory in 10^6 bytes, times in ms.
+    """A prediction; memory is in 10^6 bytes, times are in ms.
 
-    `memory_mb` is the model's memory by its parts, `available_mb` what the device has
-    for it. The first of `rows` is plain decoding.
+    `memory_mb` is the memory of the model's parts, `available_mb` the memory that the
+    device has for them. The first of `rows` is plain decoding.
     """
 
     device: str
@@ -169,7 +169,7 @@ class Question:
 
 
 def plan(question: Question) -> Plan:
-    """Predict; runs nothing and reads no weights.
+    """Predict memory and speed from config files; nothing is run, no weights are read.
 
     plan(question).best.speedup
     """
@@ -217,8 +217,8 @@ class Board:
     ) -> Iterator[Choice]:
         """Plain decoding first, then every method at every width.
 
-        The acceptance is the drafter's if there is a drafter, otherwise the probes';
-        methods of the other kind are left out.
+        `acceptance` belongs to the drafter if there is a drafter, otherwise to probes;
+        so methods that draft with the other of the two are left out.
         """
         plain = 1e3 / self.pass_ms(1)
         yield Choice(OFF, "", CHAIN, 1, 1.0, plain, 1.0)
@@ -242,7 +242,10 @@ class Board:
         return self._probes_ms(levels) if cost == PROBES else 0.0
 
     def _probes_ms(self, levels: list[tuple[int, float]]) -> float:
-        """Every row carries a probe for each level, through the top layers."""
+        """The time of the probes: each row carries a probe for each level.
+
+        Probes run through the top layers and the head only.
+        """
         sizes = self.target.sizes
         share = min(1.0, STREAM_LAYERS / sizes.layers)
         part = (share * sizes.matrices + sizes.head) / (sizes.matrices + sizes.head)
@@ -260,7 +263,7 @@ class Board:
 def expected_levels(
     rows: int, acceptance: float, branching: bool
 ) -> list[tuple[int, float]]:
-    """The likeliest tree: per level, its rows and the tokens expected of them.
+    """The likeliest tree: for each level, its rows and how many of them are accepted.
 
     expected_levels(2, 0.5, branching=False)    # [(1, 0.5), (1, 0.25)]
     """
@@ -280,7 +283,9 @@ def expected_levels(
 
 
 def refusal(question: Question, prediction: Plan) -> DeviceError:
-    """The error for a plan that does not fit: by how much, and what would fit."""
+    """The error for a plan that does not fit; it says how much is too much, and what
+    would fit.
+    """
     needed, available = prediction.needed_mb / 1e3, prediction.available_mb / 1e3
     return DeviceError(
         f"the model needs {needed:.1f} GB, {prediction.device} has {available:.1f} GB "
@@ -290,7 +295,7 @@ def refusal(question: Question, prediction: Plan) -> DeviceError:
 
 
 def _what_fits(question: Question) -> str:
-    """Fewer bits on this device, or other devices."""
+    """A sentence about what would fit: fewer bits on this device, or other devices."""
     for scheme in ("int8", "int4"):
         smaller = replace(question, quantization=scheme)
         if scheme != question.quantization and plan(smaller).fits:

@@ -17,8 +17,8 @@ _SEED = 20_11_21
 def write_similarity(folder: Path, model: Any) -> None:
     """Write int8 [vocab, 64]: token embeddings, centred, projected, of unit length.
 
-    A random projection keeps angles (Johnson and Lindenstrauss, 1984). Requests are
-    compared by the means over their tokens, which average its errors out.
+    A random projection keeps angles (Johnson and Lindenstrauss, 1984). Its errors
+    average out, since requests are compared by the means over their tokens.
     """
     table = model.get_input_embeddings().weight.detach().float()
     random = torch.Generator().manual_seed(_SEED)

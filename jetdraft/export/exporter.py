@@ -1,4 +1,4 @@
-"""From checkpoints to a bundle."""
+"""Exports checkpoints to a bundle."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _load(
 def _check(
     checkpoints: Mapping[str, Checkpoint], options: ExportOptions
 ) -> dict[str, StepContract]:
-    """The contracts of the graphs, once all checkpoints and their pair are checked."""
+    """Check the checkpoints and their pair; gives the contracts of their graphs."""
     for name, checkpoint in checkpoints.items():
         for variant in VARIANTS:
             variant.check(name, checkpoint, options)
@@ -136,13 +136,13 @@ def _contract(
 
 
 def _check_tokenizers(target: Checkpoint, drafter: Checkpoint) -> None:
-    """The drafter must read and write the target's token ids."""
+    """Refuse a drafter whose token ids have another meaning than the target's."""
     if target.tokenizer is None or drafter.tokenizer is None:
         return  # ids only; the vocabularies are compared by their sizes
     if _vocabulary(target.tokenizer) != _vocabulary(drafter.tokenizer):
         raise PairError(
             f"{drafter.source} has another tokenizer than {target.source}; choose a "
-            "drafter trained with the same one"
+            "drafter with the same tokenizer"
         )
 
 
@@ -160,7 +160,10 @@ def _job(
     options: ExportOptions,
     report: Progress,
 ) -> Job:
-    """Measure what the recipe needs, before a variant hooks into the model's layers."""
+    """The job of one model; measures what its recipe needs.
+
+    This comes before the variants, which hook into the model's layers.
+    """
     recipe = options.recipe_of(name)
     scales = _cache_scales(checkpoint, recipe, contract, options)
     quantization, kl = _quantization(name, checkpoint, contract, options, report)
@@ -201,7 +204,7 @@ def _cache_scales(
     contract: StepContract,
     options: ExportOptions,
 ) -> list[Floats]:
-    """The scales of integer KV buffers; none for floats."""
+    """The scales of integer KV buffers; an empty list for float buffers."""
     if not recipe.kv_bits or options.calibration is None:
         return []
     windows = Windows.of(options.calibration, checkpoint.tokenizer, contract.capacity)
@@ -215,13 +218,13 @@ def _quantization(
     options: ExportOptions,
     report: Progress,
 ) -> tuple[Quantization, float | None]:
-    """The recipe with its measurements; with a limit also the KL that was measured."""
+    """The quantization of a model; with a limit, also the KL divergence it reaches."""
     recipe, moments, kl = options.recipe_of(name), {}, None
     limit = options.limit if name == TARGET else None
     if limit is not None and checkpoint.packed is not None:
         raise OptionError(
-            f"{checkpoint.source} is quantized already, so the bits of its layers are "
-            "fixed; leave the limit out"
+            f"{checkpoint.source} is quantized already, so its layers cannot get more "
+            "bits; leave the limit out"
         )
     _check_raised(recipe, contract)
     if options.calibration is not None and (recipe.needs_moments or limit):
@@ -246,6 +249,7 @@ def _quantization(
 
 
 def _check_raised(recipe: Recipe, contract: StepContract) -> None:
+    """Refuse a recipe that raises a layer which the model does not have."""
     layers = len(contract.kv_shapes)
     if recipe.raised and recipe.raised[-1] >= layers:
         raise OptionError(

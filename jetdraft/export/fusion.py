@@ -2,10 +2,10 @@
 
 Each is optional: where its pattern does not match, the graph stays as it was traced.
 
-- rotary: Transpose, RotaryEmbedding, Transpose before attention become the rotation
-  inside GroupQueryAttention, over cosine and sine tables of `capacity` rows
-- projections: MatMuls that share their input become one; query, key and value then
-  enter attention packed
+- rotary: GroupQueryAttention rotates query and key itself, with cosine and sine tables
+  of `capacity` rows; this replaces Transpose, RotaryEmbedding, Transpose before it
+- projections: MatMuls that share their input become one MatMul; query, key and value
+  then enter attention packed
 - norms: residual Add and RMSNormalization become SkipSimplifiedLayerNormalization
 """
 
@@ -31,10 +31,10 @@ def fuse(
 ) -> None:
     """Apply every rewrite to `model`, in place.
 
-    `forms` has keys by the checkpoint's names of matrices; only matrices with equal
-    keys are merged.
+    `forms` maps matrices, by their names in the checkpoint, to `Blocks.form`; only
+    matrices with equal forms are merged.
     """
-    # One cosine per layer becomes one cosine, so that one table serves all layers.
+    # Each layer computes the same cosine; merge them, so that all share one table.
     common.CommonSubexpressionEliminationPass()(model)
     tables = _RotaryTables(model, contract.capacity)
     for node in attentions(model.graph):
@@ -59,24 +59,24 @@ def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
 
 
 class _RotaryTables:
-    """Cosines and sines by position, computed by the traced graph itself.
+    """Tables of cosines and sines by position, computed by the traced graph itself.
 
-    All that an architecture computes between positions and their cosine (scaling,
-    partial rotation) is run once for the positions 0..capacity-1. Positions are
-    `position_ids`, or those followed by the positions of the probes.
+    What an architecture computes from the positions to their cosine (for example
+    scaling) is run once for the positions 0..capacity-1. The positions are the input
+    `position_ids`, or a Concat of it and the positions of the probes.
     """
 
     def __init__(self, model: ir.Model, capacity: int) -> None:
         self.graph = model.graph
-        rows = model.graph.inputs[1]
-        together = [n.outputs[0] for n in rows.consumers() if n.op_type == "Concat"]
-        self.positions = [rows, *together]
+        ids = model.graph.inputs[1]
+        with_probes = [n.outputs[0] for n in ids.consumers() if n.op_type == "Concat"]
+        self.positions = [ids, *with_probes]
         self.capacity = capacity
         self.tables: dict[ir.Value, tuple[ir.Value, ir.Value] | None] = {}
 
     def of(self, value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
-        """An initializer [capacity, d/2] with `value` at every position, and the
-        positions that `value` reads; None if it depends on other inputs too.
+        """The table of `value`, a constant [capacity, d/2], and the positions that
+        `value` is computed from; None if it is computed from other inputs too.
         """
         if value not in self.tables:
             self.tables[value] = None
@@ -91,6 +91,7 @@ class _RotaryTables:
         return self.tables[value]
 
     def _evaluate(self, part: ir.Graph, source: ir.Value, name: str) -> ir.Value:
+        """Run `part` of the graph for all positions; its result is a constant."""
         proto = ir.serde.serialize_model(ir.Model(part, ir_version=10))
         session = onnxruntime.InferenceSession(
             proto.SerializeToString(), providers=["CPUExecutionProvider"]
@@ -149,13 +150,14 @@ def _rotation_before(
 
 
 def _swap_of_rows_and_heads(value: ir.Value | None) -> ir.Node | None:
+    """The Transpose that makes `value` by swapping the axes of rows and heads."""
     node = _producer(value, "Transpose")
     swaps = node is not None and node.attributes.get_ints("perm") == (0, 2, 1, 3)
     return node if swaps else None
 
 
 def _drop_identity_reshapes(graph: ir.Graph) -> None:
-    """A chain of Reshape becomes one, or none if the shape is the same at its end."""
+    """Merge each chain of Reshape into one; drop it if it does not change the shape."""
     for node in list(graph):
         if node.op_type != "Reshape":
             continue
@@ -163,29 +165,38 @@ def _drop_identity_reshapes(graph: ir.Graph) -> None:
         if inner is not None and not _copies_sizes(node):
             node.replace_input_with(0, inner.inputs[0])
         before, after = node.inputs[0], node.outputs[0]
-        kept = after.is_graph_output()
-        if before is not None and not kept and _same_rows(before.shape, after.shape):
+        if after.is_graph_output():
+            continue
+        if before is not None and _same_rows(before.shape, after.shape):
             ir.convenience.replace_all_uses_with(after, before)
 
 
 def _copies_sizes(reshape: ir.Node) -> bool:
-    """Whether a 0 in its shape copies a size of its input."""
+    """Whether its target shape has a 0, which copies a size of its input."""
     shape = reshape.inputs[1].const_value if reshape.inputs[1] else None
     return shape is None or bool((shape.numpy() == 0).any())
 
 
-def _same_rows(one: ir.Shape | None, other: ir.Shape | None) -> bool:
-    """Both [1, n, c] with the same c, hence the same n."""
-    if one is None or other is None or len(one) != 3 or len(other) != 3:
+def _same_rows(shape: ir.Shape | None, other: ir.Shape | None) -> bool:
+    """Whether the shapes of one value, before and after Reshape, are equal.
+
+    Both must be [1, n, c] with the same c, so n is the same too.
+    """
+    if shape is None or other is None or len(shape) != 3 or len(other) != 3:
         return False
-    return one[0] == other[0] == 1 and isinstance(one[2], int) and one[2] == other[2]
+    return (
+        shape[0] == other[0] == 1 and isinstance(shape[2], int) and shape[2] == other[2]
+    )
 
 
-def _same_shape(one: ir.Shape | None, other: ir.Shape | None) -> bool:
-    """Both [1, n, c] with the same n too, so an addition does not broadcast."""
-    if one is None or other is None or not _same_rows(one, other):
+def _same_shape(shape: ir.Shape | None, other: ir.Shape | None) -> bool:
+    """Whether both shapes are [1, n, c] with the same n and c.
+
+    An addition of such values does not broadcast.
+    """
+    if shape is None or other is None or not _same_rows(shape, other):
         return False
-    return bool(one[1] == other[1])
+    return bool(shape[1] == other[1])
 
 
 # --- projections ----------------------------------------------------------------------
@@ -194,7 +205,7 @@ def _same_shape(one: ir.Shape | None, other: ir.Shape | None) -> bool:
 def _split_gemms(graph: ir.Graph) -> None:
     """Gemm with a constant matrix becomes MatMul and Add, which can be quantized."""
     for node in list(graph):
-        plain = (
+        is_product = (
             node.op_type == "Gemm"
             and _is_matrix(node.inputs[1])
             and node.attributes.get_float("alpha", 1.0) == 1.0
@@ -202,7 +213,7 @@ def _split_gemms(graph: ir.Graph) -> None:
             and not node.attributes.get_int("transA", 0)
             and not node.attributes.get_int("transB", 0)
         )
-        if plain:
+        if is_product:
             product = ir.node("MatMul", node.inputs[:2])
             product.outputs[0].shape = node.outputs[0].shape
             product.outputs[0].dtype = node.outputs[0].dtype or ir.DataType.FLOAT
@@ -257,26 +268,28 @@ def _merge(
     nodes: list[ir.Node],
     biases: list[tuple[ir.Node, ir.Value]],
 ) -> None:
+    """Replace MatMuls of `source`, and the Adds of their biases if they have any."""
     weights = [node.inputs[1] for node in nodes]
     sizes = [weight.shape[1] for weight in weights if weight and weight.shape]
     name = f"{nodes[0].outputs[0].name}.merged"
     matrix = _joined(graph, [w for w in weights if w], f"{name}.weight", axis=1)
-    merged = ir.node("MatMul", [source, matrix])
-    new = [merged]
+    product = ir.node("MatMul", [source, matrix])
+    new_nodes = [product]
     if biases:
         vector = _joined(graph, [value for _, value in biases], f"{name}.bias", axis=0)
-        new.append(ir.node("Add", [merged.outputs[0], vector]))
-    whole = new[-1].outputs[0]
+        new_nodes.append(ir.node("Add", [product.outputs[0], vector]))
+    result = new_nodes[-1].outputs[0]
     lengths = initializer(graph, f"{name}.sizes", np.array(sizes, np.int64))
-    split = ir.node("Split", [whole, lengths], {"axis": -1}, num_outputs=len(nodes))
-    new.append(split)
-    old = [add.outputs[0] for add, _ in biases] or [n.outputs[0] for n in nodes]
-    graph.insert_before(nodes[0], new)
-    substitute(old, split.outputs)
+    split = ir.node("Split", [result, lengths], {"axis": -1}, num_outputs=len(nodes))
+    new_nodes.append(split)
+    old_results = [add.outputs[0] for add, _ in biases]
+    old_results = old_results or [node.outputs[0] for node in nodes]
+    graph.insert_before(nodes[0], new_nodes)
+    substitute(old_results, split.outputs)
 
 
 def _joined(graph: ir.Graph, values: list[ir.Value], name: str, axis: int) -> ir.Value:
-    """One initializer of several; unused ones are removed later."""
+    """One constant that joins `values` along an axis; they stay in the graph."""
     sizes = [[int(n) for n in value.shape or ()] for value in values]  # type: ignore
     shape = [*sizes[0]]
     shape[axis] = sum(size[axis] for size in sizes)
@@ -288,7 +301,7 @@ def _joined(graph: ir.Graph, values: list[ir.Value], name: str, axis: int) -> ir
 
 
 def _pack_projections(attention: ir.Node) -> None:
-    """Query, key and value that are the parts of one Split enter packed."""
+    """Let attention read query, key and value packed, if one Split makes all three."""
     splits = [_producer(value, "Split") for value in attention.inputs[:3]]
     split = splits[0]
     if split is None or any(other is not split for other in splits):
@@ -304,18 +317,19 @@ def _pack_projections(attention: ir.Node) -> None:
 
 
 def _fuse_norms(graph: ir.Graph) -> None:
-    """Add and the RMSNormalization of its sum become one node with both results."""
+    """Merge Add and the RMSNormalization of its sum into one node with both results."""
     for norm in list(graph):
         if norm.op_type != "RMSNormalization" or norm.attributes.get_int("axis") != -1:
             continue
         add = _producer(norm.inputs[0], "Add")
         if _is_cut(norm.inputs[0]) or _joins_probes(norm.inputs[0]):
-            # The sum must stay a value of its own. The two norms differ in their last
-            # bits, and a target that is cut must not differ from one that is whole.
+            # Something else reads this sum, so it cannot be computed inside the norm.
+            # Use the fused norm all the same and add 0: RMSNormalization differs in its
+            # last bits, and the halves of a target must give the bits of the whole.
             zero = initializer(graph, "no_skip", _zero_like(norm))
-            nothing = ir.node("Mul", [norm.inputs[0], zero])
-            fused = _skip_norm(norm, norm.inputs[0], nothing.outputs[0])
-            graph.insert_before(norm, [nothing, fused])
+            zeros = ir.node("Mul", [norm.inputs[0], zero])
+            fused = _skip_norm(norm, norm.inputs[0], zeros.outputs[0])
+            graph.insert_before(norm, [zeros, fused])
             substitute([norm.outputs[0]], [fused.outputs[0]])
         elif add is not None and _same_shape(
             *(value.shape if value else None for value in add.inputs)
@@ -328,7 +342,7 @@ def _fuse_norms(graph: ir.Graph) -> None:
 
 
 def _skip_norm(norm: ir.Node, *added: ir.Value | None) -> ir.Node:
-    """The norm of a sum; output 3 is the sum itself."""
+    """A node that adds two values and norms the sum; its output 3 is the sum."""
     fused = ir.node(
         "SkipSimplifiedLayerNormalization",
         [*added, norm.inputs[1]],
@@ -342,18 +356,18 @@ def _skip_norm(norm: ir.Node, *added: ir.Value | None) -> ir.Node:
 
 
 def _is_cut(value: ir.Value | None) -> bool:
-    """Whether an upper half starts here."""
+    """Whether the upper half of a target starts with this value."""
     return value is not None and value.name == CUT
 
 
 def _joins_probes(value: ir.Value | None) -> bool:
-    """Whether probes join the rows of a sum here."""
+    """Whether a Concat makes this value from a sum of rows and the probes."""
     concat = _producer(value, "Concat")
     return concat is not None and _producer(concat.inputs[0], "Add") is not None
 
 
 def _zero_like(norm: ir.Node) -> np.ndarray:
-    """One zero of the norm's type."""
+    """An array of one zero, of the type of the norm's weight."""
     weight = norm.inputs[1]
     dtype = weight.dtype if weight is not None else None
     return np.zeros(1, (dtype or ir.DataType.FLOAT).numpy())

@@ -22,12 +22,12 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class Job:
-    """One model on its way into the bundle `folder`; variants change it as they go.
+    """One model on its way into the bundle `folder`; the variants change it in turn.
 
-    `entry` is what the manifest will hold, `names` are the checkpoint's names of its
-    weights by their ids, and `scales` the scales of integer KV buffers, empty for
-    floats. `step` is the pass that is traced. `task` has weights by name that nothing
-    may fuse or quantize.
+    `entry` is the model's entry in the manifest. `names` maps the ids of the weights to
+    their names in the checkpoint. `scales` are those of integer KV buffers, empty for
+    float buffers. `step` is the pass that is traced. `task` has the weights of streams,
+    by name, which must not be fused or quantized.
     """
 
     folder: Path

@@ -1,4 +1,4 @@
-"""Integer KV buffers: attention quantizes what it writes, with a scale per channel."""
+"""Integer KV buffers: attention quantizes new rows, with a scale per channel."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ SCALE_INPUTS = 12, 13
 """GroupQueryAttention's inputs for the scales of keys and of values."""
 
 PAST_KEY = 3
+"""GroupQueryAttention's input for the past keys."""
 
 
 def cache_scales(
@@ -60,15 +61,15 @@ def _buffers(step: Step, ids: torch.Tensor) -> list[torch.Tensor]:
 def quantize_cache(
     model: ir.Model, contract: StepContract, scales: list[Floats], bits: int
 ) -> StepContract:
-    """Make a traced graph's attentions keep int8 buffers; returns the new contract.
+    """Let a traced graph's attentions use int8 buffers; returns the new contract.
 
     `scales` are the result of `cache_scales`.
     """
     quantized, graph = replace(contract, kv_bits=bits), model.graph
     for side, values in (("past", graph.inputs), ("present", graph.outputs)):
-        named = {value.name: value for value in values}
+        by_name = {value.name: value for value in values}
         for spec in quantized.buffers(side):
-            declared, value = value_of(spec), named[spec.name]
+            declared, value = value_of(spec), by_name[spec.name]
             value.type, value.shape = declared.type, declared.shape
     for node in attentions(graph):
         past = node.inputs[PAST_KEY]

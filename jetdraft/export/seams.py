@@ -1,9 +1,10 @@
-"""Does a model compute the same through our two seams as on its own?
+"""Checks that a model computes the same through jetdraft's two seams as on its own.
 
-transformers builds no mask for an attention it does not know. So a model that expresses
-something through masks alone (chunks, windows it does not pass on, both directions)
-would lose it without an error. Running the model both ways finds that, and anything
-else that a new architecture does outside the seams.
+The seams are the attention and the cache, see `checkpoints.attention`. transformers
+builds no mask for an attention that it does not know. So what a model expresses through
+masks alone (chunks, windows that it does not pass on, both directions) would be lost
+without an error. To run the model both ways finds that, and anything else that a new
+architecture does outside the seams.
 """
 
 from __future__ import annotations
@@ -25,27 +26,30 @@ from jetdraft.export.step import Step, dtype_of, refusal
 _LEAST_TOKENS = 24
 _MOST_TOKENS = 512
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2}
-"""Relative to the largest logit; a lost mask costs a thousand times as much."""
+"""The largest difference, relative to the largest logit; a lost mask makes a difference
+a thousand times as large."""
 
 
 def check_seams(model: Any, contract: StepContract) -> None:
-    """Raise `UnsupportedModelError` unless both ways agree over two passes."""
+    """Raise `UnsupportedModelError` unless both ways give the same logits."""
     window = _narrowest_window(model)
     tokens = min(max(_LEAST_TOKENS, 2 * window), _MOST_TOKENS, contract.capacity)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(contract.vocab_size, (1, tokens), generator=generator)
     try:
         with torch.no_grad():
-            ours, windows = _through_seams(model, contract, ids)
+            seam_logits, windows = _through_seams(model, contract, ids)
             model.set_attn_implementation("eager")
-            theirs = model(input_ids=ids, use_cache=False).logits.float()
+            own_logits = model(input_ids=ids, use_cache=False).logits.float()
     except Exception as error:  # an unknown architecture may raise anything
         raise refusal(model, error) from error
     finally:
         model.set_attn_implementation(IMPLEMENTATION)
-    gap = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6))
-    unseen = window > tokens // 2 and window < contract.capacity and not any(windows)
-    if not gap <= _TOLERANCE[dtype_of(contract)] or unseen:
+    largest = own_logits.abs().max().clamp(min=1e-6)
+    gap = float((seam_logits - own_logits).abs().max() / largest)
+    # These tokens are too few to notice a window that the model does not pass on.
+    too_wide = window > tokens // 2 and window < contract.capacity and not any(windows)
+    if not gap <= _TOLERANCE[dtype_of(contract)] or too_wide:
         raise UnsupportedModelError(
             f"{type(model).__name__} attends in a way that does not reach "
             f"AttentionInterface (its logits differ by {gap:.0%}); export another "
@@ -91,7 +95,7 @@ def _through_seams(
 
 
 def _check_last_position(model: Any, contract: StepContract) -> None:
-    """A learned table of positions must reach as far as the buffers."""
+    """Refuse a learned table of positions that ends before the buffers."""
     one = torch.ones(1, dtype=torch.int32)
     past = [
         (torch.zeros(1, heads, 1, size, dtype=dtype_of(contract)),) * 2
@@ -109,6 +113,6 @@ def _check_last_position(model: Any, contract: StepContract) -> None:
     except IndexError as error:
         limit = model.config.get_text_config(decoder=True).max_position_embeddings
         raise UnsupportedModelError(
-            f"{type(model).__name__} knows {limit} positions; export with "
+            f"{type(model).__name__} has {limit} positions; export with "
             f"--capacity {limit} or less"
         ) from error

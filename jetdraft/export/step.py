@@ -1,4 +1,4 @@
-"""The pass as a torch module, and the tracer that makes a step graph of it."""
+"""The pass as a torch module, and the tracer that makes it a step graph."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ _TRACED_ROWS, _TRACED_ANSWERS, _TRACED_PROBES = 7, 5, 6
 
 
 CUT = "cut_hidden"
-"""The extra output of a graph that is traced with a cut: the states that enter it."""
+"""The extra output of a graph traced with a cut: the hidden states at the cut."""
 
 
 class Step(torch.nn.Module):
     """One pass of a causal LM over fixed buffers, as the graph contract declares it.
 
-    Run eagerly, it is the oracle of its own graph; the returned buffers are copies.
-    With a `cut` it also gives the hidden states that enter the top `cut` layers.
-    `extra_inputs` and `extra_outputs` come after the contract's while it is traced.
+    Run in torch, it says what its own graph must compute; then the returned buffers are
+    copies. With a `cut` it also gives the hidden states that enter the top `cut`
+    layers. The traced graph has `extra_inputs` and `extra_outputs` after those of the
+    contract.
 
         outputs = Step(model, contract)(ids, positions, cursor, total, answers, buffers)
     """
@@ -80,7 +81,7 @@ class Step(torch.nn.Module):
         answer_rows: torch.Tensor,
         past: list[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Outputs in the order of `StepContract.outputs`, then the extra ones."""
+        """The outputs in the order of `StepContract.outputs`, then extra outputs."""
         state = state_of(position_ids, cursor, total_length, past)
         with attending(state), self._watched() as (head, cut):
             logits = self.model(
@@ -116,11 +117,11 @@ class Step(torch.nn.Module):
             yield head, cut
 
 
-def _watch(module: torch.nn.Module, seen: list[torch.Tensor]) -> Any:
-    """Append the hidden states that enter `module` to `seen`; the hook's handle."""
+def _watch(module: torch.nn.Module, states: list[torch.Tensor]) -> Any:
+    """Collect the hidden states that enter `module`; gives the handle of the hook."""
 
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(args[0] if args else kwargs["hidden_states"])
+        states.append(args[0] if args else kwargs["hidden_states"])
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -130,10 +131,10 @@ def _zeros(spec: TensorSpec, *sizes: int) -> torch.Tensor:
 
 
 def count(numbers: torch.Tensor) -> torch.Tensor:
-    """The size n of numbers [1, n], none below 0, as int32 [1].
+    """The size n of `numbers` [1, n], which must not be negative, as int32 [1].
 
-    A shape is known on the host only, and a graph that copies it to the device cannot
-    be captured as a CUDA graph.
+    It counts, since a shape is known on the host only: a graph that copies a shape to
+    the device cannot be captured as a CUDA graph.
     """
     return (numbers >= 0).to(torch.int32).sum(1, dtype=torch.int32)
 
@@ -147,7 +148,7 @@ def state_of(
     """The state that the attention layers share in a pass over `past`."""
     return StepState(
         cursor=cursor,
-        # total_length may be a fixed bucket, so the last row is counted here.
+        # Counted, since total_length may be a fixed size beyond the last row.
         last_row=cursor + count(position_ids) - 1,
         total_length=total_length,
         past=list(zip(past[::2], past[1::2], strict=True)),
@@ -155,7 +156,7 @@ def state_of(
 
 
 def answers(logits: torch.Tensor, contract: StepContract) -> list[torch.Tensor]:
-    """The four answers for rows whose logits are float32 [1, m, vocab]."""
+    """The four outputs for rows whose logits are float32 [1, m, vocab]."""
     values, indices = torch.topk(logits, contract.candidates)
     return [indices, values, torch.logsumexp(logits, -1), logits]
 
@@ -172,9 +173,9 @@ def dtype_of(contract: StepContract) -> torch.dtype:
 
 
 def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
-    """(kv_heads, head_dim) per layer, seen on a real one-row pass.
+    """(kv_heads, head_dim) of each layer, from the tensors of a pass over one row.
 
-    Configs name these differently in every architecture; the tensors do not lie.
+    The tensors are safer than configs, where each architecture has other names.
     """
     one = torch.ones(1, dtype=torch.int32)
     state = StepState(cursor=one - 1, last_row=one - 1, total_length=one, past=[])
@@ -220,7 +221,10 @@ class _MakeBuffers(HandThrough):
 
 
 class _Open(torch.nn.Module):
-    """A step whose weights are its last argument: the exporter folds constants."""
+    """A step that takes its weights as the last argument.
+
+    The exporter would fold constants; inputs stay as they are.
+    """
 
     step: torch.nn.Module
 
@@ -243,10 +247,10 @@ class _Open(torch.nn.Module):
 def trace(step: Step, names: Mapping[int, str]) -> onnx_ir.Model:
     """Trace a step into a float step graph.
 
-    Inputs and outputs have the names of the contract and of the step's extra ones. The
-    weights are read from the model when they are needed. A weight whose id is not in
-    `names` stays an input after all others until `keep_weights`: it belongs to a task,
-    and nothing may fuse or quantize it. Raises `UnsupportedModelError`.
+    Inputs and outputs have the names in the contract and in the step's extra inputs and
+    outputs. The weights are read from the model when they are needed. A weight whose id
+    is not in `names` belongs to streams and must not be fused or quantized: it stays an
+    input, after all other inputs, until `keep_weights`. Raises `UnsupportedModelError`.
 
         trace(Step(checkpoint.model, contract), checkpoint.names())
     """
@@ -262,8 +266,10 @@ def trace(step: Step, names: Mapping[int, str]) -> onnx_ir.Model:
     except Exception as error:  # the exporter wraps every cause in its own types
         raise refusal(step.decoder, error) from error
     _rename_inner(model.graph)
-    own = {name: weight for name, weight in weights.items() if id(weight) in names}
-    keep_weights(model, own, names)
+    own_weights = {
+        name: weight for name, weight in weights.items() if id(weight) in names
+    }
+    keep_weights(model, own_weights, names)
     simplify(model)
     return model
 
@@ -273,7 +279,7 @@ def _exported(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Model:
     contract, example = step.contract, step.example()
     past = [_zeros(spec) for spec in contract.buffers("past")]
     extras = [_zeros(spec, _TRACED_ROWS) for spec in step.extra_inputs]
-    # Memory that nobody touches.
+    # Memory that is allocated but never read or written.
     empty = [torch.empty(w.shape, dtype=dtype_of(contract)) for w in weights.values()]
     shapes = _dynamic_shapes(
         contract, (*contract.inputs[: len(example)], *step.extra_inputs)
@@ -304,18 +310,21 @@ def _exported(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Model:
 
 
 def _rename_inner(graph: onnx_ir.Graph) -> None:
-    """Rename inner values: the exporter may give an output a name that is in use."""
-    taken = {value.name for value in graph.outputs}
+    """Rename inner values to which the exporter gave the name of an output."""
+    output_names = {value.name for value in graph.outputs}
     for node in graph:
         for value in node.outputs:
-            if value.name in taken and not value.is_graph_output():
+            if value.name in output_names and not value.is_graph_output():
                 value.name = f"{value.name}.inner"
 
 
 def _dynamic_shapes(
     contract: StepContract, specs: tuple[TensorSpec, ...]
 ) -> list[dict[int, Any] | None]:
-    """The axes that vary, per input; rows and probes together follow from both."""
+    """The axes of each input that vary, by index.
+
+    An axis that is not rows, answers or probes follows from these.
+    """
     widest = max(_TRACED_ROWS + 1, contract.max_width)
     dims = {axis: torch.export.Dim(axis, min=1, max=widest) for axis in (ROWS, ANSWERS)}
     dims[PROBES] = torch.export.Dim(PROBES, min=0, max=16 * widest)
@@ -331,7 +340,7 @@ def _dynamic_shapes(
 
 
 def refusal(model: Any, error: BaseException) -> UnsupportedModelError:
-    """An error with the innermost reason; an error of ours stays as it is."""
+    """An error with the innermost reason; an `UnsupportedModelError` stays as it is."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, UnsupportedModelError):
@@ -345,10 +354,11 @@ def refusal(model: Any, error: BaseException) -> UnsupportedModelError:
 
 
 def _pin_rotary_frequencies(model: Any, capacity: int) -> None:
-    """Fix length-dependent rotary frequencies, or refuse if the length could grow.
+    """Fix rotary frequencies that depend on the length of the text.
 
-    Rotations of cached keys cannot change afterwards, so a frequency that depends on
-    the length is only exact while the length stays below the switch.
+    Cached keys are rotated already, so their frequencies cannot change with the length.
+    Raises `UnsupportedModelError` if the capacity is above the length at which the
+    frequencies change.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

@@ -20,8 +20,9 @@ class Blocks:
 
     `packed` uint8 [columns, blocks, bytes] holds the integers, the first in the lowest
     bits; `scales` are float and `zeros` uint8, both [columns, blocks]. Without `zeros`,
-    half the range of the integers stands for 0. The filling of the last block is never
-    read. With an `order` int64 [rows], row i belongs to input `order[i]`.
+    the middle of the integers' range stands for 0. The integers that fill up the last
+    block are never read. With an `order` int64 [rows], row i belongs to input
+    `order[i]`.
 
         Blocks.of(integers, scales, None, bits=4, rows=384).packed
     """
@@ -55,7 +56,7 @@ class Blocks:
 
     @property
     def form(self) -> object:
-        """Equal for matrices that one product can read side by side."""
+        """A value that is equal for matrices which can be joined."""
         order = None if self.order is None else self.order.tobytes()
         return self.bits, self.block_size, self.zeros is None, order
 

@@ -1,4 +1,4 @@
-"""Calibration: the second moments of a model's matrix inputs over a text."""
+"""Measures the second moments of the inputs of a model's matrices over a text."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ WINDOW = 256
 """Tokens that the model reads in one pass."""
 
 MOST_WINDOWS = 32
+"""The most windows of a text that are read."""
 
 
 class Windows:
@@ -31,7 +32,7 @@ class Windows:
 
     @classmethod
     def of(cls, file: Path, tokenizer: str | None, longest: int = WINDOW) -> Windows:
-        """Pieces of equal length, at most `longest` tokens, from all over a file.
+        """Windows of equal length, at most `longest` tokens, spread evenly over a file.
 
         `tokenizer` is the JSON of a tokenizers.Tokenizer. Raises `DataError` if it is
         None, or if the file cannot be read or has fewer than two tokens.
@@ -72,17 +73,21 @@ def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
 
 @contextmanager
 def own_attention(model: Any) -> Iterator[None]:
-    """Let a model use transformers' attention instead of ours inside the block."""
-    ours = model.config._attn_implementation
+    """Let a model use transformers' own attention inside the block."""
+    implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
         yield
     finally:
-        model.set_attn_implementation(ours)
+        model.set_attn_implementation(implementation)
 
 
 class _Sums:
-    """One sum for all layers that read the same tensor, for example q, k and v."""
+    """The sums of second moments, by weight name.
+
+    Layers that read the same tensor, for example q, k and v, share one sum: `owners`
+    maps each weight to the weight whose sum it shares.
+    """
 
     def __init__(self) -> None:
         self.of: dict[str, Floats] = {}
@@ -91,7 +96,7 @@ class _Sums:
         self._owner = ""
 
     def add(self, name: str, inputs: torch.Tensor) -> None:
-        """Add the inputs of a layer, [..., inputs]."""
+        """Add the inputs [..., inputs] of a layer; layers may share them."""
         if inputs is not self._last:
             self._last, self._owner = inputs, name
             rows = inputs.reshape(-1, inputs.shape[-1]).float()

@@ -1,9 +1,9 @@
-"""Mixed precision: which layers need twice the bits.
+"""Mixed precision: finds the layers that need twice the bits.
 
 The units are a model's decoder layers and its head. Each unit is quantized alone; the
-KL divergence to the full model is its sensitivity. The units that lower the KL most per
-byte get twice the bits, until a limit is met, which is measured with all units
-together. Everything runs in float arithmetic; int8 activations add to the KL.
+KL divergence from the unquantized model is its sensitivity. The units with the most KL
+per further byte get twice the bits, until all units together meet a limit. Everything
+is computed in floats; int8 activations add to the KL.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jetdraft.quant.calibration import Windows
 from jetdraft.recipe import HEAD, SYMMETRIC, Recipe, Unit, unit_of
 
 TOKENS = 512
-"""Tokens of the text that are compared; their logits stay in memory."""
+"""The most tokens of the text that are compared; their logits stay in memory."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The most that a mix may cost: bytes of matrices, or mean KL in nats per token.
+    """What a mix must not exceed: bytes of matrices, or mean KL in nats per token.
 
     Exactly one must be given, above 0; raises `OptionError` otherwise.
 
@@ -43,8 +43,8 @@ class Limit:
         if not (self.max_bytes or self.max_kl or 0) > 0:
             name = "max KL" if self.max_bytes is None else "max bytes"
             raise OptionError(
-                f"{name} {self.max_bytes or self.max_kl or 0} cannot be met; give more "
-                "than 0"
+                f"{name} {self.max_bytes or self.max_kl or 0} is out of range; give "
+                "more than 0"
             )
 
 
@@ -77,31 +77,35 @@ class Sensitivity:
             else:
                 _check_measurable(name, layer)
         self._blocks: dict[tuple[str, Recipe], Blocks] = {}
-        self._full = self._logs()
+        self._full_logs = self._log_probabilities()
 
     def kl(self, recipes: Mapping[Unit, Recipe]) -> float:
         """The mean KL in nats per token when only these units are quantized."""
+        full = self._full_logs
         with self._quantized(recipes):
-            logs = self._logs()
-        return float((self._full.exp() * (self._full - logs)).sum(-1).mean())
+            logs = self._log_probabilities()
+        return float((full.exp() * (full - logs)).sum(-1).mean())
 
     def mixed(
         self,
         limit: Limit,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> tuple[Recipe, float]:
-        """The recipe that meets a limit, and its KL.
+        """A recipe in which some units have twice the bits, and its KL.
+
+        With a limit of bytes, as many units as fit; with a limit of KL, as few units as
+        meet it.
 
         `progress(done, total)` is called after each unit. Raises `OptionError` if no
         mix meets the limit.
         """
         candidates = [unit for unit in self.units if unit and self._more_bytes(unit)]
-        gain = {}
+        kl_per_byte = {}
         for done, unit in enumerate(candidates, start=1):
-            alone = self.kl({unit: self.recipe.of_unit(unit)})
-            gain[unit] = alone / self._more_bytes(unit)
+            kl = self.kl({unit: self.recipe.of_unit(unit)})
+            kl_per_byte[unit] = kl / self._more_bytes(unit)
             progress(done, len(candidates))
-        order = sorted(candidates, key=lambda unit: gain[unit], reverse=True)
+        order = sorted(candidates, key=lambda unit: kl_per_byte[unit], reverse=True)
         if limit.max_bytes is not None:
             return self._within_bytes(order, limit.max_bytes)
         assert limit.max_kl is not None
@@ -117,20 +121,19 @@ class Sensitivity:
 
     def _within_bytes(self, order: list[Unit], most: int) -> tuple[Recipe, float]:
         """Raise as many units as fit, in this order."""
-        least = self.bytes_of(self.recipe)
-        if least > most:
+        size = self.bytes_of(self.recipe)
+        if size > most:
             raise OptionError(
-                f"{self.recipe.name} alone takes {least} bytes of matrices; allow "
+                f"{self.recipe.name} alone takes {size} bytes of matrices; allow "
                 "that many, or choose fewer bits or larger blocks"
             )
-        chosen: list[Unit] = []
+        raised_units: list[Unit] = []
         for unit in order:
-            least += self._more_bytes(unit)
-            if least <= most:
-                chosen.append(unit)
-            else:
-                least -= self._more_bytes(unit)
-        recipe = self.recipe.raise_units(chosen)
+            more = self._more_bytes(unit)
+            if size + more <= most:
+                raised_units.append(unit)
+                size += more
+        recipe = self.recipe.raise_units(raised_units)
         return recipe, self._kl_of(recipe)
 
     def _within_kl(self, order: list[Unit], most: float) -> tuple[Recipe, float]:
@@ -144,7 +147,7 @@ class Sensitivity:
 
         if not enough(len(order)):
             raise OptionError(
-                f"{self.recipe.name} with more bits for all has a KL of "
+                f"{self.recipe.name} with twice the bits for all layers has a KL of "
                 f"{mixes[len(order)][1]:.2g}; allow that much, or choose more bits or "
                 "smaller blocks"
             )
@@ -158,9 +161,11 @@ class Sensitivity:
         return mixes[high]
 
     def _kl_of(self, recipe: Recipe) -> float:
+        """The mean KL of a whole recipe."""
         return self.kl({unit: recipe.of_unit(unit) for unit in self.units})
 
     def _more_bytes(self, unit: Unit) -> int:
+        """How many bytes a unit takes more with twice the bits."""
         raised = self.recipe.raise_units([unit])
         return sum(
             _bytes(layer, raised.of_unit(unit))
@@ -191,12 +196,12 @@ class Sensitivity:
                     )
             yield
         finally:
-            # Backwards: two layers may share a weight.
+            # Backwards, since two layers may share a weight.
             for layer, original in reversed(originals):
                 layer.weight.data = original
 
-    def _logs(self) -> torch.Tensor:
-        """Log probabilities, float32 [windows, length, vocab]."""
+    def _log_probabilities(self) -> torch.Tensor:
+        """The model's log probabilities, float32 [windows, length, vocab]."""
         with torch.no_grad():
             rows = [self.model(ids[None], use_cache=False).logits for ids in self.ids]
         self._dtype = rows[0].dtype
@@ -204,13 +209,13 @@ class Sensitivity:
 
 
 def _check_measurable(name: str, module: torch.nn.Module) -> None:
-    """Refuse matrices outside of linear layers: no unit would measure them."""
+    """Refuse matrices outside of linear layers, since no unit contains them."""
     weights = module.named_parameters(recurse=False)
     matrices = [weight_name for weight_name, weight in weights if weight.dim() > 1]
     if matrices and not isinstance(module, torch.nn.Embedding):
         raise OptionError(
-            f"{name}.{matrices[0]} does not belong to a linear layer, so its "
-            "sensitivity cannot be measured; leave the limit out"
+            f"{name}.{matrices[0]} is not in a linear layer, so its sensitivity "
+            "cannot be measured; leave the limit out"
         )
 
 

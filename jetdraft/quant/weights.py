@@ -1,8 +1,8 @@
 """Weight-only quantization of a step graph's matrices.
 
-`MatMul` with a constant matrix becomes `MatMulNBits`, the LM head included. Where the
-head is tied to the embedding, `GatherBlockQuantized` reads the head's quantized matrix,
-so the two stay one tensor.
+`MatMul` with a constant matrix becomes `MatMulNBits`, the LM head included. Where head
+and embedding are tied, `GatherBlockQuantized` reads embeddings from the head's
+quantized matrix, so the two stay one tensor.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _CONTRIB = "com.microsoft"
 
 @dataclass(frozen=True)
 class Quantization:
-    """A recipe with the facts about the model that it needs.
+    """A recipe, and what it must know of the model.
 
-    `head` is the name of the head's weight. In a `standard` graph a MatMul reads a
-    DequantizeLinear, and embeddings are stored as floats. `moments` are the result of
-    `calibration.second_moments`, for recipes that need them. `packed` weights, by name,
-    keep the integers of the checkpoint.
+    `head` is the name of the head's weight. In a `standard` graph a MatMul reads its
+    matrix from a DequantizeLinear, and embeddings are stored as floats. `moments` are
+    the result of `calibration.second_moments`, for recipes that need them. `packed` has
+    the weights, by name, that the checkpoint quantized; they keep its integers.
 
         Quantization(Recipe("int8")).apply(model)
     """
@@ -55,12 +55,12 @@ class Quantization:
         """Quantize every constant matrix of `model` in place.
 
         `progress(done, total)` is called after each matrix. Raises `CheckpointError`
-        for a matrix with numbers that are not finite, `OptionError` for one that the
-        algorithm or the flavour cannot take.
+        for a matrix with numbers that are not finite, `OptionError` for a matrix that
+        the algorithm cannot quantize or the flavour cannot hold.
         """
         graph = model.graph
         products = [node for node in graph if _matrix(node) is not None]
-        shared: dict[ir.Value, Packed] = {}
+        quantized: dict[ir.Value, Packed] = {}
         for done, node in enumerate(products, start=1):
             matrix = _matrix(node)
             assert matrix is not None
@@ -73,18 +73,18 @@ class Quantization:
             elif self.standard:
                 _dequantize(graph, node, source, blocks)
             else:
-                shared[source] = _quantize_product(graph, node, source, blocks)
+                quantized[source] = _quantize_product(graph, node, source, blocks)
             progress(done, len(products))
         for node in list(graph):
-            if node.op_type == "Gather" and node.inputs[0] in shared:
-                _quantize_gather(graph, node, shared[node.inputs[0]])
+            if node.op_type == "Gather" and node.inputs[0] in quantized:
+                _quantize_gather(graph, node, quantized[node.inputs[0]])
         common.RemoveUnusedNodesPass()(model)
 
     def _blocks(self, source: ir.Value, transposed: bool) -> Blocks | None:
-        """A matrix as integers; None if it stays a matrix of floats."""
+        """A matrix as integers with scales; None if it stays a matrix of floats."""
         assert source.const_value is not None
         names = source.metadata_props.get(PARAMETER, source.name or "").splitlines()
-        # Merged weights read the same input, so the first name stands for all.
+        # Merged weights read the same input and get the recipe of the first weight.
         name = names[0]
         if name in self.packed:
             return self._joined(names, source.const_value.dtype.numpy())
@@ -100,8 +100,8 @@ class Quantization:
             )
         if recipe.needs_moments and name not in self.moments:
             raise OptionError(
-                f"{recipe.algorithm} needs linear layers, and {name} belongs to none; "
-                "choose rtn, k_quant or hqq"
+                f"{recipe.algorithm} quantizes linear layers only, and {name} is in "
+                "another layer; choose rtn, k_quant or hqq"
             )
         return quantize(matrix, recipe, self.moments.get(name))
 
@@ -110,8 +110,8 @@ class Quantization:
         blocks = Blocks.joined([self.packed[name] for name in names])
         if self.standard and (blocks.zeros is not None or blocks.bits not in _SIGNED):
             raise OptionError(
-                f"the weight {names[0]} is quantized with zeros or to {blocks.bits} "
-                "bits, which the standard flavour cannot read; choose contrib"
+                f"the weight {names[0]} has zero points or {blocks.bits} bits, which "
+                "the standard flavour cannot hold; choose contrib"
             )
         return replace(blocks, scales=blocks.scales.astype(dtype))
 
@@ -130,16 +130,17 @@ def _matrix(node: ir.Node) -> tuple[ir.Value, bool] | None:
         return None
     value = node.inputs[1]
     transpose = value.producer()
-    turned = transpose is not None and transpose.op_type == "Transpose"
-    if turned and transpose is not None and transpose.inputs[0] is not None:
+    transposed = transpose is not None and transpose.op_type == "Transpose"
+    if transposed and transpose is not None and transpose.inputs[0] is not None:
         value = transpose.inputs[0]
     constant = value.const_value
     if constant is None or len(constant.shape) != 2:
         return None
-    return value, turned
+    return value, transposed
 
 
 def _reorder_inputs(graph: ir.Graph, node: ir.Node, order: Order) -> None:
+    """Insert a Gather before the MatMul that puts its inputs in the blocks' order."""
     name = f"{node.outputs[0].name}.order"
     indices = initializer(graph, name, order)
     gather = ir.node("Gather", [node.inputs[0], indices], {"axis": -1})
@@ -181,10 +182,10 @@ def _dequantize(
     graph: ir.Graph, node: ir.Node, source: ir.Value, blocks: Blocks
 ) -> None:
     """Insert a DequantizeLinear of integers [rows, columns] before the MatMul."""
-    zero, kind = 1 << (blocks.bits - 1), _SIGNED[blocks.bits]
-    signed = blocks.integers.astype(np.int16) - zero
+    middle, dtype = 1 << (blocks.bits - 1), _SIGNED[blocks.bits]
+    signed = blocks.integers.astype(np.int16) - middle
     integers = signed.reshape(len(signed), -1)[:, : blocks.rows]
-    parts = {f"int{blocks.bits}": integers.T.astype(kind), "scales": blocks.scales.T}
+    parts = {f"int{blocks.bits}": integers.T.astype(dtype), "scales": blocks.scales.T}
     values = [
         initializer(graph, f"{source.name}.{name}", np.ascontiguousarray(array))
         for name, array in parts.items()
@@ -193,21 +194,24 @@ def _dequantize(
     floats = ir.node("DequantizeLinear", values, attributes)
     graph.insert_before(node, floats)
     node.replace_input_with(1, floats.outputs[0])
-    for other in source.consumers():
-        if other.op_type == "Gather":
-            # The tied embedding reads floats, equal to those of the contrib flavour.
-            rows = np.ascontiguousarray(blocks.floats.T)
-            other.replace_input_with(0, initializer(graph, f"{source.name}.rows", rows))
+    for consumer in source.consumers():
+        if consumer.op_type == "Gather":
+            # A tied embedding reads the dequantized numbers, as in the contrib flavour.
+            array = np.ascontiguousarray(blocks.floats.T)
+            rows = initializer(graph, f"{source.name}.rows", array)
+            consumer.replace_input_with(0, rows)
 
 
 _SIGNED: dict[int, npt.DTypeLike] = {4: ml_dtypes.int4, 8: np.int8}
+"""The types of integers that DequantizeLinear reads, by their bits."""
 
 
 def _quantize_gather(graph: ir.Graph, node: ir.Node, packed: Packed) -> None:
     """Read embeddings out of the LM head's quantized matrix.
 
-    Gathering columns of [columns, blocks, bytes] gives embeddings in blocks. Only
-    scales and zeros are stored twice: the two operators read different ranks.
+    Each column of the matrix [columns, blocks, bytes] is the embedding of a token, in
+    blocks. Only scales and zeros are stored twice: the two operators read them with
+    different ranks.
     """
     weight, blocks = packed.weight, packed.blocks
     scales = blocks.scales[..., None]
@@ -231,22 +235,23 @@ def _quantize_gather(graph: ir.Graph, node: ir.Node, packed: Packed) -> None:
         domain=_CONTRIB,
     )
     width = node.outputs[0].shape[-1] if node.outputs[0].shape else 0
-    blocked = scales.shape[1] * blocks.block_size
+    padded_width = scales.shape[1] * blocks.block_size
     shape = initializer(
-        graph, f"{weight.name}.row", np.array([0, 0, blocked], np.int64)
+        graph, f"{weight.name}.row", np.array([0, 0, padded_width], np.int64)
     )
     nodes = [gather, ir.node("Reshape", [gather.outputs[0], shape])]
-    if blocked != width:
-        limits = [
-            initializer(graph, f"{weight.name}.{name}", np.array([at], np.int64))
-            for name, at in (("start", 0), ("end", width), ("axis", 2))
+    if padded_width != width:
+        slice_inputs = [
+            initializer(graph, f"{weight.name}.{name}", np.array([number], np.int64))
+            for name, number in (("start", 0), ("end", width), ("axis", 2))
         ]
-        nodes.append(ir.node("Slice", [nodes[-1].outputs[0], *limits]))
+        nodes.append(ir.node("Slice", [nodes[-1].outputs[0], *slice_inputs]))
     graph.insert_before(node, nodes[:-1])
     _replace(graph, node, nodes[-1])
 
 
 def _replace(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
+    """Put a node in the place of another node."""
     graph.insert_before(old, new)
     substitute(old.outputs, new.outputs)
     graph.remove(old, safe=True)

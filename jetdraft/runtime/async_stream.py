@@ -1,4 +1,4 @@
-"""The asyncio twin of a stream: rounds run in a thread, the loop stays free."""
+"""A stream for asyncio: rounds run in a thread, so the event loop stays free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 class AsyncStream:
     """An asynchronous iterator of `Piece`, and a context manager that ends it.
 
-    A task that is cancelled while it waits frees the model at the end of the round.
+    If a task is cancelled while it waits, the model is free at the end of the round.
 
     async with model.astream("def fib(n):") as stream:
         async for piece in stream:
@@ -49,7 +49,7 @@ class AsyncStream:
         return piece
 
     async def result(self) -> Result:
-        """Run to the end, and give all that came out."""
+        """Run the generation to its end, and give all of its text."""
         if self._thread._shutdown:
             return self._stream.result()  # nothing is left to run
         result = await self._in_thread(self._stream.result)
@@ -64,7 +64,7 @@ class AsyncStream:
             self._thread.shutdown(wait=False)
 
     def __del__(self) -> None:
-        # Nobody reads on, so free the model when the round under way ends.
+        # Nobody can read the stream now, so free the model when its round ends.
         self._stream.cancel()
         if not self._thread._shutdown:
             self._thread.submit(self._stream.close)

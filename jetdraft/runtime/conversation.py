@@ -17,16 +17,16 @@ from jetdraft.runtime.text.template import Message, check_messages, user
 from jetdraft.runtime.text_stream import Stream
 
 KEPT = 0.75
-"""The share of the capacity that is filled after turns were dropped. The next prompt is
-then read whole, so the next turns should not drop turns too."""
+"""How much of the capacity the remaining turns may fill after turns were dropped. Then
+the whole prompt is read again, so the next few turns should not drop turns too."""
 
 
 class Conversation:
     """Turns of a user and a model; the model does not read earlier turns again.
 
-    The keyword arguments are those of `Model.generate`. Where the buffers would be
-    full, `drop_oldest` drops whole turns, oldest first; without it `OptionError` is
-    raised.
+    The keyword arguments are those of `Model.generate`. Where the turns would exceed
+    the buffers, `drop_oldest` drops whole turns, oldest first; without it `OptionError`
+    is raised.
 
         talk = Conversation(model, system="Be brief.", max_new_tokens=64)
         for piece in talk.say("Hello"):
@@ -49,37 +49,38 @@ class Conversation:
         self._stream: Stream | None = None
 
     def say(self, text: str, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
-        """The model's reply, piece by piece, which then belongs to the conversation.
+        """Give the model's reply piece by piece, and add it to the conversation.
 
-        A reply that is cut off, by `cancel` or because you stop reading, stays as far
-        as it came.
+        If the reply is cut off, by `cancel` or because you stop reading, the part that
+        you got is added.
         """
         if not isinstance(text, str):
             raise OptionError(
                 f"{text!r} is not a text; give what the user says", "prompt"
             )
-        asked = [*self.messages, user(text)]
+        messages = [*self.messages, user(text)]
         fields: GenerateOptions = {**self.options, **options}
-        asked, prompt = self._fitting(asked, fields)
+        messages, prompt = self._fitting(messages, fields)
         self._stream = self.model.stream(token_ids=prompt, **fields)
-        return self._reply(asked, self._stream)
+        return self._reply(messages, self._stream)
 
-    def _reply(self, asked: list[Message], stream: Stream) -> Iterator[Piece]:
+    def _reply(self, messages: list[Message], stream: Stream) -> Iterator[Piece]:
+        """Give the pieces of a reply to `messages`, and keep it when it ends."""
         try:
             yield from stream
         except JetdraftError:
             raise  # there is no reply
         except BaseException:
-            self._ended(asked, stream)
+            self._keep_reply(messages, stream)
             raise
-        self._ended(asked, stream)
+        self._keep_reply(messages, stream)
 
-    def _ended(self, asked: list[Message], stream: Stream) -> None:
-        """Keep a reply as far as it came."""
+    def _keep_reply(self, messages: list[Message], stream: Stream) -> None:
+        """End a reply, and keep the part that was given."""
         stream.close()
         self.last = stream.result()
         reply = {"role": "assistant", "content": self.last.text}
-        self.messages = [*asked, reply]
+        self.messages = [*messages, reply]
         self._stream = None
 
     def cancel(self) -> None:
@@ -102,33 +103,34 @@ class Conversation:
             messages = json.loads(Path(file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise OptionError(
-                f"{file} is not a saved conversation ({error}); give one", "file"
+                f"{file} is not a saved conversation ({error}); give a file of `save`",
+                "file",
             ) from error
         self.messages = check_messages(messages)
 
     def _fitting(
-        self, asked: list[Message], options: GenerateOptions
+        self, messages: list[Message], options: GenerateOptions
     ) -> tuple[list[Message], list[int]]:
-        """The messages that fit with the reply, and their prompt."""
+        """The messages that fit into the buffers with their reply, and the prompt."""
         capacity = self.model.bundle.target.contract.capacity
-        wanted = options.get("max_new_tokens", Ending.max_new_tokens)
+        reply_tokens = options.get("max_new_tokens", Ending.max_new_tokens)
         first = len(self._opening)
         room = capacity
         while True:
-            prompt = self.model.chat_prompt(asked)
-            needed = len(prompt) + (wanted if self.drop_oldest else 0)
+            prompt = self.model.chat_prompt(messages)
+            tokens = len(prompt) + (reply_tokens if self.drop_oldest else 0)
             turns = [
-                i for i, m in enumerate(asked[first:], first) if m["role"] == "user"
+                i for i, m in enumerate(messages[first:], first) if m["role"] == "user"
             ]
-            last = not self.drop_oldest or len(turns) < 2
-            if needed <= room or (last and needed <= capacity):
-                return asked, prompt
-            if last:
+            can_drop = self.drop_oldest and len(turns) > 1
+            if tokens <= room or (not can_drop and tokens <= capacity):
+                return messages, prompt
+            if not can_drop:
                 raise OptionError(
                     f"the conversation has {len(prompt)} tokens, the capacity is "
                     f"{capacity}; reset it, let the oldest turns be dropped "
                     "(drop_oldest), or export with a larger --capacity",
                     "prompt",
                 )
-            asked = asked[:first] + asked[turns[1] :]
+            messages = messages[:first] + messages[turns[1] :]
             room = int(KEPT * capacity)

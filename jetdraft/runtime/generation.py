@@ -9,15 +9,15 @@ round the target's cache holds all of it but the last token, the root.
     commit    walk from the root to the child that carries the chosen token, as far as
               there is such a child; commit that path and the last chosen token
 
-In an exact generation a branch counts only as far as it lies without gaps in the
-buffer. A row beyond a gap adds up its attention in another order than plain decoding
-does, so its chosen token is a good guess but not proven: it is carried into the next
-pass, at the beginning of the draft, and committed there. Otherwise the branch is
-compacted.
+An exact generation commits the path only up to its first gap in the buffer. A row
+beyond a gap adds up its attention in another order than plain decoding does, so the
+token chosen there is a good guess but not proven: it is carried into the next pass, at
+the beginning of the draft, and committed there if it was right. An inexact generation
+commits the whole path and moves its rows together.
 
 Invariants: the cursor is always the length of the sequence minus one; a pass never
 reaches past the buffer; whatever was drafted, the chosen tokens are the tokens that
-plain decoding would choose. No method is known by name here.
+plain decoding would choose. This file names no method.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from __future__ import annotations
 import time
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Generator as Running
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from jetdraft.errors import OptionError
@@ -117,6 +116,7 @@ class Generation:
     def _processors(
         self, prompt: list[int], matcher: Matcher | None
     ) -> list[LogitsProcessor]:
+        """What changes the logits before a token is chosen."""
         processors: list[LogitsProcessor] = []
         if self.options.penalties.changes:
             processors.append(PenaltyProcessor(self.options.penalties, prompt))
@@ -127,7 +127,7 @@ class Generation:
         with_logprobs = self.options.logprobs is not None
         return Result.of(self._pieces, self.stats, with_logprobs)
 
-    def run(self) -> Running[Piece, None, None]:
+    def run(self) -> Generator[Piece, None, None]:
         """Give piece after piece, alone on the buffers; `stats` fills up on the way."""
         with self.parts.claim.held_by(self.watcher):
             try:
@@ -150,11 +150,12 @@ class Generation:
             self.parts.remember(self._prompt, response, user)
 
     def _run(self) -> Iterator[Piece]:
+        """Read the prompt, then give a piece for each round."""
         parts, exact = self.parts, self.options.drafting.exact
         self._target = self.planner.target(self.options.drafting)
         if self.verifier.name != WALK and parts.follower is not None:
-            # This verifier reads draft probabilities, so recompute them to the last
-            # bit.
+            # This verifier reads the drafter's probabilities. Their last bits must not
+            # depend on what an earlier generation left in the drafter's cache.
             parts.follower.forget()
         start, prefix = time.perf_counter(), self._prefix()
         for proposer in self.proposers:
@@ -170,7 +171,11 @@ class Generation:
             yield Piece(rest, [], 0)
 
     def _prefix(self) -> Prefix:
-        """The rows in the target's buffers, where their bits are those of decoding."""
+        """The earlier rows that may stay in the target's buffers.
+
+        There are none where prompts are read in passes whose bits are not those of
+        decoding, or where this generation has a target of its own.
+        """
         if self._target is self.parts.target and self.planner.prefills:
             return self.parts.prefix
         return Prefix(self._target)
@@ -196,9 +201,9 @@ class Generation:
         """The width of the next pass over `rest` tokens of a prompt."""
         if not prefills:
             return min(self._target.contract.max_width, rest)
-        wide = next((width for width in prefills if width <= rest), None)
-        if wide is not None:
-            return wide
+        full_width = next((width for width in prefills if width <= rest), None)
+        if full_width is not None:
+            return full_width
         width = self._width(min(rest, self.widths[-1]))
         if width <= self._target.cache.room:
             return width
@@ -209,23 +214,24 @@ class Generation:
     def _decode(self, sequence: array[int], start: float) -> Iterator[Piece]:
         """Round after round; `sequence` grows by the committed tokens."""
         cache, watcher = self._target.cache, self.watcher
-        # Even the last pass has room for the narrowest width.
-        room = cache.capacity + 2 - self.widths[0]
+        # Even the last round must have room for a pass of the narrowest width.
+        longest = cache.capacity + 2 - self.widths[0]
         wanted = len(sequence) + self.options.ending.max_new_tokens
-        limit, prefilled = min(cache.capacity, room, wanted), 0.0
+        limit, first_seconds = min(cache.capacity, longest, wanted), 0.0
         while len(sequence) < limit and not (watcher.reason or watcher.interrupted()):
             round_, piece = self._round(sequence, limit)
-            kept = watcher.keep(piece.token_ids[: limit - len(sequence)])
-            count = len(kept)
-            sequence.extend(kept)
+            tokens = watcher.keep(piece.token_ids[: limit - len(sequence)])
+            count = len(tokens)
+            sequence.extend(tokens)
             self.stats.add(round_, count)
             if self.stats.target_passes == 1:
-                prefilled = self._session_seconds()
+                first_seconds = self._session_seconds()
             elapsed = time.perf_counter() - start - self.stats.waited_seconds
-            self.stats.time_round(elapsed, count, self._session_seconds() - prefilled)
+            session_seconds = self._session_seconds() - first_seconds
+            self.stats.time_round(elapsed, count, session_seconds)
             yield Piece(
                 watcher.take(),
-                kept,
+                tokens,
                 min(piece.from_draft, count),
                 piece.logprobs[:count],
             )
@@ -233,9 +239,9 @@ class Generation:
     def _round(self, context: Sequence[int], limit: int) -> tuple[Round, Piece]:
         """One round after `context`; its tokens may exceed `limit`."""
         target, exact = self._target, self.options.drafting.exact
-        started = time.perf_counter()
+        round_start = time.perf_counter()
         offer = self._propose(context, limit)
-        draft_seconds, before = time.perf_counter() - started, target.seconds
+        draft_seconds, target_before = time.perf_counter() - round_start, target.seconds
         carried = len(self._carried)
         drafted = self._with_carried(context, offer.rows)
         rows, answer = target.verify(drafted, self._width(len(drafted)), offer.probing)
@@ -246,17 +252,17 @@ class Generation:
         # Each accepted token is the token chosen before it.
         tokens = [chosen[row] for row in path]
         logprobs = self._logprobs(answer, path, tokens)
-        proven = target.commit(path, exact)
-        committed, self._carried = tokens[:proven], tokens[proven:]
+        proven_count = target.commit(path, exact)
+        committed, self._carried = tokens[:proven_count], tokens[proven_count:]
         self._show(Seen(len(context) + len(tokens), rows, path, answer))
         count = offer.rows.drafted
         round_ = Round(
             method=offer.method,
             width=self._width(len(rows)),
             drafted=count,
-            # Nothing was drafted below carried tokens that turned out wrong.
+            # The first entries are about carried tokens, which no proposer drafted now.
             ranks=rows.ranks(path)[carried:],
-            target_seconds=target.seconds - before,
+            target_seconds=target.seconds - target_before,
             draft_seconds=draft_seconds,
             probes=answer.probe_count,
             off="" if count else self._why_off(limit - len(context), offer),
@@ -266,8 +272,8 @@ class Generation:
         return round_, Piece("", committed, len(path) - 1, logprobs)
 
     def _propose(self, context: Sequence[int], limit: int) -> Offer:
-        """Ask proposers until the assigned draft is one that was offered, or none."""
-        # The new token takes the last place, so a draft may fill all but that place.
+        """Ask proposers until the controller assigns an offered draft, or no draft."""
+        # One less: the root needs a row of the pass, the new token a place in the text.
         widest = self.widths[bisect_right(self.widths, self._target.cache.room) - 1]
         room = min(limit - len(context), widest) - 1
         del self._carried[max(room, 0) :]
@@ -284,12 +290,12 @@ class Generation:
             if proposer is None:
                 break
             if proposer not in offers:
-                before = time.perf_counter()
+                start = time.perf_counter()
                 rows = proposer.propose(context, budget, assignment.parents)
-                seconds = time.perf_counter() - before
+                seconds = time.perf_counter() - start
                 offers[proposer] = rows
                 offer.drafted[proposer] = rows.drafted, seconds
-            # A proposer that offers all it was asked for need not be compared again.
+            # Otherwise it offers fewer rows than planned, so the controller plans anew.
             if offers[proposer].drafted >= budget:
                 offer.method = proposer.traits.name
                 offer.rows = offers[proposer].cut(budget)
@@ -303,6 +309,7 @@ class Generation:
         return rows.under([context[-1], *self._carried[:-1]])
 
     def _show(self, seen: Seen) -> None:
+        """Let all proposers look at a pass."""
         for proposer in self.proposers:
             proposer.observe(seen)
 

@@ -38,7 +38,7 @@ def load(
 ) -> Model:
     """Open a bundle, check it and get it ready to generate.
 
-    `method` is the default for calls that do not pass one. The other arguments are the
+    `method` is the default for calls without a method. The other arguments are the
     fields of `LoadOptions`. Raises `BundleError`, `ProviderError`, `StoreError` or
     `OptionError`.
 
@@ -49,7 +49,7 @@ def load(
 
 
 class Model:
-    """A loaded bundle; it runs one generation at a time. See `Pool` for several.
+    """A loaded bundle; it runs one generation at a time, a `Pool` runs several.
 
     model = jetdraft.load("bundle")
     result = model.generate("def fib(n):", max_new_tokens=64)
@@ -76,14 +76,14 @@ class Model:
 
     @property
     def parts(self) -> Parts:
-        """The parts of the bundle; `JetdraftError` where the model is closed."""
+        """The parts of the bundle; raises `JetdraftError` if the model is closed."""
         if self._parts is None:
             raise JetdraftError(CLOSED)
         return self._parts
 
     @property
     def planner(self) -> Planner:
-        """Who may draft; `JetdraftError` where the model is closed."""
+        """What picks proposers; raises `JetdraftError` if the model is closed."""
         if self._planner is None:
             raise JetdraftError(CLOSED)
         return self._planner
@@ -108,12 +108,12 @@ class Model:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary that constraints need; `OptionError` where there is none."""
+        """The vocabulary that constraints need; raises `OptionError` without it."""
         return vocabulary_of(self.parts)
 
     @property
     def template(self) -> ChatTemplate:
-        """The checkpoint's chat template; `OptionError` where there is none."""
+        """The checkpoint's chat template; raises `OptionError` if it is missing."""
         if self._template is None:
             ends, text = self.bundle.eos_token_ids, self.parts.text
             self._template = ChatTemplate(
@@ -133,7 +133,7 @@ class Model:
         token_ids: Sequence[int] | Int64s | None = None,
         **fields: Unpack[GenerateOptions],
     ) -> Result:
-        """Generate to the end, with `options` or with fields of them by name.
+        """Generate a whole text, with `options` or with their fields by name.
 
         model.generate("def fib(n):", max_new_tokens=64, temperature=0.8, seed=3)
         """
@@ -208,7 +208,7 @@ class Model:
     def prompt(
         self, prompt: str | None = None, token_ids: Sequence[int] | Int64s | None = None
     ) -> Int64s:
-        """A prompt's ids, int64 [length]; raises `OptionError` if it cannot be one."""
+        """The ids of a prompt, int64 [length]; raises `OptionError` if invalid."""
         if (prompt is None) == (token_ids is None):
             raise OptionError("give either a prompt text or token_ids", "prompt")
         if prompt is not None and not isinstance(prompt, str):
@@ -241,8 +241,8 @@ class Model:
         parts = self.parts
         parts.claim.check_free()
         self.forget()
-        tokens, own = load_prefix(Path(file), parts.caches, parts.profiles.machine)
-        parts.prefix.restore(tokens, exact=own)
+        tokens, is_own = load_prefix(Path(file), parts.caches, parts.profiles.machine)
+        parts.prefix.restore(tokens, exact=is_own)
         if parts.follower is not None:
             parts.follower.restore(tokens)
 
@@ -257,7 +257,7 @@ class Model:
         self.planner.forget()
 
     def cancel(self) -> None:
-        """End the generation under way at its next round; any thread may ask."""
+        """End the running generation at its next round; any thread may call this."""
         if self._parts is not None:
             self._parts.claim.cancel()
 
@@ -277,7 +277,7 @@ class Model:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # The first error counts more than a stream that somebody still holds.
+        # An error in the block must not be hidden by the error of an open stream.
         with suppress(JetdraftError) if error[0] else nullcontext():
             if self._parts is not None:
                 self.close()

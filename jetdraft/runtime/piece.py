@@ -12,8 +12,8 @@ from jetdraft.runtime.sampling.logprobs import Logprob
 class Piece:
     """What one round added; `text` may be empty while a character is incomplete.
 
-    The first `from_draft` of `token_ids` had been drafted. `logprobs` has an entry for
-    each token where log probabilities were asked for.
+    `from_draft` says how many of the `token_ids`, from the first on, had been drafted.
+    `logprobs` has an entry for each token if log probabilities were asked for.
     """
 
     text: str
@@ -28,7 +28,7 @@ class Result:
 
     `from_draft` says of each token whether it had been drafted. `finish_reason` is
     "stop" (end of text or a stop string), "length", "cancelled", "deadline" or
-    "interrupted". Where a stop string ended the text, the last token completed it.
+    "interrupted". If a stop string ended the text, the last token completed the string.
 
         model.generate("def fib(n):").text
     """

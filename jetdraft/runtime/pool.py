@@ -43,13 +43,13 @@ class Pool:
 
     @contextmanager
     def take(self, seconds: float | None = None) -> Iterator[Model]:
-        """Wait for a free model and take it; `JetdraftError` after `seconds`."""
+        """Wait for a free model and take it; raises `JetdraftError` after `seconds`."""
         try:
             model = self._free.get(timeout=seconds)
         except Empty:
             raise JetdraftError(
                 f"all {len(self.models)} models of the pool are generating; wait "
-                "longer, or make a larger one"
+                "longer, or make a larger pool"
             ) from None
         try:
             yield model

@@ -11,8 +11,9 @@ from jetdraft.runtime.text.stops import CANCELLED
 class Stream:
     """A generation under way: an iterator of `Piece`, with `stats` that fill up.
 
-    Any thread may `cancel` it. If you leave a loop over a stream and keep no reference
-    to it, the model is free again; if you keep a reference, use `with` or call `close`.
+    Any thread may `cancel` it. The model is free again when the stream ends. If you
+    leave a loop over a stream early, keep no reference to it, use `with` or call
+    `close`.
 
         stream = model.stream("def fib(n):")
         text = "".join(piece.text for piece in stream)
@@ -55,7 +56,7 @@ class Stream:
             stats.finish_reason = watcher.reason  # also where nothing ever ran
 
     def result(self) -> Result:
-        """Run to the end, and give all that came out."""
+        """Run the generation to its end, and give all of its text."""
         for _ in self._pieces:
             pass
         return self._generation.result()

@@ -1,4 +1,4 @@
-"""The desk that hands out models by turns, and the jobs that use them."""
+"""The desk that lends models to clients in turn, and the jobs that use the models."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jetdraft.server.generation_request import GenerationRequest, RequestError
 
 
 class Desk:
-    """Hands out models: clients take turns, each client's requests stay in order.
+    """Lends models: clients take turns, and each client's requests stay in order.
 
-    At most `most` requests wait, each at most `seconds`. A desk belongs to one event
-    loop.
+    At most `most` requests wait, each of them for at most `seconds`. `total` adds up
+    the stats of all generations. A desk belongs to one event loop.
 
         async with desk.take("client") as model: ...
     """
@@ -44,9 +44,9 @@ class Desk:
 
     @asynccontextmanager
     async def take(self, client: str) -> AsyncIterator[Model]:
-        """Wait for this client's turn and give a model.
+        """Wait for this client's turn and lend a model for the length of the block.
 
-        Raises `RequestError` if the queue is full or the wait too long.
+        Raises `RequestError` if too many requests wait, or this one waits too long.
         """
         model = self._free.pop() if self._free else await self._wait(client)
         try:
@@ -55,6 +55,7 @@ class Desk:
             self._give(model)
 
     async def _wait(self, client: str) -> Model:
+        """Queue for a model and wait for it."""
         if self.waiting >= self.most:
             self._make_room(client)
         turn: asyncio.Future[Model] = asyncio.get_running_loop().create_future()
@@ -73,20 +74,20 @@ class Desk:
             raise
 
     def _make_room(self, client: str) -> None:
-        """Refuse the last request of the client with the longest queue.
+        """Refuse the last request in the longest queue of a client.
 
-        If that is this client, refuse the new request.
+        If the queue of this client would become as long, refuse its new request.
         """
-        full = RequestError("too many requests wait; try again later", status=429)
+        refusal = RequestError("too many requests wait; try again later", status=429)
         longest = max(self._waiting.values(), key=len, default=deque())
         if len(longest) <= 1 + len(self._waiting.get(client, ())):
-            raise full
+            raise refusal
         turn = longest.pop()
         if not turn.done():
-            turn.set_exception(full)
+            turn.set_exception(refusal)
 
     def _leave(self, client: str, turn: asyncio.Future[Model]) -> None:
-        """Leave the queue; pass on a model that arrived in the last moment."""
+        """Leave the queue; if a model has arrived all the same, give it to the next."""
         queue = self._waiting.get(client, deque())
         if turn in queue:
             queue.remove(turn)
@@ -96,7 +97,10 @@ class Desk:
             self._give(turn.result())
 
     def _give(self, model: Model) -> None:
-        """Give a model to the client whose turn it is; the client moves to the end."""
+        """Lend a model to the client whose turn it is, and move the client to the end.
+
+        A model that nobody waits for becomes free.
+        """
         while self._waiting:
             client = next(iter(self._waiting))
             queue = self._waiting.pop(client)
@@ -110,9 +114,9 @@ class Desk:
 
 
 class Job:
-    """The generation of one request; it runs in a thread and waits for no reader.
+    """The generation of one request, in a thread; it goes on while nobody reads it.
 
-    `next` returns its pieces and then its `Result`, or raises its error.
+    `next` returns its pieces one by one and then its `Result`, or raises its error.
     """
 
     def __init__(self, desk: Desk, request: GenerationRequest, client: str) -> None:
@@ -145,6 +149,7 @@ class Job:
             self._task.cancel()
 
     async def _run(self) -> None:
+        """Take a model and generate; an error becomes an event."""
         try:
             async with self._desk.take(self._client) as model:
                 self._running = True
@@ -168,4 +173,5 @@ class Job:
         self._post(result)
 
     def _post(self, event: Piece | Result) -> None:
+        """Hand an event to the loop; called in the generation's thread."""
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)

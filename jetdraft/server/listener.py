@@ -13,12 +13,12 @@ from jetdraft.errors import OptionError
 from jetdraft.server.app import Service
 
 SPARE = 64
-"""Connections beyond the waiting requests: idle, reading, or for /health."""
+"""More connections than requests may wait: for example idle ones, and for /health."""
 
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Give a bound socket, before a model is loaded for it; port 0 picks a free port.
+    """Give a listening socket, before models are loaded; port 0 picks a free port.
 
     Raises `OptionError` if the address is taken or not allowed.
     """
@@ -27,7 +27,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        # Only this refuses a port that another server listens on.
+        # Only `listen` refuses a port that another server listens on.
         listener.listen(128)
     except OSError as error:
         listener.close()
@@ -40,13 +40,13 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def url(listener: socket.socket) -> str:
-    """Return the address for a browser."""
+    """Return the address to open in a browser."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def run(service: Service, listener: socket.socket, host: str, drain: int) -> None:
-    """Answer until SIGTERM or Ctrl-C, then give running texts `drain` seconds."""
+    """Serve until SIGTERM or Ctrl-C; then running texts have `drain` seconds to end."""
     config = uvicorn.Config(
         service.app(host),
         log_level="warning",
@@ -54,7 +54,7 @@ def run(service: Service, listener: socket.socket, host: str, drain: int) -> Non
         timeout_graceful_shutdown=drain,
         limit_concurrency=service.limits.waiting + SPARE,
     )
-    # asyncio warns of each write to a client that has gone.
+    # asyncio logs a warning for each write to a client that has gone.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     # uvicorn raises the signal again after the last answer.
     with suppress(KeyboardInterrupt, SystemExit):

@@ -63,7 +63,7 @@ class Reply:
         return [self._chunk({"role": "assistant", "content": ""})]
 
     def piece(self, piece: Piece) -> list[Json]:
-        """Return the chunks of a round's text, none while it may become a tool call."""
+        """Return the chunks of a round's text, without text that may be a tool call."""
         self._text += piece.text
         if "logprobs" in self.request.options:
             self._extras.setdefault("logprobs", []).extend(piece.logprobs)
@@ -101,7 +101,7 @@ class Reply:
         return extras
 
     def _shown(self, text: str) -> int:
-        """Return the length of a text's part that is no tool call."""
+        """Return how many characters of a text cannot be part of a tool call."""
         tools = self.request.tools
         return tools.shown(text) if self.chat and tools is not None else len(text)
 
@@ -146,7 +146,7 @@ class Reply:
 
     def _token(self, token: int, value: float) -> Json:
         text = self.codec.decode([token])
-        # The text of half a character does not give its bytes.
+        # The bytes of an incomplete character are not in the text.
         data = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": value, "bytes": data}
 
@@ -159,7 +159,7 @@ def _reason(result: Result, calls: Sequence[Json]) -> str:
 
 
 def _usage(result: Result) -> Json:
-    """Return the counts; drafts use OpenAI's names for its predicted outputs."""
+    """Return the counts; drafted tokens have OpenAI's names for predicted outputs."""
     stats, accepted = result.stats, sum(result.from_draft)
     return {
         "prompt_tokens": stats.prompt_tokens,

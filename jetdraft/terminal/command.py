@@ -1,4 +1,4 @@
-"""Commands whose help lists options in groups, and groups that load commands late."""
+"""Commands whose help lists options in groups, and commands that are imported late."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class Command(click.Command):
 class LazyGroup(click.Group):
     """A group that imports the module of a command when the command is used.
 
-    `summaries` has a line for each command, so help imports none of them. The command
-    NAME is the variable `command` of the module `package.NAME`.
+    `summaries` has a line for each command, so that help imports no command. The
+    command NAME is the variable `command` of the module `package.NAME`.
     """
 
     package: str
@@ -89,7 +89,7 @@ class LazyGroup(click.Group):
     def format_commands(
         self, ctx: click.Context, formatter: click.HelpFormatter
     ) -> None:
-        """Write the summaries."""
+        """Write the summary of each command, without importing it."""
         with formatter.section("Commands"):
             formatter.write_dl(list(self.summaries.items()))
 
@@ -105,7 +105,7 @@ def option(group: str, *names: str, help: str, **settings: Any) -> Decorator:
 
 
 def together(*decorators: Decorator) -> Decorator:
-    """Join decorators; help lists their options in this order."""
+    """Join decorators into one; help lists their options in this order."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for decorator in reversed(decorators):
@@ -118,7 +118,8 @@ def together(*decorators: Decorator) -> Decorator:
 def extra_module(name: str, doing: str, extra: str) -> Any:
     """Import a module that needs the packages of an extra.
 
-    Raises `JetdraftError`, with the command to install them, if one is missing.
+    Raises `JetdraftError`, with the command that installs them, if a package is
+    missing. `doing` says in that error what needs the package.
 
         extra_module("jetdraft.server.app", "serving", "serve")
     """

@@ -1,4 +1,4 @@
-"""The manifest of a bundle as text."""
+"""Describes a bundle in text, from its manifest."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
 
 
 def _scheme(entry: GraphEntry) -> str:
+    """How a graph's weights are quantized."""
     recipe = entry.quantization
     scheme = Recipe.from_json(recipe).name
     if "packed" in recipe:

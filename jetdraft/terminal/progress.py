@@ -11,7 +11,7 @@ import click
 
 
 class ProgressBars:
-    """One progress bar after another, a bar for each stage of a long command.
+    """The progress bars of a long command, one after the other: one for each stage.
 
     The bars go to standard error, and only if that is a terminal.
 
@@ -38,7 +38,7 @@ class ProgressBars:
         self._done = done
 
     def ticks(self, stage: str, total: int) -> Callable[[], None]:
-        """Begin a stage; each call of the function returned is one step."""
+        """Begin a stage; call the function that it returns after each step."""
         self(stage, 0, total)
         done = itertools.count(1)
         return lambda: self(stage, next(done), total)

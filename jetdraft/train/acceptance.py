@@ -1,8 +1,9 @@
 """The training of an acceptance head (SpecDec++, 2405.19715, 3.3).
 
-The paper mixes drafted tokens into a text of the target. Here real rounds are watched:
-each drafted token that was compared gives the drafter's hidden state and a verdict. So
-the head learns the chance of a token whose predecessors were all accepted.
+The paper mixes drafted tokens into a text of the target. Here the training watches real
+rounds: each drafted token that the target compared gives the drafter's hidden state and
+a verdict. So the head learns the chance that a token is accepted, given that all tokens
+before it were.
 """
 
 from __future__ import annotations
@@ -38,36 +39,36 @@ from jetdraft.terminal.progress import ProgressBars
 from jetdraft.terminal.prompts import read_prompts
 
 LOOK_EVERY = 10
-"""Steps between losses on the held-out tokens."""
+"""Training steps between two measurements of the held-out loss."""
 
 REJECTED_WEIGHT = 6.0
 """The weight of rejected tokens in the loss; they are few."""
 
 LENGTH = 8
-"""Drafted tokens a round while watching."""
+"""Drafted tokens of each round that is watched."""
 
 LEAST = 50
 """The fewest compared tokens that a head can learn from."""
 
 
 class Watching(DraftStop):
-    """Stops nothing, and notes the hidden state that each token is drafted from."""
+    """Never stops a draft; notes the hidden state that each token is drafted from."""
 
     name = "watching"
     default = 0.0
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Float32s] = []
+        self.states: list[Float32s] = []
 
     def begin(self) -> None:
         """Start a new draft."""
-        self.seen = []
+        self.states = []
 
     def stop(self, answer: Answer) -> bool:
-        """Keep the hidden state and draft on."""
+        """Note the hidden state, and let the draft go on."""
         assert answer.hidden is not None
-        self.seen.append(answer.hidden[0].copy())
+        self.states.append(answer.hidden[0].copy())
         return False
 
 
@@ -79,9 +80,10 @@ def watch(
     tick: Callable[[], None] = lambda: None,
     seed: int = 0,
 ) -> tuple[Float32s, Float32s]:
-    """Hidden states float32 [n, h] of compared tokens, and 1 for those accepted.
+    """The hidden states float32 [n, h] of compared tokens, and their verdicts [n].
 
-    Raises `OptionError` without a drafter, `DataError` where too little was compared.
+    The verdict is 1 for an accepted token, 0 for a rejected one. Raises `OptionError`
+    without a drafter, `DataError` if too few tokens were compared.
     """
     hidden, verdicts = list[Float32s](), list[bool]()
     watching = Watching()
@@ -97,14 +99,15 @@ def watch(
             )
             for piece in stream:
                 # No state is kept for the last token of a draft: nothing follows it.
-                for place, state in enumerate(watching.seen[: piece.from_draft + 1]):
+                states = watching.states[: piece.from_draft + 1]
+                for place, state in enumerate(states):
                     hidden.append(state)
                     verdicts.append(place < piece.from_draft)
-                watching.seen = []
+                watching.states = []
             tick()
     if len(verdicts) < LEAST or len(set(verdicts)) < 2:
         raise DataError(
-            f"only {len(verdicts)} drafted tokens were compared, or all with the same "
+            f"only {len(verdicts)} drafted tokens were compared, or all have the same "
             "verdict; give more prompts"
         )
     return np.array(hidden), np.array(verdicts, np.float32)
@@ -134,14 +137,15 @@ def fit(
 ) -> tuple[AcceptanceHead, float]:
     """Train a head; return it with its loss on a held-out tenth of the tokens.
 
-    The weights are from the step with the least such loss: a head overfits few tokens.
+    The weights are from the step with the least held-out loss, since a head overfits
+    few tokens.
     """
     torch.manual_seed(seed)
     size = hidden.shape[1]
     scale = 1.0 / max(float(np.sqrt((hidden**2).mean())), 1e-9)
     x, y = torch.from_numpy(hidden * scale), torch.from_numpy(accepted)
     order = torch.randperm(len(x))
-    held, learned = order[: len(x) // 10 + 1], order[len(x) // 10 + 1 :]
+    held_out, training = order[: len(x) // 10 + 1], order[len(x) // 10 + 1 :]
     block = (torch.randn(size, size) * size**-0.5 * 0.1).requires_grad_(True)
     out, bias = (
         torch.zeros(size, requires_grad=True),
@@ -158,15 +162,16 @@ def fit(
 
     least, best = math.inf, list[torch.Tensor]()
     for step in range(steps):
-        batch = learned[torch.randint(len(learned), (256,))]
+        batch = training[torch.randint(len(training), (256,))]
         optimizer.zero_grad()
         loss(batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if step % LOOK_EVERY == 0 or step == steps - 1:
             with torch.no_grad():
-                left = loss(held).item()
-            if left < least:
-                least, best = left, [p.detach().clone() for p in (block, out, bias)]
+                held_loss = loss(held_out).item()
+            if held_loss < least:
+                least = held_loss
+                best = [p.detach().clone() for p in (block, out, bias)]
     weights = (*best, torch.tensor(scale))
     return AcceptanceHead(*(p.numpy().astype(np.float32) for p in weights)), least
 

@@ -1,4 +1,4 @@
-"""Texts to train on, as sequences of token ids."""
+"""Reads texts to train on, and makes batches of token sequences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids, and for each whether it is learned."""
+    """The token ids of a sequence, and for each token whether it is learned."""
 
     ids: list[int]
     learned: list[bool]
@@ -40,10 +40,11 @@ class Batch:
 
 
 class Corpus:
-    """Sequences to learn from and others to validate with, split by a seed.
+    """Sequences to learn from and other sequences to validate with, split by a seed.
 
-    A `.jsonl` file has one object a line: `prompt` and `completion`, of which only the
-    completion is learned, or `text`. Any other file is text, cut into windows.
+    A `.jsonl` file has an object in each line: either `prompt` and `completion`, of
+    which only the completion is learned, or `text`. Any other file is text, which is
+    cut into windows.
 
         corpus = Corpus.read([Path("notes.txt")], tokenizer, end=0, length=256, ...)
         corpus.batch(step=0, size=8)
@@ -56,9 +57,9 @@ class Corpus:
         order = torch.randperm(
             len(sequences), generator=torch.Generator().manual_seed(seed)
         ).tolist()
-        held = max(1, round(share * len(order))) if len(order) > 1 else 0
-        self.validation = [sequences[i] for i in order[:held]] or list(sequences)
-        self.training = [sequences[i] for i in order[held:]]
+        count = max(1, round(share * len(order))) if len(order) > 1 else 0
+        self.validation = [sequences[i] for i in order[:count]] or list(sequences)
+        self.training = [sequences[i] for i in order[count:]]
         self.seed = seed
         self._epoch, self._order = -1, list[int]()
 
@@ -84,13 +85,14 @@ class Corpus:
         sequences += _windows(texts, length, least)
         if not sequences:
             raise DataError(
-                f"the data has {len(texts)} tokens, a sequence needs {least}; give more"
+                f"the data has {len(texts)} tokens, a sequence needs {least}; give "
+                "more text"
             )
         digest = hashlib.sha256(b"".join(read_bytes(file) for file in files))
         return cls(sequences, share, seed, digest.hexdigest())
 
     def batch(self, step: int, size: int, part: int = 0, parts: int = 1) -> Batch:
-        """The batch of a step, or the `part` of it for one of `parts` machines.
+        """The batch of a step, or its part number `part` of `parts`, one for a machine.
 
         It depends on the seed and the step alone, so training can resume at any step.
         """
@@ -104,8 +106,8 @@ class Corpus:
             generator = torch.Generator().manual_seed(self.seed + epoch + 1)
             order = torch.randperm(len(self.training), generator=generator)
             self._epoch, self._order = epoch, order.tolist()
-        chosen: Example = self.training[self._order[place]]
-        return chosen
+        example: Example = self.training[self._order[place]]
+        return example
 
     def validation_batches(self, size: int) -> Iterator[Batch]:
         """All validation sequences once."""
@@ -119,9 +121,9 @@ def collate(rows: Sequence[Example]) -> Batch:
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     labels = torch.full_like(ids, IGNORED)
     for index, row in enumerate(rows):
-        here = torch.tensor(row.ids)
-        ids[index, : len(here)] = here
-        labels[index, : len(here)] = here.where(torch.tensor(row.learned), IGNORED)
+        row_ids, learned = torch.tensor(row.ids), torch.tensor(row.learned)
+        ids[index, : len(row_ids)] = row_ids
+        labels[index, : len(row_ids)] = row_ids.where(learned, IGNORED)
     return Batch(ids, labels)
 
 
@@ -158,11 +160,11 @@ def _examples(
         if len(ids) < least:
             raise DataError(
                 f"{where} has {len(ids)} tokens, a sequence needs {least}; give longer "
-                "ones or fewer streams"
+                "texts or fewer streams"
             )
         if len(ids) > length:
             raise DataError(
                 f"{where} has {len(ids)} tokens, more than the sequence length of "
-                f"{length}; raise --sequence-length or shorten it"
+                f"{length}; raise --sequence-length or shorten the text"
             )
         yield Example(ids, [False] * len(head) + [True] * (len(ids) - len(head)))

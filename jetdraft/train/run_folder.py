@@ -24,15 +24,15 @@ STATE = "training.pt"
 
 
 class RunFolder:
-    """A folder that one training writes, and takes up again after a stop.
+    """A folder that one training writes, and from which it resumes after a stop.
 
-    It holds the target's own files, untouched, and beside them the trained weights.
-    Each file appears whole or not at all. Raises `OutputError` for a folder that holds
-    anything else.
+    It holds copies of the target's files, and beside them the trained weights. Each
+    file appears whole or not at all. Raises `OutputError` for any other folder, and for
+    the folder of a training that has ended.
 
         folder = RunFolder(Path("output"))
         folder.copy_base(source, sha256)
-        folder.save(weights, described, state, finished=False)
+        folder.save(weights, description, state, finished=False)
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,9 +51,9 @@ class RunFolder:
         return (self.path / SETTINGS).is_file()
 
     def copy_base(self, source: Path, sha256: str) -> None:
-        """Copy the target's files here; weights that are here must have the `sha256`.
+        """Copy the target's files into the folder, which appears whole.
 
-        The folder appears whole.
+        If the folder exists already, its weights must have the hash `sha256`.
         """
         if self.path.exists():
             if weights_sha256(self.path) != sha256:
@@ -72,7 +72,7 @@ class RunFolder:
     def read_state(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
         """The state that an earlier run saved; None before the first save.
 
-        Its identity must be that of this `run`: settings, options and the data's hash.
+        The earlier run must have the settings, options and hash of the data of `run`.
         """
         file = self.path / STATE
         if not file.is_file():
@@ -93,19 +93,20 @@ class RunFolder:
         if changed := _differences(state["run"], run):
             raise OutputError(
                 f"{self.path} holds a training with other settings "
-                f"({', '.join(changed)}); choose another folder, or give the same"
+                f"({', '.join(changed)}); choose another folder, or give the same "
+                "settings"
             )
         return state
 
     def save(
         self,
         weights: dict[str, Tensor],
-        described: Mapping[str, Any],
+        description: Mapping[str, Any],
         state: Mapping[str, Any],
         finished: bool,
     ) -> None:
-        """Write weights and their description; a finished training keeps no state."""
-        text = json.dumps(described, indent=2) + "\n"
+        """Write weights and a description; a finished training keeps no state."""
+        text = json.dumps(description, indent=2) + "\n"
         self._replace(STATE, lambda file: torch.save(state, file))
         self._replace(WEIGHTS, lambda file: file.write_bytes(serialized(weights)))
         self._replace(SETTINGS, lambda file: file.write_text(text, encoding="utf-8"))
@@ -114,11 +115,13 @@ class RunFolder:
             (self.path / UNFINISHED).unlink(missing_ok=True)
 
     def _replace(self, name: str, write: Callable[[Path], Any]) -> None:
+        """Write a file that replaces the file of that name when it is whole."""
         with self._writing(), replacing(self.path / name) as partial:
             write(partial)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
+        """Raise `OutputError` if the block cannot write."""
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:

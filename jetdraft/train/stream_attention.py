@@ -1,9 +1,9 @@
 """Attention over whole sequences whose last rows carry all streams.
 
-The rows of a layer with streams are the T rows of the sequence and then gamma streams
-for each of the last C of them, carrier by carrier. A stream only looks at the sequence
-and its own siblings, so scores cost C * gamma * (T + gamma) instead of the square of
-all rows.
+The rows of a layer with streams are the T rows of the sequence, and then gamma streams
+for each of its last C rows, carrier by carrier. A stream attends only to the sequence
+and to the streams of its own carrier. So there are C * gamma * (T + gamma) scores of
+streams, instead of the square of the number of all rows.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention [b, heads, n, d] to [b, n, heads, d], with streams or without.
 
-    `ROWS_OF` of the module is T in a layer with streams, and missing below them.
+    In a layer with streams the module's attribute `ROWS_OF` is T; other layers lack it.
     """
     if sliding_window or softcap or unknown_arguments(extra):
         raise UnsupportedModelError(
-            f"{type(module).__name__} attends in windows, with capped scores or more; "
-            "streams need plain attention"
+            f"{type(module).__name__} has windows, capped scores or other arguments; "
+            "streams need plain attention, so choose another model"
         )
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -66,22 +66,24 @@ def _of_streams(
     query: Tensor, key: Tensor, value: Tensor, rows: int, gamma: int
 ) -> Tensor:
     """The attention of the streams [b, heads, C * gamma, d] over all rows."""
-    mine, own_keys, own_values = (
+    queries, stream_keys, stream_values = (
         x[:, :, rows:].reshape(*x.shape[:2], -1, gamma, x.shape[3])
         for x in (query, key, value)
     )
     keys, values = key[:, :, :rows], value[:, :, :rows]
     past = torch.ones(rows, rows, dtype=torch.bool, device=query.device).tril()
-    past = past[rows - mine.shape[2] :]
+    past = past[rows - queries.shape[2] :]
     below = torch.ones(gamma, gamma, dtype=torch.bool, device=query.device).tril()
-    along = torch.einsum("bhtgd,bhmd->bhtgm", mine, keys)
-    along = along.masked_fill(~past[:, None], -torch.inf)
-    across = torch.einsum("bhtgd,bhtjd->bhtgj", mine, own_keys)
-    across = across.masked_fill(~below, -torch.inf)
-    weights = torch.cat([along, across], -1).float().softmax(-1).to(value.dtype)
-    seen = torch.einsum("bhtgm,bhmd->bhtgd", weights[..., :rows], values)
-    seen = seen + torch.einsum("bhtgj,bhtjd->bhtgd", weights[..., rows:], own_values)
-    return seen.flatten(2, 3)
+    row_scores = torch.einsum("bhtgd,bhmd->bhtgm", queries, keys)
+    row_scores = row_scores.masked_fill(~past[:, None], -torch.inf)
+    stream_scores = torch.einsum("bhtgd,bhtjd->bhtgj", queries, stream_keys)
+    stream_scores = stream_scores.masked_fill(~below, -torch.inf)
+    scores = torch.cat([row_scores, stream_scores], -1)
+    weights = scores.float().softmax(-1).to(value.dtype)
+    row_weights, stream_weights = weights[..., :rows], weights[..., rows:]
+    output = torch.einsum("bhtgm,bhmd->bhtgd", row_weights, values)
+    output = output + torch.einsum("bhtgj,bhtjd->bhtgd", stream_weights, stream_values)
+    return output.flatten(2, 3)
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)

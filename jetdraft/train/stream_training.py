@@ -1,4 +1,4 @@
-"""The training of streams: their embeddings, LoRA and the pruning adapter."""
+"""Trains streams: their embeddings, LoRA and the pruning adapter."""
 
 from __future__ import annotations
 
@@ -35,12 +35,16 @@ from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.stream_attention import IMPLEMENTATION
 
 WARM_UP = 0.03
+"""The share of the steps in which the learning rate rises."""
+
 Report = Callable[["Progress"], None]
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How long and how fast; lengths in tokens, the rate falls linearly to zero.
+    """How long and how fast to train.
+
+    `sequence_length` is in tokens. The `learning_rate` falls linearly to zero.
 
     TrainingOptions(steps=200, batch_size=8, sequence_length=256)
     """
@@ -81,8 +85,8 @@ class Progress:
 class StreamTraining:
     """A training that can be stopped and resumed.
 
-    The output is a checkpoint folder: the target's own files, untouched, and beside
-    them the streams. A second run with the same settings resumes where it stopped.
+    The output is a checkpoint folder: copies of the target's files, and beside them the
+    streams. A second run with the same settings resumes where the first run stopped.
 
         StreamTraining("target", "output", [Path("notes.txt")]).run(print)
     """
@@ -109,10 +113,12 @@ class StreamTraining:
         if checkpoint.packed is not None and settings.mode == SHARED:
             raise CheckpointError(
                 f"{target} is quantized already, so its weights cannot be tuned; give "
-                "mode lossless, or the checkpoint that it was made of"
+                "mode lossless, or the checkpoint before quantization"
             )
         if checkpoint.streams is not None:
-            raise CheckpointError(f"{target} already has streams; give its base")
+            raise CheckpointError(
+                f"{target} already has streams; give a checkpoint without streams"
+            )
         self.source = checkpoint_folder(target)
         self.settings = replace(settings, base=weights_sha256(self.source))
         model = checkpoint.model
@@ -132,14 +138,15 @@ class StreamTraining:
     @property
     def parameters(self) -> dict[str, int]:
         """The number of trained weights: in the streams themselves, and in LoRA."""
-        own = sum(p.numel() for p in self.streamed.streams.parameters())
+        stream_count = sum(p.numel() for p in self.streamed.streams.parameters())
         total = sum(weight.numel() for weight in self.weights.values())
-        return {"streams": own, "lora": total - own}
+        return {"streams": stream_count, "lora": total - stream_count}
 
     def _read(self, checkpoint: Checkpoint, data: Sequence[Path]) -> Corpus:
         if checkpoint.tokenizer is None:
             raise DataError(
-                f"{checkpoint.source} has no tokenizer to read the data with; add one"
+                f"{checkpoint.source} has no tokenizer to read the data with; add a "
+                "tokenizer"
             )
         return Corpus.read(
             data,
@@ -182,11 +189,11 @@ class StreamTraining:
             while self.step < self.options.steps:
                 loss = self._advance(accelerator, streamed, optimizer)
                 last = self.step == self.options.steps
-                due = last or self.step % self.options.validate_every == 0
-                if due:
+                validates = last or self.step % self.options.validate_every == 0
+                if validates:
                     figures = self._validate(accelerator, streamed)
                     self._save(accelerator, optimizer, figures)
-                self._report(accelerator, report, loss, figures if due else None)
+                self._report(accelerator, report, loss, figures if validates else None)
         except KeyboardInterrupt:
             self._save(accelerator, optimizer, None)
             raise
@@ -203,7 +210,7 @@ class StreamTraining:
             report(Progress(self.step, self.options.steps, loss, figures))
 
     def _advance(self, accelerator: Any, streamed: Any, optimizer: Any) -> float:
-        """One step; its loss."""
+        """Train one step; gives its loss."""
         batch = self.corpus.batch(
             self.step,
             self.options.batch_size,
@@ -218,7 +225,7 @@ class StreamTraining:
         norm = accelerator.clip_grad_norm_(self.weights.values(), 1.0)
         # An infinite gradient would spoil the weights without a warning.
         if not (torch.isfinite(loss) and torch.isfinite(norm)):
-            raise TrainingError(self._what_is_kept())
+            raise TrainingError(self._failure())
         for group in optimizer.param_groups:
             group["lr"] = self._rate()
         optimizer.step()
@@ -227,24 +234,25 @@ class StreamTraining:
         return loss.item()
 
     def _rate(self) -> float:
-        """Warm-up, then linear decay."""
+        """The learning rate of the next step: a warm-up, then a linear decay."""
         done = self.step / self.options.steps
         return self.options.learning_rate * min(
             1.0, (self.step + 1) / max(1.0, WARM_UP * self.options.steps), 1.0 - done
         )
 
-    def _what_is_kept(self) -> str:
-        kept = (
+    def _failure(self) -> str:
+        """The message for a loss that is not a number."""
+        outcome = (
             f"the last good checkpoint is in {self.folder.path}"
             if self.folder.has_weights
             else "nothing had been learned yet"
         )
-        what_to_do = (
+        advice = (
             "train again into another folder with a lower --learning-rate"
             if self.step
             else "check the target, whose own loss on this data is not a number"
         )
-        return f"the loss of step {self.step + 1} is not a number; {kept}; {what_to_do}"
+        return f"the loss of step {self.step + 1} is not a number; {outcome}; {advice}"
 
     def _validate(self, accelerator: Any, streamed: Any) -> dict[str, Any]:
         """Means over the validation sequences."""
@@ -252,12 +260,12 @@ class StreamTraining:
         parts: list[Losses] = []
         with torch.no_grad(), accelerator.autocast():
             for batch in self.corpus.validation_batches(self.options.batch_size):
-                here = batch.to(accelerator.device)
-                parts.append(losses(streamed, here, self.settings.gamma))
+                on_device = batch.to(accelerator.device)
+                parts.append(losses(streamed, on_device, self.settings.gamma))
         streamed.train()
 
         if not all(torch.isfinite(part.main) for part in parts):
-            raise TrainingError(self._what_is_kept())
+            raise TrainingError(self._failure())
 
         def mean(name: str) -> Any:
             values = torch.stack([getattr(part, name) for part in parts]).float()
@@ -302,7 +310,7 @@ class StreamTraining:
         if not accelerator.is_main_process:
             return
         weights = {name: w.detach().cpu() for name, w in self.weights.items()}
-        described = {
+        description = {
             **self.settings.to_json(),
             "step": self.step,
             "parameters": self.parameters,
@@ -315,4 +323,4 @@ class StreamTraining:
             "optimizer": optimizer.state_dict(),
         }
         finished = self.step == self.options.steps
-        self.folder.save(weights, described, state, finished)
+        self.folder.save(weights, description, state, finished)

@@ -84,7 +84,7 @@ def test_a_picture(report):
     ("options", "said"),
     [
         (("--recipes", "int4-best"), "unknown algorithm 'best'"),
-        (("--recipes", "int4-b31"), "block size 31 is not one of"),
+        (("--recipes", "int4-b31"), "unknown block size 31"),
         (("--recipes", "int3"), "unknown quantization 'int3'"),
         (("--drafter-recipes", "int9"), "unknown quantization 'int9'"),
         (("--text", "nothing.txt"), "no file at nothing.txt"),

@@ -54,8 +54,10 @@ def test_something_else_is_no_store(bundle, tmp_path):
     notes = tmp_path / "notes.txt"
     notes.write_text("what I have to do\n" * 20)
     done = jetdraft("generate", bundle, "-p", " the self", "--store", notes, *SHORT)
-    assert_refused(done, "something else than a store")
-    assert_refused(jetdraft("store", "list", bundle, notes), "something else")
+    assert_refused(done, "is not a store of responses")
+    assert_refused(
+        jetdraft("store", "list", bundle, notes), "is not a store of responses"
+    )
     assert notes.read_text().startswith("what I have")
     assert_refused(
         jetdraft("generate", bundle, "-p", " the", "--store", tmp_path, *SHORT),

@@ -1,7 +1,7 @@
 """The chain graph: a pass over rows, each of which follows the row before it.
 
 It is traced, rewritten for its flavour and quantized. The other graphs of a model are
-made of it and read the same weights file.
+made from it and read the same weights file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def write(job: Job) -> None:
         job.entry = replace(job.entry, contract=contract)
     keep_weights(model, job.task, {})
     for node in model.graph:
-        node.metadata_props.clear()  # stack traces with this machine's paths
+        node.metadata_props.clear()  # drops stack traces with this machine's paths
     ir.save(model, job.file, external_data=f"{job.file.name}.data")
 
 

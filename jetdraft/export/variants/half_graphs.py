@@ -1,4 +1,4 @@
-"""The halves of a graph that was traced with a cut, and the whole graph without it."""
+"""Splits a graph that was traced with a cut into halves, and removes the cut."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ _ROWS_BIAS = "rows_bias"
 
 
 def write(job: Job) -> None:
-    """Write both halves, each with a compaction, over the chain's weights.
+    """Write both halves, which share the chain graph's weights, and their compactions.
 
-    No halves if nothing lies below the cut. In any case the chain graph loses the
-    inputs and outputs that only halves need.
+    If no layer lies below the cut, it writes no halves. In any case the chain graph
+    loses the inputs and outputs that only halves need.
     """
     if 0 < job.step.cut < len(job.contract.kv_shapes):
-        job.entry = replace(job.entry, halves=_write_both(job))
+        job.entry = replace(job.entry, halves=_write_halves(job))
     if job.step.extra_outputs:
         _drop_extras(job.file, job.step)
 
 
-def _write_both(job: Job) -> Halves:
+def _write_halves(job: Job) -> Halves:
+    """Write both halves and their compactions; gives their entry in the manifest."""
     model = ir.load(job.file)
     hidden = next(value for value in model.graph.outputs if value.name == CUT)
     assert hidden.shape is not None
@@ -83,7 +84,7 @@ def _split(model: ir.Model, lower: Path, upper: Path, contract: SplitContract) -
 
 
 def _drop_extras(file: Path, step: Step) -> None:
-    """Make a traced graph on disk the whole graph, without its extra tensors."""
+    """Remove the extra inputs and outputs from a traced graph on disk."""
     model = ir.load(file)
     graph = model.graph
     for value in [v for v in graph.outputs if v.name in step.extra_outputs]:
@@ -99,7 +100,7 @@ def _drop_extras(file: Path, step: Step) -> None:
 
 
 def _count_by(graph: ir.Graph, value: ir.Value, axis: int, positions: ir.Value) -> None:
-    """Where a node reads the size of `axis` of `value`, read axis 1 of `positions`."""
+    """Let nodes that read the size of `axis` of `value` read axis 1 of `positions`."""
     for node in [n for n in value.consumers() if n.op_type == "Shape"]:
         if node.attributes.get_int("start", 0) == axis:
             size = ir.node("Shape", [positions], {"start": 1, "end": 2})
@@ -116,7 +117,8 @@ def _save_part(
 ) -> None:
     """Write a part of a graph with the contract's names and shapes.
 
-    `traced` has the names of the whole graph by the contract's, where they differ.
+    `traced` maps the contract's names to the names in the whole graph, where the two
+    differ.
     """
     names = [[traced.get(s.name, s.name) for s in specs] for specs in (inputs, outputs)]
     graph = ir.convenience.extract(whole.graph, *names)

@@ -1,4 +1,4 @@
-"""Streams: the chain graph whose rows can carry probes (2402.11131)."""
+"""Lets the rows of the chain graph carry probes: speculative streams (2402.11131)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from jetdraft.export.variants.variant import Variant
 class StreamStep(Step):
     """One pass of a model whose rows can carry streams; see `Step`.
 
-    It is cut where the streams enter, with an early exit there.
+    It also gives the hidden states where the streams enter, at which the target can be
+    cut in halves, and the scores of an early exit there.
     """
 
     extra_inputs = (PARENTS,)
@@ -37,7 +38,7 @@ class StreamStep(Step):
 
     @property
     def decoder(self) -> Any:
-        """The model inside the streams."""
+        """The model without its streams."""
         return self.model.model
 
     def forward(  # type: ignore[override]  # the contract of streams has more inputs
@@ -53,9 +54,10 @@ class StreamStep(Step):
         past: list[torch.Tensor],
         parents: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """Outputs in the order of `StepContract.outputs`, then the extra ones.
+        """The outputs in the order of `StepContract.outputs`, then the extra outputs.
 
-        `parents` int64 [n] are the parents of the rows in a draft; the root is its own.
+        `parents` int64 [n] are the parents of the rows in a draft; the root counts as
+        its own parent.
         """
         state = state_of(position_ids, cursor, total_length, past)
 
@@ -75,14 +77,16 @@ class StreamStep(Step):
                 past_key_values=HandThrough(),
                 use_cache=True,
             )
-        # Split last: a pass may have no probes, and not every operator takes nothing.
-        both = answers(logits.float(), self.contract)
+        # Split the results, not the logits: a pass may have no probes, and not every
+        # operator takes empty inputs.
+        all_answers = answers(logits.float(), self.contract)
         rows = answer_rows.shape[0]
-        main, probes = (
-            [x[:, start:end] for x in both] for start, end in ((0, rows), (rows, None))
+        row_answers, probe_answers = (
+            [x[:, start:end] for x in all_answers]
+            for start, end in ((0, rows), (rows, None))
         )
         scores = _scores(early.float(), input_ids, parents)
-        return [*main, *probes, *presents(state), hidden, scores]
+        return [*row_answers, *probe_answers, *presents(state), hidden, scores]
 
 
 def _scores(
@@ -94,7 +98,7 @@ def _scores(
 
 
 def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Only a target can have streams, and only tuned weights can be scaled back."""
+    """Refuse a drafter with streams, and an adapter scale without merged LoRA."""
     if name != TARGET:
         if checkpoint.streams:
             raise PairError(
@@ -104,9 +108,9 @@ def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
     tuned = checkpoint.streams is not None and checkpoint.streams.mode == SHARED
     if options.adapter_scale != 1.0 and not tuned:
         raise OptionError(
-            f"adapter scale {options.adapter_scale} needs streams of the shared mode: "
-            f"in {checkpoint.source} no LoRA may be merged into the weights; leave it "
-            "out"
+            f"adapter scale {options.adapter_scale} needs streams of the shared mode, "
+            f"since {checkpoint.source} has no LoRA to merge into its weights; leave "
+            "the adapter scale out"
         )
 
 
@@ -129,10 +133,10 @@ def write(job: Job) -> None:
 
 
 def _write_task(file: Path, streamed: Streamed, dtype: str) -> None:
-    """Write the weights that make a task of a base, for `jetdraft.load(streams=)`.
+    """Write the weights of the streams, for `jetdraft.load(streams=)`.
 
-    An npz of the streams' float arrays, by their names in the graph, and `base`, the
-    hash of the weights that they belong to.
+    The npz file has float arrays by their names in the graph, and `base`, the hash of
+    the weights that the streams belong to.
     """
     arrays: dict[str, Any] = {
         name: weight.numpy().astype(dtype)
@@ -143,7 +147,10 @@ def _write_task(file: Path, streamed: Streamed, dtype: str) -> None:
 
 
 def _base(streamed: Streamed) -> str:
-    """The hash of the base; in the shared mode, of the base and the tuned weights."""
+    """The hash of the weights that the streams belong to.
+
+    In the shared mode the merged LoRA is a part of these weights.
+    """
     settings = streamed.streams.settings
     if settings.mode == LOSSLESS:
         return settings.base

@@ -16,14 +16,14 @@ from jetdraft.export.job import Job
 from jetdraft.export.variants.variant import Variant
 
 _COMPACTION_OPSET = 24
-"""The first that has TensorScatter."""
+"""The first opset that has TensorScatter."""
 
 
 def write(job: Job) -> None:
-    """Write the tree graph over the chain's weights, and its compaction.
+    """Write the tree graph, which shares the chain graph's weights, and its compaction.
 
-    Nothing is written for a model with sliding windows. Raises `UnsupportedModelError`
-    where the chain graph itself needs a bias.
+    For a model with sliding windows it writes nothing, or raises
+    `UnsupportedModelError` if the chain graph itself needs a bias.
     """
     model = ir.load(job.file)
     if has_windows(model.graph):
@@ -41,18 +41,22 @@ def write(job: Job) -> None:
 
 
 def _bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
-    """The rows' bias: a new input, or the rows' part of the bias that is there."""
+    """The attention bias of the rows.
+
+    It is a new input of the graph. If the graph has a bias already, for rows and
+    probes, it is the part of the rows.
+    """
     if not contract.biased:
         bias = value_of(contract.bias)
         graph.inputs.append(bias)
         return bias
-    whole = next(value for value in graph.inputs if value.name == contract.bias.name)
+    full_bias = next(v for v in graph.inputs if v.name == contract.bias.name)
     rows = ir.node("Shape", [graph.inputs[0]], {"start": 1, "end": 2})
     start, axis = (
-        initializer(graph, f"rows_of_bias.{name}", np.array([at], np.int64))
-        for name, at in (("start", 0), ("axis", 2))
+        initializer(graph, f"rows_of_bias.{name}", np.array([number], np.int64))
+        for name, number in (("start", 0), ("axis", 2))
     )
-    cut = ir.node("Slice", [whole, start, rows.outputs[0], axis])
+    cut = ir.node("Slice", [full_bias, start, rows.outputs[0], axis])
     cut.outputs[0].name = "rows_of_bias"
     graph.insert_before(graph[0], [rows, cut])
     return cut.outputs[0]
@@ -61,9 +65,10 @@ def _bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
 def write_compaction(file: Path, contract: StepContract) -> None:
     """Write the graph that moves accepted rows together, as `Cache.compact` runs it.
 
-    Without weights, over all buffers: gather the rows `source` (int64 [m]) and write
-    them from row `target` (int64 [1]) on. All rows of a buffer are gathered before the
-    first is written, so past and present may be the same memory.
+    It has no weights. In every buffer it gathers the rows `source` (int64 [m]) and
+    writes them to row `target` (int64 [1]) and the rows after it. All rows of a buffer
+    are gathered before the first row is written, so past and present may be the same
+    memory.
     """
     source = value_of(TensorSpec("source", "int64", ("m",)))
     target = value_of(TensorSpec("target", "int64", (1,)))
@@ -71,16 +76,16 @@ def write_compaction(file: Path, contract: StepContract) -> None:
     for past, present in zip(
         contract.buffers("past"), contract.buffers("present"), strict=True
     ):
-        buffer, moved = value_of(past), value_of(present)
+        buffer, present_buffer = value_of(past), value_of(present)
         rows = ir.node("Gather", [buffer, source], {"axis": 2})
         scatter = ir.node(
             "TensorScatter",
             [buffer, rows.outputs[0], target],
             {"axis": 2},
-            outputs=[moved],
+            outputs=[present_buffer],
         )
         inputs.append(buffer)
-        outputs.append(moved)
+        outputs.append(present_buffer)
         nodes += [rows, scatter]
     graph = ir.Graph(
         inputs,

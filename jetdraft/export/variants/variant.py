@@ -16,6 +16,7 @@ def _check_nothing(name: str, checkpoint: Checkpoint, options: ExportOptions) ->
 
 
 def _add_nothing(checkpoint: Checkpoint, contract: StepContract) -> StepContract:
+    """Leave the contract as it is."""
     return contract
 
 
@@ -24,9 +25,9 @@ class Variant:
     """One kind of graph that the exporter writes.
 
     `write` writes its graphs and adds them to the job's entry; it may also change the
-    job for later variants. `check` raises a `JetdraftError` for a checkpoint, by its
-    name in the bundle, that cannot have the variant. `declare` adds its sizes to the
-    contract of a checkpoint.
+    job for later variants. `check` raises a `JetdraftError` if the checkpoint of that
+    name in the bundle cannot have the variant. `declare` adds the sizes that the
+    variant needs to the contract of a checkpoint.
 
         VARIANT = Variant(write)
     """

@@ -51,7 +51,7 @@ class Rows:
 
     @classmethod
     def chain(cls, tokens: list[int], kind: Kind = Kind.DETERMINISTIC) -> Rows:
-        """Each row the child of the one before."""
+        """Rows of which each is the child of the row before."""
         return cls(tokens, list(range(-1, len(tokens) - 1)), kind)
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class Rows:
     def depth_first(self) -> Rows:
         """The same tree with each row's first child right after it.
 
-        So the first path of all lies without gaps in the buffer, as a chain does.
+        So the path of first children lies without gaps in the buffer, like a chain.
         """
         if self.is_chain:
             return self
@@ -134,7 +134,7 @@ class Rows:
 
     @property
     def paths(self) -> list[list[int]]:
-        """The tokens below the root down to each row, its own included.
+        """For each row, the tokens from below the root down to the row itself.
 
         Rows([5, 8, 9], [-1, 0, 0]).paths    # [[], [8], [9]]
         """
@@ -149,12 +149,12 @@ class Rows:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each row is the child of the one before."""
+        """Whether each row is the child of the row before."""
         return self.parents == list(range(-1, len(self.parents) - 1))
 
     @property
     def depths(self) -> list[int]:
-        """Distance to the root per row."""
+        """The distance of each row from the root."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)

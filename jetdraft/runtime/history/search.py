@@ -26,7 +26,7 @@ Successors = Callable[[int, int], Mapping[int, float]]
 
 @dataclass
 class Node:
-    """A token of the tree: its share among siblings, visits and sum of scores."""
+    """A token of the tree, its share among siblings, its visits and sum of scores."""
 
     token: int
     parent: int
@@ -62,7 +62,7 @@ class TreeSearch:
         self.depth = depth
 
     def run(self, one: int, two: int, budget: int) -> tuple[list[int], list[int]]:
-        """Tokens of at most `budget` rows and their parents, 0 being the root.
+        """The tokens of at most `budget` rows, and their parents, where 0 is the root.
 
         The same two tokens always give the same tree.
         """
@@ -78,7 +78,7 @@ class TreeSearch:
         return self._most_visited(budget)
 
     def _descend(self) -> list[int]:
-        """The path from the root to a leaf, expanding the nodes on it."""
+        """The path from the root to a leaf; expands the nodes on it."""
         path = [0]
         while len(path) <= self.depth:
             node = self._nodes[path[-1]]
@@ -96,6 +96,7 @@ class TreeSearch:
         return puct(node.score, node.visits, parent_visits, node.share)
 
     def _expand(self, path: list[int]) -> None:
+        """Add the successors of the last node of a path as its children."""
         node = self._nodes[path[-1]]
         node.expanded = True
         for token, share in self._shares(self._last_two(path)).items():
@@ -117,7 +118,7 @@ class TreeSearch:
         return sum(self._nodes[index].share for index in path[1:])
 
     def _rollout(self, path: list[int]) -> float:
-        """Draw tokens down to the full depth; the sum of their shares."""
+        """Draw tokens down to the full depth; gives the sum of their shares."""
         (one, two), score = self._last_two(path), 0.0
         for _ in range(self.depth + 1 - len(path)):
             shares = self._shares((one, two))
@@ -129,13 +130,14 @@ class TreeSearch:
         return score
 
     def _most_visited(self, budget: int) -> tuple[list[int], list[int]]:
+        """The tokens and parents of the nodes with the most visits."""
         # A parent has at least as many visits as its children, so it comes first.
         order = sorted(
             range(1, len(self._nodes)), key=lambda i: (-self._nodes[i].visits, i)
         )
-        kept = [i for i in order[:budget] if self._nodes[i].visits]
-        row = {0: 0} | {index: row for row, index in enumerate(kept, start=1)}
+        nodes = [i for i in order[:budget] if self._nodes[i].visits]
+        rows = {0: 0} | {index: row for row, index in enumerate(nodes, start=1)}
         return (
-            [self._nodes[index].token for index in kept],
-            [row[self._nodes[index].parent] for index in kept],
+            [self._nodes[index].token for index in nodes],
+            [rows[self._nodes[index].parent] for index in nodes],
         )

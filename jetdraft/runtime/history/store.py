@@ -24,7 +24,7 @@ from jetdraft.runtime.history.store_file import DAMAGE, StoreFile
 MOST_ENTRIES = 256
 MOST_DAYS = 30.0
 MOST_TOKENS = 8192
-"""Tokens of a request and its response together; longer ones are not kept."""
+"""The most tokens of a request and its response together; longer ones are not kept."""
 
 _SECONDS_PER_DAY = 86400.0
 
@@ -33,7 +33,8 @@ _SECONDS_PER_DAY = 86400.0
 class Entry:
     """A request, its response (token ids), and the request's embedding.
 
-    `vector` is float32 [d] of unit length, or empty; `used` in seconds since 1970.
+    `vector` is float32 [d] of unit length, or empty. `used` is the time when the
+    response was kept, in seconds since 1970.
     """
 
     prompt: list[int]
@@ -118,11 +119,11 @@ class ResponseStore:
         database.execute("delete from entries where used < ?", (self._oldest(),))
 
     def _is_in_vocabulary(self, entry: Entry) -> bool:
-        """Whether a drafter can read it: a poisoned entry must not stop anything."""
+        """Whether a drafter can read it; a poisoned entry must not cause an error."""
         return max([*entry.prompt, *entry.response], default=0) <= self._most_token
 
     def add(self, entry: Entry) -> None:
-        """Keep an entry in place of any with the same request; delete old entries.
+        """Keep an entry, instead of an entry of the same request; delete old entries.
 
         If that fails, for example on a full disk, it only warns: decoding goes on.
         """
@@ -147,7 +148,7 @@ class ResponseStore:
             earlier = database.execute(
                 "select response from entries where user = ? and prompt = ?", request
             ).fetchone()
-            # A shorter run of the same response adds nothing.
+            # Of the same response that was cut earlier, keep the longer text.
             if earlier and isinstance(earlier[0], bytes):
                 response = earlier[0] if earlier[0].startswith(response) else response
             database.execute(
@@ -166,7 +167,7 @@ class ResponseStore:
             )
 
     def clear(self) -> int:
-        """Delete all entries of the user; how many there were. Raises `StoreError`."""
+        """Delete all entries of the user; returns their number. Raises `StoreError`."""
         try:
             with self._store_file.connect() as database:
                 deletion = "delete from entries where user = ?"

@@ -13,7 +13,7 @@ from pathlib import Path
 from jetdraft.errors import StoreError
 
 DAMAGE = (sqlite3.Error, UnicodeDecodeError)
-"""What reading a damaged file raises."""
+"""The exceptions that reading a damaged file raises."""
 
 _APPLICATION_ID = 0x4A444654
 """Written into the file's header, so that no other program's database is touched."""
@@ -31,7 +31,7 @@ create index if not exists entries_of_user on entries (user, used);
 
 
 class StoreFile:
-    """A file of stored responses: readable for its owner only, for one tokenizer.
+    """A file of responses in the ids of one tokenizer; only its owner can read it.
 
     file = StoreFile(Path("said.sqlite"), tokenizer="<sha256>")
     file.create_or_check()
@@ -43,10 +43,10 @@ class StoreFile:
         self.tokenizer = tokenizer
 
     def create_or_check(self) -> None:
-        """Create the file, or check that it is whole, ours and of the tokenizer.
+        """Create the file, or check that it is whole and for this tokenizer.
 
-        Raises `StoreError` if another program or tokenizer owns it or it cannot be
-        written, and one of `DAMAGE` if it cannot be read.
+        Raises `StoreError` if the file belongs to another program or tokenizer or
+        cannot be written, and an exception in `DAMAGE` if it cannot be read.
         """
         _create_or_check_owner(self.path)
         with self.connect() as database:
@@ -70,8 +70,8 @@ class StoreFile:
     def move_damaged(self, error: Exception) -> None:
         """Move the file aside with a warning.
 
-        Raises `StoreError` if `error` does not come from damage, or the file is not
-        ours.
+        Raises `StoreError` if `error` does not come from damage, or if another program
+        wrote the file.
         """
         if _is_inaccessible(error) or not _is_ours(self.path):
             raise StoreError(
@@ -84,7 +84,7 @@ class StoreFile:
         )
 
     def _check_tokenizer(self, database: sqlite3.Connection) -> None:
-        # In one statement: another process may be creating the file too.
+        # One statement, since another process may be creating the file too.
         database.execute(
             "insert into about select ? where not exists (select 1 from about)",
             (self.tokenizer,),
@@ -103,9 +103,7 @@ def _create_or_check_owner(path: Path) -> None:
         if not path.exists():
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         if not path.is_file() or not _is_ours(path):
-            raise StoreError(
-                f"{path} is something else than a store; choose another file"
-            )
+            raise StoreError(f"{path} is not a store of responses; choose another file")
     except OSError as error:
         raise StoreError(
             f"cannot write the store {path} ({error.strerror}); choose another file"
@@ -119,7 +117,7 @@ def _check_integrity(database: sqlite3.Connection) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether the file has our application id, or is empty or all zeros."""
+    """Whether the file has jetdraft's application id, or is empty or all zeros."""
     with path.open("rb") as handle:
         header = handle.read(_ID_OFFSET + 4)
     is_marked = header[_ID_OFFSET:] == _APPLICATION_ID.to_bytes(4, "big")

@@ -1,8 +1,9 @@
 """Finds where the end of a token sequence occurred before, and what followed it.
 
 A suffix automaton (Blumer et al., 1985), which grows token by token in constant time on
-average. All texts that end at the same places of the sequences share one state. A
-state's `link` is the state of the longest ending that also occurs at other places.
+average. All texts that end at the same places of the sequences share one state. The
+`link` of a state is the state of the longest ending of these texts that also occurs at
+other places.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Iterable
 
 ROOT = 0
 FAR = 64
-"""At most so many links are followed to count: long repetitions form long chains."""
+"""The most links that are followed to count occurrences: repetitions form long chains.
+"""
 
 
 class SuffixAutomaton:
@@ -70,9 +72,10 @@ class SuffixAutomaton:
     def follow(self, state: int, count: int) -> tuple[list[int], float]:
         """At most `count` tokens that came most often after a state, and a score.
 
-        Of equally frequent tokens the most recent is taken. The score is the expected
-        number of right tokens, by how often each came next. At the end of a sequence it
-        goes on after the longest ending that also occurs elsewhere.
+        Among equally frequent tokens the most recent is taken. The score is the
+        expected number of right tokens, by how often each token came next. At the end
+        of a sequence, the tokens after the longest ending that also occurs elsewhere
+        follow.
         """
         tokens, chance, score = list[int](), 1.0, 0.0
         while len(tokens) < count:
@@ -90,6 +93,7 @@ class SuffixAutomaton:
         return tokens, score
 
     def _rank(self, state: int) -> tuple[int, int]:
+        """How often, and then how recently, the texts of a state occurred."""
         return self._count[state], self._latest[state]
 
     def _extended(self, token: int) -> int:
@@ -110,7 +114,7 @@ class SuffixAutomaton:
     def _exact_state(self, state: int, before: int, token: int) -> int:
         """The state of the longest text of `before` with `token` appended.
 
-        It is `state` if that has no longer text, and else a copy split off from it.
+        It is `state`, unless that state has a longer text: then split a copy off.
         """
         length = self._length[before] + 1
         if self._length[state] == length:

@@ -1,8 +1,8 @@
-"""Which tokens follow a pair of tokens, by a corpus and by what was decoded.
+"""Counts which tokens follow a pair of tokens, in a corpus and in decoded text.
 
-The table of ADED (2407.12021): the successors of each pair with their weights, to which
-every round adds the trigrams in its last tokens. Sorted arrays with a binary search,
-since dictionaries would take ten times the memory.
+The table of ADED (2407.12021) has the successors of each pair and their weights. Every
+round adds the trigrams in the last tokens. The corpus lies in sorted arrays with a
+binary search, since dictionaries would take ten times the memory.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ MOST_SUCCESSORS = 12
 """Successors kept per pair, the most frequent first."""
 
 WINDOW = 16
-"""The last tokens of the context that a round learns from."""
+"""How many last tokens of the context a round learns from."""
 
 STEP, MOST_WEIGHT = 0.04, 3.0
 """The weight that a round adds to a successor, and the largest weight."""
 
 MOST_LEARNED = 65536
-"""Pairs learned while decoding; beyond that the oldest are forgotten."""
+"""The most pairs that decoding learns; beyond that the oldest pairs are forgotten."""
 
 
 @dataclass(frozen=True)
@@ -50,27 +50,28 @@ class Counts:
         Counts.of([[5, 8, 9, 5, 8, 2]]).successors(5, 8)    # {9: 0.5, 2: 0.5}
         """
         (pairs, tokens), times = _counted(documents)
+        # The trigrams are sorted; a new pair starts at each place in `first`.
         first = np.flatnonzero(np.r_[True, np.diff(pairs) > 0])
         pair = np.repeat(np.arange(len(first)), np.diff(np.r_[first, len(times)]))
         shares = times / np.add.reduceat(times, first)[pair] if len(times) else times
         order = np.lexsort((-times, pair))  # by pair, the most frequent first
         rank = np.arange(len(order)) - first[pair]
-        kept = order[rank < MOST_SUCCESSORS]
-        sizes = np.bincount(pair[kept], minlength=len(first))
+        kept_places = order[rank < MOST_SUCCESSORS]
+        sizes = np.bincount(pair[kept_places], minlength=len(first))
         return cls(
             pairs=pairs[first] if len(times) else pairs,
             offsets=np.r_[0, np.cumsum(sizes)].astype(np.uint32),
-            tokens=tokens[kept].astype(np.uint32),
-            weights=shares[kept].astype(np.float32),
+            tokens=tokens[kept_places].astype(np.uint32),
+            weights=shares[kept_places].astype(np.float32),
         )
 
     def successors(self, one: int, two: int) -> dict[int, float]:
         """The successors of a pair and their weights; empty for an unknown pair."""
         pair = np.uint64(one << 32 | two)
-        at = int(np.searchsorted(self.pairs, pair))
-        if at == len(self.pairs) or self.pairs[at] != pair:
+        place = int(np.searchsorted(self.pairs, pair))
+        if place == len(self.pairs) or self.pairs[place] != pair:
             return {}
-        part = slice(int(self.offsets[at]), int(self.offsets[at + 1]))
+        part = slice(int(self.offsets[place]), int(self.offsets[place + 1]))
         tokens, weights = self.tokens[part].tolist(), self.weights[part].tolist()
         return dict(zip(tokens, weights, strict=True))
 
@@ -83,7 +84,7 @@ class Counts:
     def load(cls, file: Path, tokenizer: str, vocab_size: int) -> Counts:
         """Read what `save` wrote; raise `StoreError` for another tokenizer's file."""
         refusal = StoreError(
-            f"cannot read a table from {file}; give one that jetdraft train table wrote"
+            f"cannot read a table from {file}; give a file of jetdraft train table"
         )
         arrays = read_arrays(file, refusal)
         owner = str(arrays.pop("tokenizer", ""))
@@ -91,8 +92,8 @@ class Counts:
             raise refusal
         if owner != tokenizer:
             raise StoreError(
-                f"the table {file} belongs to another tokenizer; train one for this "
-                "bundle"
+                f"the table {file} belongs to another tokenizer; train a table for "
+                "this bundle"
             )
         counts = cls(**arrays)
         if not counts.is_whole(vocab_size):
@@ -123,18 +124,19 @@ def _counted(
     documents: Iterable[Sequence[int]],
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float64]]:
     """The distinct trigrams, uint64 [2, n] (pair and successor), and their counts."""
-    none = np.zeros(0, np.uint64)
-    pairs, tokens = [none], [none]
+    empty = np.zeros(0, np.uint64)
+    pairs, tokens = [empty], [empty]
     for document in documents:
         ids = np.asarray(document, np.uint64)
         pairs.append(ids[:-2] << np.uint64(32) | ids[1:-1])
         tokens.append(ids[2:])
-    both = np.stack([np.concatenate(pairs), np.concatenate(tokens)])
-    order = np.lexsort((both[1], both[0]))
-    both = both[:, order]
-    new = np.r_[True, np.any(np.diff(both) != 0, axis=0)] if both.size else []
+    trigrams = np.stack([np.concatenate(pairs), np.concatenate(tokens)])
+    order = np.lexsort((trigrams[1], trigrams[0]))
+    trigrams = trigrams[:, order]
+    new = np.r_[True, np.any(np.diff(trigrams) != 0, axis=0)] if trigrams.size else []
     first = np.flatnonzero(new)
-    return both[:, first], np.diff(np.r_[first, both.shape[1]]).astype(np.float64)
+    counts = np.diff(np.r_[first, trigrams.shape[1]])
+    return trigrams[:, first], counts.astype(np.float64)
 
 
 class Trigrams:

@@ -1,7 +1,7 @@
 """What passes, drafts and probes cost on this machine: one curve, measured and learned.
 
-A load measures the curve in a moment, `jetdraft tune` measures it with care, and every
-round corrects it.
+To load a bundle measures the curve quickly, `jetdraft tune` measures it with care, and
+every round corrects it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from jetdraft.runtime.measured.stats import Round
 
 LEAST_PROBE_MS = 1e-3
-"""A lower bound: an estimate of 0 could never grow."""
+"""A lower bound: `_followed` could never raise an estimate of 0."""
 
 IMPOSSIBLE = "its times cannot be"
 
@@ -45,7 +45,7 @@ class Curve:
     drafts: dict[str, float] = field(default_factory=dict)
 
     def pass_ms(self, width: int) -> float:
-        """A chain pass; other widths than the measured ones lie on straight lines."""
+        """The milliseconds of a chain pass, on a line through the nearest widths."""
         if width in self.passes:
             return self.passes[width]
         below = [w for w in self.passes if w < width]
@@ -60,19 +60,22 @@ class Curve:
         return self.passes[low] + slope * (width - low)
 
     def tree_ms(self, width: int, exact: bool) -> float:
-        """A branching pass; only inexact generations close the gaps of a branch."""
+        """The milliseconds of a branching pass.
+
+        Inexact generations also move the rows of the accepted branch together.
+        """
         ms = max(self.trees.get(width, 0.0), self.pass_ms(width))
         return ms if exact else ms + self.compaction
 
     def take(self, tuned: Curve) -> None:
-        """Replace what a careful measurement knows better."""
-        # A load measures exactly the widths that a controller plans with.
+        """Take the times that `jetdraft tune` has measured."""
+        # Loading a bundle has measured exactly the widths that a controller plans with.
         self.passes |= {w: tuned.passes[w] for w in self.passes.keys() & tuned.passes}
         self.drafts |= tuned.drafts
         self.trees, self.compaction = dict(tuned.trees), tuned.compaction
 
     def learn(self, round_: Round) -> None:
-        """Follow the machine slowly."""
+        """Move the estimates a little towards the times of a round."""
         if round_.probes:
             added = round_.target_seconds * 1e3 - self.pass_ms(round_.width)
             per_probe = max(added / round_.probes, LEAST_PROBE_MS)
@@ -113,7 +116,7 @@ class Curve:
         plausible = [0 < ms < LONGEST_MS for ms in passes]
         plausible += [0 <= ms < LONGEST_MS for ms in others]
         if not curve.passes or not all(plausible):
-            raise ValueError(IMPOSSIBLE)
+            raise ValueError("its times are missing or out of range")
         return curve
 
 

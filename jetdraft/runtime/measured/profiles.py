@@ -1,4 +1,4 @@
-"""Measurements of a bundle on this machine, kept in its `profiles` folder."""
+"""Keeps measurements of a bundle on this machine in the bundle's `profiles` folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.devices.detection import detect
 from jetdraft.files import replacing
 from jetdraft.ort import ort
-from jetdraft.runtime.measured.curve import IMPOSSIBLE, Curve
+from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.measured.widths import Widths, measure
 from jetdraft.runtime.passes.graph import Graph
 
@@ -24,9 +24,9 @@ _MALFORMED = (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError
 
 
 class Profiles:
-    """Reads and writes the measurements of a bundle, a provider and a thread count.
+    """Reads and writes the measurements of a bundle with a provider and thread count.
 
-    A drafter on another provider adds its name: "cuda+cpu".
+    If the drafter runs on another provider, `provider` names both: "cuda+cpu".
 
         widths, curve = Profiles(bundle, "cpu", 2).measured(target, drafter)
     """
@@ -50,7 +50,7 @@ class Profiles:
     def measured(
         self, target: Graph, drafter: Graph | None, again: bool = False
     ) -> tuple[Widths, Curve]:
-        """The measurement of an earlier load, or a new one."""
+        """The measurement of an earlier load, or a new measurement."""
         stored = None if again else self._stored()
         if stored is not None:
             return stored
@@ -78,12 +78,17 @@ class Profiles:
             return None
         try:
             fields = json.loads(self.tuning_file.read_text(encoding="utf-8"))
-            where, curve = fields["machine"], Curve.from_json(fields["curve"])
-        except (*_MALFORMED, ValueError) as error:
-            impossible = str(error) == IMPOSSIBLE
-            raise ValueError(IMPOSSIBLE if impossible else "it is malformed") from error
-        if where != self.machine:
-            raise ValueError(f"it was measured elsewhere: {self._difference(where)}")
+            machine, stored = fields["machine"], fields["curve"]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError("it is malformed") from error
+        try:
+            curve = Curve.from_json(stored)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError("it is malformed") from error
+        if machine != self.machine:
+            raise ValueError(f"it was measured elsewhere: {self._difference(machine)}")
         return curve
 
     def keep_tuned(self, curve: Curve) -> None:
@@ -104,8 +109,9 @@ class Profiles:
         with replacing(file) as partial:
             partial.write_text(f"{text}\n", encoding="utf-8")
 
-    def _difference(self, where: Any) -> str:
-        other = where if isinstance(where, dict) else {}
+    def _difference(self, machine: Any) -> str:
+        """In what another machine differs from this machine."""
+        other = machine if isinstance(machine, dict) else {}
         return ", ".join(
             f"{name} {other.get(name)!r} instead of {value!r}"
             for name, value in self.machine.items()
@@ -126,8 +132,8 @@ def _processor() -> str:
 
 def _features() -> str:
     """A hash of the instruction sets, since they decide how kernels round."""
-    names_used = ("flags", "Features", "cpu family", "model", "stepping", "CPU part")
-    kept: set[str] = set()
+    used_names = ("flags", "Features", "cpu family", "model", "stepping", "CPU part")
+    used_lines: set[str] = set()
     for file in ("/proc/cpuinfo", "/proc/device-tree/model"):
         try:
             lines = Path(file).read_text(encoding="utf-8", errors="replace").split("\n")
@@ -135,5 +141,5 @@ def _features() -> str:
             continue
         names = {line: line.partition(":")[0].strip() for line in lines}
         is_board = file.endswith("model")
-        kept |= {line for line in lines if is_board or names[line] in names_used}
-    return hashlib.sha256("\n".join(sorted(kept)).encode()).hexdigest()[:12]
+        used_lines |= {line for line in lines if is_board or names[line] in used_names}
+    return hashlib.sha256("\n".join(sorted(used_lines)).encode()).hexdigest()[:12]

@@ -8,13 +8,13 @@ from jetdraft.runtime.measured.stats import Round
 
 
 class Streak:
-    """Running estimates of the success rate at each position of a row of events.
+    """Running estimates of the success rate at each position of a series of events.
 
     Each rate is an exponentially weighted share of successes with a weak prior: the
-    rate of the position before it, and at the first position `prior`. The counts of a
-    position that no round shows fade, so its rate returns to the prior. `RUN` failures
-    in a row erase the earlier successes: a rate of a third would show such a run once
-    in a hundred rounds.
+    rate of the position before it, and at the first position `prior`. The counts fade
+    in rounds without such events, so the rates return to the prior. `RUN` failures in a
+    row erase the earlier successes: at a success rate of a third, such a run happens
+    once in a hundred rounds.
     """
 
     WEIGHT = 1.0
@@ -24,38 +24,39 @@ class Streak:
 
     def __init__(self, prior: float) -> None:
         self.prior = prior
-        self.well: list[float] = []
-        self.seen: list[float] = []
-        self._failed: list[int] = []
+        self.successes: list[float] = []
+        self.trials: list[float] = []
+        self._failures_in_a_row: list[int] = []
 
     def fade(self) -> None:
-        """A round passed that shows nothing of these events."""
-        self.well = [x * self.FADING for x in self.well]
-        self.seen = [x * self.FADING for x in self.seen]
+        """Let the counts fade after a round without such events."""
+        self.successes = [x * self.FADING for x in self.successes]
+        self.trials = [x * self.FADING for x in self.trials]
 
-    def observe(self, went_well: Sequence[bool]) -> None:
-        """Count the outcomes of one row of events, from position 0 on."""
-        grow = len(went_well) - len(self.seen)
-        self.well += [0.0] * grow
-        self.seen += [0.0] * grow
-        self._failed += [0] * grow
-        for place, well in enumerate(went_well):
-            self._failed[place] = 0 if well else self._failed[place] + 1
-            if self._failed[place] >= self.RUN:
-                self.well[place] = 0.0
-                self.seen[place] = float(self._failed[place])
+    def observe(self, outcomes: Sequence[bool]) -> None:
+        """Count the outcomes of one series of events, from position 0 on."""
+        grow = len(outcomes) - len(self.trials)
+        self.successes += [0.0] * grow
+        self.trials += [0.0] * grow
+        self._failures_in_a_row += [0] * grow
+        for place, success in enumerate(outcomes):
+            failures = 0 if success else self._failures_in_a_row[place] + 1
+            self._failures_in_a_row[place] = failures
+            if failures >= self.RUN:
+                self.successes[place] = 0.0
+                self.trials[place] = float(failures)
                 continue
-            self.well[place] = self.well[place] * self.MEMORY + well
-            self.seen[place] = self.seen[place] * self.MEMORY + 1
+            self.successes[place] = self.successes[place] * self.MEMORY + success
+            self.trials[place] = self.trials[place] * self.MEMORY + 1
 
     def rates(self, length: int) -> list[float]:
-        """The rates at positions 0..length-1, each given that all before went well."""
+        """The rates at positions 0..length-1, each given successes at all before it."""
         rates, rate = [], self.prior
         for place in range(length):
-            counted = place < len(self.seen)
-            well = self.well[place] if counted else 0.0
-            seen = self.seen[place] if counted else 0.0
-            rate = (well + self.WEIGHT * rate) / (seen + self.WEIGHT)
+            counted = place < len(self.trials)
+            successes = self.successes[place] if counted else 0.0
+            trials = self.trials[place] if counted else 0.0
+            rate = (successes + self.WEIGHT * rate) / (trials + self.WEIGHT)
             rates.append(rate)
         return rates
 
@@ -73,30 +74,30 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.places = Streak(self.PRIOR)
-        # An event goes well if one more sibling is wrong: then the row goes on.
+        # A success is a wrong sibling: the series of siblings ends with the right one.
         self.siblings = Streak(1.0 - self.SIBLING_PRIOR)
 
     def fade(self) -> None:
-        """A round passed without a draft of this proposer."""
+        """Let the rates fade after a round without a draft of this proposer."""
         self.places.fade()
         self.siblings.fade()
 
     def observe(self, round_: Round) -> None:
-        """Count one draft."""
+        """Count the draft of one round."""
         self.places.observe([rank == 0 for rank, _ in round_.ranks])
         for rank, count in round_.ranks:
             if rank and count > 1:
-                right = [False] if rank < count else []
-                self.siblings.observe([True] * (rank - 1) + right)
+                right_sibling = [False] if rank < count else []
+                self.siblings.observe([True] * (rank - 1) + right_sibling)
 
     def rates(self, length: int) -> list[float]:
         """The rates of first siblings at depths 1..length, given right ancestors."""
         return self.places.rates(length)
 
     def shares(self, count: int) -> list[float]:
-        """The rate of each further sibling where the first is wrong."""
-        left, shares = 1.0, []
+        """How often sibling 2, 3, ... is right where the first sibling is wrong."""
+        all_wrong, shares = 1.0, []
         for wrong in self.siblings.rates(count):
-            shares.append(left * (1.0 - wrong))
-            left *= wrong
+            shares.append(all_wrong * (1.0 - wrong))
+            all_wrong *= wrong
         return shares

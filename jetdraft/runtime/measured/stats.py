@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 
 class Round(NamedTuple):
-    """One propose, verify and commit.
+    """What one round did: propose, verify and commit.
 
     `evaluated` drafted tokens were compared with a chosen token: the `accepted` tokens
-    and the first wrong token, if there is one. `ranks` says for each of them which of
-    how many siblings was right; the rank is the number of siblings where none was.
-    `probes` drafted for the next round, `off` says why this round had no draft. `asked`
-    maps each method that was asked to the rows that it offered and its seconds.
+    and the first wrong token, if there is one. `ranks` has a pair for each of them: the
+    rank of the right sibling, and the number of siblings; if all siblings were wrong,
+    the rank is their number. `probes` is the number of probes, which drafted for the
+    next round. `off` says why this round had no draft. `asked` maps each method that
+    was asked to the number of rows that it offered and its seconds.
     """
 
     method: str
@@ -55,7 +56,7 @@ class Share:
     saved_ms: float = 0.0
 
     def merge(self, other: Share) -> None:
-        """Add another generation's."""
+        """Add what the method did in another generation."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -64,7 +65,7 @@ class Share:
 class Stats:
     """Sums over the rounds of one generation.
 
-    `waited_seconds` is time that the caller spent between pieces; no metric counts it.
+    `waited_seconds` is the caller's time between pieces; no metric counts it.
     `plain_ms` is the time of a pass without a draft on this machine. `by_method` says
     what each method did, `off` how many rounds had no draft for which reason.
     `reused_tokens` of the prompt were in the buffers already. `seed` is the seed of a
@@ -97,7 +98,7 @@ class Stats:
     off: dict[str, int] = field(default_factory=dict)
 
     def add(self, round_: Round, committed: int) -> None:
-        """Count a round of which `committed` tokens were wanted."""
+        """Count a round; the text took `committed` of its tokens."""
         self.target_passes += 1
         self.new_tokens += committed
         self.drafted_tokens += round_.drafted
@@ -122,9 +123,10 @@ class Stats:
             self.off[round_.off] = self.off.get(round_.off, 0) + 1
 
     def time_round(self, elapsed: float, tokens: int, session: float) -> None:
-        """Note the seconds since the start, after a round that kept `tokens`.
+        """Note the times after a round that committed `tokens` tokens.
 
-        `session` counts the seconds inside `session.run` since the first round.
+        `elapsed` are the seconds since the start of the generation, `session` the
+        seconds inside `session.run` since the first round.
         """
         if self.target_passes == 1:
             # Prefill and the first round are not decoding.
@@ -160,7 +162,7 @@ class Stats:
 
     @property
     def accepted_by_position(self) -> list[float]:
-        """The rate at each draft position."""
+        """The acceptance rate at each draft position."""
         pairs = zip(self.accepted_counts, self.evaluated_by_position, strict=True)
         return [accepted / evaluated for accepted, evaluated in pairs]
 
@@ -171,7 +173,7 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of decoding: tokens after the first round over the time after it."""
+        """The speed of decoding: tokens after the first round / seconds after it."""
         tokens = self.new_tokens - self.first_tokens
         return tokens / self.decode_seconds if tokens and self.decode_seconds else None
 

@@ -20,8 +20,13 @@ from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.passes.graph import Graph
 
 _ROWS = 36
+"""The most rows whose logits are compared."""
+
 _START = 12
+"""The first row of the earliest place that is compared."""
+
 _TURNS = 5
+"""How often each width is timed."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Widths:
 
     classes         lists of widths whose rows are bit for bit the same
     gaps[w]         the largest logit difference between width w and the exact class
-    probes_agree    probes beside the rows of an exact pass change no bit of them
+    probes_agree    probes change no bit of the rows of an exact pass
     trees_agree     a branching pass gives a chain's rows the same bits
     prefills_agree  the wide passes that read a prompt give the bits of decoding
 
@@ -45,7 +50,7 @@ class Widths:
 
     @property
     def exact(self) -> list[int]:
-        """The largest class; of equals, the class with the narrowest width."""
+        """The largest class; among equals, the class with the narrowest width."""
         return max(self.classes, key=lambda widths: (len(widths), -widths[0]))
 
     def allowed(self, exact: bool) -> list[int]:
@@ -80,13 +85,13 @@ def measure(target: Graph, drafter: Graph | None = None) -> tuple[Widths, Curve]
     """
     logits, passes = _survey(target)
     classes: list[list[int]] = []
-    # In half precision the kernels of one row often round to the bits of several rows,
-    # and then do not: 6 rows of 318 (docs/log/exactness.md).
-    halves = target.contract.dtype != "float32"
+    # In half precision a pass over one row often gives the bits of wider passes, but
+    # not always: 6 rows of 318 differed (docs/log/exactness.md). So it stays alone.
+    half_precision = target.contract.dtype != "float32"
     for width in logits:
         for members in classes:
-            alone = halves and members == [1]
-            if not alone and np.array_equal(logits[members[0]], logits[width]):
+            stays_alone = half_precision and members == [1]
+            if not stays_alone and np.array_equal(logits[members[0]], logits[width]):
                 members.append(width)
                 break
         else:
@@ -97,9 +102,9 @@ def measure(target: Graph, drafter: Graph | None = None) -> tuple[Widths, Curve]
     widths = Widths(
         classes,
         {w: float(np.abs(rows - logits[exact[0]]).max()) for w, rows in logits.items()},
-        _agree(target, exact, _probe_ways(target.contract)),
-        _agree(target, exact, [(NO_PROBING, True)] if two_sessions else []),
-        _prefills_agree(target, exact),
+        probes_agree=_agree(target, exact, _probe_ways(target.contract)),
+        trees_agree=_agree(target, exact, [(NO_PROBING, True)] if two_sessions else []),
+        prefills_agree=_prefills_agree(target, exact),
     )
     drafter_ms = 0.0 if drafter is None else pass_times(drafter, [1])[1]
     return widths, Curve(passes, probe=_probe_ms(target), drafter=drafter_ms)
@@ -108,8 +113,8 @@ def measure(target: Graph, drafter: Graph | None = None) -> tuple[Widths, Curve]
 def pass_times(graph: Graph, widths: Sequence[int]) -> dict[int, float]:
     """The shortest time in milliseconds of a chain pass, by width.
 
-    The widths take turns and the shortest time counts, since noise only adds: a busy
-    second would otherwise bend the curve that the controller plans with.
+    The widths take turns, since a busy second would otherwise slow the passes of one
+    width only. The shortest time counts, since noise only makes a pass longer.
     """
     _place(graph, _fill(graph)[0])
     tokens = _tokens(graph, max(widths))
@@ -126,7 +131,7 @@ def pass_times(graph: Graph, widths: Sequence[int]) -> dict[int, float]:
 
 
 def decoding_widths(graph: Graph) -> list[int]:
-    """The widths that decoding may use; a pass that would be filled up is left out."""
+    """The widths that decoding may use, without those that run with padding rows."""
     limit, room = graph.contract.max_width, graph.contract.capacity
     rows = min(_ROWS, room - 1 - _starts(graph)[0])
     widest = min(WIDEST, limit, rows)
@@ -134,8 +139,8 @@ def decoding_widths(graph: Graph) -> list[int]:
 
 
 def _survey(graph: Graph) -> tuple[dict[int, np.ndarray], dict[int, float]]:
-    """Logits of the same rows and pass times, by width."""
-    starts = _starts(graph)
+    """The logits of the same tokens, and the pass times, both by width."""
+    starts = _fill(graph)
     rows = min(_ROWS, graph.contract.capacity - 1 - starts[0])
     tokens, widths = _tokens(graph, rows), decoding_widths(graph)
     times = pass_times(graph, widths)
@@ -144,16 +149,16 @@ def _survey(graph: Graph) -> tuple[dict[int, np.ndarray], dict[int, float]]:
 
 
 def _tokens(graph: Graph, count: int) -> list[int]:
-    """Random tokens; fewer of them are the beginning of more."""
+    """Random tokens: always the first `count` tokens of the same row of tokens."""
     random = np.random.default_rng(0)
     tokens: list[int] = random.integers(0, graph.contract.vocab_size, count).tolist()
     return tokens
 
 
 def _fill(graph: Graph) -> list[int]:
-    """Put random numbers into all buffers; gives the rows to measure at.
+    """Put random numbers into all buffers; gives `_starts`.
 
-    Running tokens until the buffers are full would take as long as a long prompt.
+    To fill the buffers by running tokens would take as long as a long prompt.
     """
     random = np.random.default_rng(1)
     arrays: dict[tuple[int, ...], np.ndarray] = {}
@@ -168,9 +173,10 @@ def _fill(graph: Graph) -> list[int]:
 
 
 def _starts(graph: Graph) -> list[int]:
-    """Early, midway and late in the buffers.
+    """The cursors to measure at: early, midway and late in the buffers.
 
-    Kernels split long contexts and add up the parts in an order of their own.
+    Kernels split a long context and add up its parts, so widths that agree early in the
+    buffers may differ late in them.
     """
     capacity = graph.contract.capacity
     early = min(_START, capacity // 4)
@@ -185,14 +191,14 @@ def _place(graph: Graph, start: int) -> None:
 
 
 def _settle(graph: Graph, run: Callable[[], object]) -> None:
-    """Have a pass captured, since decoding will replay the capture."""
+    """Run a pass until it is captured, since decoding will replay the capture."""
     if graph.captures is not None:
         run()
         run()
 
 
 def _probe_ms(graph: Graph) -> float:
-    """What one probe adds to a pass of two rows."""
+    """The milliseconds that one probe adds to a pass of two rows."""
     streams, shortest = graph.contract.streams, []
     if not streams:
         return 0.0
@@ -207,11 +213,12 @@ def _probe_ms(graph: Graph) -> float:
 
 
 Ways = list[tuple[Probing, bool]]
-"""Ways to run rows: the probes beside them, and whether the pass branches."""
+"""Ways to run a chain: the probes of its rows, and whether the pass is one for trees.
+"""
 
 
 def _probe_ways(contract: StepContract) -> Ways:
-    """Rows with probes beside all of them or the last one, in chains and trees."""
+    """Probes of every row or of the last row only, in passes for chains and trees."""
     if not contract.streams:
         return []
     return [
@@ -231,11 +238,11 @@ def _prefills_agree(graph: Graph, widths: list[int]) -> bool:
             tokens = _tokens(graph, wide)
             _place(graph, start)
             whole = graph.run(tokens).logits.copy()
-            # The last part overlaps the one before: the last rows are the odd ones.
-            for at in [*range(0, wide - step, step), wide - step]:
-                _place(graph, start + at)
-                part = graph.run(tokens[at : at + step]).logits
-                agree = agree and np.array_equal(whole[at : at + step], part)
+            # The last part is as wide as the others, so it may overlap the part before.
+            for first in [*range(0, wide - step, step), wide - step]:
+                _place(graph, start + first)
+                part = graph.run(tokens[first : first + step]).logits
+                agree = agree and np.array_equal(whole[first : first + step], part)
     graph.cache.rewind(0)
     return agree
 
@@ -273,10 +280,10 @@ def _rows(
 ) -> np.ndarray:
     """The logits of a chain, run in a chain pass or in a branching pass."""
     depths = range(len(tokens))
-    seen = [list(range(row)) for row in depths]
+    ancestors = [list(range(row)) for row in depths]
     run = partial(graph.run, tokens, probing=probing)
     if branching:
-        run = partial(graph.run_branches, tokens, depths, seen, probing=probing)
+        run = partial(graph.run_branches, tokens, depths, ancestors, probing=probing)
     _settle(graph, run)
     return run().logits.copy()
 
@@ -286,13 +293,14 @@ def _cover(
 ) -> np.ndarray:
     """Logits of the tokens after each start, in passes of one width.
 
-    The last pass overlaps the one before, so that every pass is that wide.
+    The last pass may overlap the pass before, so that every pass has that width.
     """
-    rows = np.zeros((len(starts), len(tokens), graph.contract.vocab_size), np.float32)
+    shape = len(starts), len(tokens), graph.contract.vocab_size
+    logits = np.zeros(shape, np.float32)
     for place, start in enumerate(starts):
         ends = [*range(width, len(tokens), width), len(tokens)]
-        for at in (end - width for end in ends):
-            _place(graph, start + at)
-            answer = graph.run(tokens[at : at + width])
-            rows[place, at : at + width] = answer.logits
-    return rows
+        for end in ends:
+            _place(graph, start + end - width)
+            answer = graph.run(tokens[end - width : end])
+            logits[place, end - width : end] = answer.logits
+    return logits

@@ -15,7 +15,7 @@ from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.passes.tensor import HOST, Memory, Tensor
 
 VisibleSlots = Sequence[Sequence[int]]
-"""Per row, the slots of a draft that it attends to, itself left out."""
+"""For each row of a draft, the slots that it attends to, without its own slot."""
 
 ON_HOST = ("total_length",)
 """Inputs that kernels read on the host, on any device."""
@@ -30,8 +30,8 @@ ON_REQUEST = ("logits", "probe_logits")
 class Bound:
     """The inputs and outputs of passes with fixed numbers of rows, answers and probes.
 
-    `tensors` holds them by name, on the host and on the device; `arrays` holds the same
-    as the host sees them. `buffers` are the KV buffers, by name of the input.
+    `tensors` holds them by name, on the host and on the device; `arrays` holds their
+    arrays on the host. `buffers` are the KV buffers, by name of the input.
 
         bound = Bound(session, inputs, outputs, buffers, rows=4, answers=4, probes=0)
         bound.arrays["input_ids"][0] = [5, 8, 9, 2]
@@ -55,14 +55,14 @@ class Bound:
         # A value can share the memory of its array, so both must stay alive.
         self.tensors: dict[str, Tensor] = {}
         presents = {name: name.replace("past_", "present_") for name in buffers}
-        bound_below = {*presents, *presents.values()}
+        buffer_names = {*presents, *presents.values()}
         for specs, bind in (
             (inputs, self.io.bind_ortvalue_input),
             (outputs, self.io.bind_ortvalue_output),
         ):
             for spec in specs:
-                if spec.name in bound_below:
-                    continue
+                if spec.name in buffer_names:
+                    continue  # bound below
                 place = HOST if spec.name in ON_HOST else memory
                 tensor = place.tensor(spec.sized(rows, answers, probes), spec.dtype)
                 self.tensors[spec.name] = tensor
@@ -77,7 +77,7 @@ class Bound:
         bias = self.arrays.get("attention_bias")
         self._bias = None if bias is None else bias[0, 0]
         self._hidden = slice(0)
-        # Setting an item of a view costs a tenth of what a numpy call does.
+        # To set an item of a view takes a tenth of the time of a numpy call.
         self.cursor = self.view("cursor")
         self.total_length = self.view("total_length")
 
@@ -87,7 +87,7 @@ class Bound:
         return memoryview(array.reshape(-1))
 
     def run(self, options: ort.RunOptions | None = None) -> float:
-        """Run one pass; the seconds that it took, with the copies."""
+        """Run one pass; gives the seconds that it took, copies included."""
         start = time.perf_counter()
         if self._copies is not None:
             self._copies.upload()
@@ -97,6 +97,7 @@ class Bound:
         return time.perf_counter() - start
 
     def _set_bias(self, slots: slice, values: Float32s | int) -> None:
+        """Set the bias of all rows at some slots."""
         assert self._bias is not None
         self._bias[:, slots] = values
         if self._copies is not None:

@@ -70,7 +70,7 @@ class Cache:
         }
 
     def restore(self, stored: Mapping[str, npt.NDArray[Any]], rows: int) -> None:
-        """Put the rows that `stored` gave back, and commit them."""
+        """Put back the rows that `stored` has given, and commit them."""
         for name, buffer in self.buffers.items():
             whole = np.array(buffer.numpy())
             whole[:, :, :rows] = stored[name]
@@ -103,7 +103,7 @@ class Cache:
 
 
 class _Move:
-    """The binding that moves `rows` rows."""
+    """The binding of the compaction session for moves of `rows` rows."""
 
     def __init__(self, session: ort.InferenceSession, cache: Cache, rows: int) -> None:
         self.source = cache.memory.tensor((rows,), "int64")
@@ -116,7 +116,7 @@ class _Move:
             self.io.bind_ortvalue_output(name.replace("past_", "present_"), buffer)
 
     def set(self, source: list[int], target: int) -> None:
-        """Set the rows to move, and the new row of the first."""
+        """Set the rows to move, and the place of the first row after the move."""
         self.source.array[:] = source
         self.target.array[0] = target
         self.source.upload()

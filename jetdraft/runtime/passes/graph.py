@@ -20,15 +20,15 @@ from jetdraft.runtime.passes.step_sessions import StepSession, StepSessions
 from jetdraft.runtime.passes.tensor import HOST, Memory
 
 SHORTEST = 256
-"""The least `total_length` of captured graphs."""
+"""The smallest `total_length` of captured graphs."""
 
 
 class Graph:
-    """Sessions over one `Cache`, with one binding per width, made when first used.
+    """Sessions over one `Cache`, with a binding for each size of a pass.
 
-    `seconds` adds up the time inside `session.run`, `passes` counts the passes. Where
-    `lengths` are set, ascending up to the capacity, `total_length` is the smallest of
-    them that holds the pass; otherwise it is the exact length. Without `captures` no
+    `seconds` adds up the time inside `session.run`, `passes` counts the passes. If
+    there are `lengths`, ascending up to the capacity, `total_length` is the smallest
+    length that holds the pass; otherwise it is the exact length. Without `captures` no
     CUDA graph is captured.
 
         graph = Graph(StepSessions(session, contract))
@@ -57,9 +57,9 @@ class Graph:
     def prepare(self, exact: bool) -> None:
         """Choose the `total_length`s of the next generation.
 
-        Each captured graph has a fixed `total_length`, so there are few lengths. The
-        kernels split their work by it and round accordingly: an `exact` generation uses
-        a single length.
+        Each captured graph has a fixed `total_length`, so there are few lengths. Since
+        kernels split their work by the length, it decides how they round. So an `exact`
+        generation uses a single length.
         """
         if self.captures is not None:
             most = self.contract.capacity
@@ -75,10 +75,10 @@ class Graph:
     ) -> Answer:
         """Run one pass over a chain of n `tokens` at the cache's cursor.
 
-        The pass answers for all rows, or with `last_only` for the last row alone, which
-        spares a prefill the LM head of the others. Rows that fill up the `width` repeat
-        the last token. The cursor does not move: the caller knows which rows count, and
-        calls `cache.advance`. A head graph reads `features` float [n, w].
+        The pass answers for all rows, or with `last_only` for the last row alone; then
+        a prefill computes the LM head for this row only. Rows that fill up the `width`
+        repeat the last token. The cursor does not move: the caller knows which rows
+        count, and calls `cache.advance`. A head graph reads `features` float [n, w].
         """
         rows, cursor, room = len(tokens), self.cache.length, self.cache.room
         width = max(width, rows)
@@ -102,7 +102,7 @@ class Graph:
     def verify(
         self, rows: Rows, width: int, probing: Probing = NO_PROBING
     ) -> tuple[Rows, Answer]:
-        """Run all rows of a draft in a pass of that width; the rows and the answer."""
+        """Run all rows of a draft in a pass of that width; gives rows and answer."""
         if rows.is_chain:
             return rows, self.run(rows.tokens, width=width, probing=probing)
         rows.check()
@@ -114,8 +114,8 @@ class Graph:
     def commit(self, path: Sequence[int], exact: bool) -> int:
         """Commit the rows of a path of the last pass; returns how many.
 
-        An `exact` commit ends where the path leaves a gap in the buffer; any other
-        moves the rows behind a gap together.
+        An `exact` commit ends where the path leaves a gap in the buffer; an inexact
+        commit closes the gaps by moving the rows behind them.
         """
         if not exact:
             self.cache.compact(path)
@@ -159,8 +159,8 @@ class Graph:
                 f"{self.contract.max_width} at most"
             )
         if size not in self._bindings:
-            own = self.sessions.of(size.width, size.branching)
-            self._bindings[size] = _Binding(self, own, size)
+            session = self.sessions.of(size.width, size.branching)
+            self._bindings[size] = _Binding(self, session, size)
         return self._bindings[size]
 
     def _run(self, binding: _Binding, cursor: int) -> Answer:
@@ -170,9 +170,9 @@ class Graph:
         binding.total_length[0] = length
         options = None
         if self.captures is not None:
-            # Passes of a prefill are few and of any width: not worth a graph each.
-            once = size.width > WIDEST
-            options = self.captures.run_options(None if once else (size, length))
+            # Prefills have few passes of any width, which are not worth a capture.
+            is_prefill = size.width > WIDEST
+            options = self.captures.run_options(None if is_prefill else (size, length))
         self.seconds += binding.run(options)
         self.passes += 1
         return binding.answer
@@ -185,7 +185,7 @@ class Graph:
 
 
 def _fitting(probing: Probing, rows: int, room: int) -> Probes:
-    """The probes of a pass, none if their rows do not fit into the buffers too."""
+    """The probes of a pass; no probes if they do not fit into the buffers too."""
     probes = probing.of(rows)
     return probes if probes.total <= room else NO_PROBES
 
@@ -209,10 +209,10 @@ class _Size:
 class _Binding(Bound):
     """The inputs and outputs of passes of one size, and their answer."""
 
-    def __init__(self, graph: Graph, own: StepSession, size: _Size) -> None:
-        contract, probes = own.contract, size.probes
+    def __init__(self, graph: Graph, session: StepSession, size: _Size) -> None:
+        contract, probes = session.contract, size.probes
         super().__init__(
-            own.session,
+            session.session,
             contract.inputs,
             contract.outputs,
             graph.cache.buffers,
@@ -233,13 +233,13 @@ class _Binding(Bound):
         self.answer = answer_of(self.tensors, contract, probes)
 
     def fill(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """Set the rows' tokens and positions; the last token fills up the rest."""
+        """Set the rows' tokens and positions; padding rows get the last token."""
         for row, position in enumerate(positions):
             self.input_ids[row] = tokens[row] if row < len(tokens) else tokens[-1]
             self.position_ids[row] = position
 
     def fill_features(self, features: Float32s) -> None:
-        """Set the rows' features; the last row's fill up the rest."""
+        """Set the rows' features; padding rows get the features of the last row."""
         array = self.arrays["features"][0]
         array[: len(features)] = features
         array[len(features) :] = features[-1]

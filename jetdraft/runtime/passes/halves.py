@@ -2,16 +2,16 @@
 
 Speculative Streaming's early exit (2402.11131, 3.1.3): after the lower half the pruning
 adapter, the norm and the head say how likely each drafted token is after its parent.
-Where that is below a threshold, the row and all rows below it never enter the upper
-half, and carry no probes.
+A row whose probability is below a threshold never enters the upper half, nor do the
+rows below it. Dropped rows carry no probes.
 
     keep the root; keep c if its parent is kept and p_early(c | parent) >= threshold
 
 With the walk, a dropped row can shorten the accepted path, but never change it. A
 verifier that reads draft probabilities would be biased by it.
 
-The threshold is fixed, or it adapts to the rounds so far and to the measured times of
-the upper half.
+The threshold is fixed, or `Threshold` adapts it to the rounds so far and to the times
+of the upper half.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.prune_threshold import Threshold
 
 _TURNS = 3
+"""How often each width of the upper half is timed."""
 
 
 class _Draft(NamedTuple):
-    """The last draft: the early exit's log probability per row, and the lower pass."""
+    """The last draft, the early exit's log probability of each row in `scores`, and the
+    milliseconds of the lower half's pass.
+    """
 
     rows: Rows
     scores: list[float]
@@ -43,7 +46,7 @@ class _Draft(NamedTuple):
 
 
 class _PairedCache(Cache):
-    """The lower half's cache; the `upper` one always holds the same tokens."""
+    """The cache of the lower half; the cache `upper` always holds the same tokens."""
 
     def __init__(
         self,
@@ -65,12 +68,12 @@ class _PairedCache(Cache):
         self.upper.rewind(length)
 
     def compact_both(self, lower: Sequence[int], upper: Sequence[int]) -> None:
-        """Commit rows that have other places in the lower and the upper buffers."""
-        cursor, before = self.length, self.upper.seconds
+        """Commit rows whose places in the lower and in the upper buffers differ."""
+        cursor, seconds_before = self.length, self.upper.seconds
         self.compact(lower)
         self.upper.rewind(cursor)
         self.upper.compact(upper)
-        self.seconds += self.upper.seconds - before
+        self.seconds += self.upper.seconds - seconds_before
 
 
 class Halves:
@@ -115,7 +118,7 @@ class Halves:
         self._probe_ms: float | None = None
 
     def prepare(self, threshold: float | None, widths: Sequence[int]) -> None:
-        """Set the threshold, None for one that adapts, and the allowed widths."""
+        """Set the allowed widths and the threshold; with None the threshold adapts."""
         self.widths = sorted(widths)
         self.adaptive = Threshold() if threshold is None else None
         self.threshold = threshold or 0.0
@@ -131,22 +134,23 @@ class Halves:
                 times[width] = self._upper_ms(width, NO_PROBES)
         if self._probe_ms is None:
             probes = Probing(self.contract.streams).of(narrow)
-            added = self._upper_ms(narrow, probes) - times[narrow]
-            self._probe_ms = max(added, 0.0) / max(probes.total, 1)
+            added_ms = self._upper_ms(narrow, probes) - times[narrow]
+            self._probe_ms = max(added_ms, 0.0) / max(probes.total, 1)
 
     def _upper_ms(self, width: int, probes: Probes) -> float:
+        """The shortest time of a pass through the upper half."""
         rows, times = Rows.chain([0] * width), []
         below = self._run_lower(rows, width)
         for _ in range(_TURNS):
-            before = self.seconds
+            seconds_before = self.seconds
             self._run_upper(rows, below, list(range(width)), (width, width, probes))
-            times.append(self.seconds - before)
+            times.append(self.seconds - seconds_before)
         return 1e3 * min(times)
 
     def run(
         self, tokens: Sequence[int], last_only: bool = False, width: int = 0
     ) -> Answer:
-        """Run one pass over a chain of tokens; nothing is pruned and nothing probes."""
+        """Run one pass over a chain of tokens, without pruning and without probes."""
         rows, width = Rows.chain(list(tokens)), max(width, len(tokens))
         below = self._run_lower(rows, width)
         all_rows, answers = list(range(len(rows))), 1 if last_only else width
@@ -160,18 +164,18 @@ class Halves:
         rows.check()
         if self.adaptive is not None:
             self.threshold = self.adaptive.choose()
-        before = self.seconds
+        start = self.seconds
         below = self._run_lower(rows, width)
         scores = below.arrays["scores"][0].tolist()
-        self._draft = _Draft(rows, scores, 1e3 * (self.seconds - before), probing)
+        self._draft = _Draft(rows, scores, 1e3 * (self.seconds - start), probing)
         self._kept = self._keep(rows, scores, self.threshold)
-        kept = rows.only(self._kept)
-        width = self.widths[bisect_left(self.widths, len(kept))]
-        probes = probing.of(len(kept))
+        kept_rows = rows.only(self._kept)
+        width = self.widths[bisect_left(self.widths, len(kept_rows))]
+        probes = probing.of(len(kept_rows))
         if width + probes.total > self.cache.room:
             probes = NO_PROBES
-        answer = self._run_upper(kept, below, self._kept, (width, width, probes))
-        return kept, answer.first(len(kept))
+        answer = self._run_upper(kept_rows, below, self._kept, (width, width, probes))
+        return kept_rows, answer.first(len(kept_rows))
 
     def commit(self, path: Sequence[int], exact: bool) -> int:
         """Commit the rows of a path; returns how many, see `Target.commit`.
@@ -180,7 +184,7 @@ class Halves:
         """
         lower = [self._kept[row] for row in path]
         if self.adaptive is not None:
-            self.adaptive.observe(self.threshold, lambda t: self._would(lower, t))
+            self.adaptive.observe(self.threshold, lambda t: self._outcome(lower, t))
         if not exact:
             self.cache.compact_both(lower, path)
             return len(path)
@@ -188,8 +192,8 @@ class Halves:
         self.cache.advance(proven)
         return proven
 
-    def _would(self, path: list[int], threshold: float) -> tuple[float, float]:
-        """Tokens and milliseconds of the last round, had this been its threshold.
+    def _outcome(self, path: list[int], threshold: float) -> tuple[float, float]:
+        """Tokens and milliseconds that the last round would have had with a threshold.
 
         `path` has the accepted rows, numbered as in the whole draft.
         """
@@ -197,8 +201,8 @@ class Halves:
         kept = self._keep(draft.rows, draft.scores, threshold)
         width = self.widths[bisect_left(self.widths, len(kept))]
         probes = draft.probing.of(len(kept)).total
-        upper = self._upper_times[width] + probes * (self._probe_ms or 0.0)
-        return sum(row in kept for row in path), draft.lower_ms + upper
+        upper_ms = self._upper_times[width] + probes * (self._probe_ms or 0.0)
+        return sum(row in kept for row in path), draft.lower_ms + upper_ms
 
     @staticmethod
     def _keep(rows: Rows, scores: Sequence[float], threshold: float) -> list[int]:
@@ -211,7 +215,7 @@ class Halves:
         return kept
 
     def _run_lower(self, rows: Rows, width: int) -> Bound:
-        """The lower half over a draft."""
+        """Run the lower half over a draft; gives its inputs and outputs."""
         if width not in self._lower:
             self._lower[width] = Bound(
                 self._sessions[0],
@@ -231,9 +235,10 @@ class Halves:
     def _run_upper(
         self, rows: Rows, below: Bound, kept: list[int], key: tuple[int, int, Probes]
     ) -> Answer:
-        """The upper half over the kept rows of a draft.
+        """Run the upper half over `rows`, the rows `kept` of a draft.
 
-        `key` holds the width, the number of rows that are answered for, and the probes.
+        `below` has the lower half's outputs for the whole draft. `key` holds the width,
+        the number of rows that the answer covers, and the probes.
         """
         width, answers, probes = key
         if key not in self._upper:

@@ -79,9 +79,9 @@ class Opener:
         return session
 
     def compaction(self, file: str | None) -> ort.InferenceSession | None:
-        """The session that moves cache rows, on one thread: it has nothing to compute.
+        """The session that moves cache rows; None if the bundle has no such graph.
 
-        None if the bundle has no such graph.
+        It has one thread, since it computes nothing.
         """
         if file is None:
             return None
@@ -94,7 +94,7 @@ class Opener:
         return open_session(path, "cuda", provider_options=options)
 
     def _on_cpu(self, entry: GraphEntry, weights: Weights) -> Graph:
-        """One session: a chain costs the same in a tree graph and gives the same bits.
+        """Open one session, since chains run as fast in a tree graph, with equal bits.
 
         Two sessions would hold the packed weights twice (docs/log/runtime.md).
         """
@@ -103,9 +103,9 @@ class Opener:
         return Graph(sessions, self.compaction(entry.compaction_file), HOST)
 
     def _on_cuda(self, entry: GraphEntry, weights: Weights) -> Graph:
-        """Two sessions over the same weights: chains run faster without a tree's bias.
+        """Open two sessions over shared weights: chains run faster without a bias.
 
-        Standard graphs get one session, since each would hold its own weights.
+        Standard graphs get one session, since they cannot share weights.
         """
         compaction = self.compaction(entry.compaction_file)
         memory, options = self.provider.memory, CudaOptions()
@@ -123,7 +123,7 @@ class Opener:
         return Graph(sessions, compaction, Memory(memory, copies=True), Captures())
 
     def _on_tensorrt(self, entry: GraphEntry, weights: Weights) -> Graph:
-        """An engine for passes of any width, and one for each width of decoding."""
+        """Open an engine for passes of any width, and one engine for each width."""
         contract, file = entry.widest_contract, entry.tree_file or entry.file
         widths = [width for width in WIDTHS if width <= contract.max_width]
         name = file.removesuffix(".onnx")
@@ -153,10 +153,10 @@ class Opener:
 def shared_weights(file: Path, device: str) -> dict[str, ort.OrtValue]:
     """The external weights of the contrib graph `file`, by name, copied to `device`.
 
-    Sessions that get them (`SessionOptions.add_initializer`) read them in place, so
-    they must outlive the sessions. Only contrib graphs: packed integers of standard
-    graphs have no numpy type. On the CPU it saves nothing, because each session packs
-    its weights again. Raises `ProviderError` if onnx is missing.
+    Sessions that get the weights (`SessionOptions.add_initializer`) read them in place,
+    so the weights must outlive the sessions. Standard graphs cannot be read, since
+    their packed integers have no numpy type. On the CPU sharing saves nothing, since
+    each session packs its weights again. Raises `ProviderError` if onnx is missing.
 
         open_session(tree, "cuda", shared=shared_weights(chain, "cuda"))
     """
@@ -184,7 +184,7 @@ def _import_onnx() -> Any:
         import onnx
     except ImportError as error:
         raise ProviderError(
-            "two graphs share their weights on a GPU, and reading those needs onnx; "
-            "pip install 'jetdraft[gpu]'"
+            "two graphs share their weights on a GPU, and to read the weights needs "
+            "onnx; pip install 'jetdraft[gpu]'"
         ) from error
     return onnx

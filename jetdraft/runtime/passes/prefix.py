@@ -1,11 +1,11 @@
 """The rows of an earlier text that a target's buffers still hold.
 
-A prompt that begins like that text is not read again as far as the two agree. A row's
-keys and values depend on its prefix, and on the last bits of the kernels that computed
-it. Prompts are read in passes whose rows are bit for bit those of decoding
-(`Widths.prefills_agree`), so a kept row is the row that would be computed, and the text
-cannot depend on earlier texts. An exact generation does not take the rows of an inexact
-one. A prefix can be saved to a file.
+The part of a prompt that is equal to the beginning of that text is not read again. The
+keys and values of a row depend on the tokens before it, and their last bits depend on
+the kernels that computed them. Prompts are read in passes whose rows are bit for bit
+those of decoding (`Widths.prefills_agree`). So a kept row has the bits that a new pass
+would compute, and the text cannot depend on earlier texts. An exact generation does not
+use rows that an inexact generation left. A prefix can be saved to a file.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ class Prefix:
         self.forget()
 
     def forget(self) -> None:
-        """Read the next prompt from its beginning."""
+        """Keep no rows, so that the next prompt is read from its beginning."""
         self._tokens: Int64s = np.zeros(0, np.int64)
         self._exact = False
         self._passes = -1
 
     def keep(self, prompt: Sequence[int], exact: bool) -> int:
-        """How many rows of a prompt are in the buffers; its last row never counts.
+        """How many rows of a prompt may stay in the buffers, never its last row.
 
-        0 if somebody else has run the target since.
+        0 if something else has run the target since.
         """
         if self.target.passes != self._passes or (exact and not self._exact):
             return 0
-        return min(common(self._tokens, prompt), len(prompt) - 1)
+        return min(common_length(self._tokens, prompt), len(prompt) - 1)
 
     def restore(self, tokens: Sequence[int], exact: bool) -> None:
-        """Somebody else has put the rows of these tokens into the buffers."""
+        """Note that the buffers now hold the rows of these tokens."""
         self._tokens = np.asarray(tokens, np.int64)
         self._exact = exact
         self._passes = self.target.passes
 
     def hold(self, sequence: Sequence[int], exact: bool) -> None:
-        """A generation has ended; the buffers hold its committed rows."""
+        """Note that a generation has ended, whose committed rows are in the buffers."""
         self.restore(sequence[: self.target.cache.length], exact)
 
 
-def common(one: Sequence[int] | Int64s, other: Sequence[int] | Int64s) -> int:
-    """The length of the longest common beginning."""
+def common_length(one: Sequence[int] | Int64s, other: Sequence[int] | Int64s) -> int:
+    """The length of the longest beginning that both sequences share."""
     length = min(len(one), len(other))
     differ = np.flatnonzero(np.asarray(one[:length]) != np.asarray(other[:length]))
     return int(differ[0]) if len(differ) else length
@@ -74,7 +74,7 @@ TOKENS, IDENTITY = "tokens", "identity"
 def save_prefix(
     file: Path, tokens: list[int], caches: dict[str, Cache], identity: dict[str, Any]
 ) -> None:
-    """Write the rows of `tokens`, which all caches hold, to an npz file.
+    """Write the rows of `tokens` from all caches, which must hold them, to an npz file.
 
     `identity` says what the rows depend on. Raises `OutputError`.
     """
@@ -105,22 +105,22 @@ def load_prefix(
     refusal = BundleError(f"{file} is not a saved prefix; save it again")
     arrays = read_arrays(file, refusal)
     try:
-        stored = json.loads(str(arrays[IDENTITY]))
+        origin = json.loads(str(arrays[IDENTITY]))
         tokens: list[int] = arrays[TOKENS].tolist()
     except (KeyError, ValueError) as error:
         raise refusal from error
-    if not isinstance(stored, dict) or stored.get("bundle") != identity["bundle"]:
+    if not isinstance(origin, dict) or origin.get("bundle") != identity["bundle"]:
         raise BundleError(
             f"{file} was saved with another bundle; save it again with this one"
         )
-    wanted = {
+    shapes = {
         f"{owner}/{name}": (*buffer.shape()[:2], len(tokens), buffer.shape()[3])
         for owner, cache in caches.items()
         for name, buffer in cache.buffers.items()
     }
-    if any(name not in arrays or arrays[name].shape != wanted[name] for name in wanted):
+    if any(name not in arrays or arrays[name].shape != shapes[name] for name in shapes):
         raise refusal
     for owner, cache in caches.items():
-        own = {name: arrays[f"{owner}/{name}"] for name in cache.buffers}
-        cache.restore(own, len(tokens))
-    return tokens, stored == identity
+        rows = {name: arrays[f"{owner}/{name}"] for name in cache.buffers}
+        cache.restore(rows, len(tokens))
+    return tokens, origin == identity

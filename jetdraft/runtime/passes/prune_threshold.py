@@ -1,22 +1,23 @@
-"""The pruning threshold that pays most, from what the rounds have shown."""
+"""Chooses the pruning threshold that pays most, by what earlier rounds have shown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 CHOICES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
-"""Probabilities that a drafted row needs to be kept."""
+"""The thresholds: a drafted row stays if its probability is at least this."""
 
 
 class Threshold:
-    """Which of `CHOICES` would have committed most tokens per second.
+    """Picks from `CHOICES` what would have committed most tokens per second.
 
-    A round that pruned at one threshold shows what any higher one would have kept,
-    committed and cost. Now and then a round keeps all, to show the lower ones too.
+    A round that pruned at one threshold shows what any higher threshold would have
+    kept, committed and cost. Every `REFRESH` rounds a round keeps all rows, to show
+    this for the lower thresholds too.
 
         threshold = Threshold()
         used = threshold.choose()
-        threshold.observe(used, lambda least: (tokens, milliseconds))
+        threshold.observe(used, lambda higher: (tokens, milliseconds))
     """
 
     MEMORY = 0.97
@@ -36,11 +37,15 @@ class Threshold:
         return CHOICES[values.index(max(values))]
 
     def observe(
-        self, used: float, would: Callable[[float], tuple[float, float]]
+        self, used: float, outcome: Callable[[float], tuple[float, float]]
     ) -> None:
-        """A round pruned at `used`; `would` gives tokens and ms of a higher one."""
-        for index, least in enumerate(CHOICES):
-            if least >= used:
-                tokens, ms = would(least)
+        """Learn from a round that pruned at `used`.
+
+        `outcome` gives the tokens and milliseconds that the round would have had with
+        the same or a higher threshold.
+        """
+        for index, threshold in enumerate(CHOICES):
+            if threshold >= used:
+                tokens, ms = outcome(threshold)
                 self._tokens[index] = self._tokens[index] * self.MEMORY + tokens
                 self._ms[index] = self._ms[index] * self.MEMORY + ms

@@ -27,9 +27,9 @@ class StepSessions:
     """A session for any pass, and further sessions that run some passes faster.
 
     `chain` runs passes that do not branch; it has no attention bias, which some kernels
-    run faster. `fixed` has sessions for passes of one width each, by width; a pass gets
-    the narrowest that holds it, and padding rows. `weights` are kept alive for the
-    sessions that share them.
+    run faster. `fixed` has sessions that each run passes of one width only, by width; a
+    pass runs in the narrowest of them that holds its rows, filled up with padding rows.
+    `weights` are kept alive for the sessions that share them.
 
         sessions = StepSessions(session, contract, fixed={4: narrow, 8: wide})
         sessions.width(3, room=100)         # 4

@@ -64,14 +64,15 @@ class Target(Protocol):
     ) -> tuple[Rows, Answer]:
         """Run a draft in a pass of that width, and probes beside it.
 
-        Gives the rows that were run, which may be fewer, and the answer for them.
+        Gives the rows that were run, which may be only a part of the draft, and the
+        answer for them.
         """
         ...
 
     def commit(self, path: Sequence[int], exact: bool) -> int:
         """Commit the rows of a path of the last pass; returns how many.
 
-        An `exact` commit ends where the path leaves a gap in the buffer; any other
-        moves the rows behind a gap together.
+        An `exact` commit ends where the path leaves a gap in the buffer; an inexact
+        commit closes the gaps by moving the rows behind them.
         """
         ...

@@ -1,4 +1,4 @@
-"""How many rows a round is worth, none included, and who proposes them."""
+"""Decides who proposes in a round and how many rows; a round may have no draft."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from jetdraft.runtime.proposers.proposer import Proposer
 
 @dataclass(frozen=True)
 class Assignment:
-    """Ask `proposer` for `budget` rows; None means a round without a draft.
+    """Ask `proposer` for `budget` rows; without a proposer the round has no draft.
 
-    `parents` asks for a tree of that shape. The round's pass carries the probes of
-    `probing`, whose answers are drafts of the next round.
+    `parents` asks for a tree of that shape. The rows of the round's pass carry probes
+    as `probing` says; the answers of the probes become the draft of the next round.
     """
 
     proposer: Proposer | None
@@ -32,13 +32,14 @@ class Assignment:
 PLAIN = Assignment(None, 0)
 
 MARGIN = 1.02
-"""A longer draft must promise this much more: its rates rest on less evidence."""
+"""A plan replaces a simpler plan if it promises this many times its value, since its
+rates rest on less evidence."""
 
 NEGLIGIBLE = 0.01
 """Drafted tokens with a smaller chance of being right are not planned."""
 
 MOST_SIBLINGS = 3
-"""Siblings beside the first one, in trees that a controller plans."""
+"""A row of a planned tree has at most this many children beside its first child."""
 
 
 class Controller(Protocol):
@@ -65,7 +66,7 @@ class Fixed:
         self.num_draft_tokens = num_draft_tokens
 
     def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
-        """The fixed length, or as much of it as fits."""
+        """A draft of the fixed length, or the part of it that fits."""
         if self.proposer is None:
             return PLAIN
         probing = Probing(min(self.num_draft_tokens, self.proposer.traits.probes))
@@ -84,7 +85,7 @@ def _limit(proposer: Proposer, room: int, offers: Mapping[Proposer, int]) -> int
 
 
 class _Promise(NamedTuple):
-    """A possible draft of `length` rows, `depth` deep, and what it promises.
+    """A possible draft of `length` rows and `depth` levels, and what it promises.
 
     tokens   the expected tokens that a round with it commits
     chance   the chance that the whole draft is right
@@ -102,7 +103,7 @@ class _Steady(NamedTuple):
     """A way to go on round after round with the same probes.
 
     value     its expected tokens per millisecond
-    prepared  the tokens that a draft at hand is worth at the start of a round
+    prepared  how many tokens more a round is worth if probes have drafted for it
     """
 
     probing: Probing
@@ -151,20 +152,20 @@ class Adaptive:
     def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
         """The best draft under the current estimates."""
         best, best_value = self._without_probes(room, offers)
-        chosen = None
+        winner = None
         for proposer in self.proposers:
             for steady in self._steady(proposer):
                 if steady.value > MARGIN * best_value:
-                    chosen, best_value = steady, steady.value
-        return best if chosen is None else self._with_probes(room, offers, chosen)
+                    winner, best_value = steady, steady.value
+        return best if winner is None else self._with_probes(room, offers, winner)
 
     def _without_probes(
         self, room: int, offers: Mapping[Proposer, int]
     ) -> tuple[Assignment, float]:
-        """The draft that promises most tokens per ms, and that value."""
+        """The draft that promises most tokens per ms, and how many it promises."""
         best, best_value = PLAIN, 1.0 / self._pass_ms(1, NO_PROBING)
-        for draft, promise, spent in self._drafts(room, offers, NO_PROBING):
-            value = promise.tokens / spent
+        for draft, promise, spent_ms in self._drafts(room, offers, NO_PROBING):
+            value = promise.tokens / spent_ms
             if value > MARGIN * best_value:
                 best, best_value = draft, value
         return best, best_value
@@ -172,21 +173,22 @@ class Adaptive:
     def _with_probes(
         self, room: int, offers: Mapping[Proposer, int], steady: _Steady
     ) -> Assignment:
-        """The draft of this round that is worth most if the next rounds go on so.
+        """The draft that is worth most if the next rounds have the same probes.
 
             worth = tokens - value * spent + chance * prepared
 
-        Time is paid with the tokens that it would bring in the long run (`value`), and
-        with that chance the next round starts with a draft at hand (`prepared`).
+        `value * spent` are the tokens that the same time brings in the long run.
+        `chance` is the chance that this round's probes draft for the next round, which
+        is then worth `prepared` tokens more.
         """
         probing, best = steady.probing, Assignment(None, 0, steady.probing)
-        spent = self._pass_ms(1, probing)
-        best_worth = 1.0 - steady.value * spent + steady.prepared
-        for draft, promise, spent in self._drafts(room, offers, probing):
+        spent_ms = self._pass_ms(1, probing)
+        best_worth = 1.0 - steady.value * spent_ms + steady.prepared
+        for draft, promise, spent_ms in self._drafts(room, offers, probing):
             if probing.last_only and promise.parents is not None:
                 continue  # the accepted path seldom ends at the last row of a tree
             chance = promise.chance if probing.last_only else 1.0
-            worth = promise.tokens - steady.value * spent + chance * steady.prepared
+            worth = promise.tokens - steady.value * spent_ms + chance * steady.prepared
             if worth > best_worth:
                 best, best_worth = draft, worth
         return best
@@ -198,23 +200,23 @@ class Adaptive:
         for proposer in self.proposers:
             traits = proposer.traits
             if traits.probes and not probing.streams:
-                continue  # its drafts cost probes, see `_steady`
+                continue  # it drafts with probes, and this round has none
             limit = min(self.max_draft_tokens, _limit(proposer, room, offers))
             token_ms = self.curve.drafts.get(traits.name, 0.0)
             for promise in self._promises(proposer, limit):
                 length = promise.length
                 branches = promise.parents is not None
-                spent = self._pass_ms(length + 1, probing, branches) + length * token_ms
+                ms = self._pass_ms(length + 1, probing, branches) + length * token_ms
                 draft = Assignment(proposer, length, probing, promise.parents)
-                yield draft, promise, spent
+                yield draft, promise, ms
 
     def _steady(self, proposer: Proposer) -> Iterator[_Steady]:
         """The ways to go on with a proposer's probes.
 
-        If every row carries probes, each round has a draft. If only the last row does,
-        a wrong token leaves the next round without a draft:
+        If every row carries probes, each round has a draft. If only the last row
+        carries them, a wrong token leaves the next round without a draft:
 
-            p  the chance that a draft is right as a whole
+            p  the chance that a whole draft is right
             T  the tokens of a round with a draft, t its milliseconds
             u  the milliseconds of a round without a draft, which commits 1 token
             value    = (T + 1 - p) / (t + (1 - p) u)
@@ -224,15 +226,16 @@ class Adaptive:
             return
         limit = min(self.max_draft_tokens, proposer.traits.max_draft_tokens)
         for length, depth, tokens, chance, parents in self._promises(proposer, limit):
-            every, last = Probing(depth), Probing(depth, last_only=True)
-            spent = self._pass_ms(length + 1, every, parents is not None)
-            yield _Steady(every, tokens / spent, 0.0)
+            every_row, last_row = Probing(depth), Probing(depth, last_only=True)
+            pass_ms = self._pass_ms(length + 1, every_row, parents is not None)
+            yield _Steady(every_row, tokens / pass_ms, 0.0)
             if parents is not None:
                 continue
-            whole, bare = self._pass_ms(length + 1, last), self._pass_ms(1, last)
-            value = (tokens + 1 - chance) / (whole + (1 - chance) * bare)
-            prepared = (tokens - 1 - value * (whole - bare)) / (2 - chance)
-            yield _Steady(last, value, prepared)
+            draft_ms = self._pass_ms(length + 1, last_row)
+            plain_ms = self._pass_ms(1, last_row)
+            value = (tokens + 1 - chance) / (draft_ms + (1 - chance) * plain_ms)
+            prepared = (tokens - 1 - value * (draft_ms - plain_ms)) / (2 - chance)
+            yield _Steady(last_row, value, prepared)
 
     def _promises(self, proposer: Proposer, limit: int) -> Iterator[_Promise]:
         """The promises of chains of 1, 2, ... tokens, and of trees."""
@@ -254,21 +257,24 @@ class Adaptive:
     ) -> Iterator[_Promise]:
         """The promises of the likeliest trees that fill a pass.
 
-        In an exact generation an accepted row off the first path is run again, so it is
-        worth a token less the time of a row.
+        In an exact generation the next pass runs an accepted row again, unless the row
+        is on the first path. So the row is worth one token minus the cost of a row.
         """
-        row = (self.curve.pass_ms(WIDEST) - self.curve.pass_ms(1)) / (WIDEST - 1)
-        worth = 1.0 - row / self.curve.pass_ms(1) if self.exact else 1.0
+        plain_ms = self.curve.pass_ms(1)
+        row_ms = (self.curve.pass_ms(WIDEST) - plain_ms) / (WIDEST - 1)
+        # A round without a draft commits one token in `plain_ms`.
+        row_tokens = row_ms / plain_ms
+        worth = 1.0 - row_tokens if self.exact else 1.0
         others = self.acceptance[proposer.traits.name].shares(MOST_SIBLINGS)
-        if worth * (1.0 - min(rates)) * others[0] < row / self.curve.pass_ms(1):
+        if worth * (1.0 - min(rates)) * others[0] < row_tokens:
             return  # not even the best branch pays for its row
         parents, chances = best_tree(limit, rates, others)
         tokens, depths, on_first_path = 1.0, [0], [True]
         for index, (parent, chance) in enumerate(zip(parents, chances, strict=True)):
             depths.append(depths[parent] + 1)
-            first = on_first_path[parent] and parent not in parents[:index]
-            on_first_path.append(first)
-            tokens += chance * (1.0 if first else worth)
+            on_path = on_first_path[parent] and parent not in parents[:index]
+            on_first_path.append(on_path)
+            tokens += chance * (1.0 if on_path else worth)
             length = index + 1
             if length + 1 in self.widths and not all(on_first_path):
                 yield _Promise(
@@ -278,10 +284,10 @@ class Adaptive:
     def _pass_ms(self, rows: int, probing: Probing, branches: bool = False) -> float:
         """The milliseconds of a pass that holds `rows` rows and their probes."""
         probes = probing.of(rows).total if probing.streams else 0
-        width, extra = self.widths[rows], probes * self.curve.probe
+        width, probes_ms = self.widths[rows], probes * self.curve.probe
         if branches:
-            return extra + self.curve.tree_ms(width, self.exact)
-        return extra + self.curve.pass_ms(width)
+            return probes_ms + self.curve.tree_ms(width, self.exact)
+        return probes_ms + self.curve.pass_ms(width)
 
     def observe(self, round_: Round) -> None:
         """Update the rates and the curve."""

@@ -24,7 +24,7 @@ _RANGES = {"num_draft_tokens": between(1, MAX_DRAFT_TOKENS, optional=True)}
 class Drafting:
     """How a generation drafts; raises `OptionError` where options contradict.
 
-    method            a method's name, several as in "draft,lookup", "auto" or "none"
+    method            "auto", "none", or names of methods, for example "draft,lookup"
     num_draft_tokens  the length of every draft; None lets a controller choose it, and
                       with several methods it is the longest draft
     exact             keep to the text of plain decoding, bit for bit
@@ -68,8 +68,8 @@ class Drafting:
             self._refuse_settings()
             return {}
         registered = methods()
-        asked = registered if self.names == (AUTO,) else self.names
-        types = {name: registered[name].options for name in asked}
+        names = registered if self.names == (AUTO,) else self.names
+        types = {name: registered[name].options for name in names}
         if not self.settings:
             return {name: options() for name, options in types.items()}
         own_type = type(self.settings)
@@ -79,19 +79,19 @@ class Drafting:
                 "options of that method",
                 "drafting",
             )
-        own = {name: options.option_names() for name, options in types.items()}
-        keys = dict.fromkeys(key for names in own.values() for key in names)
+        keys_of = {name: options.option_names() for name, options in types.items()}
+        all_keys = dict.fromkeys(key for keys in keys_of.values() for key in keys)
         for key in self._settings:
-            if key not in keys:
-                raise unknown_key(key, tuple(keys))
+            if key not in all_keys:
+                raise unknown_key(key, tuple(all_keys))
         return {
             name: types[name].of({k: v for k, v in self._settings.items() if k in keys})
-            for name, keys in own.items()
+            for name, keys in keys_of.items()
         }
 
     @property
     def _settings(self) -> Mapping[str, object]:
-        """The settings by name, those of an object that are not its defaults."""
+        """The settings by name; of an options object, those that are not defaults."""
         settings = self.settings
         if isinstance(settings, Mapping):
             return settings
@@ -105,25 +105,25 @@ class Drafting:
 
     @property
     def user(self) -> str:
-        """Who keeps the response in the store; "" for the nameless user."""
-        stored = (o for o in self.options.values() if isinstance(o, StoreOptions))
-        return next((options.user for options in stored if options.user), "")
+        """The user whose store keeps the response; "" where no user is named."""
+        options = (o for o in self.options.values() if isinstance(o, StoreOptions))
+        return next((option.user for option in options if option.user), "")
 
     @property
     def sized(self) -> MethodOptions | None:
-        """The options that choose the size of every draft instead of a controller."""
-        sized = (o for o in self.options.values() if o.draft_size is not None)
-        return next(sized, None)
+        """The options that fix the size of every draft, so no controller chooses it."""
+        options = (o for o in self.options.values() if o.draft_size is not None)
+        return next(options, None)
 
     def _refuse_settings(self) -> None:
-        """Plain decoding drafts nothing."""
+        """Refuse options of drafting, since plain decoding drafts nothing."""
         count = self.num_draft_tokens
-        counted = {} if count is None else {"num_draft_tokens": count}
-        for key in {**self._settings, **counted}:
+        length = {} if count is None else {"num_draft_tokens": count}
+        for key in {**self._settings, **length}:
             raise OptionError(
                 f"{key.replace('_', ' ')} has no meaning with method none; leave one "
                 "of them out",
-                key if key in counted else "drafting",
+                key if key in length else "drafting",
             )
 
     def _check_names(self) -> None:
@@ -136,7 +136,7 @@ class Drafting:
             )
         if len(set(names)) < len(names):
             raise OptionError(
-                f"method {self.method!r} names a method twice; name each once", "method"
+                f"method {self.method!r} names a method twice; name it once", "method"
             )
         for name in names:
             if name not in (NONE, AUTO, *registered):

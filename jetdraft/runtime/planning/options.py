@@ -58,15 +58,15 @@ class Options:
     drafting    which methods draft, and with which options, see `Drafting`
     ending      when the text ends, see `Ending`
     constraint  a JSON schema, a regular expression or a grammar (Lark's notation) that
-                the text must match, as far as `max_new_tokens` lets it come
-    logprobs    give the log probability of each token, and of so many others
+                the text must match; `max_new_tokens` may end the text before
+    logprobs    give the log probability of each token, and of this many best tokens
 
         Options.of(max_new_tokens=64, temperature=0.8, drafting={"tree": "best"})
     """
 
     sampling: Sampling = Sampling()
     penalties: Penalties = Penalties()
-    # A factory: the registry loads other packages, which may import jetdraft.
+    # A factory, since `Drafting` loads the packages of methods, which import jetdraft.
     drafting: Drafting = field(default_factory=Drafting)
     ending: Ending = Ending()
     constraint: Constraint | None = None
@@ -89,19 +89,19 @@ class Options:
         """
         rest: dict[str, Any] = dict(options)
 
-        def taken(names: Sequence[str]) -> dict[str, Any]:
+        def take(names: Sequence[str]) -> dict[str, Any]:
             return {name: rest.pop(name) for name in names if name in rest}
 
-        settings, sampling = rest.pop("drafting", {}), taken(_names(Sampling))
+        settings, sampling = rest.pop("drafting", {}), take(_names(Sampling))
         if sampling.get("seed") is None:
             sampled = bool(sampling.get("temperature"))
             sampling["seed"] = secrets.randbits(32) if sampled else 0
         parts = {
             "sampling": Sampling(**sampling),
-            "penalties": Penalties(**taken(_names(Penalties))),
-            "ending": Ending(**taken(_names(Ending))),
-            "drafting": Drafting(**taken(_DRAFTING_FIELDS), settings=settings),
-            "constraint": Constraint.of(**taken(_CONSTRAINT_FIELDS)),
+            "penalties": Penalties(**take(_names(Penalties))),
+            "ending": Ending(**take(_names(Ending))),
+            "drafting": Drafting(**take(_DRAFTING_FIELDS), settings=settings),
+            "constraint": Constraint.of(**take(_CONSTRAINT_FIELDS)),
             "logprobs": rest.pop("logprobs", None),
         }
         for name in rest:

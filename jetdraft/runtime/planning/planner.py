@@ -140,7 +140,7 @@ class Planner:
     def _controller(
         self, drafting: Drafting, proposers: Sequence[Proposer]
     ) -> Controller:
-        """A fixed plan, or measured times and running acceptance."""
+        """The controller: a fixed plan, or a plan by measured times and acceptance."""
         count, sized = drafting.num_draft_tokens, drafting.sized
         if not proposers:
             return Fixed(None, 0)
@@ -181,11 +181,11 @@ class Planner:
             )
 
     def _check_fits(self, drafting: Drafting, options: MethodOptions) -> None:
-        """A tree of a given size must fit into a pass whole."""
+        """Refuse a tree of a given size that does not fit into one pass."""
         widest, size = max(self.widths(drafting)), options.draft_size or 0
         if options.sized and size > widest - 1:
             raise OptionError(
                 f"the tree has {size} rows, a pass of this bundle holds {widest - 1} "
-                "beside the root; make it smaller or export with a larger --max-width",
+                "beside the root; give a smaller tree or export with more --max-width",
                 "drafting",
             )

@@ -23,7 +23,7 @@ from jetdraft.runtime.proposers.method import Method
 GROUP = "jetdraft.methods"
 
 AUTO, NONE = "auto", "none"
-"""In place of a method: whichever promises most, and plain decoding."""
+"""Names in place of a method: the methods that promise most, and plain decoding."""
 
 _MODULES = (lookup, draft, stream, recall, trigram, cascade)
 
@@ -34,7 +34,7 @@ def _registered() -> dict[str, Method[Any]]:
     for entry in entry_points(group=GROUP):
         try:
             method = entry.load()
-        except Exception as error:  # whatever a foreign package raises
+        except Exception as error:  # another package may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
             _warn(entry.name, f"it cannot be loaded ({reason})")
             continue
@@ -65,7 +65,7 @@ def methods_of(bundle: Bundle) -> tuple[str, ...]:
 
 @contextmanager
 def registered(method: Method[Any]) -> Iterator[None]:
-    """Register a method for a while, for example in a test or a benchmark.
+    """Register a method inside the block, for example in a test or a benchmark.
 
     with registered(Method("repeat", "the last token", make)):
         model.generate(prompt, method="repeat")

@@ -28,7 +28,7 @@ REVIEWED = 5
 class CascadeProposer(DraftProposer):
     """An independent drafter that reviews the tokens of `below`.
 
-    Its tokens are the ones that it would draft by itself: `below` only saves passes.
+    The drafted tokens are those that it would draft by itself; `below` saves passes.
 
         CascadeProposer(follower, LookupProposer()).propose(context, budget=8)
     """
@@ -57,12 +57,13 @@ class CascadeProposer(DraftProposer):
     def _below(
         self, context: Sequence[int], drafted: list[int], count: int
     ) -> list[int]:
+        """What the cheaper proposer drafts after a context and `drafted` tokens."""
         if drafted:
             return self.below.after(drafted, count)
         return self.below.propose(context, count).tokens[1:]
 
     def _review(self, context: list[int], guess: list[int]) -> list[int]:
-        """The drafter's choices after a context, up to its first other choice."""
+        """The drafter's choices after a context, up to its first that is no guess."""
         answer = self._follower.review(context, guess)
         positions = range(len(context), len(context) + 1 + len(guess))
         chosen = self._chooser.choose(answer, positions)
@@ -83,6 +84,6 @@ METHOD = Method(
     _make,
     StoreOptions,
     lacks=lacks_drafter,
-    # It competes with the drafter that it is made of.
+    # It would compete with `draft`, which runs the same drafter.
     in_auto=lambda options: False,
 )

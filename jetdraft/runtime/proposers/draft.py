@@ -1,4 +1,4 @@
-"""Drafting with a small model of its own (Leviathan et al., 2211.17192)."""
+"""Drafting with a second, small model, the drafter (Leviathan et al., 2211.17192)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME = "draft"
 
 @dataclass(frozen=True)
 class DraftOptions(TreeOptions):
-    """A drafter's trees, and the rule that ends its chains early.
+    """The shape of a drafter's drafts, and the rule that ends its chains early.
 
     stopping        "confidence", "product" or "learned", see `DraftStop`
     stop_threshold  the probability that the rule compares with
@@ -58,9 +58,9 @@ class DraftOptions(TreeOptions):
 
 
 class DraftProposer(Proposer):
-    """An independent drafter that chooses with the target's noise; drafts chains.
+    """Drafts chains with an independent drafter, which chooses with the target's noise.
 
-    With `stopping` a draft ends where that rule doubts it. Several proposers may share
+    With `stopping` a draft ends where this rule doubts it. Several proposers may share
     a drafter through one follower.
 
         DraftProposer(Follower(graph)).propose([5, 8, 9], budget=3)
@@ -84,11 +84,11 @@ class DraftProposer(Proposer):
 
     @property
     def session_seconds(self) -> float:
-        """Seconds inside the drafter's `session.run`."""
+        """The seconds inside the drafter's `session.run`."""
         return self.graph.seconds
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Forget the last sequence, except for the tokens that this one begins with."""
+        """Forget the last sequence, except for the beginning that the prompt shares."""
         self._follower.begin(prompt)
         self._chooser = chooser
 
@@ -111,10 +111,10 @@ class DraftProposer(Proposer):
 
 
 class TreeProposer(DraftProposer):
-    """An independent drafter whose draft has a `shape` and siblings of a `kind`.
+    """Drafts trees of a `shape` with siblings of a `kind`, with an independent drafter.
 
-    The drafter's rows of a tree are never committed: the accepted tokens are fed again
-    with the next context, in one pass.
+    The drafter's rows of a tree are never committed in its cache: the accepted tokens
+    are fed again with the next context, in one pass.
 
         TreeProposer(follower, Best(), Kind.COUPLED).propose(context, budget=8)
     """
@@ -130,39 +130,39 @@ class TreeProposer(DraftProposer):
         root, kind = context[-1], self.traits.kind
         tree = Tree(kind, self._chooser.sampling, len(context), budget, [root])
         answer = self._follower.follow(context)
-        answered = {0: self._chooser.draft_distribution(answer)}
-        # Where the drafter's cache holds a row of the tree; the root is committed.
+        answers = {0: self._chooser.draft_distribution(answer)}
+        # The slot of each row of the tree in the drafter's cache, from the cursor on.
         slots: dict[int, int] = {}
-        while asked := self.shape.grow(tree, answered):
+        while rows := self.shape.grow(tree, answers):
             # A wide level is cut, and a full buffer ends the draft.
             room = self.graph.cache.room - len(slots)
-            asked = asked[: min(self.graph.contract.max_width, room)]
-            if not asked:
+            rows = rows[: min(self.graph.contract.max_width, room)]
+            if not rows:
                 break
-            answered = self._ask(tree, asked, slots)
+            answers = self._ask(tree, rows, slots)
         return self.shape.finish(tree).depth_first()
 
     def _ask(
-        self, tree: Tree, asked: list[int], slots: dict[int, int]
+        self, tree: Tree, rows: list[int], slots: dict[int, int]
     ) -> dict[int, Distribution]:
-        """The drafter's distributions after the `asked` rows."""
+        """Run rows of the tree; gives the drafter's distributions after them."""
         filled = len(slots)
-        ancestors = [[slots[row] for row in tree.path(r)[1:-1]] for r in asked]
+        ancestors = [[slots[r] for r in tree.path(row)[1:-1]] for row in rows]
         answer = self.graph.run_branches(
-            [tree.tokens[row] for row in asked],
-            [tree.depths[row] - 1 for row in asked],
+            [tree.tokens[row] for row in rows],
+            [tree.depths[row] - 1 for row in rows],
             ancestors,
             filled,
         )
-        slots.update((row, filled + i) for i, row in enumerate(asked))
+        slots.update((row, filled + i) for i, row in enumerate(rows))
         return {
             row: self._chooser.draft_distribution(answer.rows(slice(i, i + 1)))
-            for i, row in enumerate(asked)
+            for i, row in enumerate(rows)
         }
 
 
 def drafter_of(parts: Parts, method: str) -> Follower:
-    """The drafter of a bundle; `OptionError` where there is none."""
+    """The drafter of a bundle; raises `OptionError` if there is no drafter."""
     if parts.follower is None:
         raise OptionError(
             f"{method} needs a drafter; export with --drafter, and do not pass "
@@ -173,7 +173,7 @@ def drafter_of(parts: Parts, method: str) -> Follower:
 
 
 def lacks_drafter(bundle: Bundle) -> str:
-    """What a bundle needs to draft with a drafter."""
+    """What an export must add to a bundle for a drafter; "" if nothing."""
     return "" if bundle.drafter else "export with --drafter"
 
 

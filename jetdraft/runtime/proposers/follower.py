@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.passes.prefix import common
+from jetdraft.runtime.passes.prefix import common_length
 
 
 class Follower:
@@ -24,11 +24,11 @@ class Follower:
         self._passes = -1
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Start a new sequence; its common beginning with the last one stays."""
+        """Start a new sequence; the beginning that the last sequence shares stays."""
         if self.graph.passes != self._passes:
             self.forget()  # somebody else has used the buffers
             return
-        kept = common(self._fed, prompt)
+        kept = common_length(self._fed, prompt)
         del self._fed[kept:]
         self.graph.cache.rewind(kept)
 
@@ -53,9 +53,9 @@ class Follower:
                 return answer
 
     def review(self, context: Sequence[int], guess: Sequence[int]) -> Answer:
-        """The answers for the last row of `context` and for each of a guess after it.
+        """The answers for the last row of `context` and for each row of a guess below.
 
-        The guess stays in the cache as far as the next context agrees with it.
+        The rows of the guess stay in the cache until a context differs from them.
         """
         self._keep(context)
         if len(context) + len(guess) - len(self._fed) > self.graph.contract.max_width:
@@ -65,7 +65,7 @@ class Follower:
         return answer.rows(slice(fresh - 1, None))
 
     def feed(self, tokens: Sequence[int], last_only: bool = True) -> Answer:
-        """Run tokens after what is there; the answer for the last, or for all."""
+        """Run tokens after those in the cache; answers for the last row, or for all."""
         answer = self.graph.run(tokens, last_only)
         self.graph.cache.advance(len(tokens))
         self._fed += tokens
@@ -81,12 +81,12 @@ class Follower:
     def _agreement(self, context: Sequence[int]) -> int:
         """How many tokens may stay; at least the last of `context` is fed again.
 
-        Only the tokens of the last passes can differ, so tokens farther back than the
-        widest passes are not compared.
+        Only the tokens of the last two passes can differ, so tokens before them are not
+        compared.
         """
-        most = min(len(self._fed), len(context) - 1)
-        start = max(0, most - 2 * self.graph.contract.max_width)
-        for index, token in enumerate(context[start:most], start):
+        end = min(len(self._fed), len(context) - 1)
+        start = max(0, end - 2 * self.graph.contract.max_width)
+        for index, token in enumerate(context[start:end], start):
             if self._fed[index] != token:
                 return index
-        return most
+        return end

@@ -1,9 +1,9 @@
 """Prompt lookup and suffix decoding: the text goes on as it did the last time.
 
-The longest ending of prompt and output that occurred before is looked up, and the
-tokens that followed it are drafted (PLD; SuffixDecoding, 2411.04975). The responses of
-earlier requests are looked up too; the likelier draft wins, by how often its tokens
-came next.
+The proposer looks up the longest ending of prompt and output that occurred before, and
+drafts the tokens that followed it (PLD; SuffixDecoding, 2411.04975). It looks up the
+ending in the responses to earlier requests too; the likelier draft wins, by how often
+its tokens came next.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Trait
 from jetdraft.runtime.sampling.chooser import Chooser
 
 MOST_INDEXED = 32768
-"""Tokens of earlier responses that are searched; each takes half a kilobyte."""
+"""The most tokens of earlier responses that are indexed, half a kilobyte each."""
 
 
 @dataclass(frozen=True)
 class StoreOptions(MethodOptions):
-    """`user` names whose responses are drafted from, and who keeps the new response.
+    """The `user` whose responses are drafted from, and who keeps the new response.
 
     StoreOptions(user="ann")
     """
@@ -52,9 +52,9 @@ class StoreOptions(MethodOptions):
 class LookupProposer(Proposer):
     """Matches endings in prompt and output, and in the responses of a `store`.
 
-    A draft is no longer than its match, and has at most `max_match` tokens, since
-    longer matches hold for longer. A draft that reaches the end of the sequence goes on
-    with its own beginning.
+    The draft after a longer match is right for more tokens, so a draft is no longer
+    than its match, and has at most `max_match` tokens. A draft that reaches the end of
+    the sequence goes on with its own beginning.
 
         LookupProposer().propose([1, 2, 3, 1, 2], budget=2)   # drafts 3, 1
     """
@@ -114,20 +114,20 @@ class _Earlier:
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
         self._automaton = SuffixAutomaton()
-        self._known: set[tuple[int, float]] = set()
+        self._indexed: set[tuple[int, float]] = set()
         self._place = ROOT, 0
         self._read: list[int] = []
 
     def begin(self) -> None:
         self._place, self._read = (ROOT, 0), []
         entries = self._latest()
-        if len(self._known) > 2 * len(entries):
-            self._automaton, self._known = SuffixAutomaton(), set()
+        if len(self._indexed) > 2 * len(entries):
+            self._automaton, self._indexed = SuffixAutomaton(), set()
         for entry in reversed(entries):
-            # SQLite gives ids that were deleted again.
+            # The id alone is not enough: SQLite gives the ids of deleted entries again.
             key = entry.id, entry.used
-            if key not in self._known:
-                self._known.add(key)
+            if key not in self._indexed:
+                self._indexed.add(key)
                 self._automaton.begin()
                 self._automaton.extend(entry.response)
 
@@ -166,8 +166,8 @@ def _following(
 def _goes_on(read: Sequence[int], context: Sequence[int]) -> bool:
     """Whether a context only adds to the tokens read before.
 
-    Its last tokens can be withdrawn, but never more than a pass holds, so only those
-    are compared.
+    Its last tokens can be withdrawn, but never more tokens than a pass holds, so only
+    these are compared.
     """
     start = max(0, len(read) - 32)
     return list(context[start : len(read)]) == list(read[start:])

@@ -28,7 +28,7 @@ from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.stops import StopWatcher
 
 OFF = "off"
-"""In place of the drafter's provider: run without the drafter."""
+"""The name in place of the drafter's provider to run without the drafter."""
 
 
 class LoadOptions(TypedDict, total=False):
@@ -51,7 +51,7 @@ class LoadOptions(TypedDict, total=False):
 
 
 def _check_options(options: LoadOptions) -> None:
-    """Programs may pass anything; the command line has checked its own."""
+    """Refuse wrong values; only the command line has checked its options before."""
     choices = LoadOptions.__annotations__
     for name in options:
         if name not in choices:
@@ -60,7 +60,7 @@ def _check_options(options: LoadOptions) -> None:
     for field in ("streams", "store"):
         value = options.get(field)
         if not isinstance(value, (str, Path, type(None))):
-            raise OptionError(f"{field} {value!r} is not a path; give one", field)
+            raise OptionError(f"{field} {value!r} is not a path; give a path", field)
     drafter = options.get("drafter_provider")
     if drafter not in (None, OFF, AUTO, *PROVIDERS):
         names = ", ".join((*PROVIDERS, AUTO, OFF))
@@ -103,7 +103,7 @@ class Claim:
             raise JetdraftError(self.BUSY)
 
     def cancel(self) -> None:
-        """End the generation under way at its next round; any thread may ask."""
+        """End the running generation at its next round; any thread may call this."""
         holder = self._holder
         if holder is not None:
             holder.cancelled.set()
@@ -113,8 +113,8 @@ class Parts:
     """Graphs, text, store and measurements of a loaded bundle.
 
     `follower` feeds the drafter's graph, `prefix` knows the rows in the target's
-    buffers, `widths` and `curve` were measured on this machine. Parts that are opened
-    `like` others share their sessions on the CPU, and have buffers of their own.
+    buffers, `widths` and `curve` were measured on this machine. Parts that are made
+    `like` other parts share their sessions on the CPU, and have buffers of their own.
 
         parts = Parts(Bundle.open("bundle"), {"threads": 2})
         parts.target.run([5, 8])
@@ -157,13 +157,14 @@ class Parts:
 
     @property
     def placement(self) -> str:
-        """The provider, and after a plus the drafter's where it is another."""
-        beside = self.provider
+        """The provider: "cuda", or "cuda+cpu" where the drafter has another."""
+        drafter = self.provider
         if self._drafter_opener is not None:
-            beside = self._drafter_opener.provider.name
+            drafter = self._drafter_opener.provider.name
         elif self.bundle.drafter is not None:
-            beside = OFF
-        return self.provider if beside == self.provider else f"{self.provider}+{beside}"
+            drafter = OFF
+        same = drafter == self.provider
+        return self.provider if same else f"{self.provider}+{drafter}"
 
     @property
     def caches(self) -> dict[str, Cache]:
@@ -172,10 +173,10 @@ class Parts:
         return {name: graph.cache for name, graph in graphs.items() if graph}
 
     def halves(self) -> Halves:
-        """The target in two halves, opened when first asked for.
+        """The target in two halves; the first call opens them.
 
-        On the CPU they hold the weights a second time. Raises `OptionError` where the
-        bundle has none, or on other providers than the CPU.
+        They hold the weights a second time. Raises `OptionError` if the bundle has no
+        halves, and on other providers than the CPU.
         """
         if self._halves is not None:
             return self._halves
@@ -204,11 +205,11 @@ class Parts:
     def remember(
         self, prompt: Sequence[int], response: Sequence[int], user: str = ""
     ) -> None:
-        """Keep a user's request and its response, where there is a store."""
+        """Keep a user's request and its response, if there is a store."""
         if self.store is None:
             return
-        nowhere = np.zeros(0, np.float32)
-        vector = self.similarity.vector(prompt) if self.similarity else nowhere
+        empty = np.zeros(0, np.float32)
+        vector = self.similarity.vector(prompt) if self.similarity else empty
         entry = Entry(list(prompt), list(response), vector)
         self.store.of(user).add(entry)
 
@@ -233,7 +234,7 @@ class Parts:
         return opener
 
     def _opener_beside(self, target: Opener) -> Opener | None:
-        """How the drafter is opened; None where it is off or missing."""
+        """How the drafter is opened; None if it is off or the bundle has no drafter."""
         entry, provider = self.bundle.drafter, self.options.get("drafter_provider")
         if provider is None and self.options.get("provider") in (
             None,
@@ -269,7 +270,7 @@ class Parts:
         )
 
     def _stream_weights(self) -> tuple[Weights, Weights]:
-        """New weights of the lower half, and of all other graphs."""
+        """The weights of other streams: for the lower half, and for other graphs."""
         file = self.options.get("streams")
         if file is None:
             return {}, {}

@@ -1,4 +1,4 @@
-"""What every proposer is; a generation knows nothing else of one."""
+"""The interface of all proposers; a generation knows nothing else of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jetdraft.runtime.sampling.chooser import Chooser
 
 Tokens = Sequence[int]
 Parents = Sequence[int] | None
-"""The parent of rows 1, 2, ..., 0 being the root."""
+"""The parents of rows 1, 2, ...; row 0 is the root."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Traits:
 
     name              the method's name
     max_draft_tokens  the longest draft that it makes
-    kind              how its drafts come about, see `Kind`
+    kind              how it picks the children of a row, see `Kind`
     ms_per_token      a first guess of the time of a drafted token
     probes            how many probes of the target a row can carry for it, or 0
     branches          whether it drafts a tree when a controller asks for one
@@ -41,10 +41,10 @@ class Traits:
 class Seen:
     """What one pass of the target showed, in a round or while it reads a prompt.
 
-    `rows` were run and `path` are those of them that are committed, row 0 first.
-    `answer` is valid until the target's next pass; while a prompt is read it answers
-    for the last row only. `length` counts the tokens of the sequence, the token after
-    the path's last row included.
+    `rows` were run, and `path` are the accepted rows, row 0 first. `answer` is valid
+    until the target's next pass; while a prompt is read it answers for the last row
+    only. `length` counts the tokens of the sequence, including the new token after the
+    last accepted row.
     """
 
     length: int
@@ -67,13 +67,13 @@ class Proposer(ABC):
 
     @property
     def session_seconds(self) -> float:
-        """Its time inside `session.run` so far."""
+        """The time that it spent inside `session.run` so far."""
         return 0.0
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         """Start a new generation and forget the last one.
 
-        `chooser` is the target's own.
+        `chooser` is the chooser that picks the target's tokens.
         """
 
     @abstractmethod

@@ -1,10 +1,10 @@
-"""Drafting from the responses to similar requests; agents send such requests often.
+"""Drafting from the responses to similar requests; agents often repeat their requests.
 
 Two requests are similar if their mean embeddings point the same way (as in AdaPLD and
-in semantic caches; here the responses only become drafts). Where the earlier request
-had other words, its response is read with the words of the new request in their place.
-The proposer follows the response as the output grows; where the output leaves it, the
-proposer looks for the next place that fits the last tokens.
+in semantic caches; here the responses only become drafts). Where the two requests have
+different words, the words of the new request replace the words of the earlier request
+in its response. The proposer follows the response as the output grows. Where the output
+differs, the proposer searches the response for the last tokens of the output.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Trait
 from jetdraft.runtime.sampling.chooser import Chooser
 
 ALIKE = 0.8
-"""Requests with at least this cosine count as similar."""
+"""Requests count as similar if the cosine of their embeddings is at least this."""
 
 MOST_ALIKE = 4
-"""Entries whose responses are followed."""
+"""The most entries whose responses are followed."""
 
 LONGEST_SLOT = 32
-"""Tokens that one replacement may have."""
+"""The most tokens that a replacement takes out or puts in."""
 
 LONGEST_ENDING = 3
-"""Tokens that must fit where a place is looked for."""
+"""The most last tokens of the output that are searched for in a response."""
 
 AHEAD = 64
-"""Tokens of a response that are searched for a lost place."""
+"""How many tokens ahead a response is searched."""
 
 
 class RecallProposer(Proposer):
-    """Follows the responses to the most similar requests of a `store`.
+    """Follows the responses to those requests of a `store` that are most similar.
 
     RecallProposer(store, similarity).propose(context, budget=8)
     """
@@ -58,20 +58,20 @@ class RecallProposer(Proposer):
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         """Look for similar requests."""
         self._prompt_tokens, self._read = len(prompt), []
-        entries = self.store.entries
-        here = self.similarity.vector(prompt)
-        alike = [e for e in entries if e.vector.shape == here.shape]
-        scored = [(float(e.vector @ here), e) for e in alike]
-        # The latest of equals comes first, as in the store.
-        scored.sort(key=lambda pair: -pair[0])
+        vector = self.similarity.vector(prompt)
+        # An entry that was kept without a similarity table has an empty vector.
+        entries = [e for e in self.store.entries if e.vector.shape == vector.shape]
+        scored_entries = [(float(e.vector @ vector), e) for e in entries]
+        # Among entries of the same cosine the latest stays first, as in the store.
+        scored_entries.sort(key=lambda pair: -pair[0])
         self._scripts = [
             Script(adapted(entry.prompt, entry.response, prompt))
-            for cosine, entry in scored[:MOST_ALIKE]
+            for cosine, entry in scored_entries[:MOST_ALIKE]
             if cosine >= ALIKE
         ]
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """What comes next in the response that agreed for longest."""
+        """The next tokens of the response that has agreed for the most tokens."""
         output = list(context[self._prompt_tokens :])
         if output[: len(self._read)] != self._read:
             self._read = []
@@ -86,7 +86,11 @@ class RecallProposer(Proposer):
 
 
 class Script:
-    """A response, a place in it, and how many tokens in a row have agreed."""
+    """A response that the output is expected to follow, and the place reached in it.
+
+    `agreed` counts the last tokens of the output that were those of the response. The
+    place is `lost` while the last token of the output was not found in the response.
+    """
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
@@ -95,11 +99,11 @@ class Script:
         self.lost = False
 
     def following(self, count: int) -> list[int]:
-        """The tokens from the place on; none while it is lost."""
+        """The tokens from the place on; no tokens while the place is lost."""
         return [] if self.lost else self.tokens[self.place : self.place + count]
 
     def follow(self, output: Sequence[int]) -> None:
-        """Take in the last token of an output."""
+        """Move the place for the last token of `output`, the end of the text so far."""
         if self.tokens[self.place : self.place + 1] == list(output[-1:]):
             self.place += 1
             self.agreed += 1
@@ -113,8 +117,8 @@ class Script:
                 return
 
     def _next(self, ending: list[int]) -> int | None:
-        """The end of the next occurrence of some tokens, not far from the place."""
-        # Before the place, since the tokens before a slot belong to the ending too.
+        """The place after the next occurrence of some tokens, at most `AHEAD` away."""
+        # The occurrence must end beyond the place, but may begin before it.
         first = max(0, self.place - len(ending) + 1)
         for start in range(first, min(self.place + AHEAD, len(self.tokens))):
             if self.tokens[start : start + len(ending)] == ending:
@@ -122,31 +126,36 @@ class Script:
         return None
 
 
-def adapted(prompt: list[int], response: list[int], now: Sequence[int]) -> list[int]:
-    """A response with the words of another request in the place of its own.
+def adapted(
+    prompt: list[int], response: list[int], new_prompt: Sequence[int]
+) -> list[int]:
+    """The response to `prompt`, with the words in which `new_prompt` differs.
 
     adapted([1, 2, 9], [5, 2, 5], [1, 3, 9])    # [5, 3, 5]
     """
-    matcher = SequenceMatcher(None, prompt, list(now), autojunk=False)
-    for kind, start, end, first, last in matcher.get_opcodes():
-        if kind == "replace" and max(end - start, last - first) <= LONGEST_SLOT:
-            response = _replaced(response, prompt[start:end], list(now[first:last]))
+    matcher = SequenceMatcher(None, prompt, list(new_prompt), autojunk=False)
+    for kind, start, end, new_start, new_end in matcher.get_opcodes():
+        if kind == "replace" and max(end - start, new_end - new_start) <= LONGEST_SLOT:
+            new_words = list(new_prompt[new_start:new_end])
+            response = _replaced(response, prompt[start:end], new_words)
     return response
 
 
 def _replaced(tokens: list[int], old: list[int], new: list[int]) -> list[int]:
-    replaced, at = list[int](), 0
-    while at < len(tokens):
-        if tokens[at : at + len(old)] == old:
-            replaced += new
-            at += len(old)
+    """The tokens, with `new` at every place where `old` was."""
+    result, place = list[int](), 0
+    while place < len(tokens):
+        if tokens[place : place + len(old)] == old:
+            result += new
+            place += len(old)
         else:
-            replaced.append(tokens[at])
-            at += 1
-    return replaced
+            result.append(tokens[place])
+            place += 1
+    return result
 
 
 def _lacks(bundle: Bundle) -> str:
+    """What an export must add to a bundle for this method; "" if nothing."""
     return "" if bundle.similarity else "export the bundle again with this version"
 
 
@@ -154,8 +163,8 @@ def _make(parts: Parts, options: StoreOptions) -> Proposer:
     store = options.store(parts)
     if store is None or parts.similarity is None:
         raise OptionError(
-            "it needs a store of earlier responses; give --store FILE (store=), and if "
-            "you do, export the bundle again with this version",
+            "it needs a store of earlier responses; give --store FILE (store=), or if "
+            "you did, export the bundle again with this version",
             "method",
         )
     return RecallProposer(store, parts.similarity)

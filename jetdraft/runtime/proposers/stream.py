@@ -1,7 +1,7 @@
 """Drafting by the target itself, in the pass that verifies.
 
-Speculative Streaming (Bhendawade et al., 2402.11131): rows of the target carry probes,
-which guess the tokens after the row's own.
+Speculative Streaming (Bhendawade et al., 2402.11131): rows of the target carry probes.
+A row predicts the next token, and its probes guess the tokens after that.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ DROP_ALL = 2.0
 
 @dataclass(frozen=True)
 class StreamOptions(TreeOptions):
-    """The trees of a target that drafts for itself, and how they are pruned.
+    """The drafts of a target that drafts for itself, and how they are pruned.
 
-    prune_threshold  drop drafted rows that an early exit thinks less likely than this;
-                     "auto" finds the threshold that pays most, None keeps all rows
+    prune_threshold  drop drafted rows whose probability at the early exit is below
+                     this; "auto" finds the threshold that pays most, None keeps all
+                     rows
 
         StreamOptions(tree="best", prune_threshold=0.05)
     """
@@ -47,8 +48,8 @@ class StreamOptions(TreeOptions):
         threshold = self.prune_threshold
         if threshold is None:
             return
-        ranged = isinstance(threshold, (int, float)) and 0.0 <= threshold <= 1.0
-        if not ranged and threshold not in (AUTO, DROP_ALL):
+        in_range = isinstance(threshold, (int, float)) and 0.0 <= threshold <= 1.0
+        if not in_range and threshold not in (AUTO, DROP_ALL):
             raise OptionError(
                 f"prune threshold {threshold} is out of range; give 0 (keep all) to 1, "
                 "2 (drop all) or auto",
@@ -56,24 +57,27 @@ class StreamOptions(TreeOptions):
             )
         if self.verifier != WALK and not self.checker.lossy:
             raise OptionError(
-                f"verifier {self.verifier!r} is not exact for the rest of a pruned "
-                "draft; leave the prune threshold out",
+                f"verifier {self.verifier!r} is not exact for a draft that was pruned; "
+                "leave the prune threshold out",
                 "drafting",
             )
 
     @property
     def draft_size(self) -> int | None:
-        """Pruning decides the rows of a draft: the pass times of halves are others."""
+        """The rows of a tree; with pruning a draft is always as long as possible.
+
+        A controller cannot plan it, since it does not know the pass times of halves.
+        """
         size = super().draft_size
         return WIDEST - 1 if size is None and self.prune_threshold is not None else size
 
 
 class StreamProposer(Proposer):
-    """Drafts the tokens that the last accepted row's probes guessed, at no cost.
+    """Drafts the tokens that the probes of the last accepted row guessed, at no cost.
 
-    Probe j guesses the token j places after the context's last token, which is the
-    row's own choice. Without a `shape` the draft is a chain, or a tree where `branches`
-    and a controller asks for one.
+    The last token of the context is the choice of that row; probe j guesses the token j
+    places after it. Without a `shape` the draft is a chain, or with `branches` a tree
+    if a controller asks for a tree.
 
         StreamProposer(parts.target).propose(context, budget=4)
     """
@@ -105,7 +109,7 @@ class StreamProposer(Proposer):
         self._ready = None
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """The probes' tokens after the context's last, if the last pass had probes."""
+        """The tokens that the probes of the last pass guessed, if it had probes."""
         root, kind = context[-1], self.traits.kind
         if self._ready is None or self._ready[0] != len(context):
             return Rows.chain([root], kind)
@@ -114,28 +118,28 @@ class StreamProposer(Proposer):
         if shape is not None:
             tree = Tree(kind, self._chooser.sampling, len(context), budget, [root])
             return self._grow(tree, shape, probes)
-        used = probes.first(min(budget, len(probes.candidates)))
-        positions = range(len(context), len(context) + len(used.candidates))
-        return Rows.chain([root, *self._chooser.choose(used, positions)], kind)
+        first_probes = probes.first(min(budget, len(probes.candidates)))
+        positions = range(len(context), len(context) + len(first_probes.candidates))
+        return Rows.chain([root, *self._chooser.choose(first_probes, positions)], kind)
 
     def _grow(self, tree: Tree, shape: Shape, probes: Answer) -> Rows:
-        """All rows of one depth have the distribution of the same probe."""
+        """Grow a tree in which all rows of a depth draw from the same probe."""
         levels = [
             self._chooser.draft_distribution(probes.rows(slice(i, i + 1)))
             for i in range(len(probes.candidates))
         ]
-        asked = [0]
-        while asked:
-            answered = {
+        rows = [0]
+        while rows:
+            answers = {
                 row: levels[tree.depths[row]]
-                for row in asked
+                for row in rows
                 if tree.depths[row] < len(levels)
             }
-            asked = shape.grow(tree, answered) if answered else []
+            rows = shape.grow(tree, answers) if answers else []
         return shape.finish(tree).depth_first()
 
     def observe(self, seen: Seen) -> None:
-        """Keep the answer of the last accepted row's probes."""
+        """Keep the answer of the probes of the last accepted row."""
         probes = seen.answer.probes.get(seen.path[-1])
         self._ready = None if probes is None else (seen.length, probes)
 

@@ -16,7 +16,7 @@ from jetdraft.runtime.trees.shape import Shape
 
 AUTO, CHAIN = "auto", "chain"
 DEFAULT_SIZE = 7
-"""Rows of a tree whose size nobody gives."""
+"""Rows of a tree whose options give no size."""
 
 ADAPTIVE: dict[str, type[Best | Heap | ReachThreshold | Rerank | Comb | Merged]] = {
     shape.name: shape for shape in (Best, Heap, ReachThreshold, Rerank, Comb, Merged)
@@ -29,10 +29,10 @@ SIBLINGS = tuple(kind.value for kind in Kind)
 class TreeOptions(MethodOptions):
     """The shape of a draft, how siblings are picked, and the verifier.
 
-    tree          "auto": a chain, or the tree that a controller promises most of
-    siblings      one of `SIBLINGS`
-    branching     children per level, for a k-ary tree
-    tree_parents  the parent of rows 1, 2, ..., 0 being the root, for a static tree
+    tree          a name in `TREES`; "auto" lets a controller choose a chain or a tree
+    siblings      how the children of a row are picked, a name in `SIBLINGS`
+    branching     children of a row at each level, for a k-ary tree
+    tree_parents  the parents of rows 1, 2, ..., where 0 is the root, for a static tree
 
         TreeOptions("recursive", tree="k-ary", branching=(3, 2),
                     siblings="without-replacement")
@@ -65,7 +65,7 @@ class TreeOptions(MethodOptions):
             )
 
     def _check_siblings(self) -> None:
-        """Refuse siblings that the shape or the verifier cannot have."""
+        """Refuse siblings that the shape or the verifier cannot use."""
         if self.branched and self.kind not in self.shape.kinds:
             allowed = ", ".join(sorted(kind.value for kind in self.shape.kinds))
             raise OptionError(
@@ -98,7 +98,7 @@ class TreeOptions(MethodOptions):
 
     @property
     def branched(self) -> bool:
-        """Whether drafts have a tree's shape of their own."""
+        """Whether the options give a tree's shape."""
         return self.tree not in (AUTO, CHAIN)
 
     @property
@@ -113,7 +113,7 @@ class TreeOptions(MethodOptions):
 
     @property
     def shape(self) -> Shape:
-        """A fresh shape; only where drafts are `branched`."""
+        """A new shape, if drafts are `branched`."""
         if self.branching is not None:
             return Kary(self.branching)
         if self.tree_parents is not None:

@@ -1,4 +1,4 @@
-"""Drafting from a table of the tokens that follow two others (ADED, 2407.12021)."""
+"""Drafting from a table of the tokens that follow two tokens (ADED, 2407.12021)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TrigramOptions(MethodOptions):
 
 
 class TrigramProposer(Proposer):
-    """Follows the likeliest successor, or searches for a tree when asked for one.
+    """Drafts a chain of the likeliest tokens, or a tree if it is asked for one.
 
     The table learns from each generation, and later generations draft from it too.
 
@@ -42,27 +42,28 @@ class TrigramProposer(Proposer):
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         """Learn the whole prompt."""
+        # `learn` reads the last 16 tokens only.
         for end in range(3, len(prompt), 13):
             self.trigrams.learn(prompt[:end])
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """The table's tokens after the last two; a tree where `parents` ask for one.
+        """The tokens that the table has after the last two tokens; a tree if `parents`.
 
-        The search decides the shape of the tree, `budget` its size.
+        A search decides the shape of the tree, `budget` its size.
         """
         root = context[-1]
         if len(context) < 2:
             return Rows.chain([root])
         self.trigrams.learn(context[-16:])
         if parents is not None:
-            tokens, below = self._search.run(context[-2], root, budget)
-            return Rows([root, *tokens], [-1, *below]).depth_first()
+            tokens, tree_parents = self._search.run(context[-2], root, budget)
+            return Rows([root, *tokens], [-1, *tree_parents]).depth_first()
         chain = [context[-2], root]
         while len(chain) < budget + 2:
-            after = self.trigrams.successors(chain[-2], chain[-1])
-            if not after:
+            chances = self.trigrams.successors(chain[-2], chain[-1])
+            if not chances:
                 break
-            chain.append(max(after, key=lambda token: (after[token], -token)))
+            chain.append(max(chances, key=lambda token: (chances[token], -token)))
         return Rows.chain(chain[1:])
 
     def forget(self) -> None:
@@ -80,7 +81,7 @@ def _make(parts: Parts, options: TrigramOptions) -> Proposer:
 
 METHOD = Method(
     "trigram",
-    "a table of the tokens that follow two others, learned on the way",
+    "a table of the tokens that follow two tokens, learned on the way",
     _make,
     TrigramOptions,
     # Without a corpus the table knows little.

@@ -6,9 +6,9 @@
 By the Gumbel-max trick the chosen token is a draw from p, and it depends on the prefix
 and the seed alone.
 
-Filters apply in this order: temperature, top-k, top-p, min-p. Each filter keeps the
-best tokens up to some number, so its result is that number. If the number is certain
-from the graph's K candidates, the other logits are never fetched.
+Filters apply in this order: temperature, top-k, top-p, min-p. Each filter keeps some
+number of the best tokens. If the graph's K candidates are enough to know this number,
+the other logits are never fetched.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ which rows are worth drafting: at 1 a small drafter is too unsure
 
 
 class Chooser:
-    """Chooses a token for each row of an `Answer`, of the target or of a drafter.
+    """Chooses a token for each row of an `Answer` of the target or of a drafter.
 
-    `processors` change the target's logits before (`process`).
+    `process` lets the `processors` change the target's logits before.
 
     Chooser(Sampling()).choose(answer, [40, 41])   # two tokens
     """
@@ -87,8 +87,8 @@ class Chooser:
     def choose(self, answer: Answer, positions: Sequence[int]) -> list[int]:
         """The chosen token of each row.
 
-        `positions` are the absolute positions of the *chosen* tokens; a row's token is
-        one position before.
+        `positions` are the absolute positions of the *chosen* tokens; the token of the
+        row itself is one position before.
         """
         chosen = (
             self._sample(answer, np.asarray(positions))
@@ -138,8 +138,8 @@ class Chooser:
         if sampling.top_p < 1.0:
             least, most = self._nucleus(scaled, most, answer)
         if sampling.min_p > 0.0:
-            passing = scaled >= scaled[:, :1] + np.log(sampling.min_p)
-            count = np.count_nonzero(passing, axis=1)
+            passes = scaled >= scaled[:, :1] + np.log(sampling.min_p)
+            count = np.count_nonzero(passes, axis=1)
             least = np.minimum(least, count)
             # If every candidate passes, other tokens may pass too.
             most = np.where(count < candidates, np.minimum(most, count), most)
@@ -150,20 +150,21 @@ class Chooser:
     ) -> tuple[Int64s, Int64s]:
         """Bounds of the number of best tokens whose probability reaches top-p.
 
-        If the `most` tokens are all candidates, their mass is known. Otherwise it lies
-        between the mass of the candidates and that mass plus `_tail`.
+        `most` tokens are left by the filters before. If all of them are candidates,
+        their mass is known. Otherwise it lies between the mass of the candidates and
+        that mass plus `_tail`.
         """
         candidates = scaled.shape[1]
         mass = np.cumsum(np.exp(scaled - scaled[:, :1]), axis=1)
-        held = np.minimum(most, candidates)
-        inside = mass[np.arange(len(held)), held - 1]
+        counted = np.minimum(most, candidates)
+        counted_mass = mass[np.arange(len(counted)), counted - 1]
         tail = np.where(most > candidates, self._tail(scaled, answer), 0.0)
-        least = np.minimum(_prefix(mass, self.sampling.top_p * inside), held)
-        longest = _prefix(mass, self.sampling.top_p * (inside + tail))
-        return least, np.where(longest > held, most, longest)
+        least = np.minimum(_prefix(mass, self.sampling.top_p * counted_mass), counted)
+        longest = _prefix(mass, self.sampling.top_p * (counted_mass + tail))
+        return least, np.where(longest > counted, most, longest)
 
     def _tail(self, scaled: Float64s, answer: Answer) -> Float64s:
-        """An upper bound of the mass of all tokens that are no candidates, [n].
+        """An upper bound of the mass of all tokens that are not candidates, [n].
 
         Relative to the mass of the best candidate:
 
@@ -196,7 +197,8 @@ class Chooser:
     def draft_distribution(self, answer: Answer) -> Distribution:
         """A drafter's distribution after one row, over its candidates only.
 
-        A draft may leave out other tokens, as long as its verifier uses this q.
+        A draft may leave out the other tokens, if its verifier uses this distribution
+        as q.
         """
         temperature = self.sampling.temperature or GREEDY_DRAFT_TEMPERATURE
         scaled = answer.candidate_logits.astype(np.float64) / temperature
@@ -222,12 +224,13 @@ class Chooser:
         scores: Float64s,
         chosen: Int64s,
     ) -> None:
-        """Without filters any token can win; only those with much noise are scored.
+        """Let tokens outside the candidates win, which can happen without filters.
 
-        A token outside the candidates has at most the scaled logit `last` of the last
-        candidate. It beats the best candidate's score s only if its noise is larger
-        than s - last, so its uniform larger than exp(-exp(last - s)). Updates `scores`
-        and `chosen` in place.
+        Only tokens with much noise are scored. The scaled logit of a token outside the
+        candidates is at most `last`, that of the last candidate. The token beats the
+        best candidate's score s only if its noise is larger than s - last, so if its
+        uniform number is larger than exp(-exp(last - s)). Updates `scores` and `chosen`
+        in place.
         """
         seed, temperature = self.sampling.seed, self.sampling.temperature
         threshold = np.exp(-np.exp(last - scores))[:, None]
@@ -242,7 +245,7 @@ class Chooser:
 
 
 _OPEN = -1
-"""The filters may keep tokens that are no candidates."""
+"""Instead of a number of tokens: the filters may keep tokens beyond the candidates."""
 
 
 def _softmax(answer: Answer, scaled: Float64s, kept: int) -> Distribution:

@@ -1,4 +1,4 @@
-"""How probable the model finds a chosen token, by the logsumexp of all logits."""
+"""The probability that the model itself gives to a chosen token."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ class Logprob:
 
     @classmethod
     def of(cls, answer: Answer, row: int, token: int, top: int) -> Logprob:
-        """The logprob of the token chosen after a row; `top` is at most K."""
+        """The logprob of the token chosen after a row, and of the `top` best tokens.
+
+        `top` is at most the number of the answer's candidates.
+        """
         total = float(answer.logsumexp[row])
         ids = answer.candidates[row].tolist()
         values = answer.candidate_logits[row].tolist()
         if token in ids:
-            own = values[ids.index(token)]
+            logit = values[ids.index(token)]
         else:
-            own = float(answer.logits[row, token])
+            logit = float(answer.logits[row, token])
         best = zip(ids[:top], values[:top], strict=True)
-        return cls(token, own - total, tuple((i, value - total) for i, value in best))
+        return cls(token, logit - total, tuple((i, value - total) for i, value in best))

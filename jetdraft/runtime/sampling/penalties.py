@@ -32,10 +32,11 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class Penalties:
-    """What to add to the logits of tokens, and to take from repeated tokens.
+    """The biases of tokens, and the penalties on repeated tokens.
 
-    `logit_bias` maps token ids to what is added. A `repetition_penalty` of 1 and other
-    penalties of 0 change nothing. Raises `OptionError` for a value out of range.
+    `logit_bias` maps token ids to the number that is added to their logits. A
+    `repetition_penalty` of 1 and other penalties of 0 change nothing. Raises
+    `OptionError` for a value out of range.
 
         Penalties({13: -100.0}, repetition_penalty=1.1)
     """
@@ -58,13 +59,13 @@ class Penalties:
                 )
             if not isinstance(bias, (int, float)) or not isfinite(bias):
                 raise OptionError(
-                    f"logit bias {bias!r} is not a number; give one", "logit_bias"
+                    f"logit bias {bias!r} is not a number; give a number", "logit_bias"
                 )
         check_ranges(self, _RANGES)
 
     @property
     def biases(self) -> Mapping[int, float]:
-        """`logit_bias`, empty where there is none."""
+        """`logit_bias`; empty if it is None."""
         return self.logit_bias or {}
 
     @property
@@ -89,14 +90,14 @@ class PenaltyProcessor:
         """The answer with penalized logits; `context` ends with the root of `rows`."""
         self._counts.update(context[self._counted :])
         self._counted = len(context)
-        penalized = [
-            self._penalized(logits, path)
-            for logits, path in zip(answer.logits, rows.paths, strict=True)
+        logits = [
+            self._penalized(row, path)
+            for row, path in zip(answer.logits, rows.paths, strict=True)
         ]
-        return with_logits(answer, penalized)
+        return with_logits(answer, logits)
 
     def _penalized(self, logits: Float32s, path: Sequence[int]) -> Float32s:
-        """One row's logits, after the tokens of a path below the context."""
+        """One row's logits with penalties, after the tokens of a path to the row."""
         logits, penalties = logits.copy(), self.penalties
         for token, bias in penalties.biases.items():
             logits[token] += bias

@@ -30,20 +30,20 @@ class LogitsProcessor(Protocol):
 
 
 def with_logits(answer: Answer, logits: Sequence[Float32s]) -> Answer:
-    """The answer with other logits, float32 [vocab] per row, and their candidates.
+    """The answer with these logits, float32 [vocab] per row, and their candidates.
 
-    Computed row by row, so that no number depends on how many rows there are.
+    All numbers are computed row by row, so that they cannot depend on the other rows.
     """
     count = answer.candidates.shape[1]
-    best = [_best_ids(row, count) for row in logits]
-    values = [row[ids] for row, ids in zip(logits, best, strict=True)]
+    best_ids = [_best_ids(row, count) for row in logits]
+    values = [row[ids] for row, ids in zip(logits, best_ids, strict=True)]
     logsumexps = [
         largest[0] + np.log(np.exp(row - largest[0]).sum())
         for row, largest in zip(logits, values, strict=True)
     ]
     return replace(
         answer,
-        candidates=np.stack(best),
+        candidates=np.stack(best_ids),
         candidate_logits=np.stack(values),
         logsumexp=np.array(logsumexps, np.float32),
         _logits=np.stack(logits),

@@ -45,9 +45,9 @@ def recursive(
     pi, reach = np.zeros_like(p), 1.0
     residual, draft = p, q
     for x in children:
-        accepted = min(1.0, residual[x] / draft[x])
-        pi[x] += reach * accepted
-        reach *= 1.0 - accepted
+        accept = min(1.0, residual[x] / draft[x])
+        pi[x] += reach * accept
+        reach *= 1.0 - accept
         rest = np.maximum(residual - draft, 0.0)
         if reach <= 0.0 or rest.sum() <= 0.0:
             break
@@ -62,7 +62,7 @@ def recursive(
 
 
 def sequential(p: Float64s, q: Float64s, children: Sequence[int]) -> Float64s:
-    """K-SEQ of SpecTr (2310.15141): k independent children, one rho for all."""
+    """K-SEQ of SpecTr (2310.15141): k independent children that share one rho."""
     #   accept x with min(1, p(x) / (rho q(x))), in turn
     #   rho solves 1 - (1 - beta)^k = rho beta, with beta = sum min(p / rho, q)
     #   else y ~ norm(p - min(p / rho, q) (1 - (1 - beta)^k) / beta)
@@ -75,9 +75,9 @@ def sequential(p: Float64s, q: Float64s, children: Sequence[int]) -> Float64s:
     rest = np.maximum(p - shared * (1.0 - (1.0 - beta) ** count) / beta, 0.0)
     pi, reach = np.zeros_like(p), 1.0
     for x in children:
-        accepted = min(1.0, p[x] / (rho * q[x]))
-        pi[x] += reach * accepted
-        reach *= 1.0 - accepted
+        accept = min(1.0, p[x] / (rho * q[x]))
+        pi[x] += reach * accept
+        reach *= 1.0 - accept
     return np.asarray(pi + reach * rest / rest.sum() if rest.sum() > 0 else pi)
 
 
@@ -98,7 +98,7 @@ def _rho(p: Float64s, q: Float64s, count: int) -> float:
 
 
 def greedy_plus_one(p: Float64s, q: Float64s, children: Sequence[int]) -> Float64s:
-    """The best tokens of q, and one drawn from the others (Hu et al., 2502.18779)."""
+    """The best tokens of q, and one drawn from the rest (Hu et al., 2502.18779)."""
     #   q' = q without the fixed tokens, renormalised; t ~ q'
     #   accept t with min(1, p(t) / q'(t))
     #   else y ~ norm(max(p - q', 0)), which can be a fixed token

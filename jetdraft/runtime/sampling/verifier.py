@@ -23,7 +23,8 @@ class Verifier(Protocol):
     """Chooses one token per row; `Rows.walk` then accepts the rows that agree.
 
     `kinds` are the kinds of draft that it may verify. It keeps the target's
-    distribution for these, unless it is `lossy`.
+    distribution for drafts of these kinds, unless it is `lossy`. If `single_child`, a
+    row may have only one child.
     """
 
     name: str
@@ -74,8 +75,8 @@ class Walk:
 class Conditional:
     """Draws each row's token from pi(. | its children), which `rule` gives.
 
-    Exact in distribution only: with the same seed the text differs from plain decoding,
-    since the choice depends on the draft.
+    The text has the distribution of plain decoding. But with the same seed it is
+    another text, since the draws depend on the draft.
     """
 
     name: str
@@ -108,7 +109,7 @@ class Conditional:
     def _pi(
         self, p: Distribution, q: Distribution | None, below: list[int], rows: Rows
     ) -> Distribution:
-        """pi over all tokens of p, of q and of the children, the rows `below`."""
+        """pi over all tokens of p, of q and of the children; `below` are their rows."""
         tokens = np.array([rows.tokens[row] for row in below])
         q = q or Distribution(tokens[:0], np.zeros(0))
         ids = np.unique(np.concatenate([p.ids, q.ids, tokens]))

@@ -34,7 +34,7 @@ class TextCodec:
 
     @cache  # noqa: B019 (a codec lives as long as its models)
     def vocabulary(self, size: int, ends: tuple[int, ...]) -> Vocabulary:
-        """The tokenizer for constraints, of `size` tokens; read at the first call."""
+        """The `size` tokens as constraints need them; read at the first call."""
         return Vocabulary(self._file, size, list(ends))
 
     @property
@@ -66,7 +66,7 @@ class TextCodec:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
         except TypeError as error:
             raise OptionError(
-                "the prompt has incomplete characters; give valid UTF-8", "prompt"
+                "the prompt is not valid Unicode; give valid UTF-8", "prompt"
             ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -89,8 +89,9 @@ class TextStream:
     """Turns tokens into text as they arrive, whole characters only.
 
     `push` holds back bytes until they complete a character; `rest` gives the bytes that
-    never did. Each push decodes the tokens since the last whole character together with
-    the tokens of the push before, whose text tells where the new text starts.
+    never completed a character. Each push decodes the tokens since the last whole
+    character, and before them the tokens of the push before: without the text of those
+    it could not tell where the new text starts.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: list[int]) -> None:

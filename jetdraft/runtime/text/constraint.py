@@ -21,7 +21,8 @@ MOST_ITEMS, MOST_STATES = 500, 50_000
 """Limits of the library's parser and lexer; a state takes up to 2 kB."""
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON on one line, as most is written. The "x-guidance" of a schema overrides it."""
+"""JSON on one line, with the spaces that are usual. The "x-guidance" of a schema
+overrides this."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Constraint:
         regex: str | None = None,
         grammar: str | None = None,
     ) -> Constraint | None:
-        """The constraint of three options, None if no option is set.
+        """The constraint of the one option that is set; None if no option is set.
 
         Raises `OptionError` if several are set or the source is not a text.
         """
@@ -64,7 +65,7 @@ class Constraint:
 
 
 class Vocabulary:
-    """A tokenizer in the library's form: `size` tokens, `ends` are end-of-text ids.
+    """The tokenizer as the library needs it; `ends` are the ids that end a text.
 
     Raises `OptionError` if the library is missing or cannot use the tokenizer.
 
@@ -100,7 +101,7 @@ class Vocabulary:
     def matcher(self, constraint: Constraint, start: int) -> Matcher:
         """A matcher for the text after a prompt of `start` tokens.
 
-        Raises `OptionError` if the constraint is wrong.
+        Raises `OptionError` if the library refuses the constraint.
         """
         inner = self._library_matcher(constraint)
         if problem := inner.get_error():
@@ -108,7 +109,7 @@ class Vocabulary:
         return Matcher(inner, self.size, self.ends, start)
 
     def _library_matcher(self, constraint: Constraint) -> LLMatcher:
-        """The library's matcher; `get_error` tells what is wrong with the source."""
+        """The library's matcher; its `get_error` says what is wrong with the source."""
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(
@@ -127,7 +128,8 @@ class Vocabulary:
             return f"the JSON schema is refused at {where}: {_line(problem)}; change it"
         lines = problem.splitlines()
         where = lines[0].rstrip(":").removeprefix("at ")
-        caret = next((at for at in lines[1:] if at.strip(" ^") == "" and at), None)
+        caret_lines = (line for line in lines[1:] if line and not line.strip(" ^"))
+        caret = next(caret_lines, None)
         if constraint.kind == "regex" and caret is not None:
             # The library indents the expression by four spaces.
             where = f"character {caret.index('^') - 3}: {_line(problem)}"
@@ -148,6 +150,7 @@ def _is_encodable(text: str) -> bool:
 
 
 def _compiled(constraint: Constraint) -> str:
+    """The grammar of a constraint, in the library's form."""
     from llguidance import LLMatcher
 
     if constraint.kind == "regex":
@@ -177,7 +180,7 @@ def _compiled(constraint: Constraint) -> str:
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
-    """The schemas directly inside a schema, each after the path to it."""
+    """The schemas directly inside a schema, as pairs of a path and a schema."""
     for key, value in schema.items() if isinstance(schema, dict) else ():
         has_names = key in ("properties", "$defs", "definitions", "patternProperties")
         if isinstance(value, list):
@@ -186,10 +189,10 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
             parts = {f"/{key}/{name}": part for name, part in value.items()}
         else:
             parts = {f"/{key}": value}
-        yield from ((at, part) for at, part in parts.items() if isinstance(part, dict))
+        yield from (item for item in parts.items() if isinstance(item[1], dict))
 
 
 def _line(problem: str) -> str:
-    """The line of the library's message that tells the problem."""
+    """The line of the library's message that says what is wrong."""
     lines = problem.splitlines()
     return next((line[7:] for line in lines if line.startswith("error: ")), lines[0])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 NEVER = np.float32(-1e30)
-"""The logit of a forbidden token: no noise makes it win, and it is finite."""
+"""The logit of a forbidden token: finite, but so low that no noise makes it win."""
 
 
 class Matcher:
@@ -41,19 +41,19 @@ class Matcher:
         from llguidance.numpy import allocate_token_bitmask
 
         self._inner, self._size, self._ends = inner, size, ends
-        # The library's state is after `_committed` tokens and the tokens `_tried`.
+        # The library has read `_committed` tokens, and after them the tokens `_path`.
         self._committed = start
-        self._tried: list[int] = []
+        self._path: list[int] = []
         self._bits = allocate_token_bitmask(1, size)
 
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """The answer with forbidden tokens masked; `context` ends with the root."""
         self._commit(context)
-        masked = [
-            self._masked(logits) if self._reach(path) else logits
-            for logits, path in zip(answer.logits, rows.paths, strict=True)
+        logits = [
+            self._masked(row) if self._reach(path) else row
+            for row, path in zip(answer.logits, rows.paths, strict=True)
         ]
-        return with_logits(answer, masked)
+        return with_logits(answer, logits)
 
     def forced(self, context: Sequence[int], count: int) -> list[int]:
         """The next tokens while only one token is allowed; at most `count`."""
@@ -63,28 +63,32 @@ class Matcher:
 
     def allowed(self, rows: Rows, context: Sequence[int]) -> Rows:
         """The rows that the constraint allows, in a tree below the end of `context`."""
-        fresh, paths, kept = context[self._committed :], rows.paths, [0]
+        fresh, paths, kept_rows = context[self._committed :], rows.paths, [0]
         for row in range(1, len(rows)):
             parent = rows.parents[row]
-            if parent in kept and self._reach([*fresh, *paths[parent]]):
-                kept += [row] * self._allows(rows.tokens[row])
-        return rows.only(kept)
+            if parent in kept_rows and self._reach([*fresh, *paths[parent]]):
+                kept_rows += [row] * self._allows(rows.tokens[row])
+        return rows.only(kept_rows)
 
     def _allows(self, token: int) -> bool:
+        """Whether a token may come after the tokens that the library has read."""
         if token in self._ends:
             return bool(self._inner.is_accepting())
         return bool(self._inner.validate_tokens([token]))
 
     def _commit(self, context: Sequence[int]) -> None:
-        """Move on by the newly committed tokens, never to go back."""
+        """Read the newly committed tokens, which are never taken back."""
         fresh = context[self._committed :]
         if not self._reach(fresh):
             raise self._error()
         self._committed += len(fresh)
-        self._tried.clear()
+        self._path.clear()
 
     def _check(self) -> None:
-        """Beyond its limits the library gives a mask that would end the text."""
+        """Raise `OptionError` if the library has reached its limits.
+
+        Its masks would end the text then.
+        """
         if self._inner.is_error():
             raise self._error()
 
@@ -97,22 +101,23 @@ class Matcher:
         )
 
     def _reach(self, path: Sequence[int]) -> bool:
-        """Move to the state after the committed tokens and `path`, if it is allowed."""
-        same, tried = 0, self._tried
-        while same < min(len(path), len(tried)) and path[same] == tried[same]:
+        """Read `path` after the committed tokens; whether the constraint allows it."""
+        same, read = 0, self._path
+        while same < min(len(path), len(read)) and path[same] == read[same]:
             same += 1
-        if same < len(tried):
-            self._inner.rollback(len(tried) - same)
-            del tried[same:]
+        if same < len(read):
+            self._inner.rollback(len(read) - same)
+            del read[same:]
             self._check()
         fresh = list(path[same:])
         if not self._ends.isdisjoint(fresh):
             return False  # nothing comes after the end
         count = self._inner.try_consume_tokens(fresh) if fresh else 0
-        tried += fresh[:count]
+        read += fresh[:count]
         return count == len(fresh)
 
     def _masked(self, logits: Float32s) -> Float32s:
+        """One row's logits, with `NEVER` for the tokens that may not come next."""
         from llguidance.numpy import fill_next_token_bitmask
 
         fill_next_token_bitmask(self._inner, self._bits, 0)

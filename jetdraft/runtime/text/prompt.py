@@ -12,7 +12,7 @@ from jetdraft.runtime.drafts.arrays import Int64s
 
 
 def check_ids(token_ids: Any, contract: StepContract) -> Int64s:
-    """The ids as int64 [length]; raises `OptionError` if they are no valid prompt."""
+    """The ids as int64 [length]; raises `OptionError` for an invalid prompt."""
     try:
         array = np.asarray(token_ids)
     except ValueError as error:
@@ -29,9 +29,9 @@ def check_ids(token_ids: Any, contract: StepContract) -> Int64s:
             "prompt",
         )
     if ids.min() < 0 or ids.max() >= contract.vocab_size:
-        wrong = ids[(ids < 0) | (ids >= contract.vocab_size)][0]
+        wrong_id = ids[(ids < 0) | (ids >= contract.vocab_size)][0]
         raise OptionError(
-            f"token id {wrong} is outside the vocabulary; "
+            f"token id {wrong_id} is outside the vocabulary; "
             f"ids are 0 to {contract.vocab_size - 1}",
             "prompt",
         )

@@ -15,7 +15,7 @@ Message = dict[str, Any]
 
 
 class ChatTemplate:
-    """Renders messages with a Jinja template in a sandbox that can change nothing.
+    """Renders messages with a Jinja template, in a sandbox where it can change nothing.
 
     `tokens` are the special tokens that a template may name, for example `bos_token`.
     Raises `OptionError` if the template is broken or refuses the messages.
@@ -106,7 +106,7 @@ def read_template(file: Path | None) -> str:
     if file is None:
         raise OptionError(
             "the bundle has no chat template; give whole prompts to generate, or "
-            "export a checkpoint that has one",
+            "export a checkpoint with a chat template",
             "messages",
         )
     try:

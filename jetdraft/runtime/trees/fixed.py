@@ -11,14 +11,15 @@ from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.trees.shape import Shape, Tree
 
 RANK_RATES = (0.63, 0.13, 0.06, 0.036, 0.024, 0.016, 0.013, 0.01)
-"""How often the first, the second, ... coupled sibling is right (docs/verifiers.md)."""
+"""How often the first, the second, ... coupled sibling is right
+(docs/log/trees-and-verifiers.md)."""
 
 
 class Static(Shape):
-    """A fixed list of rows: `parents` has the parent of each, 0 being the root.
+    """A fixed list of rows: `parents` has the parents of rows 1, 2, ...; 0 is the root.
 
-    Children of a row are its siblings in the order of the list. Raises `OptionError` if
-    a parent does not come before its row.
+    Siblings are picked in the order of the list, the best sibling first. Raises
+    `OptionError` if a parent does not come before its row.
 
         Static([0, 0, 1])   # two children of the root, and one below the first
     """
@@ -29,7 +30,7 @@ class Static(Shape):
     def __init__(self, parents: Sequence[int]) -> None:
         if not parents:
             raise OptionError(
-                "the tree has no rows; give a parent for each", "drafting"
+                "the tree has no rows; give the parent of each row", "drafting"
             )
         for row, parent in enumerate(parents, start=1):
             if not 0 <= parent < row:
@@ -44,15 +45,16 @@ class Static(Shape):
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
         """Add the children that the list has for the answered rows."""
         if 0 in answers:
-            self._numbers = {0: 0}  # the number in the list of each row of the tree
-        fresh = []
+            # Maps each row of the tree to its number in the list.
+            self._numbers = {0: 0}
+        level = []
         for row, q in answers.items():
-            parents, own = self.parents[: tree.budget], self._numbers[row]
-            numbers = [n for n, parent in enumerate(parents, 1) if parent == own]
+            parents, row_number = self.parents[: tree.budget], self._numbers[row]
+            numbers = [n for n, parent in enumerate(parents, 1) if parent == row_number]
             rows = tree.add(row, q, tree.children_of(row, q, len(numbers)))
             self._numbers.update(zip(rows, numbers, strict=False))
-            fresh += rows
-        return [row for row in fresh if self._numbers[row] in self.parents]
+            level += rows
+        return [row for row in level if self._numbers[row] in self.parents]
 
 
 class Best(Static):
@@ -64,7 +66,7 @@ class Best(Static):
         super().__init__((0,))
 
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
-        """Add the children that the best list for the tree's budget has."""
+        """Make the best list for the budget, and add the children that it has."""
         if 0 in answers:
             firsts = [RANK_RATES[0]] * tree.budget
             others = [rate / (1.0 - RANK_RATES[0]) for rate in RANK_RATES[1:]]
@@ -87,12 +89,12 @@ class Kary(Shape):
         self.branching = branching
 
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
-        """Add a level, or the families of it that fit."""
-        fresh = []
+        """Add a level: the children of each row, if all of them fit."""
+        level = []
         for row, q in answers.items():
-            # Siblings come all or not at all: some of them have another distribution.
+            # All or none, since a part of the siblings has another distribution.
             count = self.branching[tree.depths[row]]
             if count <= tree.room:
-                fresh += tree.add(row, q, tree.children_of(row, q, count))
-        deeper = [row for row in fresh if tree.depths[row] < len(self.branching)]
+                level += tree.add(row, q, tree.children_of(row, q, count))
+        deeper = [row for row in level if tree.depths[row] < len(self.branching)]
         return deeper if tree.room else []

@@ -9,7 +9,7 @@ from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.sampling.chooser import Sampling
 
 _SALT = 0x6A09E667F3BCC908
-"""Keeps a draft's draws apart from the noise that chooses the target's tokens."""
+"""Makes the draws of a draft independent of the noise that chooses target tokens."""
 
 
 def siblings(
@@ -22,12 +22,12 @@ def siblings(
 ) -> list[int]:
     """At most `count` tokens from `q`, for `position`, in the order to try them.
 
-    `q` has its tokens best first. The k best of log q + noise are k draws without
-    replacement (Gumbel-top-k, Kool et al. 1903.06059). With the target's own noise they
-    are the coupled siblings; in greedy decoding these are the k best of q.
+    `q` lists its tokens best first. The k best tokens by log q + noise are k draws
+    without replacement (Gumbel-top-k, Kool et al. 1903.06059). With the noise of the
+    target they are the coupled siblings; in greedy decoding these are the k best of q.
 
-    Different numbers `family` draw independently: a shape may use the tokens of one
-    family to decide whether another family grows at all, and that must not bias it.
+    Families with different numbers draw independently: a shape may look at the tokens
+    of one family to decide whether another family grows at all, without a bias.
     """
     salt = sampling.seed + _SALT + (family << 8)
     if kind is Kind.REPLACED:
@@ -44,6 +44,7 @@ def siblings(
 
 
 def _top_and_one(q: Distribution, count: int, seed: int, position: int) -> list[int]:
+    """The best `count` - 1 tokens, then one token drawn from the others."""
     fixed = [int(token) for token in q.ids[: count - 1]]
     rest = Distribution(q.ids[count - 1 :], q.probabilities[count - 1 :])
     if not rest.probabilities.any():

@@ -182,7 +182,7 @@ def test_what_is_something_else_is_left_alone(tmp_path, make):
     make(file)
     file.chmod(0o644)
     before = file.read_bytes()
-    with pytest.raises(StoreError, match="something else"):
+    with pytest.raises(StoreError, match="not a store of responses"):
         open_store(tmp_path)
     assert file.read_bytes() == before
     assert stat.S_IMODE(file.stat().st_mode) == 0o644
@@ -191,7 +191,7 @@ def test_what_is_something_else_is_left_alone(tmp_path, make):
 
 def test_a_folder_is_no_store(tmp_path):
     (tmp_path / "store.sqlite").mkdir(mode=0o755)
-    with pytest.raises(StoreError, match="something else"):
+    with pytest.raises(StoreError, match="not a store of responses"):
         open_store(tmp_path)
     assert stat.S_IMODE((tmp_path / "store.sqlite").stat().st_mode) == 0o755
 

@@ -12,7 +12,7 @@ import jetdraft
 from jetdraft.errors import BundleError, OutputError
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.measured.widths import _prefills_agree, prefill_widths
-from jetdraft.runtime.passes.prefix import common
+from jetdraft.runtime.passes.prefix import common_length
 from jetdraft.runtime.planning.options import Options
 
 RANDOM = np.random.default_rng(4)
@@ -126,9 +126,9 @@ def test_up_to_the_last_row_of_the_buffers(kept):
 
 
 def test_common_beginnings():
-    assert common([], [1]) == 0
-    assert common([1, 2, 3], [1, 2, 4, 5]) == 2
-    assert common([1, 2], [1, 2, 3]) == 2
+    assert common_length([], [1]) == 0
+    assert common_length([1, 2, 3], [1, 2, 4, 5]) == 2
+    assert common_length([1, 2], [1, 2, 3]) == 2
 
 
 def test_a_prefix_is_kept_on_disk(bundle, kept, tmp_path):

@@ -141,7 +141,7 @@ def streaming(probe, slope=0.0, rate=0.9, others=()):
     proposers = [Streaming(), *others]
     acceptance = {proposer.traits.name: Acceptance() for proposer in proposers}
     for known in acceptance.values():
-        known.places.well, known.places.seen = [1000 * rate] * 4, [1000.0] * 4
+        known.places.successes, known.places.trials = [1000 * rate] * 4, [1000.0] * 4
     return Adaptive(proposers, curve, acceptance, WIDTHS, 15)
 
 
@@ -180,7 +180,7 @@ def test_a_round_without_an_offer_prepares_the_next():
 
 def test_another_proposer_may_draft_while_probes_prepare():
     controller = streaming(probe=0.001, others=[Named("lookup")])
-    controller.acceptance["lookup"].places.well = [500.0] * 4
+    controller.acceptance["lookup"].places.successes = [500.0] * 4
     assignment = controller.assign(15, {controller.proposers[0]: 0})
     assert assignment.proposer.traits.name == "lookup"
     assert assignment.probing.streams
@@ -199,7 +199,7 @@ class Branching(Streaming):
 def branching(slope, rate=0.5, exact=True, allowed=True):
     curve = Curve({w: 1 + slope * (w - 1) for w in range(1, 17)})
     known = Acceptance()
-    known.places.well, known.places.seen = [1000 * rate] * 4, [1000.0] * 4
+    known.places.successes, known.places.trials = [1000 * rate] * 4, [1000.0] * 4
     streams = Branching()
     acceptance = {streams.traits.name: known}
     return Adaptive([streams], curve, acceptance, WIDTHS, 15, exact, allowed)

@@ -99,7 +99,7 @@ def test_the_controller_branches_where_rows_are_free(model, monkeypatch, way, ex
     monkeypatch.setattr(curve, "learn", lambda round_: None)
     monkeypatch.setattr(model.parts, "curve", curve)
     known = Acceptance()
-    known.places.well, known.places.seen = [500.0] * 4, [1000.0] * 4
+    known.places.successes, known.places.trials = [500.0] * 4, [1000.0] * 4
     monkeypatch.setattr(known, "observe", lambda round_: None)
     monkeypatch.setattr(model.planner, "acceptance", {"stream": known})
     drafted = text(model, "stream", exact=exact, **way)
@@ -210,7 +210,7 @@ def test_streams_of_another_base_are_refused(model, tmp_path):
     with pytest.raises(BundleError, match="another base"):
         jetdraft.load(model.bundle.path, streams=file)
     np.savez(file, base=np.array(model.bundle.target.streams["base"]))
-    with pytest.raises(BundleError, match="does not fit the bundle's"):
+    with pytest.raises(BundleError, match="has another shape or type"):
         jetdraft.load(model.bundle.path, streams=file)
     file.write_bytes(b"")
     with pytest.raises(BundleError, match="cannot read streams"):
@@ -374,7 +374,7 @@ LOSSLESS_VERIFIER = {
         (1.5, {}, "out of range"),
         ("x", {}, "out of range"),
         ([0.1], {}, "give a number or a text"),
-        (0.1, LOSSLESS_VERIFIER, "not exact for the rest of a pruned draft"),
+        (0.1, LOSSLESS_VERIFIER, "not exact for a draft that was pruned"),
     ],
 )
 def test_bad_thresholds(model, threshold, others, words):
