@@ -2,6 +2,7 @@
 
     JetdraftError
     ├── OptionError        an option cannot be used; `field` names it
+    │   └── DraftingError  its field is "drafting"
     ├── CheckpointError    a checkpoint cannot be read
     │   └── UnsupportedModelError   its architecture cannot be exported
     ├── PairError          target and drafter do not belong together
@@ -37,6 +38,13 @@ class OptionError(JetdraftError):
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
         self.field = field
+
+
+class DraftingError(OptionError):
+    """An option of drafting cannot be used."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "drafting")
 
 
 class CheckpointError(JetdraftError):

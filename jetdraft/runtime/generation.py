@@ -45,7 +45,6 @@ from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.sampling.logprobs import Logprob
 from jetdraft.runtime.sampling.penalties import PenaltyProcessor
 from jetdraft.runtime.sampling.processor import LogitsProcessor
-from jetdraft.runtime.text.constraint import Vocabulary
 from jetdraft.runtime.text.matcher import Matcher
 from jetdraft.runtime.text.stops import CANCELLED, INTERRUPTED, LENGTH, StopWatcher
 
@@ -88,7 +87,7 @@ class Generation:
         self.parts, self.planner, self.options = parts, planner, options
         matcher = None
         if options.constraint is not None:
-            matcher = vocabulary_of(parts).matcher(options.constraint, len(prompt))
+            matcher = parts.vocabulary.matcher(options.constraint, len(prompt))
         lineup = planner.lineup(drafting, matcher)
         self.proposers, self.controller = lineup.proposers, lineup.controller
         self.verifier = lineup.verifier
@@ -345,12 +344,6 @@ class Generation:
         """Seconds inside `session.run` so far, of target and proposers."""
         own = self._target.seconds + self._target.cache.seconds
         return own + sum(p.session_seconds for p in self.proposers)
-
-
-def vocabulary_of(parts: Parts) -> Vocabulary:
-    """The vocabulary that constraints on a bundle's text need."""
-    size = parts.bundle.target.contract.vocab_size
-    return parts.text.vocabulary(size, tuple(parts.bundle.eos_token_ids))
 
 
 def _check_options(options: Options, parts: Parts) -> None:

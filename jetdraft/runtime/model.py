@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.async_stream import AsyncStream
 from jetdraft.runtime.drafts.arrays import Int64s
-from jetdraft.runtime.generation import Generation, vocabulary_of
+from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.passes.prefix import load_prefix, save_prefix
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.planning.drafting import Drafting
@@ -69,7 +68,6 @@ class Model:
         self._parts: Parts | None = Parts(bundle, options or {}, shared)
         self._planner: Planner | None = Planner(self._parts)
         self._template: ChatTemplate | None = None
-        self._use_tuning()
         self.method = method or AUTO
         if method is not None:
             self.planner.lineup(Drafting(method))  # refuses an unknown method
@@ -109,7 +107,7 @@ class Model:
     @property
     def vocabulary(self) -> Vocabulary:
         """The vocabulary that constraints need; raises `OptionError` without it."""
-        return vocabulary_of(self.parts)
+        return self.parts.vocabulary
 
     @property
     def template(self) -> ChatTemplate:
@@ -281,17 +279,3 @@ class Model:
         with suppress(JetdraftError) if error[0] else nullcontext():
             if self._parts is not None:
                 self.close()
-
-    def _use_tuning(self) -> None:
-        """Plan with the tuned curve, unless another machine measured it."""
-        profiles = self.parts.profiles
-        try:
-            curve = profiles.tuned()
-        except ValueError as error:
-            warnings.warn(
-                f"{profiles.tuning_file} is not used: {error}; run jetdraft tune again",
-                stacklevel=3,
-            )
-            return
-        if curve is not None:
-            self.parts.curve.take(curve)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from jetdraft.errors import OptionError
+from jetdraft.errors import DraftingError
 from jetdraft.runtime.drafts.distribution import Distribution
 
 
@@ -113,15 +113,12 @@ class Rows:
     def check(self) -> None:
         """Raise `OptionError` unless this is a tree with parents before children."""
         if not self.tokens or len(self.tokens) != len(self.parents):
-            raise OptionError(
-                "a draft needs a root, and a parent for every row", "drafting"
-            )
+            raise DraftingError("a draft needs a root, and a parent for every row")
         for row, parent in enumerate(self.parents):
             if (parent != -1) if row == 0 else not 0 <= parent < row:
-                raise OptionError(
+                raise DraftingError(
                     f"row {row} of the draft has parent {parent}; the root's is -1 and "
-                    "parents come before their children",
-                    "drafting",
+                    "parents come before their children"
                 )
 
     @property

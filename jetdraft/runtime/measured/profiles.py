@@ -10,8 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jetdraft.bundle import Bundle
 from jetdraft.devices.detection import detect
 from jetdraft.files import replacing
@@ -56,7 +54,7 @@ class Profiles:
             return stored
         widths, curve = measure(target, drafter)
         with suppress(OSError):  # a read-only bundle is measured at every load
-            self._write(self.file, widths=widths.to_json(), curve=curve.to_json())
+            self.write(self.file, widths=widths.to_json(), curve=curve.to_json())
         return widths, curve
 
     def _stored(self) -> tuple[Widths, Curve] | None:
@@ -72,38 +70,26 @@ class Profiles:
     def tuned(self) -> Curve | None:
         """The curve that `jetdraft tune` measured; None where it never ran.
 
-        Raises `ValueError` if the file is malformed or belongs to another machine.
+        Warns, and gives None, if the file is malformed or of another machine.
         """
         if not self.tuning_file.exists():
             return None
         try:
             fields = json.loads(self.tuning_file.read_text(encoding="utf-8"))
-            machine, stored = fields["machine"], fields["curve"]
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError("it is malformed") from error
-        try:
-            curve = Curve.from_json(stored)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError("it is malformed") from error
-        if machine != self.machine:
-            raise ValueError(f"it was measured elsewhere: {self._difference(machine)}")
-        return curve
+            machine, curve = fields["machine"], Curve.from_json(fields["curve"])
+            if machine == self.machine:
+                return curve
+            reason = f"it was measured elsewhere: {self._difference(machine)}"
+        except (*_MALFORMED, ValueError) as error:
+            reason = f"it is malformed ({error})"
+        warnings.warn(
+            f"{self.tuning_file} is not used: {reason}; run jetdraft tune again",
+            stacklevel=5,
+        )
+        return None
 
-    def keep_tuned(self, curve: Curve) -> None:
-        """Keep the curve of `jetdraft tune`; warn where the folder is read-only."""
-        versions = {"onnxruntime": ort.__version__, "numpy": np.__version__}
-        try:
-            self._write(self.tuning_file, versions=versions, curve=curve.to_json())
-        except OSError as error:
-            warnings.warn(
-                f"the measurement could not be kept in {self.tuning_file} "
-                f"({error.strerror})",
-                stacklevel=3,
-            )
-
-    def _write(self, file: Path, **fields: Any) -> None:
+    def write(self, file: Path, **fields: Any) -> None:
+        """Write fields and the machine to a file; raises `OSError`."""
         file.parent.mkdir(exist_ok=True)
         text = json.dumps({"machine": self.machine, **fields}, indent=2)
         with replacing(file) as partial:

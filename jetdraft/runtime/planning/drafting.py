@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from jetdraft.contract import WIDEST
-from jetdraft.errors import OptionError
+from jetdraft.errors import DraftingError, OptionError
 from jetdraft.ranges import between, check_ranges
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.lookup import StoreOptions
@@ -46,10 +46,9 @@ class Drafting:
                 "method",
             )
         if not isinstance(self.settings, (Mapping, MethodOptions)):
-            raise OptionError(
+            raise DraftingError(
                 f"drafting {self.settings!r} is not a mapping; give one, for example "
-                '{"tree": "best"}',
-                "drafting",
+                '{"tree": "best"}'
             )
         check_ranges(self, _RANGES)
         self._check_names()
@@ -74,10 +73,9 @@ class Drafting:
             return {name: options() for name, options in types.items()}
         own_type = type(self.settings)
         if issubclass(own_type, MethodOptions) and own_type not in types.values():
-            raise OptionError(
+            raise DraftingError(
                 f"{own_type.__name__} are not options of method {self.method}; give "
-                "options of that method",
-                "drafting",
+                "options of that method"
             )
         keys_of = {name: options.option_names() for name, options in types.items()}
         all_keys = dict.fromkeys(key for keys in keys_of.values() for key in keys)
@@ -152,15 +150,13 @@ class Drafting:
             keeps = "the distribution but not the text"
             if lossy:
                 keeps = "neither the text nor the distribution"
-            raise OptionError(
+            raise DraftingError(
                 f"verifier {options.verifier!r} keeps {keeps} of plain decoding; add "
-                "--no-exact (exact=False)",
-                "drafting",
+                "--no-exact (exact=False)"
             )
         if options.draft_size is not None and self.names != (name,):
-            raise OptionError(
-                f"a draft of a fixed shape needs one method; give --method {name}",
-                "drafting",
+            raise DraftingError(
+                f"a draft of a fixed shape needs one method; give --method {name}"
             )
         if options.sized and self.num_draft_tokens is not None:
             raise OptionError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jetdraft.errors import OptionError
+from jetdraft.errors import DraftingError, OptionError
 from jetdraft.runtime.measured.rates import Acceptance
 from jetdraft.runtime.measured.widths import prefill_widths
 from jetdraft.runtime.passes.target import Target
@@ -174,18 +174,16 @@ class Planner:
                 "method",
             )
         if options.branched and not self._trees_agree(drafting):
-            raise OptionError(
+            raise DraftingError(
                 "on this machine passes that branch change the last bits of their "
-                "rows; choose tree=chain or add --no-exact",
-                "drafting",
+                "rows; choose tree=chain or add --no-exact"
             )
 
     def _check_fits(self, drafting: Drafting, options: MethodOptions) -> None:
         """Refuse a tree of a given size that does not fit into one pass."""
         widest, size = max(self.widths(drafting)), options.draft_size or 0
         if options.sized and size > widest - 1:
-            raise OptionError(
+            raise DraftingError(
                 f"the tree has {size} rows, a pass of this bundle holds {widest - 1} "
-                "beside the root; give a smaller tree or export with more --max-width",
-                "drafting",
+                "beside the root; give a smaller tree or export with more --max-width"
             )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jetdraft.bundle import Bundle
-from jetdraft.errors import OptionError
+from jetdraft.errors import DraftingError, OptionError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.passes.answer import Answer
@@ -40,20 +40,18 @@ class DraftOptions(TreeOptions):
         threshold = self.stop_threshold
         if self.stopping is None:
             if threshold is not None:
-                raise OptionError(
-                    "stop_threshold needs a stopping rule; give stopping too",
-                    "drafting",
+                raise DraftingError(
+                    "stop_threshold needs a stopping rule; give stopping too"
                 )
             return
         check_choice("stopping", self.stopping, DRAFT_STOPS)
         if self.branched:
-            raise OptionError(
-                f"stopping {self.stopping!r} ends chains, not trees; leave it out",
-                "drafting",
+            raise DraftingError(
+                f"stopping {self.stopping!r} ends chains, not trees; leave it out"
             )
         if threshold is not None and not 0.0 <= threshold <= 1.0:
-            raise OptionError(
-                f"stop threshold {threshold} is out of range; give 0 to 1", "drafting"
+            raise DraftingError(
+                f"stop threshold {threshold} is out of range; give 0 to 1"
             )
 
 
@@ -184,10 +182,9 @@ def _make(parts: Parts, options: DraftOptions) -> Proposer:
         return DraftProposer(follower, ms, stopping)
     graphs = (parts.target, follower.graph)
     if not all(graph.contract.tree for graph in graphs):
-        raise OptionError(
+        raise DraftingError(
             "the bundle verifies chains only, since one of its models attends in "
-            "sliding windows; leave the tree out",
-            "drafting",
+            "sliding windows; leave the tree out"
         )
     return TreeProposer(follower, options.shape, options.kind, ms)
 

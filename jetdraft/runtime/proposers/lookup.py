@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from jetdraft.errors import OptionError
+from jetdraft.errors import DraftingError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.history.suffix import ROOT, SuffixAutomaton
@@ -42,9 +42,8 @@ class StoreOptions(MethodOptions):
         if parts.store is not None:
             return parts.store.of(self.user)
         if self.user:
-            raise OptionError(
-                f"user {self.user!r} needs a store; give --store FILE (store=) too",
-                "drafting",
+            raise DraftingError(
+                f"user {self.user!r} needs a store; give --store FILE (store=) too"
             )
         return None
 

@@ -27,7 +27,7 @@ from typing import (
 )
 
 from jetdraft.bundle import Bundle
-from jetdraft.errors import OptionError
+from jetdraft.errors import DraftingError, OptionError
 from jetdraft.runtime.passes.target import Target
 from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Proposer
@@ -92,9 +92,7 @@ class MethodOptions:
 
 def unknown_key(key: str, keys: Sequence[str]) -> OptionError:
     """The refusal of a key that no method has."""
-    return OptionError(
-        f"unknown drafting option {key!r}; choose {', '.join(keys)}", "drafting"
-    )
+    return DraftingError(f"unknown drafting option {key!r}; choose {', '.join(keys)}")
 
 
 def check_choice(
@@ -103,7 +101,7 @@ def check_choice(
     """Raise `OptionError` unless `value` is one of the choices."""
     if not isinstance(value, str) or value not in choices:
         names = ", ".join(choices)
-        raise OptionError(f"unknown {key} {value!r}; choose {names}", "drafting")
+        raise DraftingError(f"unknown {key} {value!r}; choose {names}")
 
 
 _hints = cache(get_type_hints)
@@ -215,6 +213,4 @@ def _read(key: str, value: object, hint: Any) -> Any:
         except (TypeError, ValueError, KeyError):
             continue
     words = " or ".join(words for *_, words in types)
-    raise OptionError(
-        f"drafting option {key} cannot be {value!r}; give {words}", "drafting"
-    )
+    raise DraftingError(f"drafting option {key} cannot be {value!r}; give {words}")

@@ -13,7 +13,7 @@ import numpy as np
 from jetdraft.bundle import Bundle, GraphEntry, read_streams
 from jetdraft.contract import EARLY_EXIT
 from jetdraft.devices.providers import AUTO, PROVIDERS, choose
-from jetdraft.errors import JetdraftError, OptionError, ProviderError
+from jetdraft.errors import DraftingError, JetdraftError, OptionError, ProviderError
 from jetdraft.runtime.history.similarity import Similarity
 from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.measured.profiles import Profiles
@@ -25,6 +25,7 @@ from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.session import default_threads
 from jetdraft.runtime.proposers.follower import Follower
 from jetdraft.runtime.text.codec import TextCodec
+from jetdraft.runtime.text.constraint import Vocabulary
 from jetdraft.runtime.text.stops import StopWatcher
 
 OFF = "off"
@@ -148,12 +149,18 @@ class Parts:
         self.measure()
 
     def measure(self, again: bool = False) -> None:
-        """Take `widths` and `curve` from an earlier load, or measure them `again`."""
+        """Take `widths` and `curve` from an earlier load, or measure them `again`.
+
+        The times that `jetdraft tune` measured on this machine count for more.
+        """
         self.claim.check_free()
         self.target.prepare(exact=True)
         self.widths, self.curve = self.profiles.measured(
             self.target, self.drafter, again
         )
+        tuned = self.profiles.tuned()
+        if tuned is not None:
+            self.curve.take(tuned)
 
     @property
     def placement(self) -> str:
@@ -165,6 +172,12 @@ class Parts:
             drafter = OFF
         same = drafter == self.provider
         return self.provider if same else f"{self.provider}+{drafter}"
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The vocabulary that constraints need; raises `OptionError` without it."""
+        size, ends = self.target.contract.vocab_size, self.bundle.eos_token_ids
+        return self.text.vocabulary(size, tuple(ends))
 
     @property
     def caches(self) -> dict[str, Cache]:
@@ -181,17 +194,15 @@ class Parts:
         if self._halves is not None:
             return self._halves
         if self.provider != "cpu":
-            raise OptionError(
+            raise DraftingError(
                 f"the halves of a target run on the CPU, not on {self.provider}; leave "
-                "the prune threshold out",
-                "drafting",
+                "the prune threshold out"
             )
         entry, opener = self.bundle.target, self._opener
         if entry.halves is None:
-            raise OptionError(
+            raise DraftingError(
                 "the bundle's target is not cut in halves, since all of its layers "
-                "have streams; leave the prune threshold out",
-                "drafting",
+                "have streams; leave the prune threshold out"
             )
         self._halves = Halves(
             opener.session(entry.halves.lower, self._early),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jetdraft.bundle import Bundle
 from jetdraft.contract import WIDEST
-from jetdraft.errors import OptionError
+from jetdraft.errors import DraftingError, OptionError
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
@@ -50,16 +50,14 @@ class StreamOptions(TreeOptions):
             return
         in_range = isinstance(threshold, (int, float)) and 0.0 <= threshold <= 1.0
         if not in_range and threshold not in (AUTO, DROP_ALL):
-            raise OptionError(
+            raise DraftingError(
                 f"prune threshold {threshold} is out of range; give 0 (keep all) to 1, "
-                "2 (drop all) or auto",
-                "drafting",
+                "2 (drop all) or auto"
             )
         if self.verifier != WALK and not self.checker.lossy:
-            raise OptionError(
+            raise DraftingError(
                 f"verifier {self.verifier!r} is not exact for a draft that was pruned; "
-                "leave the prune threshold out",
-                "drafting",
+                "leave the prune threshold out"
             )
 
     @property

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from jetdraft.contract import WIDEST
-from jetdraft.errors import OptionError
+from jetdraft.errors import DraftingError
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.proposers.method import WALK, MethodOptions, check_choice
 from jetdraft.runtime.trees.confident import Comb, Merged, Rerank
@@ -52,38 +52,33 @@ class TreeOptions(MethodOptions):
             ("tree_parents", self.tree_parents, Static.name),
         ):
             if (value is not None) != (self.tree == tree):
-                raise OptionError(
-                    f"drafting options tree={tree} and {key} go together; give both",
-                    "drafting",
+                raise DraftingError(
+                    f"drafting options tree={tree} and {key} go together; give both"
                 )
         self._check_siblings()
         if self.draft_size is not None and self.draft_size >= WIDEST:
-            raise OptionError(
+            raise DraftingError(
                 f"a tree of {self.draft_size} rows is wider than a pass; draft at most "
-                f"{WIDEST - 1}",
-                "drafting",
+                f"{WIDEST - 1}"
             )
 
     def _check_siblings(self) -> None:
         """Refuse siblings that the shape or the verifier cannot use."""
         if self.branched and self.kind not in self.shape.kinds:
             allowed = ", ".join(sorted(kind.value for kind in self.shape.kinds))
-            raise OptionError(
+            raise DraftingError(
                 f"a {self.tree} tree cannot have {self.siblings} siblings; choose "
-                f"{allowed}",
-                "drafting",
+                f"{allowed}"
             )
         if not self.branched and self.kind is not Kind.COUPLED:
-            raise OptionError(
+            raise DraftingError(
                 f"a chain is drafted with coupled noise; for {self.siblings} drafts "
-                "give tree=k-ary and branching=1,1,1",
-                "drafting",
+                "give tree=k-ary and branching=1,1,1"
             )
         if self.checker.single_child and not self._has_single_children:
-            raise OptionError(
+            raise DraftingError(
                 f"verifier {self.verifier!r} takes one child per row; give tree=k-ary, "
-                "branching=1,1,1 and siblings=with-replacement, or verifier=recursive",
-                "drafting",
+                "branching=1,1,1 and siblings=with-replacement, or verifier=recursive"
             )
 
     @property

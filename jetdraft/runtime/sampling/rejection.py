@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jetdraft.errors import OptionError
+from jetdraft.errors import DraftingError
 from jetdraft.runtime.drafts.arrays import Float64s
 
 
@@ -28,8 +28,8 @@ def single(p: Float64s, q: Float64s, children: Sequence[int]) -> Float64s:
     #   accept x ~ q with min(1, p(x) / q(x))
     #   else y ~ norm(max(p - q, 0))
     if len(children) > 1:
-        raise OptionError(
-            "verifier 'rejection' takes one child per row; use 'recursive'", "drafting"
+        raise DraftingError(
+            "verifier 'rejection' takes one child per row; use 'recursive'"
         )
     return recursive(p, q, children, replaced=True)
 

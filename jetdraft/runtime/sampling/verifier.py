@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jetdraft.errors import OptionError
+from jetdraft.errors import DraftingError
 from jetdraft.runtime.drafts.arrays import Float64s
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
@@ -46,10 +46,9 @@ def check_kind(verifier: Verifier, kind: Kind) -> None:
     """Raise `OptionError` if the verifier is not for this kind of draft."""
     if kind not in verifier.kinds:
         allowed = ", ".join(sorted(k.value for k in verifier.kinds))
-        raise OptionError(
+        raise DraftingError(
             f"verifier {verifier.name!r} is not made for {kind.value} drafts, only "
-            f"for {allowed}; use verifier=walk, or method draft with those siblings",
-            "drafting",
+            f"for {allowed}; use verifier=walk, or method draft with those siblings"
         )
 
 

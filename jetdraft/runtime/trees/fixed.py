@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jetdraft.best_tree import best_tree
-from jetdraft.errors import OptionError
+from jetdraft.errors import DraftingError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.trees.shape import Shape, Tree
@@ -29,15 +29,12 @@ class Static(Shape):
 
     def __init__(self, parents: Sequence[int]) -> None:
         if not parents:
-            raise OptionError(
-                "the tree has no rows; give the parent of each row", "drafting"
-            )
+            raise DraftingError("the tree has no rows; give the parent of each row")
         for row, parent in enumerate(parents, start=1):
             if not 0 <= parent < row:
-                raise OptionError(
+                raise DraftingError(
                     f"row {row} of the tree has parent {parent}; parents come before "
-                    f"their children, so give 0 to {row - 1}",
-                    "drafting",
+                    f"their children, so give 0 to {row - 1}"
                 )
         self.parents = parents
         self._numbers: dict[int, int] = {}
@@ -82,9 +79,8 @@ class Kary(Shape):
 
     def __init__(self, branching: Sequence[int]) -> None:
         if not branching or min(branching) < 1:
-            raise OptionError(
-                f"branching {list(branching)} is not a tree; give 1 or more per level",
-                "drafting",
+            raise DraftingError(
+                f"branching {list(branching)} is not a tree; give 1 or more per level"
             )
         self.branching = branching
 
