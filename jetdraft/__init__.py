@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jetdraft.errors import ContractError as ContractError
     from jetdraft.errors import DataError as DataError
     from jetdraft.errors import DeviceError as DeviceError
+    from jetdraft.errors import DraftingError as DraftingError
     from jetdraft.errors import JetdraftError as JetdraftError
     from jetdraft.errors import OptionError as OptionError
     from jetdraft.errors import OutputError as OutputError
@@ -39,9 +40,16 @@ if TYPE_CHECKING:
     from jetdraft.runtime.model import load as load
     from jetdraft.runtime.piece import Piece as Piece
     from jetdraft.runtime.piece import Result as Result
+    from jetdraft.runtime.planning.drafting import Drafting as Drafting
+    from jetdraft.runtime.planning.options import GenerateOptions as GenerateOptions
     from jetdraft.runtime.planning.options import Options as Options
     from jetdraft.runtime.pool import Pool as Pool
+    from jetdraft.runtime.proposers.parts import LoadOptions as LoadOptions
+    from jetdraft.runtime.sampling.chooser import Sampling as Sampling
     from jetdraft.runtime.sampling.logprobs import Logprob as Logprob
+    from jetdraft.runtime.sampling.penalties import Penalties as Penalties
+    from jetdraft.runtime.text.constraint import Constraint as Constraint
+    from jetdraft.runtime.text.stops import Ending as Ending
     from jetdraft.runtime.text_stream import Stream as Stream
 
 __version__ = "0.1.0"
@@ -50,8 +58,9 @@ _MODULES = {
     "bundle": ("Bundle",),
     "errors": (
         *("BundleError", "CheckError", "CheckpointError", "ContractError", "DataError"),
-        *("DeviceError", "JetdraftError", "OptionError", "OutputError", "PairError"),
-        *("ProviderError", "StoreError", "TrainingError", "UnsupportedModelError"),
+        *("DeviceError", "DraftingError", "JetdraftError", "OptionError"),
+        *("OutputError", "PairError", "ProviderError", "StoreError", "TrainingError"),
+        "UnsupportedModelError",
     ),
     # `jetdraft.export` is a package and a function too, see its `__init__`.
     "export": ("export",),
@@ -60,9 +69,15 @@ _MODULES = {
     "runtime.measured.stats": ("Stats",),
     "runtime.model": ("Model", "load"),
     "runtime.piece": ("Piece", "Result"),
-    "runtime.planning.options": ("Options",),
+    "runtime.planning.drafting": ("Drafting",),
+    "runtime.planning.options": ("GenerateOptions", "Options"),
     "runtime.pool": ("Pool",),
+    "runtime.proposers.parts": ("LoadOptions",),
+    "runtime.sampling.chooser": ("Sampling",),
     "runtime.sampling.logprobs": ("Logprob",),
+    "runtime.sampling.penalties": ("Penalties",),
+    "runtime.text.constraint": ("Constraint",),
+    "runtime.text.stops": ("Ending",),
     "runtime.text_stream": ("Stream",),
 }
 

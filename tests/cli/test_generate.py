@@ -298,7 +298,7 @@ def test_provider_that_cannot_run_is_refused(bundle, flag, reason):
 
 def test_the_drafter_can_be_left_out(bundle):
     off = ("--drafter-provider", "off", "--method", "draft")
-    assert_refused(jetdraft("generate", bundle, *GIVEN, *off), "no method draft")
+    assert_refused(jetdraft("generate", bundle, *GIVEN, *off), "no method 'draft'")
     auto = jetdraft("generate", bundle, *GIVEN, "--provider=auto", *off[:2], *SHORT)
     assert auto.exit_code == 0, auto.stderr
 
@@ -306,7 +306,7 @@ def test_the_drafter_can_be_left_out(bundle):
 @pytest.mark.parametrize(
     ("method", "said"),
     [
-        ("draft", ("no method draft", "export with --drafter")),
+        ("draft", ("no method 'draft'", "export with --drafter")),
         ("magic", ("'magic'", "auto, none, lookup")),
     ],
 )

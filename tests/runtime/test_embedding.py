@@ -43,7 +43,7 @@ def test_a_model_has_a_method_of_its_own(bundle):
     model = jetdraft.load(bundle, threads=1, method="lookup")
     assert model.generate(**OPTIONS).stats.method == "lookup"
     assert model.generate(**OPTIONS, method="none").stats.method == "none"
-    with pytest.raises(OptionError, match="no method stream"):
+    with pytest.raises(OptionError, match="no method 'stream'"):
         jetdraft.load(bundle, threads=1, method="stream")
 
 

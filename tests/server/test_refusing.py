@@ -64,7 +64,7 @@ def assert_error(response, status, words):
         ({**GOOD, "logit_bias": {"a": 1}}, "must be an object from token ids"),
         ({**GOOD, "logit_bias": {"999999": 1}}, "outside the vocabulary"),
         ({**GOOD, "max_seconds": "x"}, "max_seconds"),
-        ({**GOOD, "method": "stream"}, "no method stream"),
+        ({**GOOD, "method": "stream"}, "no method 'stream'"),
         ({**GOOD, "regex": "a(b"}, "character 2"),
         ({**GOOD, "regex": "a" * 8001}, "longer than 8000"),
         ({**GOOD, "regex": "\udc80"}, "not a text"),

@@ -101,7 +101,7 @@ def test_verifiers_are_for_some_drafts(model, method, drafting, error, words):
         ({"method": "none", "drafting": BEST}, "drafting", "no meaning"),
         ({"method": "none", "num_draft_tokens": 3}, "num_draft_tokens", "no meaning"),
         ({"method": "lookup", "drafting": {"tree": "best"}}, "drafting", "choose ver"),
-        ({"drafting": PRUNED}, "drafting", "unknown drafting option 'prune_threshold'"),
+        ({"drafting": PRUNED}, "drafting", "StreamOptions are not options"),
         ({"tree": "best"}, "tree", "unknown option 'tree'"),
     ],
 )
