@@ -35,7 +35,7 @@ from jetdraft.runtime.measured.stats import Round, Stats
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.target import Target
-from jetdraft.runtime.piece import Piece, Result
+from jetdraft.runtime.piece import Piece
 from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.proposers.method import WALK
@@ -76,7 +76,7 @@ class Generation:
         generation = Generation(parts, planner, [5, 8, 9], Options())
         for piece in generation.run():
             print(piece.text, end="")
-        generation.result().finish_reason
+        generation.stats.finish_reason
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Generation:
             plain_ms=parts.curve.pass_ms(self.widths[0]),
         )
         self._prompt = prompt
-        self._pieces: list[Piece] = []
+        self.pieces: list[Piece] = []
         # Tokens of the last round that are not proven yet.
         self._carried: list[int] = []
         self._target: Target = parts.target
@@ -121,17 +121,12 @@ class Generation:
             processors.append(PenaltyProcessor(self.options.penalties, prompt))
         return processors if matcher is None else [*processors, matcher]
 
-    def result(self) -> Result:
-        """All that came out until now."""
-        with_logprobs = self.options.logprobs is not None
-        return Result.of(self._pieces, self.stats, with_logprobs)
-
     def run(self) -> Generator[Piece, None, None]:
         """Give piece after piece, alone on the buffers; `stats` fills up on the way."""
         with self.parts.claim.held_by(self.watcher):
             try:
                 for piece in self._run():
-                    self._pieces.append(piece)
+                    self.pieces.append(piece)
                     paused = time.perf_counter()
                     yield piece
                     self.stats.waited_seconds += time.perf_counter() - paused
@@ -144,7 +139,7 @@ class Generation:
                 raise
             finally:
                 self.stats.finish_reason = self.watcher.reason
-            response = [token for piece in self._pieces for token in piece.token_ids]
+            response = [token for piece in self.pieces for token in piece.token_ids]
             user = self.options.drafting.user
             self.parts.remember(self._prompt, response, user)
 
@@ -347,7 +342,8 @@ class Generation:
 
 
 def _check_options(options: Options, parts: Parts) -> None:
-    """Refuse what the bundle's vocabulary or tokenizer does not allow."""
+    """Refuse what the bundle's vocabulary or tokenizer does not allow, or the store."""
+    parts.store_of(options.drafting.user)
     vocabulary = parts.bundle.target.contract.vocab_size
     wrong = [t for t in options.penalties.biases if not 0 <= t < vocabulary]
     if wrong:

@@ -18,7 +18,7 @@ from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.planning.registry import AUTO
-from jetdraft.runtime.proposers.parts import LoadOptions, Parts
+from jetdraft.runtime.proposers.parts import CLOSED, LoadOptions, Parts
 from jetdraft.runtime.text.constraint import Vocabulary
 from jetdraft.runtime.text.prompt import check_ids
 from jetdraft.runtime.text.template import (
@@ -29,15 +29,14 @@ from jetdraft.runtime.text.template import (
 )
 from jetdraft.runtime.text_stream import Stream
 
-CLOSED = "this model is closed; load the bundle again"
-
 
 def load(
     path: str | Path, *, method: str | None = None, **options: Unpack[LoadOptions]
 ) -> Model:
     """Open a bundle, check it and get it ready to generate.
 
-    `method` is the default for calls without a method. The other arguments are the
+    `method` is the default for calls that name no method; an `Options` object always
+    names one. The other arguments are the
     fields of `LoadOptions`. Raises `BundleError`, `ProviderError`, `StoreError` or
     `OptionError`.
 
@@ -268,7 +267,7 @@ class Model:
 
     def close(self) -> None:
         """Free all memory; later calls raise `JetdraftError`."""
-        self.parts.claim.check_free()
+        self.parts.claim.close()
         self._parts = self._planner = None
 
     def __enter__(self) -> Model:

@@ -21,15 +21,14 @@ class Stream:
     """
 
     # The generation holds no reference to its stream. So Python frees an abandoned
-    # stream, and closes the generation's iterator with it.
+    # stream, and closes the generation's iterator with it. The stream holds the
+    # generation by its iterator only, so a stream that ended keeps no buffers.
     def __init__(self, generation: Generation) -> None:
-        self._generation = generation
+        self.stats: Stats = generation.stats
+        self._watcher = generation.watcher
+        self._past_pieces = generation.pieces
+        self._with_logprobs = generation.options.logprobs is not None
         self._pieces = generation.run()
-
-    @property
-    def stats(self) -> Stats:
-        """The stats of the generation, filled as it goes."""
-        return self._generation.stats
 
     def __iter__(self) -> Stream:
         return self
@@ -45,18 +44,17 @@ class Stream:
 
     def cancel(self) -> None:
         """End at the next round, with finish reason "cancelled"."""
-        self._generation.watcher.cancelled.set()
+        self._watcher.cancelled.set()
 
     def close(self, reason: str = CANCELLED) -> None:
         """End now, with this finish reason; the model is free again."""
-        stats, watcher = self._generation.stats, self._generation.watcher
-        if not stats.finish_reason:
-            watcher.end(reason)
+        if not self.stats.finish_reason:
+            self._watcher.end(reason)
             self._pieces.close()
-            stats.finish_reason = watcher.reason  # also where nothing ever ran
+            self.stats.finish_reason = self._watcher.reason  # even if nothing ran
 
     def result(self) -> Result:
         """Run the generation to its end, and give all of its text."""
         for _ in self._pieces:
             pass
-        return self._generation.result()
+        return Result.of(self._past_pieces, self.stats, self._with_logprobs)

@@ -154,7 +154,7 @@ def test_deadline(model, options, whole, monkeypatch):
     """The clock jumps past the limit after the first pieces."""
     stream = model.stream(**options, max_seconds=1000.0)
     next(stream)
-    monkeypatch.setattr(stream._generation.watcher, "_deadline", 0.0)
+    monkeypatch.setattr(stream._watcher, "_deadline", 0.0)
     result = stream.result()
     check(result, "deadline", whole)
     assert 0 < len(result.token_ids) < 40

@@ -1,4 +1,6 @@
+import gc
 import json
+import weakref
 from functools import partial
 
 import numpy as np
@@ -235,7 +237,8 @@ def test_a_closed_model_says_so(bundle, tmp_path):
     twin = model.twin()
     stream = model.stream("a", max_new_tokens=3)
     list(stream)
-    options = jetdraft.Options()
+    options, parts = jetdraft.Options(), weakref.ref(model.parts)
+    waiting = model.stream("a", max_new_tokens=3)
     model.close()
     calls = [
         lambda: model.generate("a"),
@@ -260,5 +263,9 @@ def test_a_closed_model_says_so(bundle, tmp_path):
         with pytest.raises(jetdraft.JetdraftError, match="this model is closed"):
             call()
     model.cancel()  # nothing is under way
+    with pytest.raises(jetdraft.JetdraftError, match="this model is closed"):
+        next(waiting)
+    gc.collect()
+    assert parts() is None, "a stream that ended keeps the buffers"
     assert len(stream.result().token_ids) == 3
     assert twin.generate("a", max_new_tokens=3).token_ids == stream.result().token_ids

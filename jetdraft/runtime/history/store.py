@@ -26,6 +26,9 @@ MOST_DAYS = 30.0
 MOST_TOKENS = 8192
 """The most tokens of a request and its response together; longer ones are not kept."""
 
+MOST_USERS = 64
+"""The most users whose entries are kept in memory."""
+
 _SECONDS_PER_DAY = 86400.0
 
 
@@ -75,14 +78,16 @@ class ResponseStore:
         self.entries = self._open_or_replace()
 
     def of(self, user: str) -> ResponseStore:
-        """The same file for another user; always the same object for one user.
+        """The same file for another user. Raises `StoreError`.
 
-        Reads the user's entries the first time. Raises `StoreError`.
+        Gives one object for one user, as long as the user is of the last `MOST_USERS`.
         """
         if user not in self._by_user:
             store = copy(self)
             store.user = _checked_user(user)
             store.entries = store._open_or_replace()
+            if len(self._by_user) == MOST_USERS:
+                del self._by_user[next(iter(self._by_user))]
             self._by_user[user] = store
         return self._by_user[user]
 

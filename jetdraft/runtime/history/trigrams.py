@@ -148,7 +148,6 @@ class Trigrams:
     """
 
     def __init__(self, counts: Counts | None = None) -> None:
-        self.has_corpus = counts is not None
         self.counts = counts or Counts.of([])
         self._learned: dict[tuple[int, int], dict[int, float]] = {}
 

@@ -14,8 +14,6 @@ from jetdraft.runtime.measured.stats import Round
 LEAST_PROBE_MS = 1e-3
 """A lower bound: `_followed` could never raise an estimate of 0."""
 
-IMPOSSIBLE = "its times cannot be"
-
 LONGEST_MS = 1e6
 """A quarter of an hour; nothing that was measured takes as long."""
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import platform
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 from jetdraft.bundle import Bundle
 from jetdraft.devices.detection import detect
+from jetdraft.devices.cpu import processor_features, processor_name
 from jetdraft.files import replacing
 from jetdraft.ort import ort
 from jetdraft.runtime.measured.curve import Curve
@@ -35,8 +34,8 @@ class Profiles:
         self.tuning_file = folder / f"{name}-tuning.json"
         self.acceptance_file = folder / "acceptance.npz"
         self.machine: dict[str, Any] = {
-            "processor": _processor(),
-            "features": _features(),
+            "processor": processor_name(),
+            "features": processor_features(),
             "provider": provider,
             "threads": threads,
             "onnxruntime": ort.__version__,
@@ -103,29 +102,3 @@ class Profiles:
             for name, value in self.machine.items()
             if other.get(name) != value
         )
-
-
-def _processor() -> str:
-    """The name of the processor; the architecture where the system hides it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith(("model name", "Model")):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _features() -> str:
-    """A hash of the instruction sets, since they decide how kernels round."""
-    used_names = ("flags", "Features", "cpu family", "model", "stepping", "CPU part")
-    used_lines: set[str] = set()
-    for file in ("/proc/cpuinfo", "/proc/device-tree/model"):
-        try:
-            lines = Path(file).read_text(encoding="utf-8", errors="replace").split("\n")
-        except OSError:
-            continue
-        names = {line: line.partition(":")[0].strip() for line in lines}
-        is_board = file.endswith("model")
-        used_lines |= {line for line in lines if is_board or names[line] in used_names}
-    return hashlib.sha256("\n".join(sorted(used_lines)).encode()).hexdigest()[:12]

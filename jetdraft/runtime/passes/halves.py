@@ -45,8 +45,8 @@ class _Draft(NamedTuple):
     probing: Probing
 
 
-class _PairedCache(Cache):
-    """The cache of the lower half; the cache `upper` always holds the same tokens."""
+class _PairedCache:
+    """The caches of both halves, which always hold the same tokens."""
 
     def __init__(
         self,
@@ -54,26 +54,38 @@ class _PairedCache(Cache):
         lower_compaction: ort.InferenceSession | None,
         upper_compaction: ort.InferenceSession | None,
     ) -> None:
-        super().__init__(contract.lower, lower_compaction)
+        self.lower = Cache(contract.lower, lower_compaction)
         self.upper = Cache(contract.upper, upper_compaction)
+        self.capacity = self.lower.capacity
+
+    @property
+    def length(self) -> int:
+        return self.lower.length
+
+    @property
+    def room(self) -> int:
+        return self.lower.room
+
+    @property
+    def seconds(self) -> float:
+        return self.lower.seconds + self.upper.seconds
 
     def advance(self, rows: int) -> None:
         """Count the next rows of both as committed."""
-        super().advance(rows)
+        self.lower.advance(rows)
         self.upper.advance(rows)
 
     def rewind(self, length: int) -> None:
         """Go back to `length` committed rows in both."""
-        super().rewind(length)
+        self.lower.rewind(length)
         self.upper.rewind(length)
 
-    def compact_both(self, lower: Sequence[int], upper: Sequence[int]) -> None:
+    def compact(self, lower: Sequence[int], upper: Sequence[int]) -> None:
         """Commit rows whose places in the lower and in the upper buffers differ."""
-        cursor, seconds_before = self.length, self.upper.seconds
-        self.compact(lower)
+        cursor = self.length
+        self.lower.compact(lower)
         self.upper.rewind(cursor)
         self.upper.compact(upper)
-        self.seconds += self.upper.seconds - seconds_before
 
 
 class Halves:
@@ -186,7 +198,7 @@ class Halves:
         if self.adaptive is not None:
             self.adaptive.observe(self.threshold, lambda t: self._outcome(lower, t))
         if not exact:
-            self.cache.compact_both(lower, path)
+            self.cache.compact(lower, path)
             return len(path)
         proven = without_gaps(lower)
         self.cache.advance(proven)
@@ -221,7 +233,7 @@ class Halves:
                 self._sessions[0],
                 self.halves.lower_inputs,
                 self.halves.lower_outputs,
-                self.cache.buffers,
+                self.cache.lower.buffers,
                 width,
                 0,
                 0,

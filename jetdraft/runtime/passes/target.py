@@ -18,9 +18,13 @@ class TargetCache(Protocol):
     together.
     """
 
-    length: int
     capacity: int
-    seconds: float
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
 
     @property
     def room(self) -> int: ...

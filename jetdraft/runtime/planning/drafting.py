@@ -11,7 +11,6 @@ from jetdraft.contract import WIDEST
 from jetdraft.errors import DraftingError, OptionError
 from jetdraft.ranges import between, check_ranges
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
-from jetdraft.runtime.proposers.lookup import StoreOptions
 from jetdraft.runtime.proposers.method import WALK, MethodOptions, unknown_key
 
 MAX_DRAFT_TOKENS = WIDEST - 1
@@ -103,9 +102,8 @@ class Drafting:
 
     @property
     def user(self) -> str:
-        """The user whose store keeps the response; "" where no user is named."""
-        options = (o for o in self.options.values() if isinstance(o, StoreOptions))
-        return next((option.user for option in options if option.user), "")
+        """The user that all methods of a generation share; "" without a name."""
+        return next((o.user for o in self.options.values()), "")
 
     @property
     def sized(self) -> MethodOptions | None:

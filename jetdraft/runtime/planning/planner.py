@@ -22,6 +22,9 @@ from jetdraft.runtime.sampling.verifier import Verifier, check_kind
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from jetdraft.runtime.text.matcher import Matcher
 
+MOST_PROPOSERS = 64
+"""The most proposers that live on; a request can ask for options never seen before."""
+
 
 @dataclass(frozen=True)
 class Lineup:
@@ -73,6 +76,8 @@ class Planner:
                 raise OptionError(
                     f"the bundle has no method {method.name!r}: {error}", "method"
                 ) from error
+            if len(self._proposers) == MOST_PROPOSERS:
+                del self._proposers[next(iter(self._proposers))]
             self._proposers[key] = proposer
             traits = proposer.traits
             self.parts.curve.drafts.setdefault(traits.name, traits.ms_per_token)
@@ -156,8 +161,13 @@ class Planner:
             self.widths(drafting),
             count or MAX_DRAFT_TOKENS,
             drafting.exact,
-            drafting.verifier == WALK and self._trees_agree(drafting),
+            self._may_branch(drafting),
         )
+
+    def _may_branch(self, drafting: Drafting) -> bool:
+        """Whether a controller may ask for trees: no method's options refuse them."""
+        allowed = all(options.may_branch for options in drafting.options.values())
+        return allowed and self._trees_agree(drafting)
 
     def _trees_agree(self, drafting: Drafting) -> bool:
         return self.parts.widths.trees_agree or not drafting.exact

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.proposers.draft import DraftProposer, drafter_of, lacks_drafter
 from jetdraft.runtime.proposers.follower import Follower
-from jetdraft.runtime.proposers.lookup import LookupProposer, StoreOptions
-from jetdraft.runtime.proposers.method import Method
+from jetdraft.runtime.proposers.lookup import LookupProposer
+from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens
 from jetdraft.runtime.sampling.chooser import Chooser
@@ -73,8 +73,8 @@ class CascadeProposer(DraftProposer):
         return chosen[: right + 1]
 
 
-def _make(parts: Parts, options: StoreOptions) -> Proposer:
-    below = LookupProposer(store=options.store(parts))
+def _make(parts: Parts, options: MethodOptions) -> Proposer:
+    below = LookupProposer(store=parts.store_of(options.user))
     return CascadeProposer(drafter_of(parts, NAME), below, parts.curve.drafter)
 
 
@@ -82,7 +82,7 @@ METHOD = Method(
     NAME,
     "the drafter, which only reviews what lookup proposes",
     _make,
-    StoreOptions,
+    MethodOptions,
     lacks=lacks_drafter,
     # It would compete with `draft`, which runs the same drafter.
     in_auto=lambda options: False,

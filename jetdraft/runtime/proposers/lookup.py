@@ -9,10 +9,8 @@ its tokens came next.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
-from jetdraft.errors import DraftingError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.history.suffix import ROOT, SuffixAutomaton
@@ -23,29 +21,6 @@ from jetdraft.runtime.sampling.chooser import Chooser
 
 MOST_INDEXED = 32768
 """The most tokens of earlier responses that are indexed, half a kilobyte each."""
-
-
-@dataclass(frozen=True)
-class StoreOptions(MethodOptions):
-    """The `user` whose responses are drafted from, and who keeps the new response.
-
-    StoreOptions(user="ann")
-    """
-
-    user: str = ""
-
-    def store(self, parts: Parts) -> ResponseStore | None:
-        """The user's responses; None without a store.
-
-        Raises `OptionError` for a user without a store.
-        """
-        if parts.store is not None:
-            return parts.store.of(self.user)
-        if self.user:
-            raise DraftingError(
-                f"user {self.user!r} needs a store; give --store FILE (store=) too"
-            )
-        return None
 
 
 class LookupProposer(Proposer):
@@ -172,14 +147,14 @@ def _goes_on(read: Sequence[int], context: Sequence[int]) -> bool:
     return list(context[start : len(read)]) == list(read[start:])
 
 
-def _make(parts: Parts, options: StoreOptions) -> Proposer:
-    return LookupProposer(store=options.store(parts))
+def _make(parts: Parts, options: MethodOptions) -> Proposer:
+    return LookupProposer(store=parts.store_of(options.user))
 
 
 METHOD = Method(
     "lookup",
     "what followed the last time the text ended like this",
     _make,
-    StoreOptions,
+    MethodOptions,
     cost="free",
 )

@@ -40,16 +40,24 @@ WALK = "walk"
 
 @dataclass(frozen=True)
 class MethodOptions:
-    """A method's own options; a method adds fields in a subclass, which checks them.
+    """The options of every method; a method adds fields in a subclass.
+
+    verifier  which drafted tokens are accepted, a name in `VERIFIERS`
+    user      whose earlier responses are drafted from, and who keeps the new response
 
     Fields are of type str, int, float, bool, Path, tuple[int, ...], or a union of them.
+    A text is read as the field's type. Raises `OptionError` for another type.
 
         MethodOptions.of({"verifier": "typical"})
     """
 
     verifier: str = WALK
+    user: str = ""
 
     def __post_init__(self) -> None:
+        for key, hint in _hints(type(self)).items():  # type: ignore[arg-type]
+            value = _read(key, getattr(self, key), hint)
+            object.__setattr__(self, key, value)
         check_choice("verifier", self.verifier, VERIFIERS)
 
     @property
@@ -72,6 +80,11 @@ class MethodOptions:
         """Whether every draft branches."""
         return False
 
+    @property
+    def may_branch(self) -> bool:
+        """Whether a controller may ask for trees."""
+        return self.verifier == WALK
+
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
         """The names of the options."""
@@ -79,15 +92,12 @@ class MethodOptions:
 
     @classmethod
     def of(cls, settings: Mapping[str, object]) -> Self:
-        """The options that `settings` name; text is read as the field's type.
-
-        Raises `OptionError` for an unknown key or a value of another type.
-        """
-        hints: dict[str, Any] = _hints(cls)  # type: ignore[arg-type]
+        """The options that `settings` name; raises `OptionError` for an unknown key."""
+        keys = cls.option_names()
         for key in settings:
-            if key not in hints:
-                raise unknown_key(key, cls.option_names())
-        return cls(**{key: _read(key, v, hints[key]) for key, v in settings.items()})
+            if key not in keys:
+                raise unknown_key(key, keys)
+        return cls(**settings)  # type: ignore[arg-type]
 
 
 def unknown_key(key: str, keys: Sequence[str]) -> OptionError:
@@ -200,6 +210,11 @@ value of them and a text are read, and the words for the type."""
 def _read(key: str, value: object, hint: Any) -> Any:
     """A value as its field's type, from text or from Python."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if unreadable := {*kinds} - {*_TYPES, NoneType}:
+        raise DraftingError(
+            f"drafting option {key} has a field of type {unreadable.pop()}; declare it "
+            "with a type that MethodOptions lists"
+        )
     if value is None and NoneType in kinds:
         return None
     types = [_TYPES[kind] for kind in _TYPES if kind in kinds]

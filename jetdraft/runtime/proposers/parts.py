@@ -28,6 +28,8 @@ from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.constraint import Vocabulary
 from jetdraft.runtime.text.stops import StopWatcher
 
+CLOSED = "this model is closed; load the bundle again"
+
 OFF = "off"
 """The name in place of the drafter's provider to run without the drafter."""
 
@@ -85,10 +87,16 @@ class Claim:
     def __init__(self) -> None:
         self._lock = Lock()
         self._holder: StopWatcher | None = None
+        self._is_closed = False
 
     @contextmanager
     def held_by(self, watcher: StopWatcher) -> Iterator[None]:
-        """Hold the buffers; raises `JetdraftError` while another generation does."""
+        """Hold the buffers; raises `JetdraftError` while another generation does.
+
+        After `close` it always raises.
+        """
+        if self._is_closed:
+            raise JetdraftError(CLOSED)
         if not self._lock.acquire(blocking=False):
             raise JetdraftError(self.BUSY)
         self._holder = watcher
@@ -102,6 +110,11 @@ class Claim:
         """Raise `JetdraftError` while a generation uses the buffers."""
         if self._lock.locked():
             raise JetdraftError(self.BUSY)
+
+    def close(self) -> None:
+        """Let nobody hold the buffers again; raises `JetdraftError` if one does."""
+        self.check_free()
+        self._is_closed = True
 
     def cancel(self) -> None:
         """End the running generation at its next round; any thread may call this."""
@@ -213,6 +226,16 @@ class Parts:
         )
         return self._halves
 
+    def store_of(self, user: str) -> ResponseStore | None:
+        """A user's earlier responses; None without a store. Raises `OptionError`."""
+        if self.store is not None:
+            return self.store.of(user)
+        if user:
+            raise DraftingError(
+                f"user {user!r} needs a store; give --store FILE (store=) too"
+            )
+        return None
+
     def remember(
         self, prompt: Sequence[int], response: Sequence[int], user: str = ""
     ) -> None:
@@ -234,10 +257,8 @@ class Parts:
         own = self.options.get("provider")
         provider = self.bundle.provider if own is None else own
         opener = self._placed(self.bundle.target, provider, self.threads, spinning=True)
-        if (
-            self.options.get("streams") is not None
-            and opener.provider.name == "tensorrt"
-        ):
+        own_streams = self.options.get("streams") is not None
+        if own_streams and opener.provider.name == "tensorrt":
             raise ProviderError(
                 "TensorRT builds weights into its engines and cannot swap streams; "
                 "export the checkpoint that has them, or choose --provider cuda"
@@ -247,10 +268,8 @@ class Parts:
     def _opener_beside(self, target: Opener) -> Opener | None:
         """How the drafter is opened; None if it is off or the bundle has no drafter."""
         entry, provider = self.bundle.drafter, self.options.get("drafter_provider")
-        if provider is None and self.options.get("provider") in (
-            None,
-            self.bundle.provider,
-        ):
+        beside = self.options.get("provider")
+        if provider is None and beside in (None, self.bundle.provider):
             provider = self.bundle.drafter_provider
         if provider == OFF or entry is None:
             return None

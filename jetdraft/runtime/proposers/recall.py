@@ -18,8 +18,7 @@ from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.history.similarity import Similarity
 from jetdraft.runtime.history.store import ResponseStore
-from jetdraft.runtime.proposers.lookup import StoreOptions
-from jetdraft.runtime.proposers.method import Method
+from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
@@ -159,8 +158,8 @@ def _lacks(bundle: Bundle) -> str:
     return "" if bundle.similarity else "export the bundle again with this version"
 
 
-def _make(parts: Parts, options: StoreOptions) -> Proposer:
-    store = options.store(parts)
+def _make(parts: Parts, options: MethodOptions) -> Proposer:
+    store = parts.store_of(options.user)
     if store is None or parts.similarity is None:
         raise OptionError(
             "it needs a store of earlier responses; give --store FILE (store=), or if "
@@ -174,6 +173,6 @@ METHOD = Method(
     "recall",
     "the responses to similar requests, with --store FILE",
     _make,
-    StoreOptions,
+    MethodOptions,
     lacks=_lacks,
 )

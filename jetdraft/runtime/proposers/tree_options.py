@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jetdraft.contract import WIDEST
 from jetdraft.errors import DraftingError
 from jetdraft.runtime.drafts.rows import Kind
-from jetdraft.runtime.proposers.method import WALK, MethodOptions, check_choice
+from jetdraft.runtime.proposers.method import MethodOptions, check_choice
 from jetdraft.runtime.trees.confident import Comb, Merged, Rerank
 from jetdraft.runtime.trees.fixed import Best, Kary, Static
 from jetdraft.runtime.trees.reach import Heap, ReachThreshold
@@ -99,7 +99,7 @@ class TreeOptions(MethodOptions):
     @property
     def may_branch(self) -> bool:
         """Whether a controller may ask for trees."""
-        return self.tree == AUTO and self.verifier == WALK
+        return self.tree == AUTO and super().may_branch
 
     @property
     def kind(self) -> Kind:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jetdraft.errors import StoreError
-from jetdraft.runtime.history.store import MOST_TOKENS, Entry, ResponseStore
+from jetdraft.runtime.history.store import MOST_TOKENS, MOST_USERS, Entry, ResponseStore
 
 NOWHERE = np.zeros(0, np.float32)
 
@@ -70,6 +70,10 @@ def test_one_file_serves_several_users(tmp_path):
     assert prompts(ann) == [[2], [1]]
     with pytest.raises(StoreError, match="unprintable"):
         store.of("\udcff")
+    for number in range(MOST_USERS):
+        store.of(f"user {number}")
+    assert store.of("ann") is not ann, "memory is bounded"
+    assert prompts(store.of("ann")) == [[2], [1]]
 
 
 def test_another_user_of_a_file_that_is_damaged_meanwhile(tmp_path):

@@ -8,8 +8,9 @@ import pytest
 import jetdraft
 from jetdraft.errors import OptionError
 from jetdraft.runtime.planning.drafting import Drafting
+from jetdraft.runtime.planning.planner import MOST_PROPOSERS, Planner
 from jetdraft.runtime.proposers.draft import DraftOptions
-from jetdraft.runtime.proposers.lookup import StoreOptions
+from jetdraft.runtime.proposers.method import MethodOptions
 from jetdraft.runtime.proposers.stream import StreamOptions
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 
@@ -116,16 +117,34 @@ def test_an_options_object_goes_to_its_method():
     drafting = Drafting("draft", exact=False, settings=own)
     assert drafting.options == {"draft": own}
     assert drafting.verifier == "typical"
-    both = Drafting("draft,lookup", settings=StoreOptions(user="ann"))
-    assert both.options["lookup"] == StoreOptions(user="ann")
+    both = Drafting("draft,lookup", settings=MethodOptions(user="ann"))
+    assert both.options["lookup"] == MethodOptions(user="ann")
     assert both.options["draft"] == DraftOptions()
     assert both.user == "ann"
 
 
 def test_a_key_goes_to_every_method_that_has_it():
     drafting = Drafting("draft,lookup,recall", settings={"user": "ann"})
-    users = {name: vars(own).get("user") for name, own in drafting.options.items()}
-    assert users == {"draft": None, "lookup": "ann", "recall": "ann"}
+    assert {own.user for own in drafting.options.values()} == {"ann"}
+    stopping = Drafting("draft,lookup", settings={"stopping": "confidence"})
+    rules = {name: vars(o).get("stopping") for name, o in stopping.options.items()}
+    assert rules == {"draft": "confidence", "lookup": None}
+
+
+@pytest.mark.parametrize("method", ["auto", "draft,trigram"])
+def test_a_chain_keeps_every_method_from_branching(model, method):
+    for tree, branches in (("auto", True), ("chain", False)):
+        lineup = model.planner.lineup(Drafting(method, settings={"tree": tree}))
+        assert lineup.controller.branching == branches
+
+
+def test_only_the_last_proposers_live_on(model):
+    planner = Planner(model.parts)
+    for number in range(MOST_PROPOSERS + 5):
+        threshold = number / 100
+        settings = {"stopping": "confidence", "stop_threshold": threshold}
+        planner.lineup(Drafting("draft", settings=settings))
+    assert len(planner._proposers) == MOST_PROPOSERS
 
 
 def test_a_tree_of_models_that_only_chain_is_refused(model, monkeypatch):

@@ -93,13 +93,23 @@ def test_a_value_is_read_as_its_type(key, value, expected):
 )
 def test_a_value_of_another_type_is_refused(key, value, words):
     pattern = rf"drafting option {key} cannot be .*; give {words}"
-    with pytest.raises(OptionError, match=pattern) as refusal:
-        EveryType.of({key: value})
-    assert refusal.value.field == "drafting"
+    for make in (EveryType.of, lambda settings: EveryType(**settings)):
+        with pytest.raises(OptionError, match=pattern) as refusal:
+            make({key: value})
+        assert refusal.value.field == "drafting"
+
+
+def test_a_field_of_a_type_that_no_option_has_is_refused():
+    @dataclass(frozen=True)
+    class Odd(MethodOptions):
+        names: frozenset[str] = frozenset()
+
+    with pytest.raises(OptionError, match="names has a field of type frozenset"):
+        Method("odd", "an odd field", lambda parts, options: None, Odd)
 
 
 def test_an_unknown_key_is_refused_with_all_keys():
-    keys = "verifier, count, share, eager, file, levels, threshold, name"
+    keys = "verifier, user, count, share, eager, file, levels, threshold, name"
     with pytest.raises(OptionError, match=f"option 'size'; choose {keys}$") as refusal:
         EveryType.of({"size": 1})
     assert refusal.value.field == "drafting"

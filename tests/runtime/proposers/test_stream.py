@@ -350,7 +350,7 @@ def test_both_halves_hold_what_a_fresh_prefill_holds(float_model, exact):
     length = len(PROMPT) + committed
     buffers = [
         buffer
-        for cache in (halves.cache, halves.cache.upper)
+        for cache in (halves.cache.lower, halves.cache.upper)
         for buffer in cache.buffers.values()
     ]
     found = [buffer.numpy()[:, :, :length].copy() for buffer in buffers]
