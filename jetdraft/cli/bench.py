@@ -18,7 +18,7 @@ from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import (
     bundle_argument,
-    given,
+    generate_fields,
     integers,
     json_option,
     new_tokens_option,
@@ -74,7 +74,7 @@ def command(
     """Compare the methods of BUNDLE, prompt by prompt in one process."""
     draft_lengths = integers(lengths, "--lengths")
     model = load(bundle, **runtime)
-    fields = given(options)
+    fields = generate_fields(options)
     prompts = read_prompts(prompts_file, model)
     names = methods.split(",") if methods else [*model.methods, "auto"]
     rows = benchmark.contenders(model, names, draft_lengths)

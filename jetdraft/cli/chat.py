@@ -19,7 +19,7 @@ from jetdraft.terminal.flags import (
     bundle_argument,
     constraint_options,
     drafting_option,
-    given,
+    generate_fields,
     method_option,
     new_tokens_option,
     runtime_options,
@@ -58,7 +58,7 @@ def command(
 ) -> int:
     """Talk to BUNDLE's model, line by line; /help lists the commands."""
     with load(bundle, **runtime) as model:
-        fields = given(options, model)
+        fields = generate_fields(options, model)
         talk = Conversation(model, system, drop_oldest, **fields)
         # Raises for a missing template or a bad option, before the first line is read.
         model.stream(token_ids=model.chat_prompt([user("")]), **fields)

@@ -22,7 +22,7 @@ from jetdraft.terminal.flags import (
     bundle_argument,
     constraint_options,
     drafting_option,
-    given,
+    generate_fields,
     json_option,
     method_option,
     new_tokens_option,
@@ -108,7 +108,7 @@ def command(
     text = read_prompt(prompt, prompt_file)
     runtime["store"] = store
     model = load(bundle, **runtime)
-    stream = _stream(model, text, raw, given(options, model))
+    stream = _stream(model, text, raw, generate_fields(options, model))
     interrupted = False
     try:
         for piece in stream:

@@ -182,7 +182,7 @@ class Generation:
             self.planner.prefills,
         )
         cache.rewind(kept)
-        while cache.length < len(prompt) - 1 and not self.watcher.interrupted():
+        while cache.length < len(prompt) - 1 and not self.watcher.must_end():
             rest = len(prompt) - 1 - cache.length
             width = self._prefill_width(rest, prefills)
             tokens = prompt[cache.length : cache.length + min(rest, width)]
@@ -212,7 +212,7 @@ class Generation:
         longest = cache.capacity + 2 - self.widths[0]
         wanted = len(sequence) + self.options.ending.max_new_tokens
         limit, first_seconds = min(cache.capacity, longest, wanted), 0.0
-        while len(sequence) < limit and not (watcher.reason or watcher.interrupted()):
+        while len(sequence) < limit and not (watcher.reason or watcher.must_end()):
             round_, piece = self._round(sequence, limit)
             tokens = watcher.keep(piece.token_ids[: limit - len(sequence)])
             count = len(tokens)

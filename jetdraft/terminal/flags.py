@@ -307,7 +307,9 @@ drafting_option = option(
 )
 
 
-def given(options: Mapping[str, Any], model: Model | None = None) -> GenerateOptions:
+def generate_fields(
+    options: Mapping[str, Any], model: Model | None = None
+) -> GenerateOptions:
     """The options that were given, beside the defaults of a model's checkpoint."""
     defaults = {} if model is None else model.defaults
     flags = {name: value for name, value in options.items() if value is not None}

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jetdraft.bundle import Bundle
-from jetdraft.devices.detection import detect
 from jetdraft.devices.cpu import processor_features, processor_name
+from jetdraft.devices.detection import detect
 from jetdraft.files import replacing
 from jetdraft.ort import ort
 from jetdraft.runtime.measured.curve import Curve

@@ -113,7 +113,7 @@ class Halves:
         ):
             check_tensors(inputs, session.get_inputs(), f"the {name}'s inputs")
             check_tensors(outputs, session.get_outputs(), f"the {name}'s outputs")
-        self.halves = contract
+        self.split = contract
         self.contract = contract.whole
         self.cache = _PairedCache(contract, lower_compaction, upper_compaction)
         self.threshold = 0.0
@@ -231,8 +231,8 @@ class Halves:
         if width not in self._lower:
             self._lower[width] = Bound(
                 self._sessions[0],
-                self.halves.lower_inputs,
-                self.halves.lower_outputs,
+                self.split.lower_inputs,
+                self.split.lower_outputs,
                 self.cache.lower.buffers,
                 width,
                 0,
@@ -256,8 +256,8 @@ class Halves:
         if key not in self._upper:
             self._upper[key] = Bound(
                 self._sessions[1],
-                self.halves.upper_inputs,
-                self.halves.upper_outputs,
+                self.split.upper_inputs,
+                self.split.upper_outputs,
                 self.cache.upper.buffers,
                 width,
                 answers,
@@ -272,7 +272,7 @@ class Halves:
         bound.arrays["hidden"][0] = hidden[kept + kept[-1:] * padding]
         self._place(bound, rows, padding, probes)
         self.passes += 1
-        return answer_of(bound.tensors, self.halves.upper, probes)
+        return answer_of(bound.tensors, self.split.upper, probes)
 
     def _place(self, bound: Bound, rows: Rows, padding: int, probes: Probes) -> None:
         """Set the positions and the attention bias of a pass, and run it."""

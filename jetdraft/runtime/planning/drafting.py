@@ -106,7 +106,7 @@ class Drafting:
         return next((o.user for o in self.options.values()), "")
 
     @property
-    def sized(self) -> MethodOptions | None:
+    def sized_options(self) -> MethodOptions | None:
         """The options that fix the size of every draft, so no controller chooses it."""
         options = (o for o in self.options.values() if o.draft_size is not None)
         return next(options, None)
@@ -156,7 +156,7 @@ class Drafting:
             raise DraftingError(
                 f"a draft of a fixed shape needs one method; give --method {name}"
             )
-        if options.sized and self.num_draft_tokens is not None:
+        if options.size_is_fixed and self.num_draft_tokens is not None:
             raise OptionError(
                 "the tree has its own size; leave num draft tokens out",
                 "num_draft_tokens",

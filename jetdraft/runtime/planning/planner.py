@@ -146,7 +146,7 @@ class Planner:
         self, drafting: Drafting, proposers: Sequence[Proposer]
     ) -> Controller:
         """The controller: a fixed plan, or a plan by measured times and acceptance."""
-        count, sized = drafting.num_draft_tokens, drafting.sized
+        count, sized = drafting.num_draft_tokens, drafting.sized_options
         if not proposers:
             return Fixed(None, 0)
         if sized is not None:
@@ -177,7 +177,7 @@ class Planner:
     ) -> None:
         """Refuse a method that would change bits in an exact generation."""
         widths = self.parts.widths
-        if method.probes and drafting.exact and not widths.probes_agree:
+        if method.reads_probes and drafting.exact and not widths.probes_agree:
             raise OptionError(
                 "on this machine probes change the last bits of the rows beside them; "
                 "choose another method or add --no-exact",
@@ -192,7 +192,7 @@ class Planner:
     def _check_fits(self, drafting: Drafting, options: MethodOptions) -> None:
         """Refuse a tree of a given size that does not fit into one pass."""
         widest, size = max(self.widths(drafting)), options.draft_size or 0
-        if options.sized and size > widest - 1:
+        if options.size_is_fixed and size > widest - 1:
             raise DraftingError(
                 f"the tree has {size} rows, a pass of this bundle holds {widest - 1} "
                 "beside the root; give a smaller tree or export with more --max-width"

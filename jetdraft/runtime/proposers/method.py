@@ -71,7 +71,7 @@ class MethodOptions:
         return None
 
     @property
-    def sized(self) -> bool:
+    def size_is_fixed(self) -> bool:
         """Whether the options fix `draft_size`, so that no caller can change it."""
         return False
 
@@ -141,21 +141,21 @@ def _always(options: MethodOptions) -> bool:
 class Method(Generic[OptionsT]):
     """How one method of drafting is named, made and used.
 
-    name      what `--method` takes
-    summary   where its drafts come from, in a few words
-    make      makes a proposer of a loaded bundle's parts; raises `OptionError` with the
-              reason where it cannot
-    options   the type of its own options
-    lacks     what an export must add to a bundle for this method; "" if nothing
-    in_auto   whether "auto" may pick it, given its options
-    trees     whether its options can ask for drafts of a fixed shape
-    probes    whether it reads the probes of the target's passes
-    features  whether it reads the features of the target's passes
-    cost      what its drafts cost, for plans on devices that are not at hand; None
-              leaves it out of plans
-    target    the target that verifies instead of the bundle's own, given the allowed
-              widths; None for the bundle's own
-    samples   options that `jetdraft check` tries beside the defaults
+    name            what `--method` takes
+    summary         where its drafts come from, in a few words
+    make            makes a proposer of a loaded bundle's parts; raises `OptionError`
+                    with the reason where it cannot
+    options         the type of its own options
+    lacks           what an export must add to a bundle for this method; "" if nothing
+    in_auto         whether "auto" may pick it, given its options
+    trees           whether its options can ask for drafts of a fixed shape
+    reads_probes    whether it reads the probes of the target's passes
+    reads_features  whether it reads the features of the target's passes
+    cost            what its drafts cost, for plans on devices that are not at hand;
+                    None leaves it out of plans
+    target          the target that verifies instead of the bundle's own, given the
+                    allowed widths; None for the bundle's own
+    samples         options that `jetdraft check` tries beside the defaults
 
         METHOD = Method("repeat", "the last token, again", lambda parts, o: Repeat())
     """
@@ -167,8 +167,8 @@ class Method(Generic[OptionsT]):
     lacks: Callable[[Bundle], str] = _lacks_nothing
     in_auto: Callable[[OptionsT], bool] = _always
     trees: bool = False
-    probes: bool = False
-    features: bool = False
+    reads_probes: bool = False
+    reads_features: bool = False
     cost: Cost | None = None
     target: Callable[[Parts, OptionsT, Sequence[int]], Target | None] = _own_target
     samples: tuple[Mapping[str, object], ...] = ()

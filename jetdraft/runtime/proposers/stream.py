@@ -175,7 +175,7 @@ METHOD = Method(
     StreamOptions,
     lacks=_lacks,
     trees=True,
-    probes=True,
+    reads_probes=True,
     cost="probes",
     target=_target,
     samples=(

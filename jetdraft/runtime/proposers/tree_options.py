@@ -116,7 +116,7 @@ class TreeOptions(MethodOptions):
         return ADAPTIVE[self.tree]()
 
     @property
-    def sized(self) -> bool:
+    def size_is_fixed(self) -> bool:
         """Whether the shape decides how many rows a draft has."""
         return self.branching is not None or self.tree_parents is not None
 

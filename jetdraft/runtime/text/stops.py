@@ -84,7 +84,7 @@ class StopWatcher:
         self._held = ""
         self._shown = ""
 
-    def interrupted(self) -> bool:
+    def must_end(self) -> bool:
         """Whether the generation must end before another pass."""
         if self.cancelled.is_set():
             self.reason = CANCELLED
