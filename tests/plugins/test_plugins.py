@@ -132,7 +132,10 @@ def test_its_own_options_are_read(toy, installed):
 @pytest.mark.parametrize(
     ("drafting", "words"),
     [
-        ("shape=best", "unknown drafting option 'shape'; choose verifier, memory"),
+        (
+            "shape=best",
+            "unknown drafting option 'shape'; choose verifier, user, memory",
+        ),
         ("memory=many", "drafting option memory cannot be 'many'; give an integer"),
         ("memory=0", "memory 0 is too small; give 1 or more"),
     ],

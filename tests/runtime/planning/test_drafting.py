@@ -119,7 +119,7 @@ def test_an_options_object_goes_to_its_method():
     assert drafting.verifier == "typical"
     both = Drafting("draft,lookup", settings=MethodOptions(user="ann"))
     assert both.options["lookup"] == MethodOptions(user="ann")
-    assert both.options["draft"] == DraftOptions()
+    assert both.options["draft"] == DraftOptions(user="ann")
     assert both.user == "ann"
 
 
