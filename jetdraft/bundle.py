@@ -214,6 +214,8 @@ class Bundle:
     @classmethod
     def open(cls, path: str | Path) -> Bundle:
         """Read and check a bundle; raises `BundleError` or `PairError`."""
+        if not isinstance(path, (str, Path)):
+            raise BundleError(f"a bundle is a folder, not {path!r}; give its path")
         folder = Path(path)
         bundle = cls._parse(folder, read_manifest(folder))
         for name, expected in bundle.files.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ def replacing(file: Path) -> Iterator[Path]:
     with replacing(Path("table.npz")) as partial:
         partial.write_bytes(b"...")
     """
+    file = file.resolve()  # a link stays a link
     # Another process may be writing the same file.
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
@@ -39,6 +40,20 @@ def write_text(file: Path, text: str) -> None:
     try:
         with replacing(file) as partial:
             partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {file} ({error.strerror}); choose another file"
+        ) from error
+
+
+def write_arrays(file: Path, arrays: Mapping[str, Any]) -> None:
+    """Write an npz, which appears whole. Raises `OutputError`.
+
+    write_arrays(Path("table.npz"), {"tokens": np.arange(3)})
+    """
+    try:
+        with replacing(file) as partial, partial.open("wb") as handle:
+            np.savez(handle, **arrays)
     except OSError as error:
         raise OutputError(
             f"cannot write {file} ({error.strerror}); choose another file"

@@ -30,6 +30,16 @@ def between(least: float, most: float, optional: bool = False) -> Range:
     return Range(lambda x: least <= x <= most, words, integer, optional)
 
 
+def check_flags(options: object, *fields: str) -> None:
+    """Raise `OptionError` for the first of these attributes that is not a bool."""
+    for field in fields:
+        value = getattr(options, field)
+        if not isinstance(value, bool):
+            raise OptionError(
+                f"{field} {value!r} is not true or false; give True or False", field
+            )
+
+
 def check_ranges(options: object, ranges: Mapping[str, Range]) -> None:
     """Raise `OptionError` for the first attribute of `options` outside its range."""
     for field, allowed in ranges.items():

@@ -152,6 +152,10 @@ def test_a_wrong_call_is_refused_at_run_time(model, toy, call):
         ({"num_draft_tokens": 16}, "num_draft_tokens", "1 to 15"),
         ({"json_schema": "{"}, "json_schema", "not JSON"),
         ({"logprobs": 65}, "logprobs", "out of range"),
+        ({"exact": "no"}, "exact", "not true or false"),
+        ({"ignore_eos": None}, "ignore_eos", "not true or false"),
+        ({"regex": 5}, "regex", "not a text"),
+        ({"regex": "a", "grammar": "b"}, "regex", "exclude each other"),
     ],
     ids=str,
 )
@@ -196,6 +200,22 @@ def test_options_are_the_same_as_their_fields(model, door):
     assert {result.stats.method for result in results} == {"draft"}
     assert {result.stats.seed for result in results} == {3}
     assert len(results[0].token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("sampling", 5),
+        ("penalties", None),
+        ("drafting", {"tree": "best"}),
+        ("ending", "soon"),
+        ("constraint", "[a]+"),
+    ],
+)
+def test_a_part_of_another_type_is_refused(part, value):
+    with pytest.raises(OptionError, match=f"{part} must be a ") as refusal:
+        jetdraft.Options(**{part: value})
+    assert refusal.value.field == part
 
 
 def test_a_drafting_object_says_what_a_mapping_says(model):

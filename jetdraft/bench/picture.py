@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jetdraft.errors import OptionError, OutputError
+from jetdraft.files import replacing
 
 Points = Mapping[str, tuple[float, float]]
 
@@ -65,7 +66,8 @@ def _figure(width: float, height: float) -> Any:
 
 def _save(figure: Any, file: Path) -> None:
     try:
-        figure.savefig(file, format="png")
+        with replacing(file) as partial:
+            figure.savefig(partial, format="png")
     except (OSError, ValueError) as error:
         raise OutputError(
             f"cannot write {file} ({error}); choose another file"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 import warnings
@@ -50,6 +51,10 @@ class Verbs(LazyGroup):
             _fail(error.format_message())
         except JetdraftError as error:
             _fail(str(error))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            _fail("the disk is full; free some space")
         except (click.Abort, KeyboardInterrupt):
             click.echo("interrupted", err=True)
             sys.exit(130)

@@ -13,7 +13,7 @@ from jetdraft.bench.energy import Meter
 from jetdraft.devices.detection import detect
 from jetdraft.runtime.model import load
 from jetdraft.runtime.planning.drafting import Drafting
-from jetdraft.runtime.planning.options import Options
+from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import (
@@ -74,7 +74,8 @@ def command(
     """Compare the methods of BUNDLE, prompt by prompt in one process."""
     draft_lengths = integers(lengths, "--lengths")
     model = load(bundle, **runtime)
-    fields = generate_fields(options)
+    # All rows draw the same noise.
+    fields = GenerateOptions(temperature=0.0, seed=0) | generate_fields(options)
     prompts = read_prompts(prompts_file, model)
     names = methods.split(",") if methods else [*model.methods, "auto"]
     rows = benchmark.contenders(model, names, draft_lengths)
@@ -90,7 +91,8 @@ def command(
         benchmark.run(model, rows, prompts, repeats, tick, Meter, **fields)
     report = benchmark.report(model, rows)
     report["machine"]["power_mode"] = detect().power_mode
-    report["options"] = {**options, "repeats": repeats, "prompts": len(prompts)}
+    report["options"] = {**options, **fields}
+    report["options"] |= {"repeats": repeats, "prompts": len(prompts)}
     if as_json:
         click.echo(json.dumps(report))
     else:

@@ -24,6 +24,7 @@ from jetdraft.terminal.flags import (
     new_tokens_option,
     runtime_options,
     sampling_options,
+    store_option,
 )
 from jetdraft.terminal.summary import summary
 
@@ -48,6 +49,7 @@ HELP = """/stats       print the stats of the last reply
 @constraint_options
 @method_option()
 @drafting_option
+@store_option
 @runtime_options
 def command(
     bundle: Path,

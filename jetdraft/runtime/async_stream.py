@@ -42,6 +42,8 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> Piece:
+        if self._thread._shutdown:
+            raise StopAsyncIteration
         piece = await self._in_thread(lambda: next(self._pieces, None))
         if piece is None:
             await self.aclose()

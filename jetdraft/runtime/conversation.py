@@ -11,8 +11,7 @@ from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.files import write_text
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.piece import Piece, Result
-from jetdraft.runtime.planning.options import GenerateOptions
-from jetdraft.runtime.text.stops import Ending
+from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.text.template import Message, check_messages, user
 from jetdraft.runtime.text_stream import Stream
 
@@ -113,7 +112,7 @@ class Conversation:
     ) -> tuple[list[Message], list[int]]:
         """The messages that fit into the buffers with their reply, and the prompt."""
         capacity = self.model.bundle.target.contract.capacity
-        reply_tokens = options.get("max_new_tokens", Ending.max_new_tokens)
+        reply_tokens = Options.of(**options).ending.max_new_tokens
         first = len(self._opening)
         room = capacity
         while True:

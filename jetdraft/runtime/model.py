@@ -36,9 +36,8 @@ def load(
     """Open a bundle, check it and get it ready to generate.
 
     `method` is the default for calls that name no method; an `Options` object always
-    names one. The other arguments are the
-    fields of `LoadOptions`. Raises `BundleError`, `ProviderError`, `StoreError` or
-    `OptionError`.
+    names one. The other arguments are the fields of `LoadOptions`. Raises
+    `BundleError`, `ProviderError`, `StoreError` or `OptionError`.
 
         with jetdraft.load("bundle", threads=2) as model:
             print(model.generate("def fib(n):").text)
@@ -255,8 +254,9 @@ class Model:
 
     def cancel(self) -> None:
         """End the running generation at its next round; any thread may call this."""
-        if self._parts is not None:
-            self._parts.claim.cancel()
+        parts = self._parts  # another thread may close the model meanwhile
+        if parts is not None:
+            parts.claim.cancel()
 
     def twin(self) -> Model:
         """Another model of the same bundle, with buffers of its own.

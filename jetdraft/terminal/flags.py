@@ -43,8 +43,8 @@ seed_option = option(
     "sampling",
     "--seed",
     type=int,
-    help="Seed of the random numbers; the same seed gives the same text. Default: a "
-    "random seed where the temperature is above 0.",
+    help="Seed of the random numbers; the same seed gives the same text. Default: "
+    "random in generate and chat, otherwise 0.",
 )
 
 training_seed_option = option(
@@ -62,7 +62,7 @@ temperature_option = option(
     "--temp",
     type=float,
     help="Temperature of sampling; 0 always takes the most likely token. Default: the "
-    "checkpoint's own, or 0.",
+    "checkpoint's own in generate and chat, otherwise 0.",
 )
 
 prompts_option = option(
@@ -194,32 +194,46 @@ def picture_option(what: str) -> Decorator:
 
 def _report_file(context: Any, param: Any, value: Path | None) -> Path | None:
     """Refuse a path that no file can have, and a file that holds something else."""
-    if value is not None and value.is_file() and not _is_json(value):
+    if value is not None and value.is_file() and not _is_report(value):
         raise click.BadParameter(f"{value} holds no report; choose another file")
     return _new_file(context, param, value)
 
 
-def _is_json(file: Path) -> bool:
+def _is_report(file: Path) -> bool:
+    """Whether the file is empty, or holds the rows of an earlier report."""
     try:
-        json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        text = file.read_text(encoding="utf-8")
+        return not text or "rows" in dict(json.loads(text))
+    except (OSError, ValueError, TypeError, RecursionError):
         return False
-    return True
 
 
 def _new_file(context: Any, param: Any, value: Path | None) -> Path | None:
-    """Refuse a path that no file can have."""
-    if value is not None and (value.is_dir() or not value.absolute().parent.is_dir()):
+    """Refuse a path that no file can have, and what is no file."""
+    if value is None:
+        return None
+    if value.is_dir() or not value.absolute().parent.is_dir():
         raise click.BadParameter(
             f"{value} is a folder, or its folder is missing; name a file"
         )
+    if value.exists() and not value.is_file():
+        raise click.BadParameter(f"{value} is a device or a pipe; name a file")
     return value
 
 
 def _new_picture(context: Any, param: Any, value: Path | None) -> Path | None:
     if value is not None and find_spec("matplotlib") is None:
         raise click.BadParameter("a picture needs matplotlib; pip install matplotlib")
-    return _new_file(context, param, value)
+    value = _new_file(context, param, value)
+    if value is not None and value.exists() and not _is_picture(value):
+        raise click.BadParameter(f"{value} holds no picture; choose another file")
+    return value
+
+
+def _is_picture(file: Path) -> bool:
+    """Whether the file is empty or a PNG."""
+    with file.open("rb") as handle:
+        return handle.read(8) in (b"", b"\x89PNG\r\n\x1a\n")
 
 
 report_option = option(

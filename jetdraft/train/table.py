@@ -9,7 +9,6 @@ import click
 
 from jetdraft.bundle import Bundle
 from jetdraft.errors import DataError, OutputError
-from jetdraft.files import replacing
 from jetdraft.runtime.history.trigrams import Counts
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.terminal.command import Command, option
@@ -30,13 +29,7 @@ def count(corpus: Sequence[Path], bundle: Bundle, output: Path) -> Counts:
     table = Counts.of([codec.encode(read_text(file)) for file in corpus])
     if not len(table.pairs):
         raise DataError("the corpus has fewer than three tokens; give more")
-    try:
-        with replacing(output) as partial:
-            table.save(partial, bundle.tokenizer_sha256)
-    except OSError as error:
-        raise OutputError(
-            f"cannot write {output} ({error.strerror}); choose another file"
-        ) from error
+    table.save(output, bundle.tokenizer_sha256)
     return table
 
 

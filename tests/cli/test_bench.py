@@ -228,10 +228,23 @@ def test_report_that_cannot_be_written_is_refused_before_measuring(bundle, tmp_p
 
 
 def test_a_file_that_is_no_report_is_kept(bundle, tmp_path):
-    (tmp_path / "notes").write_text("precious")
-    result = jetdraft("bench", bundle, "-o", tmp_path / "notes", *QUICK)
-    assert_refused(result, "holds no report")
-    assert (tmp_path / "notes").read_text() == "precious"
+    for name, text in (("notes", "precious"), ("bundle.json", '{"schema": 4}')):
+        (tmp_path / name).write_text(text)
+        result = jetdraft("bench", bundle, "-o", tmp_path / name, *QUICK)
+        assert_refused(result, "holds no report")
+        assert (tmp_path / name).read_text() == text
+    assert_refused(jetdraft("bench", bundle, "-o", "/dev/null", *QUICK), "a device")
+
+
+def test_a_report_is_written_through_a_link(bundle, tmp_path):
+    report, link = tmp_path / "real.json", tmp_path / "link.json"
+    report.write_text('{"rows": []}')
+    link.symlink_to(report)
+    assert jetdraft("bench", bundle, "-o", link, *QUICK).exit_code == 0
+    assert link.is_symlink()
+    fields = json.loads(report.read_text())
+    assert fields["rows"]
+    assert (fields["options"]["temperature"], fields["options"]["seed"]) == (0.0, 0)
 
 
 def test_json_is_one_object_on_stdout(lone_bundle, tmp_path):

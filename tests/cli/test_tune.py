@@ -38,6 +38,13 @@ def test_a_picture(own, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_in_the_place_of_another_file_is_refused(own, tmp_path):
+    (tmp_path / "notes").write_text("precious")
+    done = jetdraft("tune", own, "-t", "1", "--picture", tmp_path / "notes")
+    assert_refused(done, "holds no picture")
+    assert (tmp_path / "notes").read_text() == "precious"
+
+
 def test_without_matplotlib_a_picture_is_refused_before_measuring(
     own, tmp_path, monkeypatch
 ):

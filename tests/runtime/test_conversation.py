@@ -135,6 +135,12 @@ def test_full_buffers_say_so_or_lose_the_oldest_turns(talker):
         list(dropping.say(long * 9))
 
 
+def test_wrong_options_are_refused_where_turns_are_dropped(talker):
+    talk = Conversation(talker, drop_oldest=True, max_new_tokens="many")
+    with pytest.raises(OptionError, match="'many' is not an integer"):
+        list(talk.say("Hello"))
+
+
 def test_a_conversation_is_kept_in_a_file(talker, tmp_path):
     talk = Conversation(talker, **OPTIONS)
     list(talk.say("hällo"))

@@ -175,6 +175,7 @@ def test_a_cancelled_task_frees_the_model(model):
         async for _ in early:
             break
         await early.aclose()
+        assert [piece async for piece in early] == []
         return await model.astream(**OPTIONS).result()
 
     assert len(asyncio.run(main()).token_ids) == 80

@@ -166,8 +166,15 @@ def test_the_drafter_can_be_left_out(bundle):
 
 
 def test_no_threads_is_refused(bundle):
-    with pytest.raises(OptionError, match="threads"):
-        jetdraft.load(bundle, threads=0)
+    for threads in (0, True):
+        with pytest.raises(OptionError, match="threads") as refusal:
+            jetdraft.load(bundle, threads=threads)
+        assert refusal.value.field == "threads"
+
+
+def test_a_bundle_is_a_path():
+    with pytest.raises(jetdraft.BundleError, match="a folder, not 5"):
+        jetdraft.load(5)
 
 
 def test_measurements_are_kept_beside_the_bundle(model):

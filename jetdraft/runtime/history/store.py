@@ -89,6 +89,7 @@ class ResponseStore:
             if len(self._by_user) == MOST_USERS:
                 del self._by_user[next(iter(self._by_user))]
             self._by_user[user] = store
+        self._by_user[user] = self._by_user.pop(user)  # the last to be dropped
         return self._by_user[user]
 
     def _open_or_replace(self) -> list[Entry]:

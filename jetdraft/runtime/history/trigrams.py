@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jetdraft.errors import StoreError
-from jetdraft.files import read_arrays
+from jetdraft.files import read_arrays, write_arrays
 
 MOST_SUCCESSORS = 12
 """Successors kept per pair, the most frequent first."""
@@ -76,9 +76,11 @@ class Counts:
         return dict(zip(tokens, weights, strict=True))
 
     def save(self, file: Path, tokenizer: str) -> None:
-        """Write an npz with the counts and the hash of their `tokenizer`."""
-        with file.open("wb") as handle:
-            np.savez(handle, tokenizer=np.array(tokenizer), **vars(self))
+        """Write an npz with the counts and the hash of their `tokenizer`.
+
+        Raises `OutputError`.
+        """
+        write_arrays(file, {"tokenizer": np.array(tokenizer), **vars(self)})
 
     @classmethod
     def load(cls, file: Path, tokenizer: str, vocab_size: int) -> Counts:

@@ -86,7 +86,7 @@ class Stats:
     drafted_tokens: int = 0
     evaluated_by_position: list[int] = field(default_factory=list)
     accepted_counts: list[int] = field(default_factory=list)
-    rounds_by_choice: dict[str, int] = field(default_factory=dict)
+    rounds_by_choice: Counter[str] = field(default_factory=Counter)
     time_to_first_token: float = 0.0
     first_tokens: int = 0
     decode_seconds: float = 0.0
@@ -95,7 +95,7 @@ class Stats:
     finish_reason: str = ""
     plain_ms: float = 0.0
     by_method: dict[str, Share] = field(default_factory=dict)
-    off: dict[str, int] = field(default_factory=dict)
+    off: Counter[str] = field(default_factory=Counter)
 
     def add(self, round_: Round, committed: int) -> None:
         """Count a round; the text took `committed` of its tokens."""
@@ -109,7 +109,7 @@ class Stats:
             self.evaluated_by_position[position] += 1
             self.accepted_counts[position] += position < round_.accepted
         choice = f"{round_.method}:{round_.drafted}" if round_.drafted else "none"
-        self.rounds_by_choice[choice] = self.rounds_by_choice.get(choice, 0) + 1
+        self.rounds_by_choice[choice] += 1
         spent_ms = 1e3 * (round_.target_seconds + round_.draft_seconds)
         share = Share(
             rounds=1,
@@ -120,7 +120,7 @@ class Stats:
         )
         self.by_method.setdefault(round_.method, Share()).merge(share)
         if round_.off:
-            self.off[round_.off] = self.off.get(round_.off, 0) + 1
+            self.off[round_.off] += 1
 
     def time_round(self, elapsed: float, tokens: int, session: float) -> None:
         """Note the times after a round that committed `tokens` tokens.
@@ -143,9 +143,8 @@ class Stats:
         for name in ("evaluated_by_position", "accepted_counts"):
             pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
             setattr(self, name, [a + b for a, b in pairs])
-        for name in ("rounds_by_choice", "off"):
-            counts = Counter(getattr(self, name)) + Counter(getattr(other, name))
-            setattr(self, name, dict(counts))
+        self.rounds_by_choice += other.rounds_by_choice
+        self.off += other.off
         for method, share in other.by_method.items():
             self.by_method.setdefault(method, Share()).merge(share)
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from jetdraft.errors import BundleError, OutputError
-from jetdraft.files import read_arrays, replacing
+from jetdraft.errors import BundleError
+from jetdraft.files import read_arrays, write_arrays
 from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.target import Target
@@ -85,13 +85,7 @@ def save_prefix(
     for owner, cache in caches.items():
         stored = cache.stored(len(tokens))
         arrays |= {f"{owner}/{name}": rows for name, rows in stored.items()}
-    try:
-        with replacing(file) as partial, partial.open("wb") as handle:
-            np.savez(handle, **arrays)
-    except OSError as error:
-        raise OutputError(
-            f"cannot write {file} ({error.strerror}); choose another place"
-        ) from error
+    write_arrays(file, arrays)
 
 
 def load_prefix(

@@ -96,9 +96,10 @@ def _options(provider: str, threads: int, spinning: bool) -> ort.SessionOptions:
 
 def _check_threads(threads: int) -> None:
     most = MOST_THREADS_PER_CORE * (os.cpu_count() or 1)
-    if not isinstance(threads, int) or not 1 <= threads <= most:
+    if type(threads) is not int or not 1 <= threads <= most:
         raise OptionError(
-            f"threads {threads!r} is out of range; give 1 to {most} on this machine"
+            f"threads {threads!r} is out of range; give 1 to {most} on this machine",
+            "threads",
         )
 
 

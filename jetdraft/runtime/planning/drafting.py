@@ -9,7 +9,7 @@ from typing import Any
 
 from jetdraft.contract import WIDEST
 from jetdraft.errors import DraftingError, OptionError
-from jetdraft.ranges import between, check_ranges
+from jetdraft.ranges import between, check_flags, check_ranges
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import WALK, MethodOptions, unknown_key
 
@@ -50,6 +50,7 @@ class Drafting:
                 '{"tree": "best"}'
             )
         check_ranges(self, _RANGES)
+        check_flags(self, "exact")
         self._check_names()
         for name, options in self.options.items():
             self._check_options(name, options)
@@ -103,7 +104,7 @@ class Drafting:
     @property
     def user(self) -> str:
         """The user that all methods of a generation share; "" without a name."""
-        return next((o.user for o in self.options.values()), "")
+        return MethodOptions.of({"user": self._settings.get("user", "")}).user
 
     @property
     def sized_options(self) -> MethodOptions | None:
@@ -115,7 +116,7 @@ class Drafting:
         """Refuse options of drafting, since plain decoding drafts nothing."""
         count = self.num_draft_tokens
         length = {} if count is None else {"num_draft_tokens": count}
-        for key in {**self._settings, **length}:
+        for key in {**self._settings, **length}.keys() - {"user"}:
             raise OptionError(
                 f"{key.replace('_', ' ')} has no meaning with method none; leave one "
                 "of them out",

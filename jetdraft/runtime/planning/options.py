@@ -73,6 +73,15 @@ class Options:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        for part in (Sampling, Penalties, Drafting, Ending, Constraint):
+            name = part.__name__.lower()
+            absent = part is Constraint and self.constraint is None
+            if not absent and not isinstance(getattr(self, name), part):
+                raise OptionError(
+                    f"{name} must be a {part.__name__}; Options.of makes it of the "
+                    "options by name",
+                    name,
+                )
         check_ranges(self, _RANGES)
         if self.constraint is not None and self.ending.ignore_eos:
             raise OptionError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jetdraft.errors import DraftingError, OptionError
+from jetdraft.errors import DraftingError, JetdraftError, OptionError
 from jetdraft.runtime.measured.rates import Acceptance
 from jetdraft.runtime.measured.widths import prefill_widths
 from jetdraft.runtime.passes.target import Target
@@ -76,11 +76,19 @@ class Planner:
                 raise OptionError(
                     f"the bundle has no method {method.name!r}: {error}", "method"
                 ) from error
+            except JetdraftError:
+                raise
+            except Exception as error:  # another package may raise anything
+                reason = " ".join(str(error).split()) or type(error).__name__
+                raise OptionError(
+                    f"method {method.name!r} failed ({reason}); leave it out", "method"
+                ) from error
             if len(self._proposers) == MOST_PROPOSERS:
                 del self._proposers[next(iter(self._proposers))]
             self._proposers[key] = proposer
             traits = proposer.traits
             self.parts.curve.drafts.setdefault(traits.name, traits.ms_per_token)
+        self._proposers[key] = self._proposers.pop(key)  # the last to be dropped
         return self._proposers[key]
 
     def forget(self) -> None:

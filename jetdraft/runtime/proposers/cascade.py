@@ -82,7 +82,6 @@ METHOD = Method(
     NAME,
     "the drafter, which only reviews what lookup proposes",
     _make,
-    MethodOptions,
     lacks=lacks_drafter,
     # It would compete with `draft`, which runs the same drafter.
     in_auto=lambda options: False,

@@ -152,9 +152,5 @@ def _make(parts: Parts, options: MethodOptions) -> Proposer:
 
 
 METHOD = Method(
-    "lookup",
-    "what followed the last time the text ended like this",
-    _make,
-    MethodOptions,
-    cost="free",
+    "lookup", "what followed the last time the text ended like this", _make, cost="free"
 )

@@ -150,7 +150,6 @@ class Method(Generic[OptionsT]):
     in_auto         whether "auto" may pick it, given its options
     trees           whether its options can ask for drafts of a fixed shape
     reads_probes    whether it reads the probes of the target's passes
-    reads_features  whether it reads the features of the target's passes
     cost            what its drafts cost, for plans on devices that are not at hand;
                     None leaves it out of plans
     target          the target that verifies instead of the bundle's own, given the
@@ -168,7 +167,6 @@ class Method(Generic[OptionsT]):
     in_auto: Callable[[OptionsT], bool] = _always
     trees: bool = False
     reads_probes: bool = False
-    reads_features: bool = False
     cost: Cost | None = None
     target: Callable[[Parts, OptionsT, Sequence[int]], Target | None] = _own_target
     samples: tuple[Mapping[str, object], ...] = ()

@@ -173,6 +173,5 @@ METHOD = Method(
     "recall",
     "the responses to similar requests, with --store FILE",
     _make,
-    MethodOptions,
     lacks=_lacks,
 )

@@ -55,11 +55,15 @@ class Constraint:
             json_schema = json.dumps(json_schema)
         options = {"JSON schema": json_schema, "regex": regex, "grammar": grammar}
         sources = {kind: text for kind, text in options.items() if text is not None}
-        if len(sources) > 1:
-            raise OptionError(f"{' and '.join(sources)} exclude each other; give one")
         for kind, source in sources.items():
+            field = kind.lower().replace(" ", "_")
+            if len(sources) > 1:
+                names = " and ".join(sources)
+                raise OptionError(f"{names} exclude each other; give one", field)
             if not isinstance(source, str) or not _is_encodable(source):
-                raise OptionError(f"the {kind} {source!r} is not a text; give a text")
+                raise OptionError(
+                    f"the {kind} {source!r} is not a text; give a text", field
+                )
             return cls(kind, source)
         return None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from threading import Event
 
 from jetdraft.errors import OptionError
-from jetdraft.ranges import Range, check_ranges
+from jetdraft.ranges import Range, check_flags, check_ranges
 from jetdraft.runtime.text.codec import TextStream
 
 STOP, LENGTH = "stop", "length"
@@ -39,6 +39,7 @@ class Ending:
 
     def __post_init__(self) -> None:
         check_ranges(self, _RANGES)
+        check_flags(self, "ignore_eos")
         listed = isinstance(self.stop, (str, list, tuple, type(None)))
         if not listed or not all(isinstance(stop, str) for stop in self.stops):
             raise OptionError(

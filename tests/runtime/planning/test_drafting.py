@@ -131,6 +131,12 @@ def test_a_key_goes_to_every_method_that_has_it():
     assert rules == {"draft": "confidence", "lookup": None}
 
 
+def test_plain_decoding_has_a_user_too():
+    assert Drafting("none", settings={"user": "ann"}).user == "ann"
+    with pytest.raises(OptionError, match="user cannot be 5"):
+        _ = Drafting("none", settings={"user": 5}).user
+
+
 @pytest.mark.parametrize("method", ["auto", "draft,trigram"])
 def test_a_chain_keeps_every_method_from_branching(model, method):
     for tree, branches in (("auto", True), ("chain", False)):

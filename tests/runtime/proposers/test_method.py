@@ -216,6 +216,18 @@ def test_a_bundle_that_lacks_something_goes_on_without_the_method(model, field):
         assert refusal.value.field == "method"
 
 
+def test_a_method_that_fails_is_left_out_of_auto(model):
+    def make(parts, options):
+        raise KeyError("boom")
+
+    with registered(Method("broken", "fails", make)):
+        assert "broken" not in model.methods
+        assert model.generate("a", max_new_tokens=3).token_ids
+        with pytest.raises(OptionError, match="method 'broken' failed") as no:
+            model.generate("a", method="broken")
+        assert no.value.field == "method"
+
+
 def test_auto_refuses_wrong_options_of_a_method(model):
     def make(parts, options):
         if options.count > 4:
