@@ -24,7 +24,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 60, 64)
 SYSTEM_MB = 1500.0
 """Memory that the system keeps for itself, without a desktop; an assumption."""
 
-OFF, CHAIN, TREE = "none", "chain", "tree"
+NONE, CHAIN, TREE = "none", "chain", "tree"
 DRAFTER, PROBES, FREE = "drafter", "probes", "free"
 """What drafts cost: passes of the drafter, probes in the target's pass, or nothing."""
 
@@ -221,7 +221,7 @@ class Board:
         so methods that draft with the other of the two are left out.
         """
         plain = 1e3 / self.pass_ms(1)
-        yield Choice(OFF, "", CHAIN, 1, 1.0, plain, 1.0)
+        yield Choice(NONE, "", CHAIN, 1, 1.0, plain, 1.0)
         costs = (FREE, PROBES if self.drafter is None else DRAFTER)
         compared = [method for method in methods if method.cost in costs]
         for width, shape in itertools.product(WIDTHS[1:], (CHAIN, TREE)):

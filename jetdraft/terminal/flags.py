@@ -209,7 +209,7 @@ def _is_report(file: Path) -> bool:
 
 
 def _new_file(context: Any, param: Any, value: Path | None) -> Path | None:
-    """Refuse a path that no file can have, and what is no file."""
+    """Refuse a path that no file can have, a device and a pipe."""
     if value is None:
         return None
     if value.is_dir() or not value.absolute().parent.is_dir():

@@ -63,7 +63,7 @@ class CascadeProposer(DraftProposer):
         return self.below.propose(context, count).tokens[1:]
 
     def _review(self, context: list[int], guess: list[int]) -> list[int]:
-        """The drafter's choices after a context, up to its first that is no guess."""
+        """The drafter's choices after a context, up to the first that differs."""
         answer = self._follower.review(context, guess)
         positions = range(len(context), len(context) + 1 + len(guess))
         chosen = self._chooser.choose(answer, positions)
