@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -52,10 +53,10 @@ def content(folder: Path) -> str:
 
 
 def write_and_die(output: Path, text: str, at: int) -> bool:
-    """Write a bundle in a child that is killed at its `at`-th call.
+    """Write a bundle in a child that is killed before its `at`-th call of a C function.
 
-    Calls of C functions count too; what is on disk changes only inside calls, so this
-    leaves every state there is. True if the child finished before that.
+    What is on disk changes only inside such calls, so this leaves every state there
+    is. True if the child finished before that.
     """
     child = os.fork()
     if child == 0:
@@ -63,7 +64,7 @@ def write_and_die(output: Path, text: str, at: int) -> bool:
 
         def count(_frame, event, _what):
             nonlocal calls
-            calls += event in ("call", "c_call")
+            calls += event == "c_call"
             if calls == at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -81,9 +82,25 @@ def write_and_die(output: Path, text: str, at: int) -> bool:
     return code == 0
 
 
+def state(place: Path) -> tuple:
+    """All that is on the disk below a folder, but for names drawn by chance."""
+    return tuple(
+        (
+            re.sub("partial-.*?(?=/|$)", "partial", str(path.relative_to(place))),
+            path.lstat().st_mode,
+            path.read_bytes() if path.is_file() else None,
+        )
+        for path in sorted(place.rglob("*"))
+    )
+
+
 def kill_everywhere(folder: Path, before: str | None) -> tuple[int, list[str | None]]:
-    """The kills until a child survived, and what the output held, in that order."""
-    at, seen, finished = 0, [], False
+    """The kills until a child survived, and what the output held, in that order.
+
+    What follows a kill depends on nothing but the disk: a dead process holds no lock.
+    So a state that was looked at is not looked at again.
+    """
+    at, seen, finished, known = 0, [], False, set()
     while not finished:
         at += 1
         place = folder / str(at)
@@ -92,6 +109,10 @@ def kill_everywhere(folder: Path, before: str | None) -> tuple[int, list[str | N
         if before is not None:
             make(output, before)
         finished = write_and_die(output, "new", at)
+        if (left := state(place)) in known:
+            shutil.rmtree(place)
+            continue
+        known.add(left)
         found = content(output) if output.exists() else None
         if found not in seen:
             seen.append(found)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -89,28 +90,55 @@ def test_auto_may_pick_it(seen):
     assert by_method["again"]["accepted_tokens"] > 20
 
 
+def line(toy, *options, method="again"):
+    """A command line that generates."""
+    return [
+        *("generate", toy, "-p", "The robot sees", "--raw", "-n", 32, "--ignore-eos"),
+        *("--threads", 1, "--method", method, *options),
+    ]
+
+
 def generate(toy, installed, *options, method="again"):
     return python(
-        *("-m", "jetdraft", "generate", toy, "-p", "The robot sees", "--raw"),
-        *("-n", 32, "--ignore-eos", "--threads", 1, "--method", method, *options),
-        beside=installed,
+        *("-m", "jetdraft", *line(toy, *options, method=method)), beside=installed
     )
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [(), ("--temperature", 0.8, "--seed", 1), ("--temp", 1.2, "--seed", 2)],
-    ids=str,
-)
-@pytest.mark.parametrize("length", [1, 2, 4, None])
-def test_the_command_line_generates_with_it(toy, installed, sampling, length):
-    plain = generate(toy, installed, *sampling, "--json", method="none")
-    assert plain.returncode == 0, plain.stderr
-    number = () if length is None else ("--num-draft-tokens", length)
-    run = generate(toy, installed, *sampling, *number, "--json")
+SAMPLINGS = [(), ("--temperature", 0.8, "--seed", 1), ("--temp", 1.2, "--seed", 2)]
+LENGTHS = [1, 2, 4, None]
+
+
+@pytest.fixture(scope="module")
+def lines(toy, installed):
+    """What one process with the package answers, by sampling and length or "none"."""
+    asked = {
+        **{
+            (way, "none"): line(toy, *way, "--json", method="none") for way in SAMPLINGS
+        },
+        **{
+            (way, length): line(
+                toy,
+                *way,
+                *(() if length is None else ("--num-draft-tokens", length)),
+                "--json",
+            )
+            for way, length in product(SAMPLINGS, LENGTHS)
+        },
+    }
+    commands = json.dumps([[str(part) for part in each] for each in asked.values()])
+    run = python(HERE / "lines.py", commands, beside=installed)
     assert run.returncode == 0, run.stderr
-    drafted = json.loads(run.stdout)
-    assert drafted["token_ids"] == json.loads(plain.stdout)["token_ids"]
+    return dict(zip(asked, json.loads(run.stdout), strict=True))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_command_line_generates_with_it(lines, sampling, length):
+    plain, run = lines[sampling, "none"], lines[sampling, length]
+    assert plain["exit_code"] == 0, plain["stderr"]
+    assert run["exit_code"] == 0, run["stderr"]
+    drafted = json.loads(run["stdout"])
+    assert drafted["token_ids"] == json.loads(plain["stdout"])["token_ids"]
     assert drafted["stats"]["method"] == "again"
     if length is not None:
         assert drafted["stats"]["by_method"]["again"]["drafted_tokens"] > 0
