@@ -1,4 +1,4 @@
-"""The trained pair: the same text over a thousand tokens, and a drafter that lives."""
+"""The trained pair: the same text over up to a thousand tokens, and a drafter that lives."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def pycode(tmp_path_factory):
     ("temperature", "seed", "floor", "tokens"),
     [(0.0, 0, GREEDY_FLOOR, 1000), (0.8, 1, SAMPLED_FLOOR, 1000), (1.2, 2, 0.0, 300)],
 )
-def test_a_thousand_tokens_with_every_method(pycode, temperature, seed, floor, tokens):
+def test_a_long_text_with_every_method(pycode, temperature, seed, floor, tokens):
     options = {
         "max_new_tokens": tokens,
         "temperature": temperature,

@@ -125,7 +125,7 @@ def lines(toy, installed):
             for way, length in product(SAMPLINGS, LENGTHS)
         },
     }
-    commands = json.dumps([[str(part) for part in each] for each in asked.values()])
+    commands = json.dumps([[str(part) for part in words] for words in asked.values()])
     run = python(HERE / "lines.py", commands, beside=installed)
     assert run.returncode == 0, run.stderr
     return dict(zip(asked, json.loads(run.stdout), strict=True))

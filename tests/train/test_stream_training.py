@@ -58,7 +58,7 @@ def train(target, output, text, settings=SETTINGS, options=QUICK, report=nothing
     ("mode", "layers", "size"),
     [
         ("lossless", 3, {"steps": 80, "batch_size": 1, "sequence_length": 64}),
-        # The base learns the text as well: with 120 steps drafts are too short.
+        # The base learns the text as well, and 120 steps of these do not suffice.
         ("shared", 2, {"steps": 200, "batch_size": 2, "sequence_length": 96}),
     ],
     ids=["lossless", "shared"],
