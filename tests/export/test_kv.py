@@ -83,17 +83,17 @@ def test_the_numbers_are_nearly_those_of_floats(quantized, model):
     assert 0 < gap < 0.05
 
 
-def test_scales_make_the_largest_number_the_largest_integer(pair, tmp_path):
+def test_scales_make_the_largest_number_the_largest_integer(quantized, pair):
     """Checked on values, which no rotation mixes: they are v_proj's outputs."""
     from jetdraft.checkpoints.checkpoint import Checkpoint
     from jetdraft.quant.calibration import Windows
 
-    calibrated = options(tmp_path)
-    export(str(pair.drafter), tmp_path / "b", options=calibrated)
-    graph = onnx.load(tmp_path / "b" / "target.onnx").graph
+    folder = quantized.bundle.path
+    graph = onnx.load(folder / "drafter.onnx").graph
     stored = {x.name: numpy_helper.to_array(x) for x in graph.initializer}
     checkpoint = Checkpoint.load(str(pair.drafter), torch.float32)
-    ids = Windows.of(calibrated.calibration, checkpoint.tokenizer).ids[:, :256]
+    calibration = folder.parent / "text.txt"
+    ids = Windows.of(calibration, checkpoint.tokenizer).ids[:, :256]
     inner = checkpoint.model.model
     with torch.no_grad():
         hidden = inner.layers[0].input_layernorm(inner.embed_tokens(ids))

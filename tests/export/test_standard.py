@@ -9,16 +9,19 @@ from onnx import helper, numpy_helper
 from transformers import MistralConfig
 
 import jetdraft
+from jetdraft.bundle import FLAVOURS
 from jetdraft.checkpoints.streamed import StreamSettings
 from jetdraft.errors import OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as run
+from tests.export.test_capture import copied_to_device, graphs
 from tests.tiny import SIZES, llama_config, save_checkpoint, save_streams
 
 PROMPT = np.random.default_rng(4).integers(0, 288, 20).tolist()
 WAYS = [{}, {"temperature": 0.9, "seed": 3}]
+LAYERS = 2
 
 
 def options(flavour, scheme="none", **more):
@@ -30,25 +33,42 @@ def options(flavour, scheme="none", **more):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("standard")
-    save_checkpoint(folder / "target", llama_config())
+    save_checkpoint(folder / "target", llama_config(num_hidden_layers=LAYERS))
     save_checkpoint(folder / "drafter", llama_config(num_hidden_layers=1))
     return folder
 
 
-@pytest.fixture(scope="module", params=["none", "int8", "int4"])
-def pair(folder, request):
-    """The same checkpoints in both flavours."""
-    made = {}
-    for flavour in ("contrib", "standard"):
-        bundle = folder / f"{flavour}-{request.param}"
-        how = options(flavour, request.param)
-        export(str(folder / "target"), bundle, str(folder / "drafter"), how)
-        made[flavour] = jetdraft.load(bundle, threads=1)
-    return made
+def exported(folder, flavour, scheme, drafter=None):
+    """The target of a scheme, and a drafter beside it, in a flavour."""
+    bundle = folder / f"{flavour}-{scheme}"
+    export(str(folder / "target"), bundle, drafter, options(flavour, scheme))
+    return jetdraft.load(bundle, threads=1)
 
 
-def test_there_are_no_other_operators(pair):
-    for file in pair["standard"].bundle.path.glob("*.onnx"):
+@pytest.fixture(scope="module")
+def floats(folder):
+    """A pair that is not quantized."""
+    return exported(folder, "standard", "none", str(folder / "drafter"))
+
+
+@pytest.fixture(scope="module")
+def int8(folder):
+    return exported(folder, "standard", "int8", str(folder / "drafter"))
+
+
+@pytest.fixture(scope="module")
+def int4(folder):
+    return exported(folder, "standard", "int4", str(folder / "drafter"))
+
+
+@pytest.fixture(params=["floats", "int8", "int4"])
+def standard(request):
+    """Each scheme."""
+    return request.getfixturevalue(request.param)
+
+
+def test_there_are_no_other_operators(standard):
+    for file in standard.bundle.path.glob("*.onnx"):
         model = onnx.load(file, load_external_data=False)
         assert {node.domain for node in model.graph.node} <= {"", "ai.onnx"}
         names = {node.op_type for node in model.graph.node}
@@ -56,13 +76,13 @@ def test_there_are_no_other_operators(pair):
         assert [entry.domain for entry in model.opset_import] == [""]
 
 
-def test_what_is_quantized_is_dequantized(pair):
-    bundle = pair["standard"].bundle
+def test_what_is_quantized_is_dequantized(standard):
+    bundle = standard.bundle
     graph = onnx.load(bundle.path / "target.onnx", load_external_data=False).graph
     found = [node for node in graph.node if node.op_type == "DequantizeLinear"]
     scheme = bundle.target.quantization["scheme"]
-    # Four of attention, three of the network in each of three layers, and the head.
-    assert len(found) == (0 if scheme == "none" else 3 * 7 + 1)
+    # Four of attention, three of the network in each of the layers, and the head.
+    assert len(found) == (0 if scheme == "none" else LAYERS * 7 + 1)
     kinds = {value.name: value.data_type for value in graph.initializer}
     kind = {"int4": onnx.TensorProto.INT4, "int8": onnx.TensorProto.INT8}
     for node in found:
@@ -72,28 +92,34 @@ def test_what_is_quantized_is_dequantized(pair):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_the_text_is_that_of_the_contrib_flavour(pair, way):
+def test_the_text_is_that_of_the_contrib_flavour(floats, in_contrib, way):
     """Quantized activations make a step of a last bit, and random models have narrow
     gaps; tests/test_pycode.py compares the int4 texts of a trained one."""
-    if pair["contrib"].bundle.target.quantization["scheme"] != "none":
-        pytest.skip("compared on a trained model")
     how = {"token_ids": PROMPT, "max_new_tokens": 60, "ignore_eos": True, **way}
     contrib, standard = (
-        model.generate(method="none", **how).token_ids for model in pair.values()
+        model.generate(method="none", **how).token_ids for model in (in_contrib, floats)
     )
     assert contrib == standard
 
 
-def test_the_integers_are_those_of_the_contrib_flavour(pair):
+@pytest.fixture(scope="module")
+def in_contrib(folder):
+    """The target of `floats` in contrib operators."""
+    return exported(folder, "contrib", "none")
+
+
+def test_the_integers_are_those_of_the_contrib_flavour(folder, int4):
     """Unpacked from MatMulNBits, and as DequantizeLinear has them."""
-    if pair["contrib"].bundle.target.quantization["scheme"] != "int4":
-        pytest.skip("int4 is the one that is packed")
+    # The drafter of a target of four bits has eight.
+    other = folder / "contrib-drafter"
+    export(str(folder / "drafter"), other, options=options("contrib", "int8"))
+    files = other / "target.onnx", int4.bundle.path / "drafter.onnx"
     contrib, standard = (
         {
-            value.name: numpy_helper.to_array(value, str(model.bundle.path))
-            for value in onnx.load(model.bundle.path / "drafter.onnx").graph.initializer
+            value.name: numpy_helper.to_array(value, str(file.parent))
+            for value in onnx.load(file).graph.initializer
         }
-        for model in pair.values()
+        for file in files
     )
     # Projections that fusion merges have other names in the contrib flavour.
     both = [n for n in contrib.keys() & standard.keys() if n.endswith("int8")]
@@ -114,16 +140,16 @@ def test_the_integers_are_those_of_the_contrib_flavour(pair):
     ],
     ids=str,
 )
-def test_drafting_writes_the_same(pair, method, way):
-    model = pair["standard"]
+def test_drafting_writes_the_same(standard, method, way):
+    model = standard
     how = {"token_ids": PROMPT, "max_new_tokens": 60, "ignore_eos": True, **way}
     plain = model.generate(method="none", **how).token_ids
     assert model.generate(**method, **how).token_ids == plain
 
 
-def test_the_buffers_are_written_in_place(pair):
+def test_the_buffers_are_written_in_place(standard):
     """TensorScatter says on stderr where it copies; the cache would then be stale."""
-    target = pair["standard"].parts.target
+    target = standard.parts.target
     target.cache.rewind(0)
     target.run(PROMPT[:4])
     key = next(iter(target.cache.buffers.values())).numpy()
@@ -132,15 +158,21 @@ def test_the_buffers_are_written_in_place(pair):
 
 
 def test_sliding_windows_are_refused(tmp_path):
-    config = MistralConfig(**{**SIZES, "sliding_window": 8})
+    sizes = {**SIZES, "num_hidden_layers": 1, "sliding_window": 8}
+    config = MistralConfig(**sizes)
     save_checkpoint(tmp_path / "target", config)
     with pytest.raises(UnsupportedModelError, match="sliding window"):
         export(str(tmp_path / "target"), tmp_path / "out", options=options("standard"))
     assert not (tmp_path / "out").exists()
 
 
-def test_inspect_names_the_flavour(pair):
-    shown = run("check", pair["standard"].bundle.path, "--no-run").stdout
+def test_no_size_of_a_pass_is_copied_to_a_gpu(standard):
+    for file in graphs(standard.bundle.path):
+        assert copied_to_device(file) == [], file.name
+
+
+def test_inspect_names_the_flavour(standard):
+    shown = run("check", standard.bundle.path, "--no-run").stdout
     assert "flavour     standard" in shown
 
 
@@ -153,17 +185,23 @@ def test_unknown_flavours(folder):
 
 @pytest.fixture(scope="module")
 def streamed(tmp_path_factory):
-    """A model with streams in both flavours."""
+    """A model with streams in every flavour."""
     folder = tmp_path_factory.mktemp("streams")
-    save_checkpoint(folder / "checkpoint", llama_config())
-    settings = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)
+    save_checkpoint(folder / "checkpoint", llama_config(num_hidden_layers=LAYERS))
+    settings = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
     save_streams(folder / "checkpoint", settings)
-    made = {}
-    for flavour in ("contrib", "standard"):
+    models = {}
+    for flavour in FLAVOURS:
         bundle = folder / flavour
         export(str(folder / "checkpoint"), bundle, options=options(flavour))
-        made[flavour] = jetdraft.load(bundle, threads=1)
-    return made
+        models[flavour] = jetdraft.load(bundle, threads=1)
+    return models
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_no_size_of_a_pass_with_streams_is_copied(streamed, flavour):
+    for file in graphs(streamed[flavour].bundle.path):
+        assert copied_to_device(file) == [], file.name
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -176,25 +214,21 @@ def test_streams_write_the_same(streamed, way):
             "method": "stream",
             "num_draft_tokens": 3,
         }
-        one, other = (m.generate(**drafting, **how) for m in streamed.values())
-        assert one.token_ids == other.token_ids == plain
-        assert one.stats.target_passes == other.stats.target_passes
+        results = [m.generate(**drafting, **how) for m in streamed.values()]
+        assert all(result.token_ids == plain for result in results)
+        assert len({result.stats.target_passes for result in results}) == 1
 
 
-def test_without_tensor_scatter(folder):
+def test_without_tensor_scatter(folder, floats):
     """TensorRT may not import it; then ScatterND writes the rows."""
-    made = {}
-    for flavour in ("standard", "standard-scatternd"):
-        bundle = folder / f"only-{flavour}"
-        export(str(folder / "target"), bundle, options=options(flavour))
-        made[flavour] = jetdraft.load(bundle, threads=1)
-    graph = onnx.load(made["standard-scatternd"].bundle.path / "target-tree.onnx").graph
+    scattered = exported(folder, "standard-scatternd", "none")
+    graph = onnx.load(scattered.bundle.path / "target-tree.onnx").graph
     names = [node.op_type for node in graph.node]
     assert "TensorScatter" not in names
-    assert names.count("ScatterND") == 6
+    assert names.count("ScatterND") == 2 * LAYERS
     for way in WAYS:
         one, other = (
             model.generate(token_ids=PROMPT, method="lookup", max_new_tokens=60, **way)
-            for model in made.values()
+            for model in (floats, scattered)
         )
         assert one.token_ids == other.token_ids

@@ -72,8 +72,8 @@ def test_moments_are_those_of_the_inputs(checkpoint, tmp_path):
 
 
 def test_a_model_with_streams_is_calibrated_as_it_is_without(tmp_path):
-    save_checkpoint(tmp_path / "c", llama_config())
-    settings = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)
+    save_checkpoint(tmp_path / "c", llama_config(num_hidden_layers=2))
+    settings = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
     save_streams(tmp_path / "c", settings)
     (tmp_path / "text.txt").write_text(TEXT)
     options = ExportOptions(

@@ -47,7 +47,9 @@ WAYS = [
 @pytest.fixture(scope="module", params=["cuda", "tensorrt"])
 def bundle(pair, tmp_path_factory, request):
     """A bundle for a GPU, whose drafter stays on the CPU."""
-    output = tmp_path_factory.mktemp("placed") / request.param
+    folder = tmp_path_factory.mktemp("placed")
+    config = llama_config(num_hidden_layers=2)
+    target, output = save_checkpoint(folder / "target", config), folder / request.param
     options = ExportOptions(
         Recipe("int8", 32),
         provider=request.param,
@@ -55,7 +57,7 @@ def bundle(pair, tmp_path_factory, request):
         capacity=320,
         max_width=64,
     )
-    return export(str(pair.target), output, str(pair.drafter), options)
+    return export(str(target), output, str(pair.drafter), options)
 
 
 def pretend(monkeypatch, name):
@@ -206,8 +208,8 @@ def test_a_drafter_goes_where_the_caller_goes(bundle):
 def test_streams_and_integers_of_four_bits(tmp_path, monkeypatch, scheme):
     """Probes are staged too; packed integers of a standard graph are not shared."""
     flavour = "contrib" if scheme == "none" else "standard"
-    save_checkpoint(tmp_path / "c", llama_config())
-    settings = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)
+    save_checkpoint(tmp_path / "c", llama_config(num_hidden_layers=2))
+    settings = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
     save_streams(tmp_path / "c", settings)
     options = ExportOptions(
         Recipe(scheme, 32), provider="cuda", flavour=flavour, capacity=192, max_width=64

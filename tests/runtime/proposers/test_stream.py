@@ -24,7 +24,8 @@ from jetdraft.train.stream_attention import IMPLEMENTATION
 from tests.tiny import llama_config, save_checkpoint, save_streams
 
 TREE = {"tree": "k-ary", "branching": [2, 2, 2]}
-SETTINGS = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)
+# One layer with streams above two without: halves of different sizes.
+SETTINGS = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
 PROMPT = np.random.default_rng(8).integers(0, 288, 20).tolist()
 WAYS = [
     {},
@@ -38,6 +39,10 @@ def streams_checkpoint(folder, seed=0):
     return save_streams(folder, replace(SETTINGS, mode=LOSSLESS), seed)
 
 
+IN_ONE_SIZE = pytest.mark.parametrize("model", [32], indirect=True)
+"""For what does not depend on the kernels of a block size."""
+
+
 @pytest.fixture(scope="module", params=[32, 128])
 def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("streams")
@@ -48,10 +53,25 @@ def model(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def float_model(tmp_path_factory):
+    """Floats, and other streams of the same base."""
     folder = tmp_path_factory.mktemp("float")
     options = ExportOptions(Recipe("none"), capacity=256, max_width=64)
-    export(str(streams_checkpoint(folder / "c")), folder / "bundle", options=options)
+    source = streams_checkpoint(folder / "c", seed=5)
+    export(str(source), folder / "bundle", options=options)
     return jetdraft.load(folder / "bundle", threads=1)
+
+
+@pytest.fixture(scope="module")
+def plain_text(model):
+    """The ids that plain decoding writes in a way, decoded once per way."""
+    texts = {}
+
+    def of(way):
+        if str(way) not in texts:
+            texts[str(way)] = text(model, "none", **way).token_ids
+        return texts[str(way)]
+
+    return of
 
 
 def halves_of(model, threshold, exact=True):
@@ -67,32 +87,30 @@ def text(model, method, **options):
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("length", [1, 2, 3, None])
-def test_the_text_is_that_of_plain_decoding(model, way, length):
-    plain = text(model, "none", **way)
+def test_the_text_is_that_of_plain_decoding(model, plain_text, way, length):
     drafted = text(model, "stream", num_draft_tokens=length, **way)
-    assert drafted.token_ids == plain.token_ids
+    assert drafted.token_ids == plain_text(way)
     if length is not None:
         assert drafted.stats.drafted_tokens > 100
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("tree", ["best", "heap", "comb", "rerank"])
-def test_trees_of_streams_write_the_same_text(model, way, tree):
-    plain = text(model, "none", **way)
+def test_trees_of_streams_write_the_same_text(model, plain_text, way, tree):
     drafted = text(model, "stream", drafting={"tree": tree}, **way)
-    assert drafted.token_ids == plain.token_ids
+    assert drafted.token_ids == plain_text(way)
 
 
-def test_a_cartesian_tree(model):
+def test_a_cartesian_tree(model, plain_text):
     """k = 2 per stream: 2 + 4 + 8 rows."""
-    plain = text(model, "none")
     drafted = text(model, "stream", drafting=TREE)
-    assert drafted.token_ids == plain.token_ids
+    assert drafted.token_ids == plain_text({})
     assert set(drafted.stats.rounds_by_choice) >= {"stream:14"}
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("exact", [True, False])
+@IN_ONE_SIZE
 def test_the_controller_branches_where_rows_are_free(model, monkeypatch, way, exact):
     """Streams of which the controller thinks better than they deserve."""
     curve = Curve(dict.fromkeys(range(1, 17), 1.0), drafts={"stream": 0.0})
@@ -118,13 +136,13 @@ def test_a_chain_can_be_asked_for(model, monkeypatch):
     assert set(stats.rounds_by_choice) <= {"none", "stream:1", "stream:2", "stream:3"}
 
 
-def test_auto_has_streams_too(model):
+def test_auto_has_streams_too(model, plain_text):
     assert model.methods == ("none", "lookup", "stream", "trigram")
     for way in WAYS:
-        plain = text(model, "none", **way)
-        assert text(model, "auto", **way).token_ids == plain.token_ids
+        assert text(model, "auto", **way).token_ids == plain_text(way)
 
 
+@IN_ONE_SIZE
 def test_the_base_without_streams_writes_the_same(model, tmp_path):
     """Lossless: with respect to the untouched model."""
     size = model.bundle.target.quantization["block_size"]
@@ -170,14 +188,10 @@ def test_the_end_of_the_buffer_has_no_room_for_streams(model):
     assert len(full.token_ids) == 256 - len(PROMPT)
 
 
-def test_another_task_can_be_swapped_in(model, tmp_path):
+def test_another_task_can_be_swapped_in(model, float_model):
     """An npz of the same base changes what is drafted, never the text."""
-    other = streams_checkpoint(tmp_path / "c", seed=5)
-    options = ExportOptions(Recipe("none"), capacity=256, max_width=64)
-    export(str(other), tmp_path / "other", options=options)
-    swapped = jetdraft.load(
-        model.bundle.path, threads=1, streams=tmp_path / "other" / "streams.npz"
-    )
+    other = float_model.bundle.path / "streams.npz"
+    swapped = jetdraft.load(model.bundle.path, threads=1, streams=other)
     own, others = (text(m, "stream", num_draft_tokens=3) for m in (model, swapped))
     assert own.token_ids == others.token_ids
     drafts = []
@@ -240,16 +254,25 @@ def test_who_carries_streams():
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("threshold", [0.0, 0.01, 0.3, 2.0, "auto"])
 @pytest.mark.parametrize("tree", [{}, TREE], ids=["chain", "tree"])
-def test_pruning_changes_no_text(model, way, threshold, tree):
-    plain = text(model, "none", **way)
-    drafting = {"prune_threshold": threshold, **tree}
+def test_pruning_changes_no_text(model, plain_text, way, tree):
+    drafting = {"prune_threshold": 0.3, **tree}
     pruned = text(model, "stream", drafting=drafting, **way)
-    assert pruned.token_ids == plain.token_ids
+    assert pruned.token_ids == plain_text(way)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("threshold", [0.0, 0.01, 2.0, "auto"])
+@pytest.mark.parametrize("tree", [{}, TREE], ids=["chain", "tree"])
+@IN_ONE_SIZE
+def test_no_threshold_changes_a_text(model, plain_text, way, threshold, tree):
+    drafting = {"prune_threshold": threshold, **tree}
+    pruned = text(model, "stream", drafting=drafting, **way)
+    assert pruned.token_ids == plain_text(way)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@IN_ONE_SIZE
 def test_a_threshold_of_zero_prunes_nothing(model, way):
     whole = text(model, "stream", drafting=TREE, **way).stats
     pruning = {"prune_threshold": 0.0, **TREE}
@@ -307,8 +330,8 @@ def test_a_constraint_is_kept(model):
 
 
 def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
-    folder = save_checkpoint(tmp_path / "c", llama_config())
-    save_streams(folder, replace(SETTINGS, layers=3))
+    folder = save_checkpoint(tmp_path / "c", llama_config(num_hidden_layers=1))
+    save_streams(folder, SETTINGS)
     options = ExportOptions(Recipe("none"), capacity=128, max_width=32)
     export(str(folder), tmp_path / "bundle", options=options)
     model = jetdraft.load(tmp_path / "bundle", threads=1)
