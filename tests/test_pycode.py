@@ -1,4 +1,4 @@
-"""The trained pair: the same text, up to a thousand tokens, and a drafter that lives."""
+"""The trained pair: the same text, up to a thousand tokens, and a living drafter."""
 
 from pathlib import Path
 

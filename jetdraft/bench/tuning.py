@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 
 from jetdraft.ort import ort
 from jetdraft.runtime.measured.curve import Curve
-from jetdraft.runtime.measured.profiles import Profiles
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.graph import Graph
@@ -39,22 +37,13 @@ def tune(model: Model, tick: Tick = lambda: None) -> Curve:
     parts.target.prepare(exact=True)
     curve = _measure(parts.target, model.planner.proposers(), tick)
     model.forget()  # the measurement ran random tokens
-    _keep(parts.profiles, curve)
+    parts.profiles.keep(
+        parts.profiles.tuning_file,
+        versions={"onnxruntime": ort.__version__, "numpy": np.__version__},
+        curve=curve.to_json(),
+    )
     parts.curve.take(curve)
     return curve
-
-
-def _keep(profiles: Profiles, curve: Curve) -> None:
-    """Keep the curve for later loads; warn where the folder is read-only."""
-    file = profiles.tuning_file
-    versions = {"onnxruntime": ort.__version__, "numpy": np.__version__}
-    try:
-        profiles.write(file, versions=versions, curve=curve.to_json())
-    except OSError as error:
-        warnings.warn(
-            f"the measurement could not be kept in {file} ({error.strerror})",
-            stacklevel=3,
-        )
 
 
 def steps(model: Model) -> int:

@@ -169,10 +169,9 @@ def _options(body: Body, chat: bool, most: int) -> dict[str, Any]:
     wanted = body.get("max_completion_tokens", body.get("max_tokens"))
     if wanted is None:
         wanted = most if chat else min(16, most)  # OpenAI's defaults
-    if isinstance(wanted, int) and wanted > most:
+    if type(wanted) is not int or not 1 <= wanted <= most:
         raise RequestError(
-            f"max_tokens {wanted} is more than this server gives; ask for at most "
-            f"{most}",
+            f"max_tokens {wanted!r} is out of range; this server gives 1 to {most}",
             "max_tokens",
         )
     options["max_new_tokens"] = wanted

@@ -316,8 +316,8 @@ drafting_option = option(
     multiple=True,
     metavar="KEY=VALUE",
     callback=_settings,
-    help="Set an option of the method, for example tree=best; may be given several "
-    "times. An unknown KEY lists the keys of the method.",
+    help="Set an option of the method, for example tree=best of draft; may be given "
+    "several times. An unknown KEY lists the keys of the method.",
 )
 
 

@@ -64,6 +64,8 @@ def assert_error(response, status, words):
         ({**GOOD, "logit_bias": {"a": 1}}, "must be an object from token ids"),
         ({**GOOD, "logit_bias": {"999999": 1}}, "outside the vocabulary"),
         ({**GOOD, "max_seconds": "x"}, "max_seconds"),
+        ({**GOOD, "max_tokens": "x"}, "max_tokens 'x' is out of range"),
+        ({**GOOD, "max_tokens": 0}, "max_tokens 0 is out of range"),
         ({**GOOD, "method": "stream"}, "no method 'stream'"),
         ({**GOOD, "regex": "a(b"}, "character 2"),
         ({**GOOD, "regex": "a" * 8001}, "longer than 8000"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +51,7 @@ class Profiles:
         if stored is not None:
             return stored
         widths, curve = measure(target, drafter)
-        with suppress(OSError):  # a read-only bundle is measured at every load
-            self.write(self.file, widths=widths.to_json(), curve=curve.to_json())
+        self.keep(self.file, widths=widths.to_json(), curve=curve.to_json())
         return widths, curve
 
     def _stored(self) -> tuple[Widths, Curve] | None:
@@ -87,12 +85,19 @@ class Profiles:
         )
         return None
 
-    def write(self, file: Path, **fields: Any) -> None:
-        """Write fields and the machine to a file; raises `OSError`."""
-        file.parent.mkdir(exist_ok=True)
+    def keep(self, file: Path, **fields: Any) -> None:
+        """Write fields and the machine to a file; warn where that cannot be."""
         text = json.dumps({"machine": self.machine, **fields}, indent=2)
-        with replacing(file) as partial:
-            partial.write_text(f"{text}\n", encoding="utf-8")
+        try:
+            file.parent.mkdir(exist_ok=True)
+            with replacing(file) as partial:
+                partial.write_text(f"{text}\n", encoding="utf-8")
+        except OSError as error:
+            warnings.warn(
+                f"the measurement could not be kept in {file} ({error.strerror}), so "
+                "it is repeated next time; make the folder writable",
+                stacklevel=5,
+            )
 
     def _difference(self, machine: Any) -> str:
         """In what another machine differs from this machine."""
