@@ -16,7 +16,7 @@ from onnxscript.optimizer import fold_constants
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
-from jetdraft.edits import PARAMETER, derived
+from jetdraft.quant.edits import PARAMETER, derived
 
 _SMALL = 1 << 16
 """The largest constant that is folded, in bytes; a norm's weights are smaller."""

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jetdraft.best_tree import best_tree
 from jetdraft.contract import WIDEST
+from jetdraft.devices.best_tree import best_tree
 from jetdraft.devices.device import Device, PowerMode
 from jetdraft.devices.dimensions import Dimensions
 from jetdraft.devices.roofline import FITTED, RUNTIME_MB, Load

@@ -19,9 +19,9 @@ import onnxruntime
 from onnx_ir.passes import common
 
 from jetdraft.contract import StepContract
-from jetdraft.edits import PARAMETER, derived, initializer, substitute
 from jetdraft.export.attentions import attentions
 from jetdraft.export.step import CUT
+from jetdraft.quant.edits import PARAMETER, derived, initializer, substitute
 
 _CONTRIB = "com.microsoft"
 

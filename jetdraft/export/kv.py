@@ -9,11 +9,11 @@ import onnx_ir as ir
 import torch
 
 from jetdraft.contract import StepContract
-from jetdraft.edits import initializer, value_of
 from jetdraft.export.attentions import attentions
 from jetdraft.export.step import Step, dtype_of
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows
+from jetdraft.quant.edits import initializer, value_of
 
 SCALE_INPUTS = 12, 13
 """GroupQueryAttention's inputs for the scales of keys and of values."""

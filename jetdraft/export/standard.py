@@ -12,9 +12,9 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from jetdraft.edits import initializer, substitute
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import attentions
+from jetdraft.quant.edits import initializer, substitute
 
 OPSET = 24
 """The first that has TensorScatter and Attention over a part of a buffer."""

@@ -16,10 +16,10 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from jetdraft.edits import PARAMETER, initializer, substitute
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.blocks import Blocks, Floats, Order
+from jetdraft.quant.edits import PARAMETER, initializer, substitute
 from jetdraft.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
 
 _CONTRIB = "com.microsoft"

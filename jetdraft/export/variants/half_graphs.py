@@ -10,12 +10,12 @@ from onnx_ir.passes import common
 
 from jetdraft.bundle import Halves
 from jetdraft.contract import PARENTS, SCORES, SplitContract, TensorSpec
-from jetdraft.edits import substitute, value_of
 from jetdraft.export.attentions import add_bias
 from jetdraft.export.job import Job
 from jetdraft.export.step import CUT, Step
 from jetdraft.export.variants.tree_graph import write_compaction
 from jetdraft.export.variants.variant import Variant
+from jetdraft.quant.edits import substitute, value_of
 
 _ROWS_BIAS = "rows_bias"
 

@@ -9,11 +9,11 @@ import numpy as np
 import onnx_ir as ir
 
 from jetdraft.contract import StepContract, TensorSpec
-from jetdraft.edits import initializer, value_of
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import add_bias, has_windows
 from jetdraft.export.job import Job
 from jetdraft.export.variants.variant import Variant
+from jetdraft.quant.edits import initializer, value_of
 
 _COMPACTION_OPSET = 24
 """The first opset that has TensorScatter."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jetdraft.best_tree import best_tree
+from jetdraft.devices.best_tree import best_tree
 from jetdraft.errors import DraftingError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from jetdraft.best_tree import best_tree
+from jetdraft.devices.best_tree import best_tree
 from jetdraft.runtime.trees.fixed import RANK_RATES
 
 
