@@ -74,7 +74,7 @@ def command(
     """Compare the methods of BUNDLE, prompt by prompt in one process."""
     draft_lengths = integers(lengths, "--lengths")
     model = load(bundle, **runtime)
-    # All rows draw the same noise.
+    # The defaults of `benchmark.run`, which the report shows.
     fields = GenerateOptions(temperature=0.0, seed=0) | generate_fields(options)
     prompts = read_prompts(prompts_file, model)
     names = methods.split(",") if methods else [*model.methods, "auto"]

@@ -16,7 +16,7 @@ from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.measured.widths import Widths, measure
 from jetdraft.runtime.passes.graph import Graph
 
-_MALFORMED = (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError)
+_MALFORMED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 class Profiles:
@@ -61,7 +61,7 @@ class Profiles:
             if fields["machine"] != self.machine:
                 return None
             return Widths.from_json(fields["widths"]), Curve.from_json(fields["curve"])
-        except (*_MALFORMED, ValueError):
+        except _MALFORMED:
             return None
 
     def tuned(self) -> Curve | None:
@@ -77,7 +77,7 @@ class Profiles:
             if machine == self.machine:
                 return curve
             reason = f"it was measured elsewhere: {self._difference(machine)}"
-        except (*_MALFORMED, ValueError) as error:
+        except _MALFORMED as error:
             reason = f"it is malformed ({error})"
         warnings.warn(
             f"{self.tuning_file} is not used: {reason}; run jetdraft tune again",

@@ -69,8 +69,6 @@ class Drafting:
         registered = methods()
         names = registered if self.names == (AUTO,) else self.names
         types = {name: registered[name].options for name in names}
-        if not self.settings:
-            return {name: options() for name, options in types.items()}
         own_type = type(self.settings)
         if issubclass(own_type, MethodOptions) and own_type not in types.values():
             raise DraftingError(

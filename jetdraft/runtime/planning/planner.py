@@ -68,21 +68,7 @@ class Planner:
         """The proposer of a method with these options; raises `OptionError`."""
         key = method, options
         if key not in self._proposers:
-            try:
-                proposer = method.make(self.parts, options)
-            except OptionError as error:
-                if error.field == "drafting":
-                    raise
-                raise OptionError(
-                    f"the bundle has no method {method.name!r}: {error}", "method"
-                ) from error
-            except JetdraftError:
-                raise
-            except Exception as error:  # another package may raise anything
-                reason = " ".join(str(error).split()) or type(error).__name__
-                raise OptionError(
-                    f"method {method.name!r} failed ({reason}); leave it out", "method"
-                ) from error
+            proposer = self._make(method, options)
             if len(self._proposers) == MOST_PROPOSERS:
                 del self._proposers[next(iter(self._proposers))]
             self._proposers[key] = proposer
@@ -90,6 +76,22 @@ class Planner:
             self.parts.curve.drafts.setdefault(traits.name, traits.ms_per_token)
         self._proposers[key] = self._proposers.pop(key)  # the last to be dropped
         return self._proposers[key]
+
+    def _make(self, method: Method[Any], options: MethodOptions) -> Proposer:
+        """Make a proposer; raises `OptionError` with the reason if that fails."""
+        try:
+            return method.make(self.parts, options)
+        except OptionError as error:
+            if error.field == "drafting":
+                raise
+            problem = f"the bundle has no method {method.name!r}: {error}"
+            raise OptionError(problem, "method") from error
+        except JetdraftError:
+            raise
+        except Exception as error:  # another package may raise anything
+            reason = " ".join(str(error).split()) or type(error).__name__
+            problem = f"method {method.name!r} failed ({reason}); leave it out"
+            raise OptionError(problem, "method") from error
 
     def forget(self) -> None:
         """Unlearn what earlier generations taught the proposers."""
@@ -174,8 +176,8 @@ class Planner:
 
     def _may_branch(self, drafting: Drafting) -> bool:
         """Whether a controller may ask for trees: no method's options refuse them."""
-        allowed = all(options.may_branch for options in drafting.options.values())
-        return allowed and self._trees_agree(drafting)
+        options = drafting.options.values()
+        return self._trees_agree(drafting) and all(o.may_branch for o in options)
 
     def _trees_agree(self, drafting: Drafting) -> bool:
         return self.parts.widths.trees_agree or not drafting.exact
