@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -115,6 +116,18 @@ def test_no_long_option_means_two_things():
                 meanings[name][meaning].append(words)
     differing = {name: dict(ways) for name, ways in meanings.items() if len(ways) > 1}
     assert not differing
+
+
+def test_a_full_disk_is_one_line():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "jetdraft", "doctor", "--devices"],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: the disk is full; free some space\n",
+    )
 
 
 def test_generate_has_at_most_26_options():

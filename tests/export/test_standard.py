@@ -171,7 +171,7 @@ def test_no_size_of_a_pass_is_copied_to_a_gpu(standard):
         assert copied_to_device(file) == [], file.name
 
 
-def test_inspect_names_the_flavour(standard):
+def test_check_names_the_flavour(standard):
     shown = run("check", standard.bundle.path, "--no-run").stdout
     assert "flavour     standard" in shown
 

@@ -78,7 +78,7 @@ def test_siblings_see_only_their_own_path():
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_the_same_text_with_every_method(model, way, temperature):
     options = {
-        **way, "token_ids": IDS, "max_new_tokens": 50, "ignore_eos": True,
+        **way, "token_ids": IDS, "max_new_tokens": 100, "ignore_eos": True,
         "temperature": temperature, "seed": 5,
     }  # fmt: skip
     plain = model.generate(method="none", **options)

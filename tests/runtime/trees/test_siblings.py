@@ -14,7 +14,7 @@ from jetdraft.runtime.trees.siblings import siblings
 
 P = np.array([0.5, 0.3, 0.15, 0.05])
 Q = Distribution(np.array([0, 3, 2, 1]), np.array([0.4, 0.3, 0.2, 0.1]))
-SEEDS = range(2000)
+SEEDS = range(6000)
 
 
 def chi_square(counts, expected):
