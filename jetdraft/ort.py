@@ -1,4 +1,4 @@
-"""Imports onnxruntime; without it, any use of `ort` raises an error that helps.
+"""Imports onnxruntime; if it is missing, any use of `ort` says how to install it.
 
 `import jetdraft` must work without onnxruntime. So the error is raised when a session
 is opened, and it names the extra to install.

@@ -1,4 +1,4 @@
-"""Measures the curve of this machine with care: more widths, more turns, proposers."""
+"""Measures this machine's curve with care: more widths, more turns, all proposers."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def _load(
 def _check(
     checkpoints: Mapping[str, Checkpoint], options: ExportOptions
 ) -> dict[str, StepContract]:
-    """Check the checkpoints and their pair; gives the contracts of their graphs."""
+    """Check the checkpoints, alone and as a pair; returns their graphs' contracts."""
     for name, checkpoint in checkpoints.items():
         for variant in VARIANTS:
             variant.check(name, checkpoint, options)

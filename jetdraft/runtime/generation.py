@@ -342,7 +342,7 @@ class Generation:
 
 
 def _check_options(options: Options, parts: Parts) -> None:
-    """Refuse what the bundle's vocabulary or tokenizer does not allow, or the store."""
+    """Refuse options that the vocabulary, the tokenizer or the store does not allow."""
     parts.store_of(options.drafting.user)
     vocabulary = parts.bundle.target.contract.vocab_size
     wrong = [t for t in options.penalties.biases if not 0 <= t < vocabulary]

@@ -13,7 +13,7 @@ from jetdraft.errors import OptionError
 from jetdraft.server.app import Service
 
 SPARE = 64
-"""More connections than requests may wait: for example idle ones, and for /health."""
+"""Connections accepted beyond those of waiting requests: idle ones, and /health."""
 
 
 @contextmanager

@@ -193,7 +193,7 @@ def picture_option(what: str) -> Decorator:
 
 
 def _report_file(context: Any, param: Any, value: Path | None) -> Path | None:
-    """Refuse a path that no file can have, and a file that holds something else."""
+    """Refuse what `_new_file` refuses, and a file that is not a report."""
     if value is not None and value.is_file() and not _is_report(value):
         raise click.BadParameter(f"{value} holds no report; choose another file")
     return _new_file(context, param, value)
@@ -209,7 +209,7 @@ def _is_report(file: Path) -> bool:
 
 
 def _new_file(context: Any, param: Any, value: Path | None) -> Path | None:
-    """Refuse a path that no file can have, a device and a pipe."""
+    """Refuse a folder, a device, a pipe, and a path in a missing folder."""
     if value is None:
         return None
     if value.is_dir() or not value.absolute().parent.is_dir():

@@ -73,8 +73,8 @@ def test_help_has_the_options_of_jetdraft_export(export, flag):
 def test_the_bundle_is_that_of_jetdraft_export(export, pair, tmp_path):
     given = ("--quantize=int8", "--block-size", 32)
     sizes = ("--capacity=64", "--max-width", 16)
-    # The drafter is quicker to export than the target, and one of them is enough: what
-    # becomes of --drafter, a drafter that is refused tells below.
+    # One model is enough, and the drafter is the quicker one to export. A drafter that
+    # is refused, below, shows that --drafter is passed on.
     code, *_ = export("jetdraft", *given, pair.drafter, tmp_path / "ours", *sizes)
     assert code == 0
     jetdraft("export", pair.drafter, "-o", tmp_path / "plain", *given, *sizes)

@@ -80,7 +80,7 @@ class ResponseStore:
     def of(self, user: str) -> ResponseStore:
         """The same file for another user. Raises `StoreError`.
 
-        Gives one object for one user, as long as the user is of the last `MOST_USERS`.
+        A user gets the same object again, until `MOST_USERS` others were asked for.
         """
         if user not in self._by_user:
             store = copy(self)

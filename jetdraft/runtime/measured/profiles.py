@@ -86,7 +86,7 @@ class Profiles:
         return None
 
     def keep(self, file: Path, **fields: Any) -> None:
-        """Write fields and the machine to a file; warn where that cannot be."""
+        """Write fields and facts of this machine to a file; warn if that fails."""
         text = json.dumps({"machine": self.machine, **fields}, indent=2)
         try:
             file.parent.mkdir(exist_ok=True)

@@ -112,7 +112,7 @@ class Claim:
             raise JetdraftError(self.BUSY)
 
     def close(self) -> None:
-        """Let nobody hold the buffers again; raises `JetdraftError` if one does."""
+        """Refuse all later generations; raises `JetdraftError` while one is running."""
         self.check_free()
         self._is_closed = True
 
