@@ -361,7 +361,7 @@ def check_tensors(declared: tuple[TensorSpec, ...], actual: list[Any], of: str) 
             )
     if unchecked:
         raise ContractError(
-            f"{of} have undeclared tensors {sorted(unchecked)}; export again"
+            f"{of} have undeclared {sorted(unchecked)}; export the bundle again"
         )
 
 
