@@ -1,12 +1,13 @@
 """jetdraft and its peers on the same checkpoints, prompts and threads, in turns.
 
 Every round runs each contender once, one process after the other, so that a noisy
-minute hits all of them; the table gives medians over the rounds. Peers run in their own
-environment (`--peer-python`), see benchmarks/peers/README.md.
+minute hits all of them; the table gives medians over the rounds. Each peer runs in an
+environment of its own, see benchmarks/peers/README.md.
 
-    python benchmarks/compare.py --target /tmp/target-400m \
-        --drafter examples/pycode/drafter --prompts examples/pycode/prompts.jsonl \
-        --peer-python /tmp/peers-venv/bin/python --json benchmarks/results/compare.json
+    python benchmarks/compare.py --bundle pair --target TARGET --drafter DRAFTER \
+        --prompts prompts/mixed.jsonl --gguf target.gguf --drafter-gguf drafter.gguf \
+        --peer genai=/tmp/genai/bin/python --peer llamacpp=/tmp/llama/bin/python \
+        --json benchmarks/results/compare.json
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from typing import Any
 import click
 
 HERE = Path(__file__).parent
-PEERS: dict[str, list[str]] = {
-    "onnxruntime-genai b32": ["genai.py", "--block-size", "32"],
-    "OpenVINO GenAI int4": ["openvino_peer.py"],
+PEERS = {
+    "genai": ("onnxruntime-genai int4 b32", "genai.py"),
+    "openvino": ("OpenVINO GenAI int4 b128", "openvino_peer.py"),
+    "llamacpp": ("llama.cpp", "llamacpp.py"),
 }
 
 
@@ -33,30 +35,18 @@ PEERS: dict[str, list[str]] = {
 class Setup:
     """What all contenders share."""
 
+    bundle: tuple[Path, ...]
     target: Path
-    drafter: Path
+    drafter: Path | None
     prompts: Path
+    gguf: Path | None
+    drafter_gguf: Path | None
     threads: int
+    methods: str
     num_draft_tokens: str
     max_new_tokens: int
-    peer_python: Path | None
-    work: Path
-
-
-def bundle(setup: Setup, block_size: int) -> Path:
-    """Our int4 bundle of the pair, exported if it is not there."""
-    output = setup.work / f"bundle-b{block_size}"
-    if not output.exists():
-        click.echo(f"exporting {output}", err=True)
-        subprocess.run(
-            [
-                sys.executable, "-m", "jetdraft", "export", str(setup.target),
-                "--drafter", str(setup.drafter), "--output", str(output),
-                "--block-size", str(block_size),
-            ],
-            check=True,
-        )  # fmt: skip
-    return output
+    temperature: float
+    peer: tuple[str, ...]
 
 
 def commands(setup: Setup) -> dict[str, list[str]]:
@@ -64,23 +54,29 @@ def commands(setup: Setup) -> dict[str, list[str]]:
     common = [
         "--prompts", str(setup.prompts), "--threads", str(setup.threads),
         "--max-new-tokens", str(setup.max_new_tokens), "--repeats", "1",
+        "--temperature", str(setup.temperature),
     ]  # fmt: skip
-    lengths = setup.num_draft_tokens
-    found = {
-        f"jetdraft b{size}": [
-            sys.executable, "-m", "jetdraft", "bench", str(bundle(setup, size)),
-            *common, "--lengths", lengths, "--output",
+    how = {
+        f"jetdraft {bundle.name}": [
+            sys.executable, "-m", "jetdraft", "bench", str(bundle), *common,
+            "--methods", setup.methods, "--lengths", setup.num_draft_tokens, "--output",
         ]
-        for size in (32, 128)
+        for bundle in setup.bundle
     }  # fmt: skip
-    if setup.peer_python is None:
-        return found
-    pair = ["--target", str(setup.target), "--drafter", str(setup.drafter)]
-    for name, (script, *options) in PEERS.items():
+    pair = ["--target", str(setup.target), "--num-draft-tokens", setup.num_draft_tokens]
+    if setup.drafter is not None:
+        pair += ["--drafter", str(setup.drafter)]
+    for peer in setup.peer:
+        key, _, python = peer.partition("=")
+        name, script = PEERS[key]
+        more = []
+        if key == "llamacpp":
+            more += ["--gguf", str(setup.gguf)]
+            if setup.drafter_gguf is not None:
+                more += ["--drafter-gguf", str(setup.drafter_gguf)]
         file = str(HERE / "peers" / script)
-        how = [*pair, *common, "--num-draft-tokens", lengths, *options, "--json"]
-        found[name] = [str(setup.peer_python), file, *how]
-    return found
+        how[name] = [python, file, *pair, *common, *more, "--json"]
+    return how
 
 
 def measure(command: list[str]) -> dict[str, Any]:
@@ -116,6 +112,13 @@ def summarize(reports: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
                     "by_round": speeds,
                     "tokens_per_pass": row.get("tokens_per_pass"),
                     "same_text": f"{same} of {of}",
+                    "first_seconds": statistics.median(
+                        r["time_to_first_token"] for r in (row, *others)
+                    ),
+                    "peak_mb": max(r["peak_memory_bytes"] for r in rounds) / 1e6,
+                    "load_seconds": statistics.median(
+                        r.get("load_seconds") or 0.0 for r in rounds
+                    ),
                 }
             )
     return rows
@@ -123,14 +126,19 @@ def summarize(reports: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def show(rows: list[dict[str, Any]], passes: dict[str, dict[str, float]]) -> None:
     """A Markdown table, and the pass-time curves."""
-    click.echo("\n| tool | method | tokens/s | by round | tokens/pass | same text |")
-    click.echo("| --- | --- | --- | --- | --- | --- |")
+    click.echo(
+        "\n| tool | method | tokens/s | by round | tokens/pass | same text | first s "
+        "| load s | peak MB |"
+    )
+    click.echo("|" + " --- |" * 9)
     for row in rows:
         rounds = " ".join(f"{speed:.0f}" for speed in row["by_round"])
         per_pass = f"{row['tokens_per_pass']:.2f}" if row["tokens_per_pass"] else "-"
         click.echo(
             f"| {row['tool']} | {row['method']} | {row['tokens_per_second']:.1f} "
-            f"| {rounds} | {per_pass} | {row['same_text']} |"
+            f"| {rounds} | {per_pass} | {row['same_text']} "
+            f"| {row['first_seconds']:.2f} | {row['load_seconds']:.1f} "
+            f"| {row['peak_mb']:.0f} |"
         )
     click.echo("\npass ms by width")
     for name, curve in passes.items():
@@ -138,25 +146,32 @@ def show(rows: list[dict[str, Any]], passes: dict[str, dict[str, float]]) -> Non
 
 
 @click.command()
+@click.option("--bundle", type=click.Path(path_type=Path), multiple=True, required=True)
 @click.option("--target", type=click.Path(path_type=Path), required=True)
-@click.option("--drafter", type=click.Path(path_type=Path), required=True)
+@click.option("--drafter", type=click.Path(path_type=Path))
 @click.option("--prompts", type=click.Path(path_type=Path), required=True)
+@click.option("--gguf", type=click.Path(path_type=Path), help="TARGET for llama.cpp.")
+@click.option("--drafter-gguf", type=click.Path(path_type=Path))
 @click.option("--threads", default=2, show_default=True)
-@click.option("--num-draft-tokens", default="1,2,3,4", show_default=True)
-@click.option("--max-new-tokens", default=96, show_default=True)
+@click.option("--methods", default="none,draft,lookup,auto", show_default=True)
+@click.option("--num-draft-tokens", default="4", show_default=True)
+@click.option("--max-new-tokens", default=128, show_default=True)
+@click.option("--temperature", default=0.0, show_default=True)
 @click.option("--rounds", default=3, show_default=True)
-@click.option("--peer-python", type=click.Path(path_type=Path))
-@click.option("--work", type=click.Path(path_type=Path), default=HERE / "cache")
+@click.option("--peer", multiple=True, help=f"NAME=PYTHON, of {', '.join(PEERS)}.")
 @click.option("--json", "output", type=click.Path(path_type=Path))
 def main(rounds: int, output: Path | None, **options: Any) -> None:
-    """Measure jetdraft at blocks 32 and 128, and the peers, in turns."""
+    """Measure our bundles and the peers in turns."""
     setup = Setup(**options)
-    setup.work.mkdir(parents=True, exist_ok=True)
     reports: dict[str, list[dict[str, Any]]] = {}
     for number in range(rounds):
         for name, command in commands(setup).items():
             click.echo(f"round {number + 1}: {name}", err=True)
-            reports.setdefault(name, []).append(measure(command))
+            try:
+                reports.setdefault(name, []).append(measure(command))
+            except subprocess.CalledProcessError as error:
+                click.echo(f"{name} ended with {error.returncode}", err=True)
+    reports = {name: found for name, found in reports.items() if found}
     rows = summarize(reports)
     passes = {
         name: found[0]["pass_ms"].get("target", found[0]["pass_ms"])
@@ -165,7 +180,8 @@ def main(rounds: int, output: Path | None, **options: Any) -> None:
     show(rows, passes)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        fields = {"rows": rows, "pass_ms": passes, "rounds": rounds}
+        shared = {key: str(value) for key, value in options.items()}
+        fields = {"setup": shared, "rows": rows, "pass_ms": passes, "rounds": rounds}
         output.write_text(json.dumps(fields, indent=2) + "\n")
 
 

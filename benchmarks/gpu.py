@@ -144,7 +144,11 @@ def differing(model: jetdraft.Model, run: Run) -> list[str]:
     """Methods whose text differs from plain decoding on the same provider."""
     wrong = []
     for temperature in (0.0, 0.8):
-        settings = {"max_new_tokens": run.max_new_tokens, "temperature": temperature}
+        settings = {
+            "max_new_tokens": run.max_new_tokens,
+            "temperature": temperature,
+            "seed": 0,
+        }
         for prompt in run.prompts[:2]:
             plain = model.generate(prompt, method="none", **settings).token_ids
             for method in ("draft", "lookup", "auto"):

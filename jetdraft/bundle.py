@@ -37,7 +37,7 @@ from jetdraft.files import read_array, read_arrays
 from jetdraft.manifest import (
     MANIFEST,
     SCHEMA_VERSION,
-    check_file,
+    check_files,
     read_manifest,
     sha256_of,
 )
@@ -212,14 +212,17 @@ class Bundle:
         return hashlib.sha256(listing.encode()).hexdigest()
 
     @classmethod
-    def open(cls, path: str | Path) -> Bundle:
-        """Read and check a bundle; raises `BundleError` or `PairError`."""
+    def open(cls, path: str | Path, again: bool = False) -> Bundle:
+        """Read and check a bundle; raises `BundleError` or `PairError`.
+
+        Files that were hashed before and have not changed since are hashed `again`
+        only on request.
+        """
         if not isinstance(path, (str, Path)):
             raise BundleError(f"a bundle is a folder, not {path!r}; give its path")
         folder = Path(path)
         bundle = cls._parse(folder, read_manifest(folder))
-        for name, expected in bundle.files.items():
-            check_file(folder / name, expected)
+        check_files(folder, bundle.files, again)
         for name, entry in bundle.graphs.items():
             bundle.draft_vocabulary(name)
             if name != TARGET:

@@ -107,6 +107,9 @@ class StepContract:
     `draft_vocab` of 0 means the whole vocabulary. Raises `ContractError` for sizes that
     contradict each other.
 
+    The buffers have `spare_slots` more slots than the capacity. A pass near the end may
+    fill them, and no pass reads them.
+
         contract = StepContract(
             vocab_size=4096, capacity=2048, max_width=128, dtype="float32",
             kv_shapes=((2, 64),) * 7,
@@ -127,6 +130,7 @@ class StepContract:
     feature_input: int = 0
     carried_size: int = 0
     draft_vocab: int = 0
+    spare_slots: int = 0
 
     def __post_init__(self) -> None:
         for is_wrong, fact in (
@@ -146,6 +150,11 @@ class StepContract:
         ):
             if is_wrong:
                 raise ContractError(f"graph contract: {fact}; export the bundle again")
+
+    @property
+    def slots(self) -> int:
+        """The rows of a KV buffer."""
+        return self.capacity + self.spare_slots
 
     @property
     def choices(self) -> int:
@@ -181,7 +190,7 @@ class StepContract:
     def bias(self) -> TensorSpec:
         """The slots that each row, and then each probe, may see."""
         rows = ALL if self.streams else ROWS
-        return TensorSpec("attention_bias", self.dtype, (1, 1, rows, self.capacity))
+        return TensorSpec("attention_bias", self.dtype, (1, 1, rows, self.slots))
 
     @property
     def probes(self) -> tuple[TensorSpec, ...]:
@@ -221,7 +230,7 @@ class StepContract:
         dtype = {0: self.dtype, 8: "int8"}[self.kv_bits]
         return tuple(
             TensorSpec(
-                f"{side}_{kind}.{layer}", dtype, (1, heads, self.capacity, head_dim)
+                f"{side}_{kind}.{layer}", dtype, (1, heads, self.slots, head_dim)
             )
             for layer, (heads, head_dim) in enumerate(self.kv_shapes)
             for kind in ("key", "value")
@@ -257,6 +266,7 @@ class StepContract:
     def from_json(cls, fields: dict[str, Any]) -> StepContract:
         """Read `to_json`'s object; raise `ContractError` if it is malformed."""
         try:
+            fields = {"spare_slots": 0, **fields}  # bundles before 2026-11-23 lack it
             numbers = {name: int(fields[name]) for name in _NUMBERS}
             numbers["kv_bits"] = {0: 0, 8: 8}[numbers["kv_bits"]]
             shapes = tuple((int(h), int(d)) for h, d in fields["kv_shapes"])

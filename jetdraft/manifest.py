@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from jetdraft.errors import BundleError
+from jetdraft.files import replacing
 
 MANIFEST = "bundle.json"
+STAMPS = Path("profiles", "checked.json")
+"""The hashes that were checked, with the sizes, inodes and times of the files."""
+
 SCHEMA_VERSION = 4
 
 
@@ -45,8 +50,38 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def check_file(file: Path, expected: dict[str, Any]) -> None:
-    """Raise `BundleError` unless `file` has the `expected` bytes and sha256."""
+def check_files(folder: Path, files: dict[str, Any], again: bool = False) -> None:
+    """Raise `BundleError` unless all files have the bytes and sha256 in `files`.
+
+    To hash gigabytes takes as long as to load them. So a file is hashed once, and
+    `again` only if its size, inode or times have changed since, or if `again` is true.
+    """
+    stamps = folder / STAMPS
+    before = {} if again else _read_stamps(stamps)
+    now = {}
+    for name, expected in files.items():
+        _check_size(folder / name, expected)
+        status = (folder / name).stat()
+        times = [status.st_mtime_ns, status.st_ctime_ns]
+        now[name] = [expected["sha256"], status.st_size, status.st_ino, *times]
+        if before.get(name) != now[name]:
+            _check_hash(folder / name, expected)
+    if now != before:
+        # Without a writable folder the files are hashed at each load.
+        with suppress(OSError):
+            stamps.parent.mkdir(exist_ok=True)
+            with replacing(stamps) as partial:
+                partial.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_stamps(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _check_size(file: Path, expected: dict[str, Any]) -> None:
     if not file.is_file():
         raise BundleError(f"{file} is missing; export the bundle again")
     size = file.stat().st_size
@@ -55,6 +90,9 @@ def check_file(file: Path, expected: dict[str, Any]) -> None:
             f"{file} has {size} bytes instead of {expected['bytes']}; "
             "export or copy the bundle again"
         )
+
+
+def _check_hash(file: Path, expected: dict[str, Any]) -> None:
     if sha256_of(file) != expected["sha256"]:
         raise BundleError(
             f"{file} was altered (its sha256 differs); export or copy the bundle again"

@@ -24,7 +24,11 @@ DEFAULT_BLOCK_SIZE = 128
 """The fastest block size on a CPU; docs/log/quantization.md has the figures."""
 
 CALIBRATED_DEFAULT = "int4-gptq-b128-head8"
-"""The default recipe if a calibration text is given; see docs/quantization.md."""
+"""The default recipe below a limit of bytes or KL; see docs/quantization.md."""
+
+FAST_DEFAULT = "int4-rtn-b32-head8"
+"""The recipe of an export that measures nothing; it ruins small models
+(docs/quantization.md)."""
 
 COMPARED = (
     "int8-rtn-b32",

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jetdraft import manifest
 from jetdraft.bundle import Bundle, GraphEntry, Halves, check_pair
 from jetdraft.contract import StepContract
 from jetdraft.errors import BundleError, ContractError, PairError
@@ -302,3 +305,46 @@ def test_a_cut_outside_the_layers_is_refused():
     entry = GraphEntry("a.onnx", CONTRACT, {}, "here", 1, halves=HALVES)
     with pytest.raises(ContractError, match="1 layers cannot be cut below the top 1"):
         GraphEntry.from_json(entry.to_json())
+
+
+def test_files_are_hashed_once_and_again_when_they_change(small, monkeypatch):
+    hashed = []
+    original = manifest.sha256_of
+    monkeypatch.setattr(
+        manifest, "sha256_of", lambda file: hashed.append(file.name) or original(file)
+    )
+    names = set(Bundle.open(small).files)
+    hashed.clear()
+    Bundle.open(small)
+    assert hashed == []
+    Bundle.open(small, again=True)
+    assert set(hashed) == names
+    hashed.clear()
+    file = small / "target.onnx"
+    content = file.read_bytes()
+    file.write_bytes(content)
+    Bundle.open(small)
+    assert hashed == ["target.onnx"], "it was written again"
+    status = file.stat()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(BundleError, match="was altered"):
+        Bundle.open(small)
+
+
+@pytest.mark.parametrize("stamps", ["", "[1]", "5", '{"target.onnx": 7}'])
+def test_damaged_stamps_count_for_nothing(small, stamps):
+    Bundle.open(small)
+    (small / manifest.STAMPS).write_text(stamps)
+    file = small / "target.onnx"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(BundleError, match="was altered"):
+        Bundle.open(small)
+
+
+def test_a_folder_without_room_for_stamps(small):
+    Bundle.open(small)
+    shutil.rmtree(small / "profiles")
+    (small / "profiles").write_text("in the place of the folder")
+    assert Bundle.open(small).files

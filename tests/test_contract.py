@@ -102,12 +102,21 @@ def test_malformed_json_is_refused(damage):
         StepContract.from_json({**CONTRACT.to_json(), **damage})
 
 
-@pytest.mark.parametrize("field", sorted(CONTRACT.to_json()))
+@pytest.mark.parametrize("field", sorted(CONTRACT.to_json().keys() - {"spare_slots"}))
 def test_json_without_a_field_is_refused(field):
     fields = CONTRACT.to_json()
     del fields[field]
     with pytest.raises(ContractError, match="malformed"):
         StepContract.from_json(fields)
+
+
+def test_older_bundles_have_no_spare_slots():
+    fields = CONTRACT.to_json()
+    del fields["spare_slots"]
+    assert StepContract.from_json(fields).slots == CONTRACT.capacity
+    spared = replace(CONTRACT, spare_slots=1)
+    assert spared.buffers("past")[0].shape[2] == CONTRACT.capacity + 1
+    assert StepContract.from_json(spared.to_json()) == spared
 
 
 @pytest.mark.parametrize(

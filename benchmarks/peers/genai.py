@@ -39,7 +39,8 @@ class GenAi:
         self._options = options
         self._capacity = options.capacity()
         target = build(options, options.target, block_size)
-        drafter = build(options, options.drafter, block_size)
+        # Without a drafter the target stands in its place, and is never asked.
+        drafter = build(options, options.drafter or options.target, block_size)
         pair = protocol.built(
             options,
             options.target,
@@ -47,33 +48,28 @@ class GenAi:
             lambda folder: compose(target, drafter, options.threads, folder),
         )
         self._plain = og.Model(str(pair / "target"))
-        self._pair = og.Model(str(pair))
+        self._pair = og.Model(str(pair)) if options.drafter else None
         self._tokenizer = og.Tokenizer(self._plain)
 
     def methods(self) -> list[Method]:
         """Plain, both proposers at each K, and the adaptive width."""
-        widths = self._options.num_draft_tokens
-        draft = [Method("draft", width) for width in widths]
-        lookup = [Method("lookup", width) for width in widths]
-        return [Method("plain"), *draft, Method("adaptive", ADAPTIVE_START), *lookup]
+        adaptive = [Method("adaptive", ADAPTIVE_START)] if self._pair else []
+        return protocol.methods(self._options) + adaptive
 
     def decode(self, method: Method, prompt: list[int]) -> Decoding:
         """Run the public token loop; the first call may include a whole round."""
-        length = len(prompt) + self._options.max_new_tokens
+        length, clock = len(prompt) + self._options.max_new_tokens, Clock()
         generator = self._generator(method, length)
         generator.append_tokens(prompt)
         text = self._tokenizer.create_stream()
-        clock = Clock()
         while not generator.is_done():
             generator.generate_next_token()
             tokens = generator.get_next_tokens()
             # Ours streams text too.
             for token in tokens:
                 text.decode(token)
-            clock.add(tokens)
-        token_ids = [int(token) for token in clock.token_ids]
-        stats = generator.get_speculative_stats()
-        return Decoding(token_ids, clock.seconds, passes(method, stats))
+            clock.add([int(token) for token in tokens])
+        return clock.decoding(passes(method, generator.get_speculative_stats()))
 
     def pass_ms(self, prompt: list[int]) -> dict[int, float]:
         """Time `append_tokens` on the target, rewound to the prompt each time."""
@@ -87,13 +83,19 @@ class GenAi:
             for width in protocol.WIDTHS
         }
 
+    def _sampling(self) -> dict[str, Any]:
+        temperature = self._options.temperature
+        if not temperature:
+            return {"do_sample": False}
+        return {"do_sample": True, "temperature": temperature, "random_seed": 0}
+
     def _generator(self, method: Method, length: int) -> Any:
         paired = method.name in ("draft", "adaptive")
         model = self._pair if paired else self._plain
         parameters = og.GeneratorParams(model)
         # min_length bans end-of-text up to the last token.
         parameters.set_search_options(
-            do_sample=False, max_length=length, min_length=length
+            max_length=length, min_length=length, **self._sampling()
         )
         if method.name != "plain":
             parameters.set_speculative_options(**speculation(method))
@@ -162,7 +164,7 @@ def compose(target: Path, drafter: Path, threads: int, folder: Path) -> None:
 def main(block_size: int, **values: Any) -> None:
     """Measure onnxruntime-genai on TARGET and DRAFTER."""
     options = protocol.parse(**values)
-    protocol.run(GenAi(options, block_size), options)
+    protocol.run(lambda: GenAi(options, block_size), options)
 
 
 if __name__ == "__main__":

@@ -60,24 +60,26 @@ class OpenVino:
         self._target = export(options, options.target)
         self._properties: dict[str, str | int] = dict(EXACT if exact else {})
         self._properties["INFERENCE_NUM_THREADS"] = options.threads
-        drafter = export(options, options.drafter)
-        draft = ovg.draft_model(str(drafter), "CPU", **self._properties)
         self._pipelines = {
             "plain": self._pipeline(),
-            "draft": self._pipeline(draft_model=draft),
             "lookup": self._pipeline(prompt_lookup=True),
         }
+        if options.drafter is not None:
+            drafter = export(options, options.drafter)
+            draft = ovg.draft_model(str(drafter), "CPU", **self._properties)
+            self._pipelines["draft"] = self._pipeline(draft_model=draft)
 
     def methods(self) -> list[Method]:
         """Plain, and both proposers at each K."""
-        widths = self._options.num_draft_tokens
-        draft = [Method("draft", width) for width in widths]
-        return [Method("plain"), *draft, *(Method("lookup", width) for width in widths)]
+        return protocol.methods(self._options)
 
     def decode(self, method: Method, prompt: list[int]) -> Decoding:
         """Generate with a streamer that notes when each token came."""
         config = ovg.GenerationConfig()
-        config.do_sample = False
+        config.do_sample = self._options.temperature > 0
+        if config.do_sample:
+            config.temperature = self._options.temperature
+            config.rng_seed = 0
         config.apply_chat_template = False
         config.max_new_tokens = self._options.max_new_tokens
         config.ignore_eos = True  # its lookup does not obey min_new_tokens
@@ -89,7 +91,7 @@ class OpenVino:
         result = self._pipelines[method.name].generate(
             ov.Tensor(np.array([prompt])), config, Listener(clock)
         )
-        return Decoding(list(result.tokens[0]), clock.seconds, passes(result))
+        return clock.decoding(passes(result))
 
     def pass_ms(self, prompt: list[int]) -> dict[int, float]:
         """Time the exported graph itself, prefilled anew for every pass."""
@@ -163,7 +165,7 @@ def export(options: Options, checkpoint: Path) -> Path:
 def main(exact: bool, **values: Any) -> None:
     """Measure OpenVINO GenAI on TARGET and DRAFTER."""
     options = protocol.parse(**values)
-    protocol.run(OpenVino(options, exact), options)
+    protocol.run(lambda: OpenVino(options, exact), options)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """The one protocol that every peer is measured by.
 
-Greedy decoding of exactly `max_new_tokens` tokens, end-of-text banned, methods
-interleaved per prompt. Decode time runs from the first generated token to the last,
-so a round counts `max_new_tokens - 1` tokens per prompt. A peer that hands over its
-first round in one burst gains up to K tokens per prompt, about 1% of 96.
+Greedy or sampled decoding of exactly `max_new_tokens` tokens, end-of-text banned,
+methods interleaved per prompt. Decode time runs from the first generated token to the
+last, so a round counts `max_new_tokens - 1` tokens per prompt. A peer that hands over
+its first round in one burst gains up to K tokens per prompt, about 1% of 96.
 """
 
 import hashlib
 import json
+import resource
 import shutil
 import statistics
 import subprocess
@@ -31,7 +32,7 @@ class Options:
     """What the command line asks for; the same for every peer."""
 
     target: Path
-    drafter: Path
+    drafter: Path | None
     prompts: Path
     max_new_tokens: int
     threads: int
@@ -39,6 +40,7 @@ class Options:
     repeats: int
     json: Path
     cache: Path
+    temperature: float = 0.0
 
     def capacity(self) -> int:
         """Tokens that the longest prompt and its continuation need, with slack."""
@@ -56,10 +58,16 @@ class Method:
 
 @dataclass(frozen=True)
 class Decoding:
-    """One continuation; `passes` counts target passes after the first token."""
+    """One continuation of `count` tokens; `output` is compared with plain decoding's.
 
-    token_ids: list[int]
+    `passes` counts target passes after the first token. `first_seconds` is the time
+    from the request to the first token.
+    """
+
+    output: object
+    count: int
     seconds: float
+    first_seconds: float
     passes: int | None = None
 
 
@@ -84,6 +92,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
+        self._started = time.perf_counter()
         self._times: list[float] = []
 
     def add(self, token_ids: Sequence[int]) -> None:
@@ -96,6 +105,11 @@ class Clock:
         """From the first token to the last."""
         return self._times[-1] - self._times[0]
 
+    def decoding(self, passes: int | None) -> Decoding:
+        """What was remembered."""
+        ids, first = self.token_ids, self._times[0] - self._started
+        return Decoding(ids, len(ids), self.seconds, first, passes)
+
 
 def options(function: Command) -> Command:
     """Add the command line that all peers share."""
@@ -104,12 +118,13 @@ def options(function: Command) -> Command:
     for option in reversed(
         [
             click.option("--target", type=folder, required=True),
-            click.option("--drafter", type=folder, required=True),
+            click.option("--drafter", type=folder),
             click.option("--prompts", type=file, required=True),
             click.option("--max-new-tokens", default=96, show_default=True),
             click.option("--threads", default=2, show_default=True),
             click.option("--num-draft-tokens", default="1,2,3,4", show_default=True),
             click.option("--repeats", default=3, show_default=True),
+            click.option("--temperature", default=0.0, show_default=True),
             click.option("--json", type=file, required=True),
             click.option(
                 "--cache",
@@ -120,6 +135,13 @@ def options(function: Command) -> Command:
     ):
         function = option(function)
     return function
+
+
+def methods(options: Options) -> list[Method]:
+    """Plain, and both proposers at each K; without a drafter lookup only."""
+    names = ["draft", "lookup"] if options.drafter is not None else ["lookup"]
+    widths = options.num_draft_tokens
+    return [Method("plain"), *(Method(n, width) for n in names for width in widths)]
 
 
 def parse(num_draft_tokens: str, cache: Path, **values: Any) -> Options:
@@ -182,9 +204,12 @@ def median_ms(run: Callable[[], None], reset: Callable[[], None]) -> float:
     return statistics.median(times[2:]) * 1e3
 
 
-def run(peer: Peer, options: Options) -> None:
-    """Measure every method of `peer`, print the table and write the JSON file."""
+def run(load: Callable[[], Peer], options: Options) -> None:
+    """Measure every method of a peer, print the table and write the JSON file."""
     prompts = read_prompts(options)
+    started = time.perf_counter()
+    peer = load()
+    load_seconds = time.perf_counter() - started
     for method in peer.methods():
         peer.decode(method, prompts[0])
     rounds: dict[Method, list[list[Decoding]]] = {m: [] for m in peer.methods()}
@@ -202,6 +227,9 @@ def run(peer: Peer, options: Options) -> None:
         "threads": options.threads,
         "prompts": len(prompts),
         "max_new_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        "load_seconds": load_seconds,
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "pass_ms": peer.pass_ms(prompts[0]),
         "rows": rows,
     }
@@ -213,9 +241,10 @@ def _decode(
     peer: Peer, method: Method, prompt: list[int], options: Options
 ) -> Decoding:
     decoding = peer.decode(method, prompt)
-    count = len(decoding.token_ids)
-    if count != options.max_new_tokens:
-        raise click.ClickException(f"{method} wrote {count} tokens: not comparable.")
+    if decoding.count != options.max_new_tokens:
+        raise click.ClickException(
+            f"{method} wrote {decoding.count} tokens: not comparable."
+        )
     return decoding
 
 
@@ -229,7 +258,7 @@ def _row(
     first = rounds[0]
     counted = len(first) * (options.max_new_tokens - 1)
     speeds = [counted / sum(d.seconds for d in decodings) for decodings in rounds]
-    same = [a.token_ids == b.token_ids for a, b in zip(first, plain, strict=True)]
+    same = [a.output == b.output for a, b in zip(first, plain, strict=True)]
     row = {"tool": peer.tool, "version": peer.version, "method": method.name}
     passes = [d.passes for d in first if d.passes]
     return row | {
@@ -239,7 +268,8 @@ def _row(
         "tokens_per_pass": counted / sum(passes) if len(passes) == len(first) else None,
         "same_text_as_plain": sum(same),
         "of_prompts": len(same),
-        "token_ids": [d.token_ids for d in first],
+        "time_to_first_token": statistics.median(d.first_seconds for d in first),
+        "outputs": [d.output for d in first],
     }
 
 

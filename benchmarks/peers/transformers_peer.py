@@ -53,15 +53,14 @@ class Transformers:
         self._options = options
         self._device = device
         self._target = load(options.target).to(device)
-        self._drafter = load(options.drafter).to(device)
+        drafter = options.drafter
+        self._drafter = None if drafter is None else load(drafter).to(device)
         self._passes = 0
         self._target.register_forward_hook(self._count)
 
     def methods(self) -> list[Method]:
         """Plain, and both proposers at each K."""
-        widths = self._options.num_draft_tokens
-        draft = [Method("draft", width) for width in widths]
-        return [Method("plain"), *draft, *(Method("lookup", width) for width in widths)]
+        return protocol.methods(self._options)
 
     @torch.inference_mode()
     def decode(self, method: Method, prompt: list[int]) -> Decoding:
@@ -72,14 +71,15 @@ class Transformers:
         self._target.generate(
             torch.tensor([prompt], device=self._device),
             attention_mask=torch.ones(1, len(prompt), device=self._device),
-            do_sample=False,
+            do_sample=self._options.temperature > 0,
+            temperature=self._options.temperature or None,
             min_new_tokens=count,
             max_new_tokens=count,
             pad_token_id=0,
             streamer=Listener(clock),
             **self._speculation(method),
         )
-        return Decoding(clock.token_ids, clock.seconds, self._passes - 1)
+        return clock.decoding(self._passes - 1)
 
     @torch.inference_mode()
     def pass_ms(self, prompt: list[int]) -> dict[int, float]:
@@ -104,6 +104,7 @@ class Transformers:
             return {"prompt_lookup_num_tokens": method.num_draft_tokens}
         if method.name == "plain":
             return {}
+        assert self._drafter is not None
         settings = self._drafter.generation_config
         settings.num_assistant_tokens = method.num_draft_tokens
         settings.num_assistant_tokens_schedule = "constant"
@@ -121,7 +122,7 @@ class Transformers:
 def main(dtype: str, device: str, **values: Any) -> None:
     """Measure transformers on TARGET and DRAFTER."""
     options = protocol.parse(**values)
-    protocol.run(Transformers(options, dtype, device), options)
+    protocol.run(lambda: Transformers(options, dtype, device), options)
 
 
 if __name__ == "__main__":

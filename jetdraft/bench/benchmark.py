@@ -16,8 +16,8 @@ from jetdraft.bench.energy import Meter
 from jetdraft.errors import OptionError
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Int64s
+from jetdraft.runtime.measured.places import decoding_widths, pass_times
 from jetdraft.runtime.measured.stats import Stats
-from jetdraft.runtime.measured.widths import decoding_widths, pass_times
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.planning.registry import AUTO, NONE
@@ -102,6 +102,7 @@ def run(
     options.setdefault("seed", 0)  # all contenders draw the same noise
     if not prompts:
         raise OptionError("there are no prompts; give at least one", "prompt")
+    model.parts.survey.finish()
     for contender in rows:
         contender.runs = [[] for _ in range(repeats)]
         _generate(model, contender, prompts[0], {**options, "max_new_tokens": 8})

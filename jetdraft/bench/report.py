@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from jetdraft.bench import benchmark
 from jetdraft.bench.quality import compare
 from jetdraft.bench.resident import resident_mb
 from jetdraft.bundle import DRAFTER, TARGET, Bundle
-from jetdraft.errors import DataError
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.errors import DataError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.model import Model, load
@@ -109,12 +111,18 @@ class RecipeComparison:
 
         `announce` gets the name of what is measured next.
         """
+        if Checkpoint.load(self.target, torch.float32).packed is not None:
+            raise OptionError(
+                f"{self.target} is quantized already and keeps its integers, so there "
+                "are no recipes to compare; give the checkpoint before quantization"
+            )
         announce(FULL.name)
         full = self._load(self._bundle(FULL, None))
         windows = self._windows(full)
         calibration = self.calibration
         if calibration is None and self._needs_calibration:
             calibration = self._write_calibration(full)
+        full.parts.claim.check_free()  # ends the idle work of the texts' generations
         source = "written by the model" if self.text is None else str(self.text)
         report = Report(self.target, self.drafter, source)
         bundles = {}

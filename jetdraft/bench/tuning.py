@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from jetdraft.devices.providers import PROVIDERS
 from jetdraft.ort import ort
 from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.opener import Opener
+from jetdraft.runtime.passes.session import threads_of_pair
 from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
@@ -33,14 +36,18 @@ def tune(model: Model, tick: Tick = lambda: None) -> Curve:
         tune(jetdraft.load("bundle")).passes[4]
     """
     parts = model.parts
-    parts.claim.check_free()
+    parts.check_free()
+    while parts.survey.step():
+        tick()
     parts.target.prepare(exact=True)
+    drafter_threads = _best_drafter_threads(model)
     curve = _measure(parts.target, model.planner.proposers(), tick)
     model.forget()  # the measurement ran random tokens
     parts.profiles.keep(
         parts.profiles.tuning_file,
         versions={"onnxruntime": ort.__version__, "numpy": np.__version__},
         curve=curve.to_json(),
+        drafter_threads=drafter_threads,
     )
     parts.curve.take(curve)
     return curve
@@ -48,7 +55,7 @@ def tune(model: Model, tick: Tick = lambda: None) -> Curve:
 
 def steps(model: Model) -> int:
     """The number of calls of `tick` in `tune`."""
-    return TURNS + len(model.planner.proposers())
+    return model.parts.survey.left + TURNS + len(model.planner.proposers())
 
 
 def _measure(target: Graph, proposers: Mapping[str, Proposer], tick: Tick) -> Curve:
@@ -85,6 +92,46 @@ def _measure(target: Graph, proposers: Mapping[str, Proposer], tick: Tick) -> Cu
         tick()
     target.cache.rewind(0)
     return Curve(passes, trees, compaction, drafts=drafts)
+
+
+def _best_drafter_threads(model: Model) -> int:
+    """One thread or all for the drafter: what makes a round of this pair shorter.
+
+    Opens the pair a second time. A new number counts from the next load on.
+    """
+    parts, bundle = model.parts, model.bundle
+    own, entry = parts.drafter_threads, bundle.drafter
+    both_on_cpu = parts.profiles.machine["provider"] == "cpu"
+    if parts.drafter is None or entry is None or not both_on_cpu or parts.threads == 1:
+        return own
+    model.forget()
+    parts.target.cache.rewind(0)
+    other = parts.threads if own == 1 else 1
+    openers = [
+        Opener(bundle, PROVIDERS["cpu"], threads)
+        for threads in threads_of_pair(parts.threads, other)
+    ]
+    target, drafter = (
+        opener.graph(graph)
+        for opener, graph in zip(openers, (bundle.target, entry), strict=True)
+    )
+    pairs = {own: (parts.target, parts.drafter), other: (target, drafter)}
+    seconds: dict[int, float] = {}
+    for _ in range(TURNS):
+        for number, pair in pairs.items():
+            _round_seconds(*pair)  # the threads of the other pair go to sleep
+            round_seconds = min(_round_seconds(*pair) for _ in range(3))
+            seconds[number] = min(round_seconds, seconds.get(number, round_seconds))
+    return min(seconds, key=lambda number: seconds[number])
+
+
+def _round_seconds(target: Graph, drafter: Graph) -> float:
+    """The seconds of a round with a draft of `DRAFTED` tokens."""
+    start = time.perf_counter()
+    for _ in range(DRAFTED):
+        drafter.run([0])
+    target.run([0] * (1 + DRAFTED))
+    return time.perf_counter() - start
 
 
 def _widths(target: Graph) -> range:

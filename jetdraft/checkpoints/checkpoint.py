@@ -21,6 +21,7 @@ from transformers.initialization import no_init_weights
 
 from jetdraft.checkpoints.attention import IMPLEMENTATION
 from jetdraft.checkpoints.defaults import read_defaults
+from jetdraft.checkpoints.gguf import is_gguf, read_gguf
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.parameters import compute_in, convert
 from jetdraft.checkpoints.silence import silenced
@@ -58,10 +59,12 @@ class Checkpoint:
 
     @classmethod
     def load(cls, source: str, dtype: torch.dtype) -> Checkpoint:
-        """Load a local folder or a hub id; raise `CheckpointError` with the reason.
+        """Load a local folder, a GGUF file or a hub id; raise `CheckpointError`.
 
         The model computes in `dtype`; its weights keep the type they are stored in.
         """
+        if is_gguf(source):
+            return cls._of_gguf(source, dtype)
         _check_folder(source)
         with silenced(logging.WARNING), _no_progress_bars():
             generation = read_defaults(source)
@@ -81,6 +84,24 @@ class Checkpoint:
             generation=generation,
         )
 
+    @classmethod
+    def _of_gguf(cls, source: str, dtype: torch.dtype) -> Checkpoint:
+        with silenced(logging.WARNING), _no_progress_bars():
+            contents = read_gguf(source)
+            _check_config(source, contents.config)
+            packed = contents.packed
+            model = _load_model(source, contents.config, packed, contents.dtype)
+            compute_in(model, dtype)
+        return cls(
+            source=source,
+            model=model,
+            tokenizer=contents.tokenizer,
+            chat_template=contents.chat_template,
+            eos_token_ids=_eos_token_ids(model),
+            # Without integers it is a checkpoint of floats like any other.
+            packed=replace(packed, floats={}) if packed.blocks else None,
+        )
+
     @property
     def head(self) -> str:
         """The name of the LM head's weight."""
@@ -96,6 +117,11 @@ class Checkpoint:
             if isinstance(layer, torch.nn.Linear):
                 names[id(layer.weight)] = f"{name}.weight"
         return names
+
+    def matrices(self) -> set[str]:
+        """The names of the weights of all linear layers, each matrix once."""
+        names, layers = self.names(), self.model.modules()
+        return {names[id(m.weight)] for m in layers if isinstance(m, torch.nn.Linear)}
 
     def with_streams(self, scale: float) -> Streamed:
         """The model with the streams that were trained for it.
@@ -135,15 +161,19 @@ def _check_folder(source: str) -> None:
     """
     path = Path(source)
     looks_local = path.exists() or source.startswith((".", "/", "~"))
+    looks_local = looks_local or path.suffix == ".gguf"
     # A hub id has one slash, and its owner is no folder here.
     looks_local = looks_local or source.count("/") != 1 or path.parent.is_dir()
     if not looks_local:
         return
     if not path.is_dir():
         raise CheckpointError(
-            f"no checkpoint folder at {source}; give a folder or a hub id like org/name"
+            f"no checkpoint at {source}; give a folder, a GGUF file, or a hub id "
+            "like org/name"
         )
     if not (path / "config.json").is_file():
+        for file in sorted(path.glob("*.gguf")):
+            raise CheckpointError(f"{source} has no config.json; give the file {file}")
         raise CheckpointError(
             f"{source} has no config.json; give a folder that save_pretrained wrote"
         )
@@ -179,6 +209,12 @@ def weights_sha256(folder: Path) -> str:
 def _load_config(source: str) -> Any:
     with _as_checkpoint_error(source):
         config = transformers.AutoConfig.from_pretrained(source)
+    _check_config(source, config)
+    return config
+
+
+def _check_config(source: str, config: Any) -> None:
+    """Raise `UnsupportedModelError` for a model that is not a causal decoder."""
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{source} is an encoder-decoder; only decoders can be exported"
@@ -188,7 +224,6 @@ def _load_config(source: str) -> Any:
         raise UnsupportedModelError(
             f"{source} attends in both directions; only causal decoders can be exported"
         )
-    return config
 
 
 def _read_packed(source: str, config: Any) -> PackedWeights | None:
@@ -237,8 +272,16 @@ def _stored_dtype(source: str) -> torch.dtype:
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def _load_model(source: str, config: Any, packed: PackedWeights | None) -> Any:
-    """The model that optimum finds, with jetdraft's attention and stored weights."""
+def _load_model(
+    source: str,
+    config: Any,
+    packed: PackedWeights | None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """The model that optimum finds, with jetdraft's attention and stored weights.
+
+    The weights are kept in `dtype`, by default the type in a folder's files.
+    """
     kind = config.model_type
     try:
         model_class = TasksManager.get_model_class_for_task(
@@ -258,7 +301,7 @@ def _load_model(source: str, config: Any, packed: PackedWeights | None) -> Any:
             None if packed else source,
             config=config,
             state_dict=packed.floats if packed else None,
-            dtype=_stored_dtype(source),
+            dtype=dtype or _stored_dtype(source),
             output_loading_info=True,
             # Otherwise the reason goes to a log, which is silenced here.
             ignore_mismatched_sizes=True,
@@ -266,6 +309,7 @@ def _load_model(source: str, config: Any, packed: PackedWeights | None) -> Any:
     _check_loaded(source, model, info)
     if packed is not None:
         _check_names(source, packed, model)
+    if packed is not None and not is_gguf(source):
         with contextlib.suppress(OSError):  # the file is optional
             model.generation_config = transformers.GenerationConfig.from_pretrained(
                 source

@@ -36,8 +36,9 @@ _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 class PackedWeights:
     """The tensors of a quantized checkpoint.
 
-    `blocks` are its integers by the weight's name. `floats` are the other tensors, and
-    the values of the integers in half precision, for torch to compute with.
+    `blocks` are its integers by the weight's name, and `forms` say how they were kept,
+    for example "gptq exact". `floats` are the other tensors, and the values of the
+    integers in half precision, for torch to compute with.
 
         PackedWeights.read(Path("model-gptq"), config.quantization_config).blocks
     """
@@ -45,6 +46,7 @@ class PackedWeights:
     method: str
     blocks: dict[str, Blocks]
     floats: dict[str, Tensor]
+    forms: dict[str, str]
 
     @classmethod
     def read(cls, folder: Path, settings: Mapping[str, Any]) -> PackedWeights:
@@ -83,7 +85,7 @@ class PackedWeights:
             floats[name] = torch.from_numpy(matrix.floats.T).half()
             if "bias" in parts:
                 floats[f"{prefix}.bias"] = parts["bias"]
-        return cls(method, blocks, floats)
+        return cls(method, blocks, floats, dict.fromkeys(blocks, f"{method} exact"))
 
 
 class _CannotHoldError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,9 @@ def command(
 ) -> None:
     """Compare the methods of BUNDLE, prompt by prompt in one process."""
     draft_lengths = integers(lengths, "--lengths")
+    started = time.perf_counter()
     model = load(bundle, **runtime)
+    load_seconds = time.perf_counter() - started
     # The defaults of `benchmark.run`, which the report shows.
     fields = GenerateOptions(temperature=0.0, seed=0) | generate_fields(options)
     prompts = read_prompts(prompts_file, model)
@@ -90,6 +93,7 @@ def command(
         tick = bars.ticks("measure", repeats * len(prompts) * len(rows))
         benchmark.run(model, rows, prompts, repeats, tick, Meter, **fields)
     report = benchmark.report(model, rows)
+    report["load_seconds"] = load_seconds
     report["machine"]["power_mode"] = detect().power_mode
     report["options"] = {**options, **fields}
     report["options"] |= {"repeats": repeats, "prompts": len(prompts)}

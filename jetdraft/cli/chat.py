@@ -15,6 +15,7 @@ from jetdraft.runtime.model import load
 from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.runtime.text.template import user
 from jetdraft.terminal.command import Command, option
+from jetdraft.terminal.first_run import announce_first_run
 from jetdraft.terminal.flags import (
     bundle_argument,
     constraint_options,
@@ -60,6 +61,7 @@ def command(
 ) -> int:
     """Talk to BUNDLE's model, line by line; /help lists the commands."""
     with load(bundle, **runtime) as model:
+        announce_first_run(model)
         fields = generate_fields(options, model)
         talk = Conversation(model, system, drop_oldest, **fields)
         # Raises for a missing template or a bad option, before the first line is read.

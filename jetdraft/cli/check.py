@@ -33,8 +33,9 @@ from jetdraft.terminal.flags import bundle_argument, json_option, runtime_option
 @json_option
 def command(bundle: Path, run: bool, runtime: LoadOptions, as_json: bool) -> None:
     """Check BUNDLE's files and contracts, width classes, and every method's text."""
+    checked = Bundle.open(bundle, again=True)
     if not run:
-        _show_manifest(Bundle.open(bundle), as_json)
+        _show_manifest(checked, as_json)
         return
     model = load(bundle, **runtime)
     model.measure_again()

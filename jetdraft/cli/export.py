@@ -12,13 +12,13 @@ from jetdraft.export import request
 from jetdraft.recipe import (
     ALGORITHMS,
     BLOCK_SIZES,
-    CALIBRATED_DEFAULT,
     DEFAULT_BLOCK_SIZE,
+    FAST_DEFAULT,
     SCHEMES,
-    Recipe,
 )
 from jetdraft.runtime.planning.registry import methods_of
 from jetdraft.terminal.command import Command, option
+from jetdraft.terminal.description import scheme
 from jetdraft.terminal.flags import PATH, output_option
 from jetdraft.terminal.progress import ProgressBars
 
@@ -67,7 +67,8 @@ from jetdraft.terminal.progress import ProgressBars
     "--quantize",
     help=f"A recipe of weights: {', '.join(SCHEMES)}, followed by overrides, for "
     f"example int4-gptq-b64-head8. Algorithms: {', '.join(ALGORITHMS)}. Default: "
-    f"int4; with --calibration the recipe of --device, or {CALIBRATED_DEFAULT}.",
+    "the recipe of --device, or else the cheapest that keeps the target's text, which "
+    "is measured.",
 )
 @option(
     "quantization",
@@ -79,15 +80,22 @@ from jetdraft.terminal.progress import ProgressBars
 @option(
     "quantization",
     "--quantize-drafter",
-    help="A recipe for the drafter; default: int8-rtn-b32, or none with --quantize "
-    "none.",
+    help="A recipe for the drafter; default: the fastest for the pair, which is "
+    "measured, or none with --quantize none.",
 )
 @option(
     "quantization",
     "--calibration",
     type=PATH,
-    help="A text like the texts to come, for recipes with gptq or kv8, and for "
-    "--max-bytes and --max-kl.",
+    help="A text like the texts to come, for all that is measured; default: the target "
+    "writes one.",
+)
+@option(
+    "quantization",
+    "--fast",
+    is_flag=True,
+    help=f"Measure nothing and take {FAST_DEFAULT}, which suits large models, and "
+    "int8-rtn-b32 for the drafter.",
 )
 @option(
     "quantization",
@@ -132,6 +140,7 @@ def command(
     block_size: str | None,
     quantize_drafter: str | None,
     calibration: Path | None,
+    fast: bool,
     max_bytes: int | None,
     max_kl: float | None,
     dtype: str | None,
@@ -143,7 +152,7 @@ def command(
     device: str | None,
     adapter_scale: float,
 ) -> None:
-    """Export TARGET, a checkpoint folder or hub id, to a bundle."""
+    """Export TARGET, a checkpoint folder, GGUF file or hub id, to a bundle."""
     with ProgressBars() as bars:
         bundle = request.export(
             target,
@@ -153,6 +162,7 @@ def command(
             quantize_drafter=quantize_drafter,
             block_size=int(block_size) if block_size else None,
             calibration=calibration,
+            fast=fast,
             max_bytes=max_bytes,
             max_kl=max_kl,
             dtype=dtype,
@@ -171,5 +181,4 @@ def command(
     for name, entry in bundle.graphs.items():
         kl = entry.quantization.get("kl")
         kl_text = f", KL {kl:.2g}" if kl is not None else ""
-        recipe = Recipe.from_json(entry.quantization).name
-        click.echo(f"{name}: {recipe}{kl_text}", err=True)
+        click.echo(f"{name}: {scheme(entry)}{kl_text}", err=True)

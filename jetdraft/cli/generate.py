@@ -17,6 +17,7 @@ from jetdraft.runtime.text.stops import INTERRUPTED
 from jetdraft.runtime.text.template import user as user_message
 from jetdraft.runtime.text_stream import Stream
 from jetdraft.terminal.command import Command, option
+from jetdraft.terminal.first_run import announce_first_run
 from jetdraft.terminal.flags import (
     PATH,
     bundle_argument,
@@ -108,6 +109,7 @@ def command(
     text = read_prompt(prompt, prompt_file)
     runtime["store"] = store
     model = load(bundle, **runtime)
+    announce_first_run(model)
     stream = _stream(model, text, raw, generate_fields(options, model))
     interrupted = False
     try:

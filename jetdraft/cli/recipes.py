@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -110,9 +109,8 @@ def command(
 
 
 def _announce(name: str) -> None:
-    """Say on a terminal what is measured next."""
-    if sys.stderr.isatty():
-        click.echo(f"measuring {name}", err=True)
+    """Say what is measured next; it takes minutes."""
+    click.echo(f"measuring {name}", err=True)
 
 
 def _parse(names: str, all_names: tuple[str, ...]) -> list[Recipe]:

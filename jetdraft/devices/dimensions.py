@@ -50,6 +50,11 @@ class Dimensions:
     def read(cls, path: Path) -> Dimensions:
         """Read a config file or its folder; raises `CheckpointError`."""
         file = path / CONFIG if path.is_dir() else path
+        if _begins_as_gguf(file):
+            raise CheckpointError(
+                f"{file} is a GGUF file, which a plan does not read; give the "
+                "config.json of the model"
+            )
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
@@ -115,6 +120,14 @@ def _check_sizes(config: dict[str, Any]) -> None:
             raise CheckpointError(
                 f"the config's {name} is {shown}; give a causal language model's config"
             )
+
+
+def _begins_as_gguf(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(4) == b"GGUF"
+    except OSError:
+        return False  # reading the config says why
 
 
 def _check_groups(config: dict[str, Any]) -> None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
+from jetdraft.quant.edits import initializer, substitute
+
 _BIAS_INPUTS = {"GroupQueryAttention": 10, "Attention": 3}
+_LAST_ROW, _TOTAL_LENGTH, _POSITIONS = 5, 6, 9
+"""GroupQueryAttention's inputs that say where its rows are."""
+
+_ATTENDED = "attended_rows"
+"""The axis of the rows that attend, and the value that has their shape in a bias."""
 
 
 def attentions(graph: ir.Graph) -> list[ir.Node]:
@@ -25,6 +33,7 @@ def has_windows(graph: ir.Graph) -> bool:
 
 def add_bias(graph: ir.Graph, bias: ir.Value) -> None:
     """Add `bias` to the scores of every attention that has no bias yet, in place."""
+    bias = _attended(graph, bias)
     for node in graph:
         place = _BIAS_INPUTS.get(node.op_type)
         if place is None:
@@ -33,3 +42,76 @@ def add_bias(graph: ir.Graph, bias: ir.Value) -> None:
             node.resize_inputs(place + 1)
         if node.inputs[place] is None:
             node.replace_input_with(place, bias)
+
+
+class _Twins:
+    """The values by which a single row becomes two equal rows, and two become one."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self.graph = graph
+        self.first = attentions(graph)[0]
+        self.one = self.constant("one", [1])
+        self.rows = self.make("Shape", graph.inputs[0], start=1, end=2)
+        count = self.make("Max", self.rows, self.constant("two", [2]))
+        self.row_shape = self.make("Concat", self.one, count, self.one, axis=0)
+        self.position_shape = self.make("Concat", self.one, count, axis=0)
+        self.row_shape.name = _ATTENDED
+        added = self.make("Sub", count, self.rows)
+        self.added = self.make("Cast", added, to=ir.DataType.INT32)
+
+    def constant(self, name: str, number: object, kind: type = np.int64) -> ir.Value:
+        """A constant of the graph."""
+        return initializer(self.graph, f"twins.{name}", np.array(number, kind))
+
+    def make(self, kind: str, *inputs: ir.Value | None, **attributes: int) -> ir.Value:
+        """A new node's output."""
+        node = ir.node(kind, list(inputs), attributes)
+        self.graph.insert_before(self.first, node)
+        return node.outputs[0]
+
+
+def attend_as_two(graph: ir.Graph) -> None:
+    """Let a pass of one row attend as two equal rows, in place.
+
+    onnxruntime multiplies one row with another kernel than several rows, and the last
+    bits differ. With its row twice, attention has the bits of wider passes, and all
+    other operators run on one row only. The second row fills the slot after the first,
+    so the buffers need a spare slot.
+    """
+    twins = _Twins(graph)
+    first, one = twins.first, twins.constant("one32", [1], np.int32)
+    last = twins.make("Add", first.inputs[_LAST_ROW], twins.added)
+    filled = twins.make("Add", last, one)
+    total = twins.make("Max", first.inputs[_TOTAL_LENGTH], filled)
+    start = twins.constant("start", [0])
+    expanded: dict[ir.Value, ir.Value] = {}
+    for node in attentions(graph):
+        for place in (0, 1, 2, _POSITIONS):
+            rows = node.inputs[place] if place < len(node.inputs) else None
+            if rows is None:
+                continue
+            if rows not in expanded:
+                shape = twins.row_shape if place != _POSITIONS else twins.position_shape
+                expand = ir.node("Expand", [rows, shape])
+                graph.insert_before(node, expand)
+                expanded[rows] = expand.outputs[0]
+            node.replace_input_with(place, expanded[rows])
+        node.replace_input_with(_LAST_ROW, last)
+        node.replace_input_with(_TOTAL_LENGTH, total)
+        output = node.outputs[0]
+        answer = ir.node("Slice", [output, start, twins.rows, twins.one])
+        substitute([output], answer.outputs)
+        answer.replace_input_with(0, output)
+        if output.shape is not None:
+            output.shape = ir.Shape([1, _ATTENDED, output.shape[2]])
+        graph.insert_after(node, answer)
+
+
+def _attended(graph: ir.Graph, bias: ir.Value) -> ir.Value:
+    """The bias with a row for each row that attends, after `attend_as_two`."""
+    node = next((node for node in graph if node.outputs[0].name == _ATTENDED), None)
+    if node is None:
+        return bias
+    expand = ir.node("Expand", [bias, node.outputs[0]])
+    graph.insert_after(node, expand)
+    return expand.outputs[0]

@@ -20,19 +20,22 @@ DTYPES = {"fp32": "float32", "fp16": "float16"}
 class ExportOptions:
     """How a bundle is made.
 
-    A `drafter_recipe` of None is the default beside the target's. `capacity` is the
+    A `recipe` of None is the cheapest that keeps the target's text, and a
+    `drafter_recipe` of None the fastest for the pair; both are measured, unless the
+    export must be `fast`. `capacity` is the
     rows of the KV buffers (prompt and output together), `max_width` the most rows of
     one pass. `provider` and `drafter_provider` will run the graphs; they give the
     defaults of `dtype`, "fp32" or "fp16" for activations and buffers, and of `flavour`:
     "contrib" graphs have onnxruntime's own operators, "standard" graphs only those of
     ai.onnx. With a `limit`, some of the target's layers get more bits than its recipe
     gives. `adapter_scale` is how far streams of the shared mode move the weights from
-    the base, 0 to 1. `calibration` is a text file for recipes that need one.
+    the base, 0 to 1. `calibration` is a text file for everything that is measured;
+    without it the target writes a text.
 
         ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)
     """
 
-    recipe: Recipe = Recipe()
+    recipe: Recipe | None = Recipe()
     drafter_recipe: Recipe | None = None
     dtype: str | None = None
     capacity: int = CAPACITY
@@ -43,6 +46,7 @@ class ExportOptions:
     drafter_provider: str | None = None
     calibration: Path | None = None
     limit: Limit | None = None
+    fast: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, *DTYPES):
@@ -78,24 +82,11 @@ class ExportOptions:
             )
 
     def _check_calibration(self) -> None:
-        """Raise `OptionError` where a text is needed and there is none."""
+        """Raise `OptionError` for what cannot be measured."""
         if self.limit is not None:
-            self.recipe.raise_units(["0"])  # refuses a recipe that has no more bits
-        if self.calibration is not None:
-            if not self.calibration.is_file():
-                raise OptionError(f"no file at {self.calibration}; give a text")
-            return
-        if self.limit is not None:
-            raise OptionError(
-                "a limit measures on a text which layers need more bits; give a text "
-                "with --calibration FILE"
-            )
-        for recipe in (self.recipe_of(TARGET), self.recipe_of(DRAFTER)):
-            if recipe.needs_calibration:
-                raise OptionError(
-                    f"{recipe.name} measures what the model computes over a text; give "
-                    "a text with --calibration FILE"
-                )
+            self.recipe_of(TARGET).raise_units(["0"])  # refuses if it has no more bits
+        if self.calibration is not None and not self.calibration.is_file():
+            raise OptionError(f"no file at {self.calibration}; give a text")
 
     def provider_of(self, name: str) -> Provider:
         """The provider that will run the graph of that name."""
@@ -112,7 +103,8 @@ class ExportOptions:
         return self.dtype or self.provider_of(name).dtype
 
     def recipe_of(self, name: str) -> Recipe:
-        """The recipe of the graph of that name."""
+        """The recipe of the graph of that name; a default while it is open."""
+        target = self.recipe or Recipe()
         if name == TARGET:
-            return self.recipe
-        return self.drafter_recipe or Recipe.for_drafter(self.recipe)
+            return target
+        return self.drafter_recipe or Recipe.for_drafter(target)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,12 +30,12 @@ from jetdraft.export.embeddings import write_similarity
 from jetdraft.export.export_options import DTYPES, ExportOptions
 from jetdraft.export.job import Job, Progress
 from jetdraft.export.kv import cache_scales
+from jetdraft.export.measures import Measures
 from jetdraft.export.seams import check_seams
 from jetdraft.export.step import Step, kv_shapes
 from jetdraft.export.variants import VARIANTS
 from jetdraft.quant.blocks import Floats
-from jetdraft.quant.calibration import Windows, own_attention, second_moments
-from jetdraft.quant.sensitivity import Limit, Sensitivity
+from jetdraft.quant.sensitivity import Limit
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import Recipe
 from jetdraft.staging import check_output, writing
@@ -50,7 +52,7 @@ def export(
 ) -> Bundle:
     """Export a target, and a drafter beside it, to the bundle folder `output`.
 
-    `target` and `drafter` are local checkpoint folders or hub ids. Raises
+    `target` and `drafter` are local folders, GGUF files or hub ids. Raises
     `CheckpointError`, `OptionError`, `PairError` or `OutputError` before it writes.
 
         export("target/", "bundle", drafter="drafter/")
@@ -63,13 +65,14 @@ def export(
     sources = {TARGET: target} | ({DRAFTER: drafter} if drafter else {})
     checkpoints = _load(sources, options, report)
     contracts = _check(checkpoints, options)
+    with silenced(logging.INFO):
+        measures = Measures(checkpoints, contracts, options, report)
+        options = measures.settled()
     with writing(output) as folder, silenced(logging.INFO):
         bundle = Bundle(
             path=folder,
             graphs={
-                name: _write_graphs(
-                    _job(folder, name, checkpoint, contracts[name], options, report)
-                )
+                name: _write_graphs(_job(folder, name, checkpoint, measures))
                 for name, checkpoint in checkpoints.items()
             },
             eos_token_ids=checkpoints[TARGET].eos_token_ids,
@@ -129,10 +132,26 @@ def _contract(
         kv_shapes=kv_shapes(checkpoint.model),
         # A drafter's last hidden state predicts acceptance (SpecDec++).
         hidden_size=head.shape[1] if name == DRAFTER else 0,
+        spare_slots=int(_attends_as_two(name, checkpoint, options)),
     )
     for variant in VARIANTS:
         contract = variant.declare(checkpoint, contract)
     return contract
+
+
+def _attends_as_two(name: str, checkpoint: Checkpoint, options: ExportOptions) -> bool:
+    """Whether a pass of one row attends as two rows, see `attend_as_two`.
+
+    Only a target must round alike at all widths. In half precision and on a GPU other
+    kernels depend on the width too, so attention alone would change nothing.
+    """
+    return (
+        name == TARGET
+        and options.provider_of(name).name == "cpu"
+        and options.flavour_made == CONTRIB
+        and options.dtype_of(name) == "fp32"
+        and checkpoint.streams is None
+    )
 
 
 def _check_tokenizers(target: Checkpoint, drafter: Checkpoint) -> None:
@@ -147,43 +166,66 @@ def _check_tokenizers(target: Checkpoint, drafter: Checkpoint) -> None:
 
 
 def _vocabulary(tokenizer: str) -> object:
-    """The parts of a tokenizer.json that decide which ids a text becomes."""
-    fields = json.loads(tokenizer)
-    return [fields.get(key) for key in ("model", "normalizer", "pre_tokenizer")]
+    """The parts of a tokenizer.json that decide which ids a text becomes.
+
+    Files of one tokenizer may differ in other parts: whether special tokens are in the
+    vocabulary too, and how merges are written.
+    """
+    fields = json.loads(tokenizer, object_hook=_without_offsets)
+    model = fields["model"]
+    tokens, merges = model.get("vocab"), model.get("merges") or []
+    if isinstance(tokens, dict):
+        added = fields.get("added_tokens") or []
+        tokens = tokens | {token["content"]: token["id"] for token in added}
+    options = [bool(model.get(name)) for name in ("ignore_merges", "byte_fallback")]
+    return [
+        *(model.get("type"), tokens, options),
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
+        *(fields.get(key) for key in ("normalizer", "pre_tokenizer")),
+    ]
 
 
-def _job(
-    folder: Path,
-    name: str,
-    checkpoint: Checkpoint,
-    contract: StepContract,
-    options: ExportOptions,
-    report: Progress,
-) -> Job:
+def _without_offsets(fields: dict[str, Any]) -> dict[str, Any]:
+    """Offsets into the text change no ids."""
+    return {name: value for name, value in fields.items() if name != "trim_offsets"}
+
+
+def _job(folder: Path, name: str, checkpoint: Checkpoint, measures: Measures) -> Job:
     """The job of one model; measures what its recipe needs.
 
     This comes before the variants, which hook into the model's layers.
     """
+    options, contract = measures.options, measures.contracts[name]
     recipe = options.recipe_of(name)
-    scales = _cache_scales(checkpoint, recipe, contract, options)
-    quantization, kl = _quantization(name, checkpoint, contract, options, report)
-    packed = checkpoint.packed
+    _check_raised(recipe, contract)
+    packed, kl = checkpoint.packed, measures.kl.get(name)
     entry = GraphEntry(
         file=f"{name}.onnx",
         contract=contract,
-        quantization=quantization.recipe.to_json()
-        | ({"packed": packed.method} if packed else {})
+        quantization=recipe.to_json()
+        | _kept(checkpoint)
         | ({"kl": kl} if kl is not None else {}),
         source=checkpoint.source,
         parameters=checkpoint.parameters,
     )
+    quantization = Quantization(
+        recipe,
+        checkpoint.head,
+        options.flavour_made != CONTRIB,
+        measures.moments(name),
+        packed.blocks if packed else {},
+    )
+    scales: list[Floats] = []
+    if recipe.kv_bits:
+        windows = measures.windows
+        scales = cache_scales(checkpoint.model, contract, windows, recipe.kv_bits)
     return Job(
         folder=folder,
         name=name,
         checkpoint=checkpoint,
         entry=entry,
         options=options,
-        report=report,
+        report=measures.report,
         quantization=quantization,
         scales=scales,
         names=checkpoint.names(),
@@ -191,61 +233,26 @@ def _job(
     )
 
 
+def _kept(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a bundle says of a checkpoint's integers; empty for a checkpoint of floats.
+
+    `kept` counts the matrices by their forms, `others` is the number of matrices that
+    were floats, or that the graph cannot hold as they were.
+    """
+    packed = checkpoint.packed
+    if packed is None:
+        return {}
+    matrices = checkpoint.matrices()
+    kept = Counter(packed.forms[name] for name in packed.blocks if name in matrices)
+    others = len(matrices - packed.blocks.keys())
+    return {"packed": packed.method, "kept": dict(kept), "others": others}
+
+
 def _write_graphs(job: Job) -> GraphEntry:
     """Write all graphs of one model."""
     for variant in VARIANTS:
         variant.write(job)
     return job.entry
-
-
-def _cache_scales(
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    contract: StepContract,
-    options: ExportOptions,
-) -> list[Floats]:
-    """The scales of integer KV buffers; an empty list for float buffers."""
-    if not recipe.kv_bits or options.calibration is None:
-        return []
-    windows = Windows.of(options.calibration, checkpoint.tokenizer, contract.capacity)
-    return cache_scales(checkpoint.model, contract, windows, recipe.kv_bits)
-
-
-def _quantization(
-    name: str,
-    checkpoint: Checkpoint,
-    contract: StepContract,
-    options: ExportOptions,
-    report: Progress,
-) -> tuple[Quantization, float | None]:
-    """The quantization of a model; with a limit, also the KL divergence it reaches."""
-    recipe, moments, kl = options.recipe_of(name), {}, None
-    limit = options.limit if name == TARGET else None
-    if limit is not None and checkpoint.packed is not None:
-        raise OptionError(
-            f"{checkpoint.source} is quantized already, so its layers cannot get more "
-            "bits; leave the limit out"
-        )
-    _check_raised(recipe, contract)
-    if options.calibration is not None and (recipe.needs_moments or limit):
-        windows = Windows.of(
-            options.calibration, checkpoint.tokenizer, contract.capacity
-        )
-        if recipe.needs_moments:
-            moments = second_moments(checkpoint.model, windows)
-        if limit is not None:
-            with own_attention(checkpoint.model):
-                recipe, kl = Sensitivity(
-                    checkpoint.model, recipe, windows, moments
-                ).mixed(limit, lambda done, of: report("measure layers", done, of))
-    quantization = Quantization(
-        recipe,
-        checkpoint.head,
-        options.flavour_made != CONTRIB,
-        moments,
-        checkpoint.packed.blocks if checkpoint.packed else {},
-    )
-    return quantization, kl
 
 
 def _check_raised(recipe: Recipe, contract: StepContract) -> None:

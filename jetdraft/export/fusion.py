@@ -12,14 +12,16 @@ Each is optional: where its pattern does not match, the graph stays as it was tr
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
 from onnx_ir.passes import common
+from onnxscript.rewriter import pattern, rewrite
 
 from jetdraft.contract import StepContract
-from jetdraft.export.attentions import attentions
+from jetdraft.export.attentions import attend_as_two, attentions
 from jetdraft.export.step import CUT
 from jetdraft.quant.edits import PARAMETER, derived, initializer, substitute
 
@@ -34,9 +36,10 @@ def fuse(
     `forms` maps matrices, by their names in the checkpoint, to `Blocks.form`; only
     matrices with equal forms are merged.
     """
+    rewrite(model, [_RotationInHalves.rule()])
     # Each layer computes the same cosine; merge them, so that all share one table.
     common.CommonSubexpressionEliminationPass()(model)
-    tables = _RotaryTables(model, contract.capacity)
+    tables = _RotaryTables(model, contract.slots)
     for node in attentions(model.graph):
         _fuse_rotary(model.graph, node, tables)
     _drop_identity_reshapes(model.graph)
@@ -45,6 +48,8 @@ def fuse(
     for node in attentions(model.graph):
         _pack_projections(node)
     _fuse_norms(model.graph)
+    if contract.spare_slots:
+        attend_as_two(model.graph)
     common.RemoveUnusedNodesPass()(model)
     model.graph.sort()
 
@@ -56,6 +61,47 @@ def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
 
 
 # --- rotary ---------------------------------------------------------------------------
+
+
+class _RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
+    """x cos + rotate_half(x) sin becomes RotaryEmbedding, in half precision too.
+
+    The exporter's own rule ends at the Casts of cosine and sine to the dtype of x.
+    """
+
+    def __init__(self) -> None:
+        # Cosine and sine are shared by all layers, so they stay.
+        super().__init__(remove_nodes=False)
+
+    def pattern(
+        self, op: Any, x: Any, angles: Any, ends: Any, starts: Any, dtype: Any
+    ) -> Any:
+        both = op.Concat(angles, angles, axis=-1)
+        cosine = op.Unsqueeze(op.Cast(op.Cos(both), to=dtype), [1])
+        sine = op.Unsqueeze(op.Cast(op.Sin(both), to=dtype), [1])
+        first = op.Slice(x, [0], ends, [3], [1])
+        second = op.Slice(x, starts, _allow_other_inputs=True)
+        rotated = op.Concat(op.Neg(second), first, axis=-1)
+        return x * cosine + rotated * sine
+
+    def check(
+        self, _: Any, x: ir.Value, ends: ir.Value, starts: ir.Value, **__: Any
+    ) -> Any:
+        result = pattern.MatchResult()
+        size = x.shape[3] if x.shape is not None and len(x.shape) == 4 else None
+        halves = [
+            v.const_value and v.const_value.numpy().tolist() for v in (ends, starts)
+        ]
+        if not isinstance(size, int) or halves != [[size // 2]] * 2:
+            result.fail("x is not split in its middle")
+        return result
+
+    def rewrite(
+        self, op: Any, x: ir.Value, angles: ir.Value, dtype: Any, **_: Any
+    ) -> Any:
+        cosine, sine = (op.Cast(f(angles), to=dtype) for f in (op.Cos, op.Sin))
+        heads = x.shape[1] if x.shape else 0
+        return op.RotaryEmbedding(x, cosine, sine, interleaved=0, num_heads=heads)
 
 
 class _RotaryTables:

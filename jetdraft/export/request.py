@@ -14,9 +14,8 @@ from jetdraft.devices.device import Device
 from jetdraft.devices.plan import Question, plan, refusal
 from jetdraft.devices.providers import AUTO, fastest
 from jetdraft.errors import JetdraftError, OptionError
-from jetdraft.recipe import CALIBRATED_DEFAULT, DEFAULT_BLOCK_SIZE, Recipe
+from jetdraft.recipe import CALIBRATED_DEFAULT, DEFAULT_BLOCK_SIZE, FAST_DEFAULT, Recipe
 
-DEFAULT_RECIPE = "int4"
 _DRAFTER_BLOCK_SIZE = 32
 
 
@@ -39,28 +38,32 @@ def export(
     flavour: str | None = None,
     device: str | None = None,
     adapter_scale: float = 1.0,
+    fast: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Bundle:
-    """Export checkpoints, folders or hub ids, to a bundle folder.
+    """Export checkpoints, folders, GGUF files or hub ids, to a bundle folder.
 
     `quantize` and `quantize_drafter` are recipes, for example "int4-gptq-b64-head8";
-    `block_size` counts the weights that share a scale. `calibration` is a text file. At
-    most one of `max_bytes`, and `max_kl` in nats per token, gives layers of the target
-    more bits. `capacity` is the tokens of prompt and output together, `max_width` the
-    rows of the widest pass. `provider` will run the target; "auto" is the fastest on
-    this machine. A `device` refuses what would not fit it. `progress` is called with
-    the name of a stage, the steps done and the number of steps. `jetdraft export
-    --help` describes the other options and all defaults.
+    by default the export measures which keep the target's text, or, if it must be
+    `fast`, takes a recipe that is safe for large models. `block_size` counts the
+    weights that share a scale. `calibration` is the text to measure on; by default the
+    target writes one. At most one of `max_bytes`, and `max_kl` in nats per token, gives
+    layers of the target more bits. `capacity` is the tokens of prompt and output
+    together, `max_width` the rows of the widest pass. `provider` will run the target;
+    "auto" is the fastest on this machine. A `device` refuses what would not fit it.
+    `progress` is called with the name of a stage, the steps done and the number of
+    steps. `jetdraft export --help` describes the other options and all defaults.
 
     Raises a `JetdraftError` before it writes; a failure leaves `output` as it was.
 
         jetdraft.export("target/", "bundle", "drafter/", quantize="int8-rtn-b32")
     """
-    recipe = _recipe(quantize, block_size, calibration is not None, device)
-    if device is not None:
-        _check_fits(device, target, drafter, recipe.scheme, capacity)
-    exporter = _exporter()
     limited = max_bytes is not None or max_kl is not None
+    recipe = _recipe(quantize, block_size, limited, device, fast)
+    if device is not None:
+        scheme = (recipe or Recipe()).scheme
+        _check_fits(device, target, drafter, scheme, capacity)
+    exporter = _exporter()
     options = exporter.ExportOptions(
         recipe=recipe,
         drafter_recipe=quantize_drafter
@@ -74,6 +77,7 @@ def export(
         flavour=flavour,
         adapter_scale=adapter_scale,
         drafter_provider=drafter_provider,
+        fast=fast,
     )
     bundle: Bundle = exporter.export(
         str(target), output, drafter and str(drafter), options, progress
@@ -82,13 +86,23 @@ def export(
 
 
 def _recipe(
-    quantize: str | None, block_size: int | None, calibrated: bool, device: str | None
-) -> Recipe:
-    """The target's recipe; with a text, the default is the best for the device."""
-    if quantize is not None or not calibrated:
-        size = block_size or DEFAULT_BLOCK_SIZE
-        return Recipe.parse(quantize or DEFAULT_RECIPE, size)
-    recipe = Recipe.parse(Device.named(device).recipe if device else CALIBRATED_DEFAULT)
+    quantize: str | None,
+    block_size: int | None,
+    limited: bool,
+    device: str | None,
+    fast: bool,
+) -> Recipe | None:
+    """The target's recipe; None if the export is to choose it."""
+    if quantize is not None:
+        return Recipe.parse(quantize, block_size or DEFAULT_BLOCK_SIZE)
+    if limited:
+        recipe = Recipe.parse(CALIBRATED_DEFAULT)
+    elif device is not None:
+        recipe = Recipe.parse(Device.named(device).recipe)
+    elif fast or block_size is not None:
+        recipe = Recipe.parse(FAST_DEFAULT)
+    else:
+        return None
     return replace(recipe, block_size=block_size or recipe.block_size)
 
 
@@ -111,11 +125,13 @@ def _check_fits(
 ) -> None:
     """Raise `DeviceError` for a pair that does not fit the device."""
     folders = [Path(source) for source in (target, drafter) if source]
-    if not all(folder.is_dir() for folder in folders):
-        raise OptionError(
-            f"--device reads the config in a folder, and {target} is not a folder; "
-            "download it first"
-        )
+    for folder in folders:
+        if not folder.is_dir():
+            fix = "leave --device out" if folder.is_file() else "download it first"
+            raise OptionError(
+                f"--device reads the config in a folder, and {folder} is not a folder; "
+                f"{fix}"
+            )
     question = Question(
         folders[0],
         Device.named(device),

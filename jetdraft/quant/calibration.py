@@ -24,11 +24,14 @@ MOST_WINDOWS = 32
 class Windows:
     """A text as token ids, int64 [windows, length].
 
-    Windows.of(Path("notes.txt"), tokenizer).ids
+    A model is compared with itself on the last `scored` tokens of each window.
+
+        Windows.of(Path("notes.txt"), tokenizer).ids
     """
 
-    def __init__(self, ids: torch.Tensor) -> None:
+    def __init__(self, ids: torch.Tensor, scored: int | None = None) -> None:
         self.ids = ids
+        self.scored = scored or ids.shape[1]
 
     @classmethod
     def of(cls, file: Path, tokenizer: str | None, longest: int = WINDOW) -> Windows:

@@ -2,27 +2,17 @@
 
 The units are a model's decoder layers and its head. Each unit is quantized alone; the
 KL divergence from the unquantized model is its sensitivity. The units with the most KL
-per further byte get twice the bits, until all units together meet a limit. Everything
-is computed in floats; int8 activations add to the KL.
+per further byte get twice the bits, until all units together meet a limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from jetdraft.errors import OptionError
-from jetdraft.quant.algorithms import quantize
-from jetdraft.quant.blocks import Blocks, Floats
-from jetdraft.quant.calibration import Windows
-from jetdraft.recipe import HEAD, SYMMETRIC, Recipe, Unit, unit_of
-
-TOKENS = 512
-"""The most tokens of the text that are compared; their logits stay in memory."""
+from jetdraft.quant.divergence import Divergence
+from jetdraft.recipe import Recipe, Unit
 
 
 @dataclass(frozen=True)
@@ -49,42 +39,14 @@ class Limit:
 
 
 class Sensitivity:
-    """Measures mixes of a recipe and its raised form on a torch model.
+    """Finds mixes of a recipe and its raised form.
 
-    `moments` are the result of `second_moments`, for algorithms that need them.
-
-        Sensitivity(model, Recipe(), windows, {}).mixed(Limit(max_kl=0.01))
+    Sensitivity(Divergence(model, windows, {}), Recipe()).mixed(Limit(max_kl=0.01))
     """
 
-    def __init__(
-        self,
-        model: Any,
-        recipe: Recipe,
-        windows: Windows,
-        moments: Mapping[str, Floats],
-    ) -> None:
-        self.model = model
+    def __init__(self, divergence: Divergence, recipe: Recipe) -> None:
+        self.divergence = divergence
         self.recipe = recipe
-        self.moments = moments
-        length = min(TOKENS, windows.ids.shape[1])
-        self.ids = windows.ids[: TOKENS // length, :length]
-        self.units: dict[Unit, dict[str, torch.nn.Linear]] = {}
-        head = model.get_output_embeddings()
-        for name, layer in model.named_modules():
-            if isinstance(layer, torch.nn.Linear):
-                unit = HEAD if layer is head else unit_of(name)
-                self.units.setdefault(unit, {})[f"{name}.weight"] = layer
-            else:
-                _check_measurable(name, layer)
-        self._blocks: dict[tuple[str, Recipe], Blocks] = {}
-        self._full_logs = self._log_probabilities()
-
-    def kl(self, recipes: Mapping[Unit, Recipe]) -> float:
-        """The mean KL in nats per token when only these units are quantized."""
-        full = self._full_logs
-        with self._quantized(recipes):
-            logs = self._log_probabilities()
-        return float((full.exp() * (full - logs)).sum(-1).mean())
 
     def mixed(
         self,
@@ -99,10 +61,12 @@ class Sensitivity:
         `progress(done, total)` is called after each unit. Raises `OptionError` if no
         mix meets the limit.
         """
-        candidates = [unit for unit in self.units if unit and self._more_bytes(unit)]
+        units = self.divergence.units
+        candidates = [unit for unit in units if unit and self._more_bytes(unit)]
         kl_per_byte = {}
         for done, unit in enumerate(candidates, start=1):
-            kl = self.kl({unit: self.recipe.of_unit(unit)})
+            # One batch is enough to put the units in an order.
+            kl = self.divergence.of_units({unit: self.recipe.of_unit(unit)}, batches=1)
             kl_per_byte[unit] = kl / self._more_bytes(unit)
             progress(done, len(candidates))
         order = sorted(candidates, key=lambda unit: kl_per_byte[unit], reverse=True)
@@ -111,17 +75,9 @@ class Sensitivity:
         assert limit.max_kl is not None
         return self._within_kl(order, limit.max_kl)
 
-    def bytes_of(self, recipe: Recipe) -> int:
-        """The bytes of all quantized matrices and their scales."""
-        return sum(
-            _bytes(layer, recipe.of_unit(unit))
-            for unit, layers in self.units.items()
-            for layer in layers.values()
-        )
-
     def _within_bytes(self, order: list[Unit], most: int) -> tuple[Recipe, float]:
         """Raise as many units as fit, in this order."""
-        size = self.bytes_of(self.recipe)
+        size = self.divergence.bytes_of(self.recipe)
         if size > most:
             raise OptionError(
                 f"{self.recipe.name} alone takes {size} bytes of matrices; allow "
@@ -134,7 +90,7 @@ class Sensitivity:
                 raised_units.append(unit)
                 size += more
         recipe = self.recipe.raise_units(raised_units)
-        return recipe, self._kl_of(recipe)
+        return recipe, self.divergence.of(recipe)
 
     def _within_kl(self, order: list[Unit], most: float) -> tuple[Recipe, float]:
         """Raise the fewest units that are enough, in this order, by bisection."""
@@ -142,7 +98,7 @@ class Sensitivity:
 
         def enough(count: int) -> bool:
             recipe = self.recipe.raise_units(order[:count])
-            mixes[count] = recipe, self._kl_of(recipe)
+            mixes[count] = recipe, self.divergence.of(recipe)
             return mixes[count][1] <= most
 
         if not enough(len(order)):
@@ -160,73 +116,11 @@ class Sensitivity:
                 low = middle + 1
         return mixes[high]
 
-    def _kl_of(self, recipe: Recipe) -> float:
-        """The mean KL of a whole recipe."""
-        return self.kl({unit: recipe.of_unit(unit) for unit in self.units})
-
     def _more_bytes(self, unit: Unit) -> int:
         """How many bytes a unit takes more with twice the bits."""
-        raised = self.recipe.raise_units([unit])
-        return sum(
-            _bytes(layer, raised.of_unit(unit))
-            - _bytes(layer, self.recipe.of_unit(unit))
-            for layer in self.units[unit].values()
+        recipes = self.recipe, self.recipe.raise_units([unit])
+        less, more = (
+            self.divergence.bytes_of_unit(unit, recipe.of_unit(unit))
+            for recipe in recipes
         )
-
-    def _blocks_of(self, name: str, layer: torch.nn.Linear, recipe: Recipe) -> Blocks:
-        key = name, recipe
-        if key not in self._blocks:
-            matrix = layer.weight.detach().float().numpy().T
-            self._blocks[key] = quantize(matrix, recipe, self.moments.get(name))
-        return self._blocks[key]
-
-    @contextmanager
-    def _quantized(self, recipes: Mapping[Unit, Recipe]) -> Iterator[None]:
-        """Replace weights by the floats that their integers stand for."""
-        originals = []
-        try:
-            for unit, recipe in recipes.items():
-                for name, layer in self.units[unit].items():
-                    if recipe.bits is None:
-                        continue
-                    blocks = self._blocks_of(name, layer, recipe)
-                    originals.append((layer, layer.weight.data))
-                    layer.weight.data = torch.from_numpy(blocks.floats.T).to(
-                        self._dtype
-                    )
-            yield
-        finally:
-            # Backwards, since two layers may share a weight.
-            for layer, original in reversed(originals):
-                layer.weight.data = original
-
-    def _log_probabilities(self) -> torch.Tensor:
-        """The model's log probabilities, float32 [windows, length, vocab]."""
-        with torch.no_grad():
-            rows = [self.model(ids[None], use_cache=False).logits for ids in self.ids]
-        self._dtype = rows[0].dtype
-        return torch.cat(rows).float().log_softmax(-1)
-
-
-def _check_measurable(name: str, module: torch.nn.Module) -> None:
-    """Refuse matrices outside of linear layers, since no unit contains them."""
-    weights = module.named_parameters(recurse=False)
-    matrices = [weight_name for weight_name, weight in weights if weight.dim() > 1]
-    if matrices and not isinstance(module, torch.nn.Embedding):
-        raise OptionError(
-            f"{name}.{matrices[0]} is not in a linear layer, so its sensitivity "
-            "cannot be measured; leave the limit out"
-        )
-
-
-def _bytes(layer: torch.nn.Linear, recipe: Recipe) -> int:
-    """The bytes of a layer's integers, float32 scales and zeros, or of its floats."""
-    columns, rows = layer.weight.shape
-    if recipe.bits is None:
-        return columns * rows * torch.float32.itemsize
-    blocks = -(-rows // recipe.block_size)
-    integers = columns * blocks * recipe.block_size * recipe.bits // 8
-    zeros = 0
-    if recipe.algorithm not in SYMMETRIC:
-        zeros = columns * -(-blocks * recipe.bits // 8)
-    return integers + columns * blocks * torch.float32.itemsize + zeros
+        return more - less

@@ -61,6 +61,7 @@ class Offer:
     rows: Rows
     probing: Probing = NO_PROBING
     drafted: dict[Proposer, tuple[int, float]] = field(default_factory=dict)
+    evidence: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -170,7 +171,8 @@ class Generation:
         There are none where prompts are read in passes whose bits are not those of
         decoding, or where this generation has a target of its own.
         """
-        if self._target is self.parts.target and self.planner.prefills:
+        agree = self.parts.widths.prefills_agree
+        if self._target is self.parts.target and agree:
             return self.parts.prefix
         return Prefix(self._target)
 
@@ -193,8 +195,6 @@ class Generation:
 
     def _prefill_width(self, rest: int, prefills: Sequence[int]) -> int:
         """The width of the next pass over `rest` tokens of a prompt."""
-        if not prefills:
-            return min(self._target.contract.max_width, rest)
         full_width = next((width for width in prefills if width <= rest), None)
         if full_width is not None:
             return full_width
@@ -261,6 +261,7 @@ class Generation:
             probes=answer.probe_count,
             off="" if count else self._why_off(limit - len(context), offer),
             asked={p.traits.name: spent for p, spent in offer.drafted.items()},
+            evidence=offer.evidence,
         )
         self.controller.observe(round_)
         return round_, Piece("", committed, len(path) - 1, logprobs)
@@ -277,6 +278,8 @@ class Generation:
         offer = Offer("none", Rows.chain([context[-1]]))
         offers: dict[Proposer, Rows] = {}
         while room > 0:
+            # Once a proposer has made an offer, the controller knows its evidence and
+            # how many rows there are, so it plans anew.
             counts = {p: rows.drafted for p, rows in offers.items()}
             assignment = self.controller.assign(room, counts)
             proposer, budget = assignment.proposer, assignment.budget
@@ -289,11 +292,11 @@ class Generation:
                 seconds = time.perf_counter() - start
                 offers[proposer] = rows
                 offer.drafted[proposer] = rows.drafted, seconds
-            # Otherwise it offers fewer rows than planned, so the controller plans anew.
-            if offers[proposer].drafted >= budget:
-                offer.method = proposer.traits.name
-                offer.rows = offers[proposer].cut(budget)
-                break
+                if proposer.evidence or rows.drafted < budget:
+                    continue
+            offer.method, offer.evidence = proposer.traits.name, proposer.evidence
+            offer.rows = offers[proposer].cut(budget)
+            break
         return offer
 
     def _with_carried(self, context: Sequence[int], rows: Rows) -> Rows:

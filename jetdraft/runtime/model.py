@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any, Unpack, cast
 
 from jetdraft.bundle import Bundle
+from jetdraft.devices.memory import gather_meanwhile
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.async_stream import AsyncStream
 from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.generation import Generation
+from jetdraft.runtime.measured.claim import CLOSED
 from jetdraft.runtime.passes.prefix import load_prefix, save_prefix
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.planning.registry import AUTO
-from jetdraft.runtime.proposers.parts import CLOSED, LoadOptions, Parts
+from jetdraft.runtime.proposers.parts import LoadOptions, Parts
 from jetdraft.runtime.text.constraint import Vocabulary
 from jetdraft.runtime.text.prompt import check_ids
 from jetdraft.runtime.text.template import (
@@ -65,6 +67,9 @@ class Model:
         shared = None if like is None else like.parts
         self._parts: Parts | None = Parts(bundle, options or {}, shared)
         self._planner: Planner | None = Planner(self._parts)
+        # On a new machine this waits: it would disturb the first measurements.
+        if like is None and self._parts.profiles.stored() is not None:
+            gather_meanwhile()
         self._template: ChatTemplate | None = None
         self.method = method or AUTO
         if method is not None:
@@ -222,6 +227,7 @@ class Model:
         tokens = self.prompt(token_ids=token_ids).tolist()
         self.generate(token_ids=tokens, method="none", max_new_tokens=1)
         parts = self.parts
+        parts.claim.check_free()  # ends idle work, which needs the buffers too
         if parts.follower is not None:
             parts.follower.follow(tokens)
         # A prompt as long as the buffers leaves its last token unread.
@@ -244,7 +250,7 @@ class Model:
 
     def measure_again(self) -> None:
         """Measure the width classes and pass times of this machine again."""
-        self.parts.measure(again=True)
+        self.parts.measure_again()
         self._planner = Planner(self.parts)
 
     def forget(self) -> None:

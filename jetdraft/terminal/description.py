@@ -52,7 +52,7 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
         layers = f"in the top {streams['layers']} layers"
         yield f"  streams       {streams['gamma']} {layers}, {streams['mode']}"
     yield f"  parameters    {entry.parameters:,}"
-    yield f"  quantization  {_scheme(entry)}; activations {contract.dtype}"
+    yield f"  quantization  {scheme(entry)}; activations {contract.dtype}"
     shapes = sorted(set(contract.kv_shapes))
     heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)
     yield f"  layers        {len(contract.kv_shapes)}, KV heads {heads}"
@@ -66,13 +66,19 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
                 yield f"    {spec.name:22} {spec.dtype:8} {axes}"
 
 
-def _scheme(entry: GraphEntry) -> str:
-    """How a graph's weights are quantized."""
+def scheme(entry: GraphEntry) -> str:
+    """How a graph's weights are quantized, in a few words.
+
+    scheme(bundle.target)    # "12 matrices kept (12 Q6_K exact), 1 int8-rtn-b32"
+    """
     recipe = entry.quantization
-    scheme = Recipe.from_json(recipe).name
-    if "packed" in recipe:
-        return f"as {recipe['packed']} left it, the rest {scheme}"
-    return scheme
+    name = Recipe.from_json(recipe).name
+    if "kept" not in recipe:
+        return name
+    kept, others = recipe["kept"], recipe["others"]
+    forms = ", ".join(f"{count} {form}" for form, count in kept.items())
+    rest = "left as floats" if name.startswith("none") else f"requantized to {name}"
+    return f"{sum(kept.values())} matrices kept ({forms}), {others} {rest}"
 
 
 def _buffer_bytes(contract: StepContract) -> int:

@@ -1,19 +1,24 @@
-"""Progress bars on a terminal."""
+"""The progress of long commands: bars on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import click
 
+SECONDS_BETWEEN_LINES = 10.0
+"""Commands that take less time print no line."""
+
 
 class ProgressBars:
     """The progress bars of a long command, one after the other: one for each stage.
 
-    The bars go to standard error, and only if that is a terminal.
+    They go to standard error. If that is not a terminal, lines take their place, one
+    every `SECONDS_BETWEEN_LINES` at most.
 
         with ProgressBars() as bars:
             bars("export", 1, 10)
@@ -23,10 +28,12 @@ class ProgressBars:
         self._stage = ""
         self._bar: Any = None
         self._done = 0
+        self._printed = time.monotonic()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show that `done` of `total` steps of a stage are done."""
         if not sys.stderr.isatty():
+            self._print_line(stage, done, total)
             return
         if self._bar is None or stage != self._stage:
             self.close()
@@ -36,6 +43,12 @@ class ProgressBars:
             )
         self._bar.update(done - self._done)
         self._done = done
+
+    def _print_line(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._printed >= SECONDS_BETWEEN_LINES:
+            click.echo(f"{stage}: {done} of {total}", err=True)
+            self._printed = now
 
     def ticks(self, stage: str, total: int) -> Callable[[], None]:
         """Begin a stage; call the function that it returns after each step."""

@@ -18,6 +18,7 @@ from jetdraft.checkpoints.checkpoint import (
     checkpoint_folder,
     weights_sha256,
 )
+from jetdraft.checkpoints.gguf import is_gguf
 from jetdraft.checkpoints.parameters import convert
 from jetdraft.checkpoints.streamed import (
     SHARED,
@@ -107,6 +108,11 @@ class StreamTraining:
             raise OptionError(
                 f"sequences of {self.options.sequence_length} tokens are too short for "
                 f"{settings.gamma} streams; give {settings.gamma + 2} or more"
+            )
+        if is_gguf(target):
+            raise CheckpointError(
+                f"{target} is a GGUF file, and streams are trained for a folder; give "
+                "the model's Hugging Face folder"
             )
         checkpoint = Checkpoint.load(target, torch.float32)
         convert(checkpoint.model, torch.float32)

@@ -8,8 +8,10 @@ import shutil
 import pytest
 
 import jetdraft
+from jetdraft.bench import tuning
 from jetdraft.bench.picture import draw_curves
 from jetdraft.bench.tuning import steps, tune
+from jetdraft.runtime.proposers import parts
 
 
 @pytest.fixture
@@ -98,3 +100,39 @@ def test_the_curves_are_drawn(tmp_path):
     curves = {"chain": {1: 2.0, 2: 2.5}, "tree": {2: 2.6}}
     draw_curves(tmp_path / "curve.png", curves, "rows in a pass", "milliseconds")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("alone", "chosen"), [(1.0, 1), (3.0, 2)])
+def test_the_drafter_gets_the_threads_that_shorten_a_round(
+    own, monkeypatch, alone, chosen
+):
+    """`alone` are the seconds of a round with one thread; with two it takes 2."""
+    model = jetdraft.load(own, threads=2)
+    assert model.parts.drafter_threads == 1, "it is small"
+    seconds = {id(model.parts.drafter): alone}
+    monkeypatch.setattr(
+        tuning, "_round_seconds", lambda target, drafter: seconds.get(id(drafter), 2.0)
+    )
+    tune(model)
+    again = jetdraft.load(own, threads=2)
+    assert again.parts.drafter_threads == chosen
+    how = {"max_new_tokens": 20, "ignore_eos": True, "method": "draft"}
+    assert again.generate("a", **how).token_ids == model.generate("a", **how).token_ids
+    assert jetdraft.load(own, threads=1).parts.drafter_threads == 1
+
+
+def test_a_round_of_both_numbers_of_threads_is_timed(own):
+    file = own / "profiles" / "cpu-2-tuning.json"
+    tune(jetdraft.load(own, threads=2))
+    assert json.loads(file.read_text())["drafter_threads"] in (1, 2)
+
+
+def test_a_large_drafter_gets_all_threads(own, monkeypatch):
+    monkeypatch.setattr(parts, "LARGE_DRAFTER", 1)
+    model = jetdraft.load(own, threads=2)
+    assert model.parts.drafter_threads == 2
+    alone = jetdraft.load(own, threads=2, drafter_provider="off")
+    assert alone.parts.drafter_threads == 1
+    how = {"max_new_tokens": 20, "ignore_eos": True}
+    plain = alone.generate("a", method="none", **how).token_ids
+    assert model.generate("a", method="draft", **how).token_ids == plain

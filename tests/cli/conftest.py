@@ -8,7 +8,23 @@ from pathlib import Path
 
 import pytest
 
+import jetdraft
 from jetdraft.bundle import MANIFEST
+from jetdraft.terminal import progress
+
+
+@pytest.fixture(scope="session", autouse=True)
+def surveyed(bundle: Path) -> None:
+    """Measures the bundle's first widths, so that no command has to announce that."""
+    for threads in (None, 1):
+        with jetdraft.load(bundle, threads=threads) as model:
+            model.parts.survey.begin()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No command takes so long here that it has to tell its progress."""
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 600.0)
 
 
 @pytest.fixture

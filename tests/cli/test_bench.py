@@ -94,6 +94,7 @@ def test_report_says_where_and_what_was_measured(bench, bundle):
     assert {"jetdraft", "onnxruntime", "python"} <= set(report["versions"])
     assert report["bundle_sha256"] == Bundle.open(bundle).sha256
     assert report["peak_memory_bytes"] > 10e6
+    assert 0 < report["load_seconds"] < 60
     assert report["options"]["max_new_tokens"] == 12
     assert report["options"]["prompts"] == 2
 

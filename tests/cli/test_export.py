@@ -10,7 +10,8 @@ import pytest
 import transformers
 
 from jetdraft.bundle import Bundle
-from jetdraft.recipe import Recipe
+from jetdraft.quant.ladder import BOUND, TOP
+from jetdraft.recipe import FAST_DEFAULT, Recipe
 from tests.cli.running import jetdraft
 from tests.tiny import (
     VOCAB_SIZE,
@@ -74,9 +75,21 @@ def test_defaults_are_those_of_the_help(pair, output):
     result = jetdraft("export", pair.drafter, "-o", output, "--capacity=64", small)
     assert result.exit_code == 0, result.output
     entry = Bundle.open(output).target
-    assert entry.quantization == Recipe("int4", 128).to_json()
     assert entry.contract.dtype == "float32"
     assert entry.contract.max_width == 64
+    recipe, kl = Recipe.from_json(entry.quantization), entry.quantization["kl"]
+    assert recipe.name == TOP or kl <= BOUND
+    said = result.stderr.splitlines()[-1]
+    assert said == f"target: {recipe.name}, KL {kl:.2g}", "measured by default"
+
+
+def test_fast_measures_nothing(pair, output):
+    drafter = ("--drafter", pair.drafter, "--capacity=64")
+    result = jetdraft("export", pair.target, "-o", output, "--fast", *drafter)
+    assert result.stderr.splitlines()[-2:] == [
+        f"target: {FAST_DEFAULT}",
+        "drafter: int8-rtn-b32",
+    ]
 
 
 @pytest.mark.usefixtures("nothing_written")
@@ -85,7 +98,7 @@ class TestRefused:
 
     def test_missing_checkpoint(self, output, tmp_path):
         result = jetdraft("export", tmp_path / "nothing", "-o", output)
-        assert_refused(result, "no checkpoint folder at")
+        assert_refused(result, "no checkpoint at")
 
     def test_empty_checkpoint(self, output, tmp_path):
         (tmp_path / "empty").mkdir()
@@ -95,7 +108,7 @@ class TestRefused:
     def test_missing_drafter(self, pair, output, tmp_path):
         flags = ("--drafter", tmp_path / "nothing", "-o", output)
         result = jetdraft("export", pair.target, *flags)
-        assert_refused(result, "no checkpoint folder at", "nothing")
+        assert_refused(result, "no checkpoint at", "nothing")
 
     def test_architecture_whose_attention_cannot_be_exported(self, output, tmp_path):
         config = transformers.MambaConfig(
@@ -154,19 +167,26 @@ class TestRefused:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ((), "int4-gptq-b128-head8"),
         (("--device", "orin-nano-4gb"), "int4-gptq-b128"),
-        (("--block-size", "32"), "int4-gptq-b32-head8"),
+        (("--block-size", "64"), "int4-rtn-b64-head8"),
+        (("--max-kl", "9"), "int4-gptq-b128-head8"),
+        (("--quantize", "int4-gptq-b32"), "int4-gptq-b32"),
     ],
 )
-def test_with_a_text_the_default_is_what_was_found_best(pair, output, given, expected):
-    text = output.parent / "text.txt"
-    text.write_text("def f(self):\n    return self.x\n" * 60)
-    result = jetdraft(
-        "export", pair.drafter, "-o", output, "--calibration", text, *given
-    )
+def test_other_defaults_need_no_text_either(pair, output, given, expected):
+    result = jetdraft("export", pair.drafter, "-o", output, *given)
     assert result.exit_code == 0, result.stderr
     assert expected in jetdraft("check", "--no-run", output).stdout
+
+
+def test_the_calibration_text_takes_the_place_of_the_own_text(pair, output):
+    text = output.parent / "text.txt"
+    text.write_text("def f(self):\n    return self.x\n" * 60)
+    kl = []
+    for given in ((), ("--calibration", text)):
+        jetdraft("export", pair.drafter, "-o", output, *given)
+        kl.append(Bundle.open(output).target.quantization["kl"])
+    assert kl[0] != kl[1]
 
 
 def test_output_that_is_no_bundle_is_refused_and_untouched(pair, tmp_path):
@@ -179,7 +199,7 @@ def test_output_that_is_no_bundle_is_refused_and_untouched(pair, tmp_path):
 def test_refused_export_leaves_an_earlier_bundle(copied_bundle, tmp_path):
     before = Bundle.open(copied_bundle).sha256
     result = jetdraft("export", tmp_path / "nothing", "-o", copied_bundle)
-    assert_refused(result, "no checkpoint folder at")
+    assert_refused(result, "no checkpoint at")
     assert Bundle.open(copied_bundle).sha256 == before
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +36,30 @@ def test_text_goes_to_stdout_and_one_line_of_stats_to_stderr(bundle, model):
     assert result.stderr.count("\n") == 1
     assert result.stderr.startswith(f"[{len(expected.token_ids)} tokens in ")
     assert "tokens/s" in result.stderr
+
+
+@pytest.fixture
+def new_bundle(copied_bundle):
+    """A bundle of which nothing is measured."""
+    shutil.rmtree(copied_bundle / "profiles")
+    return copied_bundle
+
+
+def test_the_first_text_announces_what_it_waits_for(new_bundle):
+    first, second = (
+        jetdraft("generate", new_bundle, *GIVEN, *SHORT).stderr.splitlines()
+        for _ in range(2)
+    )
+    assert len(first) == 2
+    assert first[0].startswith("first run on this machine: ")
+    assert len(second) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--top-p", 2), ("--regex", "("), ("--stop", ""), ("--method", "stream")]
+)
+def test_a_refusal_announces_nothing(new_bundle, wrong):
+    assert_refused(jetdraft("generate", new_bundle, *GIVEN, *SHORT, *wrong))
 
 
 def test_json_is_one_object_and_nothing_else(bundle, model):

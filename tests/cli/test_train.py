@@ -104,7 +104,7 @@ def test_a_missing_target(text, tmp_path):
     result = jetdraft(
         "train", "streams", tmp_path / "no", "--data", text, "-o", tmp_path / "out"
     )
-    assert_refused(result, "no checkpoint folder")
+    assert_refused(result, "no checkpoint at")
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGINT"), reason="needs signals")

@@ -55,7 +55,7 @@ def run(session, inputs, outputs, feeds) -> dict[str, np.ndarray]:
 def feeds(contract) -> dict[str, np.ndarray]:
     """A branching draft after a few committed rows."""
     random = np.random.default_rng(3)
-    bias = np.zeros((1, 1, ROWS, contract.capacity), np.float32)
+    bias = np.zeros((1, 1, ROWS, contract.slots), np.float32)
     bias[..., CURSOR : CURSOR + ROWS] = HIDDEN
     for row, seen in enumerate(ANCESTORS):
         bias[0, 0, row, [CURSOR + slot for slot in seen]] = 0
@@ -64,7 +64,7 @@ def feeds(contract) -> dict[str, np.ndarray]:
         "input_ids": TOKENS,
         "position_ids": CURSOR + np.array([depths]),
         "cursor": np.array([CURSOR], np.int32),
-        "total_length": np.array([contract.capacity], np.int32),
+        "total_length": np.array([contract.slots], np.int32),
         "answer_rows": np.arange(ROWS),
         "attention_bias": bias,
     }

@@ -16,6 +16,7 @@ from jetdraft.contract import CAPACITY, MAX_WIDTH
 from jetdraft.errors import DeviceError, OptionError
 from jetdraft.export.exporter import ExportOptions
 from jetdraft.export.request import export
+from jetdraft.quant.ladder import BOUND
 from jetdraft.recipe import Recipe
 from tests.tiny import drafter_config, save_checkpoint
 
@@ -59,12 +60,16 @@ def test_it_exports_a_pair(source, tmp_path):
     assert jetdraft.Bundle.open(tmp_path / "bundle").sha256 == bundle.sha256
 
 
-def test_a_text_changes_the_default_recipe(source, tmp_path):
+def test_the_default_recipe_is_measured_on_a_text(source, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("def f(self):\n    return self.x\n" * 60)
-    bundle = jetdraft.export(source, tmp_path / "bundle", calibration=text, **SMALL)
-    recipe = Recipe.from_json(bundle.target.quantization)
-    assert recipe.name == "int4-gptq-b128-head8"
+    given, own = (
+        jetdraft.export(source, tmp_path / name, calibration=file, **SMALL)
+        for name, file in (("given", text), ("own", None))
+    )
+    measured = [bundle.target.quantization["kl"] for bundle in (given, own)]
+    assert measured[0] != measured[1]
+    assert all(0 < kl <= BOUND for kl in measured)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +78,6 @@ def test_a_text_changes_the_default_recipe(source, tmp_path):
         ({"quantize": "int3"}, OptionError, "int3"),
         ({"capacity": 15}, OptionError, "capacity 15 is out of range"),
         ({"dtype": "bf16"}, OptionError, "choose fp32 or fp16"),
-        ({"max_kl": 0.1}, OptionError, "give a text with --calibration"),
         ({"drafter_provider": "cpu"}, OptionError, "give --drafter too"),
         ({"device": "abacus"}, DeviceError, "abacus"),
         ({"device": "orin-nano-4gb", "drafter": "org/name"}, OptionError, "--device"),
@@ -102,7 +106,7 @@ try:
 except jetdraft.CheckpointError as error:
     print(error)
 """)
-    assert printed.startswith("no checkpoint folder at ./nothing")
+    assert printed.startswith("no checkpoint at ./nothing")
 
 
 def test_a_missing_extra_is_named():

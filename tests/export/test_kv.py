@@ -113,7 +113,6 @@ def test_recipes_with_a_cache():
     [
         ({"flavour": "standard"}, "choose the contrib flavour"),
         ({"provider": "cuda"}, "leave kv out"),
-        ({"calibration": None}, "--calibration FILE"),
     ],
 )
 def test_what_cannot_run_is_refused(tmp_path, more, reason):

@@ -25,8 +25,14 @@ LAYERS = 2
 
 
 def options(flavour, scheme="none", **more):
+    recipe = Recipe(scheme, 32)
     return ExportOptions(
-        Recipe(scheme, 32), capacity=128, max_width=32, flavour=flavour, **more
+        recipe,
+        Recipe.for_drafter(recipe),
+        capacity=128,
+        max_width=32,
+        flavour=flavour,
+        **more,
     )
 
 

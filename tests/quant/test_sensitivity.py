@@ -11,6 +11,7 @@ from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.calibration import Windows, own_attention
+from jetdraft.quant.divergence import Divergence
 from jetdraft.quant.sensitivity import Limit, Sensitivity
 from jetdraft.recipe import HEAD, Recipe
 from tests.cli.running import assert_refused
@@ -34,35 +35,37 @@ def sensitivity(folder):
     checkpoint = Checkpoint.load(str(folder), torch.float32)
     windows = Windows.of(folder.parent / "text.txt", checkpoint.tokenizer)
     with own_attention(checkpoint.model):
-        yield Sensitivity(checkpoint.model, RECIPE, windows, {})
+        yield Sensitivity(Divergence(checkpoint.model, windows, {}), RECIPE)
 
 
 def test_units_are_the_layers_and_the_head(sensitivity):
-    assert set(sensitivity.units) == {"0", "1", "2", HEAD}
-    assert len(sensitivity.units["1"]) == 7
-    assert list(sensitivity.units[HEAD]) == ["lm_head.weight"]
+    units = sensitivity.divergence.units
+    assert set(units) == {"0", "1", "2", HEAD}
+    assert len(units["1"]) == 7
+    assert list(units[HEAD]) == ["lm_head.weight"]
 
 
 def test_kl_is_that_of_the_quantized_weights(sensitivity):
     """Against a second model whose weights are replaced by hand."""
-    model = sensitivity.model
-    expected, layer = model(sensitivity.ids).logits.log_softmax(-1), model.model.layers
+    divergence, model = sensitivity.divergence, sensitivity.divergence.model
+    ids, layer = torch.cat(divergence.batches), model.model.layers
+    expected = model(ids).logits.log_softmax(-1)
     stored = {}
     for name, weight in layer[1].named_parameters():
         if "proj" in name:
             stored[name] = weight.data
             found = quantize(weight.data.numpy().T, RECIPE, None).floats
             weight.data = torch.from_numpy(found.T.copy())
-    found = model(sensitivity.ids).logits.log_softmax(-1)
+    found = model(ids).logits.log_softmax(-1)
     for name, weight in layer[1].named_parameters():
         weight.data = stored.get(name, weight.data)
     kl = (expected.exp() * (expected - found)).sum(-1).mean()
-    assert sensitivity.kl({"1": RECIPE}) == pytest.approx(float(kl), rel=1e-3)
-    assert sensitivity.kl({}) == 0.0, "and the weights are back"
+    assert divergence.of_units({"1": RECIPE}) == pytest.approx(float(kl), rel=1e-3)
+    assert divergence.of_units({}) == 0.0, "and the weights are back"
 
 
 def everything(sensitivity, recipe):
-    return sensitivity.kl({u: recipe.of_unit(u) for u in sensitivity.units})
+    return sensitivity.divergence.of(recipe)
 
 
 def test_as_few_units_as_keep_the_kl(sensitivity):
@@ -77,13 +80,13 @@ def test_as_few_units_as_keep_the_kl(sensitivity):
 
 
 def test_as_many_units_as_fit(sensitivity):
-    least = sensitivity.bytes_of(RECIPE)
-    most = sensitivity.bytes_of(RECIPE.raise_units(["0", "1", "2", HEAD]))
+    least = sensitivity.divergence.bytes_of(RECIPE)
+    most = sensitivity.divergence.bytes_of(RECIPE.raise_units(["0", "1", "2", HEAD]))
     assert sensitivity.mixed(Limit(max_bytes=least))[0] == RECIPE
     everywhere, kl = sensitivity.mixed(Limit(max_bytes=most))
     assert everywhere.name == "int4-rtn-b16-up0.1.2-head8"
     middle, more = sensitivity.mixed(Limit(max_bytes=(least + most) // 2))
-    assert least < sensitivity.bytes_of(middle) <= (least + most) // 2
+    assert least < sensitivity.divergence.bytes_of(middle) <= (least + most) // 2
     assert kl < more < everything(sensitivity, RECIPE)
 
 
@@ -96,7 +99,7 @@ def test_the_bytes_are_those_of_the_graph(folder, sensitivity, name, tmp_path):
     products = [node for node in graph.node if node.op_type == "MatMulNBits"]
     names = {name for node in products for name in node.input[1:]}
     found = sum(numpy_helper.to_array(constants[name]).nbytes for name in names)
-    assert sensitivity.bytes_of(recipe) == found
+    assert sensitivity.divergence.bytes_of(recipe) == found
 
 
 def test_limits_that_nothing_meets_are_refused(sensitivity):
@@ -133,8 +136,6 @@ def test_an_export_with_a_limit_writes_the_mix(folder, tmp_path):
 def test_the_command_line_says_what_it_chose_and_refuses(folder, tmp_path):
     text = folder.parent / "text.txt"
     given = ("export", folder, "-o", tmp_path / "bundle", "--block-size", "16")
-    refused = command(*given, "--max-kl", "0.1")
-    assert_refused(refused, "--calibration")
     calibrated = (*given, "--calibration", text)
     both = command(*calibrated, "--max-kl", "1", "--max-bytes", "9")
     assert_refused(both, "either max bytes or max KL")

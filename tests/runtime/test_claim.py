@@ -116,3 +116,9 @@ def test_twins_do_not_wait_for_each_other(model, going):
     with model.twin() as twin:
         expected = twin.generate(**HOW).token_ids
     assert going.result().token_ids == expected
+
+
+def test_a_twin_measures_only_while_the_first_model_is_free(model, going):
+    """They share what was measured, in the buffers of the first model."""
+    with model.twin() as twin, pytest.raises(JetdraftError, match="already generating"):
+        twin.measure_again()

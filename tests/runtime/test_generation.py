@@ -164,7 +164,7 @@ def test_only_the_widths_of_a_class_are_used(model, plain, widths, monkeypatch):
 def test_adaptive_control_does_not_change_the_text(model, plain, monkeypatch):
     proposer = Scripted(plain[SAMPLINGS[3]], sometimes_right)
     curve = Curve({w: 1 + 0.05 * w for w in range(1, 17)})
-    monkeypatch.setattr(model.parts, "curve", curve)
+    monkeypatch.setattr(model.parts, "_curve", curve)
     monkeypatch.setattr(model.planner, "acceptance", {"scripted": Acceptance()})
     ids, stats = generate(model, SAMPLINGS[3], proposer, length=None)
     assert ids == plain[SAMPLINGS[3]]

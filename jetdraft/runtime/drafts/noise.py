@@ -1,13 +1,19 @@
 """Gumbel noise as a pure function of (seed, position, token id).
 
-So the noise of a token does not depend on how passes were grouped. The hash is the
-finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
-generators, 2014):
+So the noise of a token does not depend on how passes were grouped. Noise is drawn from
+the top down, in blocks of B = 256 ids (after A* sampling, Maddison et al., 2014): the
+largest noise of a block can be known without visiting its tokens. With E = exp(-G),
+which is a standard exponential variate:
 
-    key  = mix(mix(seed + g) + position g)
-    bits = mix(key + (id + 1) g)                 modulo 2^64
-    u    = (floor(bits / 2^12) + 1/2) / 2^52   uniform in (0, 1)
-    G    = -log(-log(u))                       standard Gumbel
+    key, lower  = mix(mix(seed + g) + (2 position, 2 position + 1) g)
+    bits        = mix(key + (block + 1) g)                          modulo 2^64
+    winner      = bits mod B                 the token of the block with the least E
+    E(winner)   = -log(u(bits)) / B          the least of B standard exponentials
+    E(others)   = E(winner) - log(u(mix(lower + (id + 1) g)))       memoryless
+    u(bits)     = (floor(bits / 2^12) + 1/2) / 2^52                 uniform in (0, 1)
+
+`mix` is the finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom
+number generators, 2014).
 """
 
 from __future__ import annotations
@@ -15,6 +21,9 @@ from __future__ import annotations
 import numpy as np
 
 from jetdraft.runtime.drafts.arrays import Float64s, Int64s, UInt64s
+
+BLOCK = 256
+"""Ids whose largest noise is drawn first."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
@@ -27,17 +36,58 @@ def _mix(x: UInt64s) -> UInt64s:
     return x ^ (x >> np.uint64(31))
 
 
-def uniforms(seed: int, positions: Int64s, ids: Int64s) -> Float64s:
-    """Uniforms in (0, 1), float64, one per pair of position and token id.
+def _uniforms(bits: UInt64s) -> Float64s:
+    return np.asarray(((bits >> np.uint64(12)) + 0.5) * 2.0**-52)
+
+
+def _keys(seed: int, positions: Int64s, which: int) -> UInt64s:
+    """The keys of positions: of their blocks (0) or of the tokens below (1)."""
+    key = _mix(np.full(1, seed % (1 << 64), np.uint64) + _GOLDEN)
+    number = positions.astype(np.uint64) * np.uint64(2) + np.uint64(which)
+    return _mix(key + number * _GOLDEN)
+
+
+def quiet(
+    seed: int, positions: Int64s, vocab_size: int, most: Float64s
+) -> tuple[Int64s, Int64s]:
+    """The pairs of row and token id whose exponential is below `most`, both int64 [k].
+
+    `positions` int64 [n] and `most` float64 [n] have an entry per row. Only blocks with
+    a least exponential below `most` are visited. A pair at `most` itself may come too.
+
+        rows, ids = quiet(7, np.array([12]), 151936, np.array([1e-4]))
+    """
+    with np.errstate(over="ignore"):  # the sums are meant to wrap around at 2**64
+        blocks = np.arange(-(-vocab_size // BLOCK))
+        bits = _block_bits(seed, positions[:, None], blocks[None])
+        least = -np.log(_uniforms(bits)) / BLOCK
+        rows, blocks = np.nonzero(least < most[:, None])
+        ids = blocks[:, None] * BLOCK + np.arange(BLOCK)
+        own = (ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+        others = _uniforms(_mix(_keys(seed, positions, 1)[rows, None] + own))
+    room = np.exp(least[rows, blocks] - most[rows])
+    is_below = others > room[:, None] * (1 - 1e-9)
+    is_below[np.arange(len(rows)), bits[rows, blocks] % np.uint64(BLOCK)] = True
+    block, place = np.nonzero(is_below & (ids < vocab_size))
+    return rows[block], ids[block, place]
+
+
+def _block_bits(seed: int, positions: Int64s, blocks: Int64s) -> UInt64s:
+    key = _keys(seed, positions, 0)
+    return _mix(key + (blocks.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+
+
+def exponentials(seed: int, positions: Int64s, ids: Int64s) -> Float64s:
+    """Standard exponential variates, float64, one per pair of position and token id.
 
     `positions` and `ids` broadcast against each other, for example [n, 1] and [n, K].
     """
-    # The sums are meant to wrap around at 2**64, so numpy must not warn.
     with np.errstate(over="ignore"):
-        key = _mix(np.full(1, seed % (1 << 64), np.uint64) + _GOLDEN)
-        key = _mix(key + positions.astype(np.uint64) * _GOLDEN)
-        bits = _mix(key + (ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    return np.asarray(((bits >> np.uint64(12)) + 0.5) * 2.0**-52)
+        bits = _block_bits(seed, positions, ids // BLOCK)
+        own = (ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+        rest = -np.log(_uniforms(_mix(_keys(seed, positions, 1) + own)))
+    is_winner = bits % np.uint64(BLOCK) == (ids % BLOCK).astype(np.uint64)
+    return -np.log(_uniforms(bits)) / BLOCK + np.where(is_winner, 0.0, rest)
 
 
 def gumbel(seed: int, positions: Int64s, ids: Int64s) -> Float64s:
@@ -48,4 +98,4 @@ def gumbel(seed: int, positions: Int64s, ids: Int64s) -> Float64s:
 
         gumbel(7, np.array([[12]]), np.array([[3, 4, 5]]))   # [1, 3]
     """
-    return np.asarray(-np.log(-np.log(uniforms(seed, positions, ids))))
+    return np.asarray(-np.log(exponentials(seed, positions, ids)))

@@ -1,7 +1,7 @@
 """What passes, drafts and probes cost on this machine: one curve, measured and learned.
 
-To load a bundle measures the curve quickly, `jetdraft tune` measures it with care, and
-every round corrects it.
+The first generation measures a few passes, `jetdraft tune` measures with care, and
+every round corrects the curve.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from jetdraft.contract import WIDEST
 from jetdraft.runtime.measured.stats import Round
 
 LEAST_PROBE_MS = 1e-3
@@ -67,8 +68,7 @@ class Curve:
 
     def take(self, tuned: Curve) -> None:
         """Take the times that `jetdraft tune` has measured."""
-        # Loading a bundle has measured exactly the widths that a controller plans with.
-        self.passes |= {w: tuned.passes[w] for w in self.passes.keys() & tuned.passes}
+        self.passes |= {w: ms for w, ms in tuned.passes.items() if w <= WIDEST}
         self.drafts |= tuned.drafts
         self.trees, self.compaction = dict(tuned.trees), tuned.compaction
 

@@ -13,8 +13,7 @@ from jetdraft.devices.detection import detect
 from jetdraft.files import replacing
 from jetdraft.ort import ort
 from jetdraft.runtime.measured.curve import Curve
-from jetdraft.runtime.measured.widths import Widths, measure
-from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.measured.widths import Widths
 
 _MALFORMED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
@@ -24,7 +23,7 @@ class Profiles:
 
     If the drafter runs on another provider, `provider` names both: "cuda+cpu".
 
-        widths, curve = Profiles(bundle, "cpu", 2).measured(target, drafter)
+        Profiles(bundle, "cpu", 2).stored()   # None on a new machine
     """
 
     def __init__(self, bundle: Bundle, provider: str, threads: int) -> None:
@@ -43,19 +42,8 @@ class Profiles:
         if provider != "cpu":
             self.machine["gpu"] = detect().gpu
 
-    def measured(
-        self, target: Graph, drafter: Graph | None, again: bool = False
-    ) -> tuple[Widths, Curve]:
-        """The measurement of an earlier load, or a new measurement."""
-        stored = None if again else self._stored()
-        if stored is not None:
-            return stored
-        widths, curve = measure(target, drafter)
-        self.keep(self.file, widths=widths.to_json(), curve=curve.to_json())
-        return widths, curve
-
-    def _stored(self) -> tuple[Widths, Curve] | None:
-        """The measurement of an earlier load on this machine, if it is whole."""
+    def stored(self) -> tuple[Widths, Curve] | None:
+        """What was measured on this machine before; None if the file is not whole."""
         try:
             fields = json.loads(self.file.read_text(encoding="utf-8"))
             if fields["machine"] != self.machine:
@@ -63,6 +51,10 @@ class Profiles:
             return Widths.from_json(fields["widths"]), Curve.from_json(fields["curve"])
         except _MALFORMED:
             return None
+
+    def keep_survey(self, widths: Widths, curve: Curve) -> None:
+        """Write what is known of widths and times, for later loads."""
+        self.keep(self.file, widths=widths.to_json(), curve=curve.to_json())
 
     def tuned(self) -> Curve | None:
         """The curve that `jetdraft tune` measured; None where it never ran.
@@ -84,6 +76,15 @@ class Profiles:
             stacklevel=5,
         )
         return None
+
+    def drafter_threads(self) -> int | None:
+        """How many threads `jetdraft tune` chose for the drafter; None without it."""
+        try:
+            fields = json.loads(self.tuning_file.read_text(encoding="utf-8"))
+            chosen, machine = fields["drafter_threads"], fields["machine"]
+        except _MALFORMED:
+            return None
+        return chosen if type(chosen) is int and machine == self.machine else None
 
     def keep(self, file: Path, **fields: Any) -> None:
         """Write fields and facts of this machine to a file; warn if that fails."""

@@ -64,6 +64,9 @@ class Streak:
 class Acceptance:
     """Running acceptance of one proposer's drafts, by position and by sibling.
 
+    Drafts with different evidence have rates of their own, see `Proposer.evidence`.
+    More evidence is expected to be better: 1 starts at a rate of 0.5, 2 at 0.75.
+
     Where a draft branches, the second sibling may be right where the first is wrong,
     and so on. Both priors are hopeful, so that every proposer and every branch is
     tried, and is tried again later.
@@ -74,6 +77,7 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.places = Streak(self.PRIOR)
+        self.by_evidence: dict[int, Streak] = {}
         # A success is a wrong sibling: the series of siblings ends with the right one.
         self.siblings = Streak(1.0 - self.SIBLING_PRIOR)
 
@@ -81,18 +85,34 @@ class Acceptance:
         """Let the rates fade after a round without a draft of this proposer."""
         self.places.fade()
         self.siblings.fade()
+        for streak in self.by_evidence.values():
+            streak.fade()
 
     def observe(self, round_: Round) -> None:
         """Count the draft of one round."""
-        self.places.observe([rank == 0 for rank, _ in round_.ranks])
+        outcomes = [rank == 0 for rank, _ in round_.ranks]
+        self.places.observe(outcomes)
+        if round_.evidence:
+            self._streak(round_.evidence).observe(outcomes)
         for rank, count in round_.ranks:
             if rank and count > 1:
                 right_sibling = [False] if rank < count else []
                 self.siblings.observe([True] * (rank - 1) + right_sibling)
 
-    def rates(self, length: int) -> list[float]:
-        """The rates of first siblings at depths 1..length, given right ancestors."""
+    def rates(self, length: int, evidence: int | None = 0) -> list[float]:
+        """The rates of first siblings at depths 1..length, given right ancestors.
+
+        They are those of drafts with this evidence. None is for a draft that is not
+        there yet: where evidence differs, it may be the best.
+        """
+        if evidence:
+            return self._streak(evidence).rates(length)
+        if evidence is None and self.by_evidence:
+            return [1.0] * length
         return self.places.rates(length)
+
+    def _streak(self, evidence: int) -> Streak:
+        return self.by_evidence.setdefault(evidence, Streak(1.0 - 0.5**evidence))
 
     def shares(self, count: int) -> list[float]:
         """How often sibling 2, 3, ... is right where the first sibling is wrong."""

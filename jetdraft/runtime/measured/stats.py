@@ -18,7 +18,8 @@ class Round(NamedTuple):
     rank of the right sibling, and the number of siblings; if all siblings were wrong,
     the rank is their number. `probes` is the number of probes, which drafted for the
     next round. `off` says why this round had no draft. `asked` maps each method that
-    was asked to the number of rows that it offered and its seconds.
+    was asked to the number of rows that it offered and its seconds. `evidence` is the
+    proposer's for this draft.
     """
 
     method: str
@@ -30,6 +31,7 @@ class Round(NamedTuple):
     probes: int = 0
     off: str = ""
     asked: Mapping[str, tuple[int, float]] = MappingProxyType({})
+    evidence: int = 0
 
     @property
     def evaluated(self) -> int:

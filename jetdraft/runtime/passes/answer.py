@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
 
 from jetdraft.contract import StepContract
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
@@ -11,28 +14,55 @@ from jetdraft.runtime.drafts.probes import Probes
 from jetdraft.runtime.passes.tensor import Tensor
 
 
+class Source(Protocol):
+    """What fills an answer's logits when they are first read."""
+
+    def fetch(self) -> None:
+        """Fill the array, unless that was done before."""
+
+
+Pick = Callable[[Int64s, Int64s], Float32s]
+"""Gives single logits of an answer, for pairs of row and token."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a pass says of m of its n rows; views that the next pass overwrites.
 
     `candidates` int64 [m, K] best first, `candidate_logits` float32 [m, K],
-    `logsumexp` float32 [m], `logits` float32 [m, vocab], `hidden` float32 [m, h] where
-    the graph gives them. `features` float [n, w] and `carried` float [n, c] have one
-    row per row of the pass, answered or not. `probes` maps each row that carried probes
-    to the answer of its probes. The logits are fetched from the device when they are
-    first read.
+    `logsumexp` float32 [m], `logits` float32 [m, vocab], and `hidden` float32 [m, h]
+    where the graph gives them. `features` float [n, w] and `carried` float [n, c] have
+    one row per row of the pass, answered or not. `probes` maps each row that carried
+    probes to the answer of its probes. The logits are fetched from the device, or
+    computed, when they are first read, and so is a `logsumexp` that the graph did not
+    give.
     """
 
     candidates: Int64s
     candidate_logits: Float32s
-    logsumexp: Float32s
+    _logsumexp: Float32s | None
     _logits: Float32s
     hidden: Float32s | None = None
     features: Float32s | None = None
     carried: Float32s | None = None
     probes: Mapping[int, Answer] = field(default_factory=dict, repr=False)
     _parts: dict[int, Answer] = field(default_factory=dict, repr=False)
-    _source: Tensor | None = field(default=None, repr=False)
+    _source: Source | None = field(default=None, repr=False)
+    _pick: Pick | None = field(default=None, repr=False)
+
+    @property
+    def logsumexp(self) -> Float32s:
+        """log(sum(exp(logits))) of each row."""
+        if self._logsumexp is not None:
+            return self._logsumexp
+        # Row by row, so that a row's number cannot depend on the other rows.
+        sums = [
+            largest + np.log(np.exp(row - largest).sum())
+            for row, largest in zip(
+                self.logits, self.candidate_logits[:, 0], strict=True
+            )
+        ]
+        return np.array(sums, np.float32)
 
     @property
     def logits(self) -> Float32s:
@@ -40,6 +70,12 @@ class Answer:
         if self._source is not None:
             self._source.fetch()
         return self._logits
+
+    def logits_at(self, rows: Int64s, ids: Int64s) -> Float32s:
+        """One logit for each pair of row and token, float32 [n]."""
+        if self._pick is not None:
+            return self._pick(rows, ids)
+        return self.logits[rows, ids]
 
     @property
     def vocab_size(self) -> int:
@@ -67,11 +103,15 @@ class Answer:
         return Answer(
             self.candidates[which],
             self.candidate_logits[which],
-            self.logsumexp[which],
+            None if self._logsumexp is None else self._logsumexp[which],
             self._logits[which],
             None if self.hidden is None else self.hidden[which],
             _source=self._source,
         )
+
+    def with_candidates(self, ids: Int64s, logits: Float32s) -> Answer:
+        """This answer with other candidates, best first."""
+        return replace(self, candidates=ids, candidate_logits=logits, _parts={})
 
 
 def answer_of(

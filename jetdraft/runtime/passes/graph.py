@@ -62,7 +62,7 @@ class Graph:
         generation uses a single length.
         """
         if self.captures is not None:
-            most = self.contract.capacity
+            most = self.contract.slots
             self.lengths = [most] if exact else _lengths(most)
 
     def run(
@@ -180,7 +180,7 @@ class Graph:
     def _length(self, filled: int, biased: bool) -> int:
         """The `total_length` of a pass that fills `filled` rows of the buffers."""
         if biased:
-            return self.contract.capacity
+            return self.contract.slots
         return next((length for length in self.lengths if length >= filled), filled)
 
 

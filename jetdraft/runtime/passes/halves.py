@@ -282,5 +282,5 @@ class Halves:
         seen = [*rows.ancestors, *[[]] * padding]
         bound.show_only([*seen, *probes.seen(seen)], cursor)
         bound.cursor[0] = cursor
-        bound.total_length[0] = self.contract.capacity
+        bound.total_length[0] = self.contract.slots
         self.seconds += bound.run()

@@ -23,7 +23,7 @@ from jetdraft.errors import ProviderError
 from jetdraft.ort import ort
 from jetdraft.runtime.passes.captures import Captures
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.passes.session import open_session
+from jetdraft.runtime.passes.session import Threads, open_session
 from jetdraft.runtime.passes.step_sessions import StepSessions
 from jetdraft.runtime.passes.tensor import HOST, Memory
 
@@ -37,13 +37,12 @@ class Opener:
     On the CPU all graphs of one file share one session, also between models that use
     the same opener: a CPU session holds no state of a pass.
 
-        Opener(bundle, PROVIDERS["cpu"], threads=2, spinning=True).graph(bundle.target)
+        Opener(bundle, PROVIDERS["cpu"], ONE_THREAD).graph(bundle.target)
     """
 
     bundle: Bundle
     provider: Provider
-    threads: int
-    spinning: bool
+    threads: Threads
     _opened: dict[str, ort.InferenceSession] = field(default_factory=dict, repr=False)
 
     def graph(self, entry: GraphEntry, weights: Weights | None = None) -> Graph:
@@ -69,7 +68,6 @@ class Opener:
             self.bundle.path / file,
             self.provider.name,
             self.threads,
-            self.spinning,
             weights,
             shared,
             as_options(options) if options else {},
@@ -113,13 +111,15 @@ class Opener:
             session = self.session(entry.tree_file or entry.file, weights, options)
             sessions = StepSessions(session, entry.widest_contract)
         else:
-            shared = shared_weights(self.bundle.path / entry.file, memory)
-            shared = {name: w for name, w in shared.items() if name not in weights}
+            shared = SharedWeights.of(self.bundle.path / entry.file, memory)
+            views = {n: v for n, v in shared.views.items() if n not in weights}
             chain, tree = (
-                self.session(file, weights, options, shared)
+                self.session(file, weights, options, views)
                 for file in (entry.file, entry.tree_file)
             )
-            sessions = StepSessions(tree, entry.tree_contract, chain, weights=shared)
+            sessions = StepSessions(
+                tree, entry.tree_contract, chain, owners=shared.owners
+            )
         return Graph(sessions, compaction, Memory(memory, copies=True), Captures())
 
     def _on_tensorrt(self, entry: GraphEntry, weights: Weights) -> Graph:
@@ -150,33 +150,46 @@ class Opener:
         }
 
 
-def shared_weights(file: Path, device: str) -> dict[str, ort.OrtValue]:
-    """The external weights of the contrib graph `file`, by name, copied to `device`.
+@dataclass(frozen=True)
+class SharedWeights:
+    """Weights on a device, which several sessions read in place.
 
-    Sessions that get the weights (`SessionOptions.add_initializer`) read them in place,
-    so the weights must outlive the sessions. Standard graphs cannot be read, since
-    their packed integers have no numpy type. On the CPU sharing saves nothing, since
-    each session packs its weights again. Raises `ProviderError` if onnx is missing.
+    `views` are given to the sessions (`SessionOptions.add_initializer`): a session
+    refuses a value that owns its memory. The `owners` of the memory must outlive the
+    sessions.
 
-        open_session(tree, "cuda", shared=shared_weights(chain, "cuda"))
+        shared = SharedWeights.of(chain, "cuda")
+        open_session(tree, "cuda", shared=shared.views)
     """
-    onnx = _import_onnx()
-    graph = onnx.load(file, load_external_data=False).graph
-    weights = {}
-    for tensor in graph.initializer:
-        place = {entry.key: entry.value for entry in tensor.external_data}
-        if "location" not in place:
-            continue
-        array = np.memmap(
-            file.parent / place["location"],
-            onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type),
-            mode="r",
-            offset=int(place["offset"]),
-            shape=tuple(tensor.dims),
-        )
-        value = ort.OrtValue.ortvalue_from_numpy(np.array(array), device, 0)
-        weights[tensor.name] = value
-    return weights
+
+    views: dict[str, ort.OrtValue]
+    owners: list[ort.OrtValue]
+
+    @classmethod
+    def of(cls, file: Path, device: str) -> SharedWeights:
+        """The external weights of the contrib graph `file`, copied to `device`.
+
+        Standard graphs cannot be read, since their packed integers have no numpy type.
+        On the CPU sharing saves nothing, since each session packs its weights again.
+        Raises `ProviderError` if onnx is missing.
+        """
+        onnx = _import_onnx()
+        owners = {}
+        for tensor in onnx.load(file, load_external_data=False).graph.initializer:
+            place = {entry.key: entry.value for entry in tensor.external_data}
+            if "location" not in place:
+                continue
+            array = np.memmap(
+                file.parent / place["location"],
+                onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type),
+                mode="r",
+                offset=int(place["offset"]),
+                shape=tuple(tensor.dims),
+            )
+            value = ort.OrtValue.ortvalue_from_numpy(np.array(array), device, 0)
+            owners[tensor.name] = value
+        views = {n: ort.OrtValue.from_dlpack(value) for n, value in owners.items()}
+        return cls(views, list(owners.values()))
 
 
 def _import_onnx() -> Any:

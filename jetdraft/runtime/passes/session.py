@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from jetdraft.devices.memory import release
 from jetdraft.devices.providers import AT_HAND, PROVIDERS, presence
 from jetdraft.errors import ContractError, OptionError, ProviderError
 from jetdraft.ort import ort
@@ -21,6 +24,42 @@ SIZE_OPERATORS |= {"Range", "Add", "Expand"}
 """Operators that a provider may leave to the CPU: they compute sizes of a pass."""
 
 
+class Spinning(Enum):
+    """When the threads of a session keep their cores busy while they wait.
+
+    ALWAYS starts a pass fastest, and slows every other session on these cores.
+    IN_PASSES leaves the cores to another session as soon as a pass ends.
+    """
+
+    ALWAYS = "always"
+    IN_PASSES = "in passes"
+    NEVER = "never"
+
+
+class Threads(NamedTuple):
+    """The threads of a session."""
+
+    number: int
+    spinning: Spinning
+
+
+ONE_THREAD = Threads(1, Spinning.NEVER)
+
+
+def threads_of_pair(target: int, drafter: int) -> tuple[Threads, Threads]:
+    """The threads of a target and its drafter, which run in turns on the same cores.
+
+    A drafter with one thread sleeps while it waits, and leaves the target's spinning
+    alone. With more, each pool yields the cores when its pass ends.
+
+        threads_of_pair(4, 4)[1].spinning    # Spinning.IN_PASSES
+    """
+    if drafter == 1:
+        return Threads(target, Spinning.ALWAYS), ONE_THREAD
+    yielding = Spinning.IN_PASSES
+    return Threads(target, yielding), Threads(drafter, yielding)
+
+
 def default_threads() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
@@ -29,24 +68,22 @@ def default_threads() -> int:
 def open_session(
     file: Path,
     provider: str,
-    threads: int = 1,
-    spinning: bool = False,
+    threads: Threads = ONE_THREAD,
     weights: Mapping[str, npt.NDArray[np.generic]] | None = None,
     shared: Mapping[str, ort.OrtValue] | None = None,
     provider_options: Mapping[str, str] | None = None,
 ) -> ort.InferenceSession:
     """A session of the graph in `file` on one provider ("cpu", "cuda", "tensorrt").
 
-    Threads that are `spinning` start a pass faster, but keep their cores busy while
-    they wait. `weights` replace the graph's own, by name, and so do the `shared`
+    `weights` replace the graph's own, by name, and so do the `shared`
     weights, which lie in the provider's memory and must outlive the session. Raises
     `ProviderError` if the provider cannot run the whole graph, `ContractError` if
     onnxruntime cannot load the file, and `OptionError` for wrong `threads`.
 
-        open_session(Path("bundle/target.onnx"), "cpu", threads=4, spinning=True)
+        open_session(Path("bundle/target.onnx"), "cpu", Threads(4, Spinning.ALWAYS))
     """
     full = PROVIDERS[provider].full
-    options = _options(provider, threads, spinning)
+    options = _options(provider, threads)
     weights = weights or {}
     try:
         options.add_external_initializers(
@@ -73,19 +110,23 @@ def open_session(
             "this version"
         ) from error
     _check_provider(session, provider, file)
+    # The kernels have copies of most weights, packed in their own way.
+    release(file.parent)
     return session
 
 
-def _options(provider: str, threads: int, spinning: bool) -> ort.SessionOptions:
-    _check_threads(threads)
+def _options(provider: str, threads: Threads) -> ort.SessionOptions:
+    count, spinning = threads
+    _check_threads(count)
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = count
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     # A memory pattern is allocated at the first run, maybe inside of a capture.
     options.enable_mem_pattern = PROVIDERS[provider].memory == "cpu"
     for name, value in (
-        ("session.intra_op.allow_spinning", str(int(spinning))),
+        ("session.intra_op.allow_spinning", str(int(spinning != Spinning.NEVER))),
+        ("session.force_spinning_stop", str(int(spinning == Spinning.IN_PASSES))),
         # For a MatMul after a DequantizeLinear; the same level as in `Recipe`.
         ("session.qdq_matmulnbits_accuracy_level", "4"),
         ("session.record_ep_graph_assignment_info", "1"),

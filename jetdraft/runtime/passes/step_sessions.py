@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jetdraft.contract import StepContract, check_tensors
@@ -29,7 +29,7 @@ class StepSessions:
     `chain` runs passes that do not branch; it has no attention bias, which some kernels
     run faster. `fixed` has sessions that each run passes of one width only, by width; a
     pass runs in the narrowest of them that holds its rows, filled up with padding rows.
-    `weights` are kept alive for the sessions that share them.
+    The `owners` of weights are kept alive for the sessions that share these.
 
         sessions = StepSessions(session, contract, fixed={4: narrow, 8: wide})
         sessions.width(3, room=100)         # 4
@@ -42,9 +42,9 @@ class StepSessions:
         contract: StepContract,
         chain: ort.InferenceSession | None = None,
         fixed: Mapping[int, ort.InferenceSession] | None = None,
-        weights: Mapping[str, ort.OrtValue] | None = None,
+        owners: Sequence[ort.OrtValue] = (),
     ) -> None:
-        self._weights = weights
+        self._owners = owners
         self.any = StepSession(session, contract)
         self.chain = self.any
         if chain is not None:

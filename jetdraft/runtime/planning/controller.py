@@ -202,8 +202,10 @@ class Adaptive:
             if traits.probes and not probing.streams:
                 continue  # it drafts with probes, and this round has none
             limit = min(self.max_draft_tokens, _limit(proposer, room, offers))
-            token_ms = self.curve.drafts.get(traits.name, 0.0)
-            for promise in self._promises(proposer, limit):
+            token_ms, evidence = self.curve.drafts.get(traits.name, 0.0), None
+            if proposer in offers:  # its rows are there, and their time is spent
+                token_ms, evidence = 0.0, proposer.evidence
+            for promise in self._promises(proposer, limit, evidence):
                 length = promise.length
                 branches = promise.parents is not None
                 ms = self._pass_ms(length + 1, probing, branches) + length * token_ms
@@ -237,12 +239,14 @@ class Adaptive:
             prepared = (tokens - 1 - value * (draft_ms - plain_ms)) / (2 - chance)
             yield _Steady(last_row, value, prepared)
 
-    def _promises(self, proposer: Proposer, limit: int) -> Iterator[_Promise]:
+    def _promises(
+        self, proposer: Proposer, limit: int, evidence: int | None = None
+    ) -> Iterator[_Promise]:
         """The promises of chains of 1, 2, ... tokens, and of trees."""
         tokens = chance = 1.0
         traits = proposer.traits
         deepest = min(limit, traits.probes or limit)
-        rates = self.acceptance[traits.name].rates(deepest)
+        rates = self.acceptance[traits.name].rates(deepest, evidence)
         for length, rate in enumerate(rates, start=1):
             chance *= rate
             if chance < NEGLIGIBLE:

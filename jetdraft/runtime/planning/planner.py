@@ -104,12 +104,7 @@ class Planner:
 
     @property
     def prefills(self) -> list[int]:
-        """The widths to read prompts in, widest first.
-
-        Empty where the rows of no wide pass have the bits of decoding.
-        """
-        if not self.parts.widths.prefills_agree:
-            return []
+        """The widths to read prompts in, widest first."""
         return prefill_widths(self.parts.target.contract)
 
     def target(self, drafting: Drafting) -> Target:
@@ -143,8 +138,9 @@ class Planner:
             if automatic and not method.in_auto(options):
                 continue
             try:
+                proposer = self.proposer(method, options)
                 self._check_agrees(method, options, drafting)
-                chosen.append(self.proposer(method, options))
+                chosen.append(proposer)
             except OptionError as error:
                 # "auto" goes on without a method that the bundle or the machine cannot
                 # run, but not where the caller's options are wrong.

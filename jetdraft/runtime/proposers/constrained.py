@@ -51,7 +51,7 @@ class ConstrainedProposer(Proposer):
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The forced tokens, and below them the inner rows that may come."""
-        forced = self._matcher.forced(context, budget)
+        forced, self.evidence = self._matcher.forced(context, budget), 0
         if len(forced) == budget:
             return Rows.chain([context[-1], *forced], self.traits.kind)
         if forced:
@@ -59,6 +59,7 @@ class ConstrainedProposer(Proposer):
             rows = rows.under([context[-1], *forced[:-1]])
         else:
             rows = self._inner.propose(context, budget, parents)
+            self.evidence = self._inner.evidence
         return self._matcher.allowed(rows, context)
 
     def observe(self, seen: Seen) -> None:

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
-from threading import Lock
 from typing import Any, TypedDict
 
 import numpy as np
 
 from jetdraft.bundle import Bundle, GraphEntry, read_streams
 from jetdraft.contract import EARLY_EXIT
-from jetdraft.devices.providers import AUTO, PROVIDERS, choose
-from jetdraft.errors import DraftingError, JetdraftError, OptionError, ProviderError
+from jetdraft.devices.memory import gather
+from jetdraft.devices.providers import AUTO, PROVIDERS, Provider, choose
+from jetdraft.errors import DraftingError, OptionError, ProviderError
 from jetdraft.runtime.history.similarity import Similarity
 from jetdraft.runtime.history.store import Entry, ResponseStore
+from jetdraft.runtime.measured.claim import Claim
+from jetdraft.runtime.measured.curve import Curve
+from jetdraft.runtime.measured.idle import Idle
 from jetdraft.runtime.measured.profiles import Profiles
+from jetdraft.runtime.measured.survey import Survey
+from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.halves import Halves
 from jetdraft.runtime.passes.opener import Opener, Weights
 from jetdraft.runtime.passes.prefix import Prefix
-from jetdraft.runtime.passes.session import default_threads
+from jetdraft.runtime.passes.session import default_threads, threads_of_pair
 from jetdraft.runtime.proposers.follower import Follower
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.constraint import Vocabulary
-from jetdraft.runtime.text.stops import StopWatcher
 
-CLOSED = "this model is closed; load the bundle again"
+LARGE_DRAFTER = 30_000_000
+"""Parameters from which on a drafter gets all threads, unless `tune` measured."""
 
 OFF = "off"
 """The name in place of the drafter's provider to run without the drafter."""
@@ -72,63 +77,12 @@ def _check_options(options: LoadOptions) -> None:
         )
 
 
-class Claim:
-    """Lets one generation at a time use the buffers.
-
-    with claim.held_by(watcher):
-        ...
-    """
-
-    BUSY = (
-        "this model is already generating; finish or close the other stream, or take "
-        "another model from a Pool"
-    )
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._holder: StopWatcher | None = None
-        self._is_closed = False
-
-    @contextmanager
-    def held_by(self, watcher: StopWatcher) -> Iterator[None]:
-        """Hold the buffers; raises `JetdraftError` while another generation does.
-
-        After `close` it always raises.
-        """
-        if self._is_closed:
-            raise JetdraftError(CLOSED)
-        if not self._lock.acquire(blocking=False):
-            raise JetdraftError(self.BUSY)
-        self._holder = watcher
-        try:
-            yield
-        finally:
-            self._holder = None
-            self._lock.release()
-
-    def check_free(self) -> None:
-        """Raise `JetdraftError` while a generation uses the buffers."""
-        if self._lock.locked():
-            raise JetdraftError(self.BUSY)
-
-    def close(self) -> None:
-        """Refuse all later generations; raises `JetdraftError` while one is running."""
-        self.check_free()
-        self._is_closed = True
-
-    def cancel(self) -> None:
-        """End the running generation at its next round; any thread may call this."""
-        holder = self._holder
-        if holder is not None:
-            holder.cancelled.set()
-
-
 class Parts:
     """Graphs, text, store and measurements of a loaded bundle.
 
     `follower` feeds the drafter's graph, `prefix` knows the rows in the target's
-    buffers, `widths` and `curve` were measured on this machine. Parts that are made
-    `like` other parts share their sessions on the CPU, and have buffers of their own.
+    buffers, `survey` measures this machine. Parts that are made `like` other parts
+    share their survey, and on the CPU their sessions, and have buffers of their own.
 
         parts = Parts(Bundle.open("bundle"), {"threads": 2})
         parts.target.run([5, 8])
@@ -142,12 +96,13 @@ class Parts:
         threads = options.get("threads")
         self.threads = default_threads() if threads is None else threads
         if like is None:
-            self._opener = self._target_opener()
-            self._drafter_opener = self._opener_beside(self._opener)
+            providers = self._providers()
+            self.profiles = Profiles(bundle, _placement(*providers), self.threads)
+            self._opener, self._drafter_opener = self._openers(*providers)
             self.text = TextCodec(bundle.tokenizer)
         else:
+            self.profiles, self.text = like.profiles, like.text
             self._opener, self._drafter_opener = like._opener, like._drafter_opener
-            self.text = like.text
         self.provider = self._opener.provider.name
         self.store = self._open_store()
         self.similarity = Similarity(bundle.similarity) if bundle.similarity else None
@@ -156,35 +111,58 @@ class Parts:
         self.prefix = Prefix(self.target)
         self.drafter = self._open_drafter()
         self.follower = None if self.drafter is None else Follower(self.drafter)
-        self.claim = Claim()
         self._halves: Halves | None = None
-        self.profiles = Profiles(bundle, self.placement, self.threads)
-        self.measure()
+        if like is None:
+            self.survey = Survey(self.target, self.drafter, self.profiles)
+            self._tuned = self.profiles.tuned()
+        else:
+            self.survey, self._tuned = like.survey, like._tuned
+        self._curve: Curve | None = None
+        self._idle: Idle = (
+            Idle(self.survey.step, gather) if like is None else like._idle
+        )
+        self.claim = Claim(self._idle)
+        self._survey_claim: Claim = self.claim if like is None else like._survey_claim
 
-    def measure(self, again: bool = False) -> None:
-        """Take `widths` and `curve` from an earlier load, or measure them `again`.
+    @property
+    def widths(self) -> Widths:
+        """What is known of the target's widths; the first call may measure."""
+        return self.survey.widths
+
+    @property
+    def curve(self) -> Curve:
+        """What passes and drafts cost; the first call may measure.
 
         The times that `jetdraft tune` measured on this machine count for more.
         """
-        self.claim.check_free()
-        self.target.prepare(exact=True)
-        self.widths, self.curve = self.profiles.measured(
-            self.target, self.drafter, again
-        )
-        tuned = self.profiles.tuned()
-        if tuned is not None:
-            self.curve.take(tuned)
+        if self._curve is None:
+            curve, own = self.survey.curve, self.survey.target is self.target
+            # Each round corrects the curve, and twins may generate at the same time.
+            self._curve = curve if own else deepcopy(curve)
+            if self._tuned is not None:
+                self._curve.take(self._tuned)
+        return self._curve
+
+    def check_free(self) -> None:
+        """Raise `JetdraftError` while a generation uses these buffers or the survey's.
+
+        Idle work ends, and goes on after the next generation.
+        """
+        for claim in (self.claim, self._survey_claim):
+            claim.check_free()
+
+    def measure_again(self) -> None:
+        """Measure all widths and pass times of this machine anew."""
+        self.check_free()
+        self.survey.again()
+        self.forget()
+        self._curve, self._tuned = None, self.profiles.tuned()
 
     @property
-    def placement(self) -> str:
-        """The provider: "cuda", or "cuda+cpu" where the drafter has another."""
-        drafter = self.provider
-        if self._drafter_opener is not None:
-            drafter = self._drafter_opener.provider.name
-        elif self.bundle.drafter is not None:
-            drafter = OFF
-        same = drafter == self.provider
-        return self.provider if same else f"{self.provider}+{drafter}"
+    def drafter_threads(self) -> int:
+        """The threads of the drafter, or the number that it would have."""
+        opener = self._drafter_opener
+        return 1 if opener is None else opener.threads.number
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -253,34 +231,41 @@ class Parts:
         if self.follower is not None:
             self.follower.forget()
 
-    def _target_opener(self) -> Opener:
-        own = self.options.get("provider")
-        provider = self.bundle.provider if own is None else own
-        opener = self._placed(self.bundle.target, provider, self.threads, spinning=True)
+    def _providers(self) -> tuple[Provider, Provider | None, bool]:
+        """The providers of target and drafter, and whether the bundle has a drafter.
+
+        The second is None if the drafter is off or missing.
+        """
+        bundle, own = self.bundle, self.options.get("provider")
+        target = self._provider(bundle.target, bundle.provider if own is None else own)
         own_streams = self.options.get("streams") is not None
-        if own_streams and opener.provider.name == "tensorrt":
+        if own_streams and target.name == "tensorrt":
             raise ProviderError(
                 "TensorRT builds weights into its engines and cannot swap streams; "
                 "export the checkpoint that has them, or choose --provider cuda"
             )
-        return opener
+        entry, beside = bundle.drafter, self.options.get("drafter_provider")
+        if beside is None and own in (None, bundle.provider):
+            beside = bundle.drafter_provider
+        if beside == OFF or entry is None:
+            return target, None, entry is not None
+        return target, self._provider(entry, beside or target.name), True
 
-    def _opener_beside(self, target: Opener) -> Opener | None:
-        """How the drafter is opened; None if it is off or the bundle has no drafter."""
-        entry, provider = self.bundle.drafter, self.options.get("drafter_provider")
-        beside = self.options.get("provider")
-        if provider is None and beside in (None, self.bundle.provider):
-            provider = self.bundle.drafter_provider
-        if provider == OFF or entry is None:
-            return None
-        # One quiet thread: a second spinning pool would take the target's cores.
-        return self._placed(entry, provider or target.provider.name, 1, spinning=False)
+    def _provider(self, entry: GraphEntry, name: str) -> Provider:
+        return choose(name, [(self.bundle.flavour, entry.contract.dtype)])
 
-    def _placed(
-        self, entry: GraphEntry, provider: str, threads: int, spinning: bool
-    ) -> Opener:
-        graph = (self.bundle.flavour, entry.contract.dtype)
-        return Opener(self.bundle, choose(provider, [graph]), threads, spinning)
+    def _openers(
+        self, target: Provider, drafter: Provider | None, has_drafter: bool
+    ) -> tuple[Opener, Opener | None]:
+        """How the graphs are opened, with the threads that suit the pair."""
+        bundle, entry = self.bundle, self.bundle.drafter
+        if drafter is None or entry is None:
+            return Opener(bundle, target, threads_of_pair(self.threads, 1)[0]), None
+        by_size = 1 if entry.parameters < LARGE_DRAFTER else self.threads
+        threads = threads_of_pair(
+            self.threads, self.profiles.drafter_threads() or by_size
+        )
+        return Opener(bundle, target, threads[0]), Opener(bundle, drafter, threads[1])
 
     def _open_drafter(self) -> Graph | None:
         if self.bundle.drafter is None or self._drafter_opener is None:
@@ -307,3 +292,10 @@ class Parts:
         weights = read_streams(Path(file), self.bundle)
         early: dict[str, Any] = {n: weights[n] for n in EARLY_EXIT if n in weights}
         return early, {n: w for n, w in weights.items() if n not in EARLY_EXIT}
+
+
+def _placement(target: Provider, drafter: Provider | None, has_drafter: bool) -> str:
+    """The provider: "cuda", or "cuda+cpu" where the drafter has another."""
+    if not has_drafter or drafter is target:
+        return target.name
+    return f"{target.name}+{OFF if drafter is None else drafter.name}"

@@ -65,6 +65,12 @@ class Proposer(ABC):
 
     traits: Traits
 
+    evidence: int = 0
+    """What the last draft rests on: drafts with the same number are right alike, so a
+    controller learns a rate for each number. 0 if the proposer knows no difference.
+    It is known after `propose` only, so a proposer that has it is asked in every round:
+    its drafts must cost next to nothing."""
+
     @property
     def session_seconds(self) -> float:
         """The time that it spent inside `session.run` so far."""

@@ -21,10 +21,10 @@ import numpy as np
 from jetdraft.ranges import Range, check_ranges
 from jetdraft.runtime.drafts.arrays import Float64s, Int64s
 from jetdraft.runtime.drafts.distribution import Distribution
-from jetdraft.runtime.drafts.noise import gumbel, uniforms
+from jetdraft.runtime.drafts.noise import gumbel, quiet
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.sampling.processor import LogitsProcessor
+from jetdraft.runtime.sampling.processor import LogitsProcessor, best_ids
 
 _RANGES = {
     "temperature": Range(lambda t: 0.0 <= t <= 100.0, "0 (greedy) to 100"),
@@ -115,8 +115,8 @@ class Chooser:
             self._challenge(answer, positions, scaled[:, -1], scores.max(1), chosen)
         else:
             for row in still_open:
-                whole = self._whole(answer.rows(slice(row, row + 1)))
-                chosen[row] = self._sample(whole, positions[row : row + 1])[0]
+                wider = self._wider(answer.rows(slice(row, row + 1)))
+                chosen[row] = self._sample(wider, positions[row : row + 1])[0]
         return np.asarray(chosen)
 
     @property
@@ -191,7 +191,7 @@ class Chooser:
         scaled = answer.candidate_logits.astype(np.float64) / self.sampling.temperature
         kept = int(self._kept(scaled, answer)[0])
         if kept == _OPEN:
-            return self.distribution(self._whole(answer))
+            return self.distribution(self._wider(answer))
         return _softmax(answer, scaled, kept)
 
     def draft_distribution(self, answer: Answer) -> Distribution:
@@ -207,14 +207,12 @@ class Chooser:
             kept = int(self._kept(scaled, answer)[0])
         return _softmax(answer, scaled, scaled.shape[1] if kept == _OPEN else kept)
 
-    def _whole(self, answer: Answer) -> Answer:
-        """One row with all tokens as candidates, or the `top_k` best tokens."""
-        logits = answer.logits[0]
-        order = np.argsort(-logits, kind="stable")
-        if self.sampling.top_k:
-            order = order[: self.sampling.top_k]
-        best = logits[order][None]
-        return Answer(order[None], best, answer.logsumexp, best)
+    def _wider(self, answer: Answer) -> Answer:
+        """One row with `_WIDER` times the candidates, or the `top_k` best tokens."""
+        logits, known = answer.logits[0], answer.candidates.shape[1]
+        count = min(max(_WIDER * known, self.sampling.top_k), answer.vocab_size)
+        ids = best_ids(logits, count)
+        return answer.with_candidates(ids[None], logits[ids][None])
 
     def _challenge(
         self,
@@ -226,23 +224,25 @@ class Chooser:
     ) -> None:
         """Let tokens outside the candidates win, which can happen without filters.
 
-        Only tokens with much noise are scored. The scaled logit of a token outside the
-        candidates is at most `last`, that of the last candidate. The token beats the
-        best candidate's score s only if its noise is larger than s - last, so if its
-        uniform number is larger than exp(-exp(last - s)). Updates `scores` and `chosen`
-        in place.
+        The scaled logit of such a token is at most `last`, that of the last candidate.
+        It beats the best candidate's score s only if its noise is larger than
+        s - last, so only tokens with such noise are visited. Updates `scores` and
+        `chosen` in place.
         """
         seed, temperature = self.sampling.seed, self.sampling.temperature
-        threshold = np.exp(-np.exp(last - scores))[:, None]
-        vocabulary = np.arange(answer.vocab_size)[None]
-        uniform = uniforms(seed, positions[:, None], vocabulary)
-        rows, ids = np.nonzero(uniform >= threshold)
-        rivals = answer.logits[rows, ids].astype(np.float64) / temperature
+        most = np.exp(last - scores)
+        rows, ids = quiet(seed, positions, answer.vocab_size, most)
+        rivals = answer.logits_at(rows, ids).astype(np.float64) / temperature
         rivals += gumbel(seed, positions[rows], ids)
-        for row, token, score in zip(rows, ids, rivals, strict=True):
-            if score > scores[row]:
-                scores[row], chosen[row] = score, token
+        for row in np.unique(rows):
+            own = rows == row
+            best = np.argmax(rivals[own])
+            if rivals[own][best] > scores[row]:
+                scores[row], chosen[row] = rivals[own][best], ids[own][best]
 
+
+_WIDER = 8
+"""How many times the candidates are fetched where the filters may keep more."""
 
 _OPEN = -1
 """Instead of a number of tokens: the filters may keep tokens beyond the candidates."""

@@ -7,7 +7,6 @@ l <- l - presence - frequency * n  for tokens that occur n times in the output
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -16,10 +15,10 @@ import numpy as np
 
 from jetdraft.errors import OptionError
 from jetdraft.ranges import Range, between, check_ranges
-from jetdraft.runtime.drafts.arrays import Float32s
+from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.sampling.processor import with_logits
+from jetdraft.runtime.sampling.processor import changed, ordered
 
 _RANGES = {
     "repetition_penalty": Range(
@@ -82,33 +81,85 @@ class PenaltyProcessor:
 
     def __init__(self, penalties: Penalties, prompt: Sequence[int]) -> None:
         self.penalties = penalties
-        self._prompt = frozenset(prompt)
-        self._counts: Counter[int] = Counter()
+        self._prompt = prompt
         self._counted = len(prompt)
+        # The changed tokens, and by token id: bias, count in the output, and whether
+        # it is in the text; made when the vocabulary's size is known.
+        self._ids: set[int] = set()
+        self._bias = self._times = np.zeros(0, np.float32)
+        self._seen = np.zeros(0, bool)
 
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """The answer with penalized logits; `context` ends with the root of `rows`."""
-        self._counts.update(context[self._counted :])
+        if not len(self._seen):
+            self._begin(answer.vocab_size)
+        fresh = context[self._counted :]
         self._counted = len(context)
-        logits = [
-            self._penalized(row, path)
+        np.add.at(self._times, fresh, 1)
+        self._seen[fresh] = True
+        self._ids.update(fresh)
+        ids = np.fromiter(self._ids, np.int64, len(self._ids))
+        changes = [
+            self._change(row, ids, path)
             for row, path in zip(answer.logits, rows.paths, strict=True)
         ]
-        return with_logits(answer, logits)
+        return changed(answer, changes)
 
-    def _penalized(self, logits: Float32s, path: Sequence[int]) -> Float32s:
-        """One row's logits with penalties, after the tokens of a path to the row."""
-        logits, penalties = logits.copy(), self.penalties
-        for token, bias in penalties.biases.items():
-            logits[token] += bias
-        counts = self._counts + Counter(path) if path else self._counts
-        if penalties.repetition_penalty != 1.0:
-            ids = np.fromiter(self._prompt | counts.keys(), np.int64)
-            repeated, rate = logits[ids], np.float32(penalties.repetition_penalty)
-            logits[ids] = np.where(repeated > 0, repeated / rate, repeated * rate)
-        if counts and (penalties.presence_penalty or penalties.frequency_penalty):
-            ids = np.fromiter(counts.keys(), np.int64)
-            times = np.fromiter(counts.values(), np.float32)
-            frequency = np.float32(penalties.frequency_penalty) * times
-            logits[ids] -= np.float32(penalties.presence_penalty) + frequency
-        return logits
+    def _begin(self, vocab_size: int) -> None:
+        """Make the tables."""
+        biases = self.penalties.biases
+        self._bias = np.zeros(vocab_size, np.float32)
+        self._bias[list(biases)] = list(biases.values())
+        self._times = np.zeros(vocab_size, np.float32)
+        self._seen = np.zeros(vocab_size, bool)
+        self._ids.update(biases)
+        if self.penalties.repetition_penalty != 1.0:
+            self._ids.update(self._prompt)
+            self._seen[list(self._prompt)] = True
+
+    def _change(self, logits: Float32s, ids: Int64s, path: Sequence[int]) -> _Penalized:
+        """The new logits of a row, after the tokens of a path to the row."""
+        new = np.setdiff1d(np.array(path, np.int64), ids)
+        ids = np.concatenate([ids, new])
+        values = logits[ids] + self._bias[ids]
+        times, seen = self._times[ids], self._seen[ids]
+        for token in path:
+            times[ids == token] += 1
+            seen[ids == token] = True
+        rate = np.float32(self.penalties.repetition_penalty)
+        repeated = np.where(values > 0, values / rate, values * rate)
+        values = np.where(seen, repeated, values)
+        frequency = np.float32(self.penalties.frequency_penalty) * times
+        presence = np.float32(self.penalties.presence_penalty)
+        values -= np.where(times > 0, presence + frequency, np.float32(0))
+        return _Penalized(ids, values)
+
+
+@dataclass(frozen=True)
+class _Penalized:
+    """New logits of some tokens of a row; a `Change`."""
+
+    ids: Int64s
+    values: Float32s
+
+    def apply(self, logits: Float32s) -> None:
+        """Set the tokens' logits."""
+        logits[self.ids] = self.values
+
+    def at(self, ids: Int64s, values: Float32s) -> Float32s:
+        """The new logits of those of the tokens that are changed."""
+        if not len(self.ids):
+            return values
+        order = np.argsort(self.ids)
+        places = np.searchsorted(self.ids, ids, sorter=order)
+        places = order[np.minimum(places, len(order) - 1)]
+        return np.where(self.ids[places] == ids, self.values[places], values)
+
+    def best(self, answer: Answer, row: int) -> tuple[Int64s, Float32s]:
+        """The tokens that are better than any token that is not known here."""
+        ids, values = answer.candidates[row], answer.candidate_logits[row]
+        floor = values[-1] if len(ids) < answer.vocab_size else -np.inf
+        kept = ~np.isin(ids, self.ids)
+        ids = np.concatenate([ids[kept], self.ids])
+        values = np.concatenate([values[kept], self.values])
+        return ordered(ids[values > floor], values[values > floor])

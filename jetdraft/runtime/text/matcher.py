@@ -8,21 +8,28 @@ same seed gives the same text with every draft.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from jetdraft.errors import OptionError
-from jetdraft.runtime.drafts.arrays import Float32s
+from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.sampling.processor import with_logits
+from jetdraft.runtime.sampling.processor import ENOUGH, changed, ordered
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 NEVER = np.float32(-1e30)
 """The logit of a forbidden token: finite, but so low that no noise makes it win."""
+
+
+FEW, MANY = 512, 4096
+"""Up to FEW allowed tokens it is cheap to look at each; with more than MANY it costs as
+much as to search the whole row."""
 
 
 class Matcher:
@@ -49,11 +56,8 @@ class Matcher:
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """The answer with forbidden tokens masked; `context` ends with the root."""
         self._commit(context)
-        logits = [
-            self._masked(row) if self._reach(path) else row
-            for row, path in zip(answer.logits, rows.paths, strict=True)
-        ]
-        return with_logits(answer, logits)
+        masks = [self._mask() if self._reach(p) else _FREE for p in rows.paths]
+        return changed(answer, masks)
 
     def forced(self, context: Sequence[int], count: int) -> list[int]:
         """The next tokens while only one token is allowed; at most `count`."""
@@ -116,12 +120,63 @@ class Matcher:
         read += fresh[:count]
         return count == len(fresh)
 
-    def _masked(self, logits: Float32s) -> Float32s:
-        """One row's logits, with `NEVER` for the tokens that may not come next."""
+    def _mask(self) -> Mask:
+        """Which tokens may come next."""
         from llguidance.numpy import fill_next_token_bitmask
 
         fill_next_token_bitmask(self._inner, self._bits, 0)
         self._check()
         bits = np.unpackbits(self._bits[0].view(np.uint8), bitorder="little")
-        allowed = bits[: self._size].astype(bool)
-        return np.where(allowed, np.maximum(logits, NEVER / 2), NEVER)
+        return Mask(bits[: self._size].view(np.bool_))
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The tokens that are `allowed`, bool [vocab]; a `Change` of one row."""
+
+    allowed: npt.NDArray[np.bool_]
+
+    def apply(self, logits: Float32s) -> None:
+        """Set the logits of forbidden tokens to `NEVER`."""
+        np.maximum(logits, NEVER / 2, out=logits)
+        logits[~self.allowed] = NEVER
+
+    def at(self, ids: Int64s, values: Float32s) -> Float32s:
+        """`NEVER` for the forbidden of the tokens."""
+        return np.where(self.allowed[ids], np.maximum(values, NEVER / 2), NEVER)
+
+    def best(self, answer: Answer, row: int) -> tuple[Int64s, Float32s] | None:
+        """All allowed tokens if they are few, or else the candidates among them.
+
+        After all allowed tokens come forbidden candidates, so that the last entry says
+        how good a token can be that is not here.
+        """
+        ids, values = answer.candidates[row], answer.candidate_logits[row]
+        kept, count = self.allowed[ids], np.count_nonzero(self.allowed)
+        if count > FEW and np.count_nonzero(kept) >= ENOUGH:
+            return ids[kept], values[kept]
+        if count > MANY:
+            return None
+        inside = np.flatnonzero(self.allowed)
+        logits = np.maximum(answer.logits[row, inside], NEVER / 2)
+        best, forbidden = ordered(inside, logits), ids[~kept]
+        never = np.full(len(forbidden), NEVER)
+        return np.append(best[0], forbidden), np.append(best[1], never)
+
+
+class _Free:
+    """No change: nothing depends on what follows a row that is forbidden itself."""
+
+    def apply(self, logits: Float32s) -> None:
+        """Leave the row as it is."""
+
+    def at(self, ids: Int64s, values: Float32s) -> Float32s:
+        """The logits as they are."""
+        return values
+
+    def best(self, answer: Answer, row: int) -> tuple[Int64s, Float32s]:
+        """The candidates as they are."""
+        return answer.candidates[row], answer.candidate_logits[row]
+
+
+_FREE = _Free()

@@ -7,12 +7,17 @@ once holds always. The bounds are the 99.99% points of chi-square.
 import numpy as np
 import pytest
 
-from jetdraft.runtime.drafts.noise import gumbel, uniforms
+from jetdraft.runtime.drafts.noise import BLOCK, exponentials, gumbel, quiet
 
 BINS = 64
 LIMIT_63 = 117.0  # chi-square, 63 degrees of freedom, p = 1e-4, rounded up
 POSITIONS = np.arange(400)[:, None]
 IDS = np.arange(1000)[None, :]
+
+
+def uniforms(seed, positions, ids):
+    """An exponential variate is -log of a uniform one."""
+    return np.exp(-exponentials(seed, positions, ids))
 
 
 def chi_square(counts):
@@ -71,3 +76,25 @@ def test_gumbel_moments():
     values = gumbel(1, POSITIONS, IDS)
     assert values.mean() == pytest.approx(0.5772, abs=0.01)
     assert values.var() == pytest.approx(np.pi**2 / 6, abs=0.02)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 255, 1000, 4 * BLOCK])
+@pytest.mark.parametrize("most", [1e-9, 1e-3, 0.1, 3.0])
+def test_quiet_tokens_are_those_below_the_limit(vocab_size, most):
+    positions = POSITIONS[:50]
+    values = exponentials(3, positions, np.arange(vocab_size)[None])
+    limits = np.full(50, most)
+    rows, ids = quiet(3, positions.ravel(), vocab_size, limits)
+    assert list(zip(rows, ids, strict=True)) == list(
+        zip(*np.nonzero(values < most), strict=True)
+    )
+
+
+@pytest.mark.parametrize("lag", [0, 1, 17])
+def test_independent_inside_a_block(lag):
+    """Any token can be the loudest of its block, and the others do not know which."""
+    values = exponentials(5, np.arange(40_000)[:, None], np.arange(64)[None])
+    winners = np.bincount(values.argmin(1), minlength=64)
+    assert chi_square(winners) < LIMIT_63
+    first, second = np.exp(-values[:, lag]), np.exp(-values[:, lag + 1])
+    assert chi_square(pair_counts(first, second)) < LIMIT_63

@@ -65,11 +65,11 @@ def test_a_missing_or_malformed_field_is_refused(field):
 
 
 def test_careful_times_replace_quick_ones():
-    """But a controller goes on planning with the widths that were there."""
+    """But no pass of decoding is wider than 16 rows."""
     curve = Curve({1: 10.0, 2: 11.0}, drafter=2.0, probe=0.3, drafts={"a": 1.0})
-    curve.take(Curve({2: 9.0, 3: 9.5}, {2: 12.0}, 0.7, drafts={"b": 4.0}))
+    curve.take(Curve({2: 9.0, 3: 9.5, 17: 30.0}, {2: 12.0}, 0.7, drafts={"b": 4.0}))
     expected = Curve(
-        {1: 10.0, 2: 9.0}, {2: 12.0}, 0.7, 0.3, 2.0, drafts={"a": 1.0, "b": 4.0}
+        {1: 10.0, 2: 9.0, 3: 9.5}, {2: 12.0}, 0.7, 0.3, 2.0, drafts={"a": 1.0, "b": 4.0}
     )
     assert curve == expected
 

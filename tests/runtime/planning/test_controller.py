@@ -344,3 +344,28 @@ def test_trees_cost_what_was_measured_of_trees():
     assert controller.curve.tree_ms(4, exact=True) == 9.0
     controller.curve.compaction = 1.0
     assert controller.curve.tree_ms(4, exact=False) == 10.0
+
+
+def test_each_evidence_has_a_rate_of_its_own():
+    """A long match is worth a long draft, however often short matches were wrong."""
+    free = Named("lookup")
+    passes = {w: 1 + 0.3 * (w - 1) for w in range(1, 17)}
+    acceptance = {"lookup": Acceptance()}
+    controller = Adaptive([free], Curve(passes), acceptance, range(1, 17), 15)
+    for _ in range(40):
+        wrong = outcome("lookup", drafted=1, width=2, ms=passes[2])
+        right = outcome("lookup", drafted=8, accepted=8, width=9, ms=passes[9])
+        controller.observe(wrong._replace(evidence=1))
+        controller.observe(right._replace(evidence=4))
+    # Nobody knows which evidence comes, and asking costs nothing.
+    assert controller.assign(15, {}).proposer is free
+    free.evidence = 1
+    assert controller.assign(15, {free: 8}) == PLAIN
+    free.evidence = 4
+    assert controller.assign(15, {free: 8}).budget == 8
+
+
+def test_rows_that_are_there_have_no_price():
+    controller = adaptive(slope=0.3, draft_ms=5.0)
+    assert controller.assign(15, {}) == PLAIN
+    assert controller.assign(15, {controller.proposers[0]: 2}).budget == 2

@@ -38,7 +38,7 @@ class Told(LookupProposer):
 
 def graph(model):
     entry = model.bundle.drafter
-    session = open_session(model.bundle.path / entry.file, "cpu", 1)
+    session = open_session(model.bundle.path / entry.file, "cpu")
     return Graph(StepSessions(session, entry.contract))
 
 

@@ -50,7 +50,7 @@ def test_rounds_of_others_are_caught_up(model, drafter):
 
 def test_a_drafter_that_is_the_target_is_always_right(model):
     entry = model.bundle.target
-    session = open_session(model.bundle.path / entry.file, "cpu", 1, spinning=False)
+    session = open_session(model.bundle.path / entry.file, "cpu")
     follower = Follower(Graph(StepSessions(session, entry.contract)))
     twin = DraftProposer(follower, name="twin")
     for options in ({}, {"temperature": 0.8, "seed": 4}):

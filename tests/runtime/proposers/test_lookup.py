@@ -49,3 +49,11 @@ def test_drafted_tokens_are_looked_up_and_forgotten():
     assert proposer.after([3, 4], 3) == [5, 9, 1]
     assert proposer.after([7], 3) == []
     assert proposer.propose([*context, 3], 2).tokens[1:] == [4, 5]
+
+
+def test_the_evidence_is_the_length_of_the_match_in_doublings():
+    text = list(range(100, 140))
+    proposer = LookupProposer()
+    for length, evidence in ((0, 0), (1, 1), (2, 2), (3, 2), (4, 3), (9, 4), (40, 5)):
+        proposer.propose([*text, 7, *text[20 - length // 2 :][:length]], 4)
+        assert proposer.evidence == evidence, length

@@ -115,7 +115,7 @@ def test_the_controller_branches_where_rows_are_free(model, monkeypatch, way, ex
     """Streams of which the controller thinks better than they deserve."""
     curve = Curve(dict.fromkeys(range(1, 17), 1.0), drafts={"stream": 0.0})
     monkeypatch.setattr(curve, "learn", lambda round_: None)
-    monkeypatch.setattr(model.parts, "curve", curve)
+    monkeypatch.setattr(model.parts, "_curve", curve)
     known = Acceptance()
     known.places.successes, known.places.trials = [500.0] * 4, [1000.0] * 4
     monkeypatch.setattr(known, "observe", lambda round_: None)
@@ -345,7 +345,7 @@ def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
 
 def test_where_probes_change_bits_an_exact_generation_has_none(model, monkeypatch):
     widths = replace(model.parts.widths, probes_agree=False)
-    monkeypatch.setattr(model.parts, "widths", widths)
+    monkeypatch.setattr(model.parts.survey, "widths", widths)
     with pytest.raises(OptionError, match="add --no-exact") as refusal:
         text(model, "stream")
     assert refusal.value.field == "method"

@@ -1,0 +1,112 @@
+"""Share of HumanEval tasks that a bundle still solves: a fixed 40 of them.
+
+    python benchmarks/human_eval.py BUNDLE... --json FILE
+
+Greedy answers through the chat template; drafting changes no text, so they come with
+"auto". The code of an answer runs with the task's tests in a process of its own, with
+limits of time, memory and files, and without the user's environment. It is code that a
+model wrote: run this where nothing can be broken.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+from real_prompts import TASK, human_eval
+
+import jetdraft
+
+COUNT = 40
+MAX_NEW_TOKENS = 384
+SECONDS = 10
+MEMORY = 1 << 30
+END = "all tests passed"
+PREAMBLE = "from typing import *\nimport math\n"
+
+
+def tasks() -> list[dict[str, str]]:
+    """The fixed tasks, in their order."""
+    whole = human_eval()
+    drawn = random.Random(40).sample(range(len(whole)), COUNT)
+    return [whole[number] for number in sorted(drawn)]
+
+
+def code_of(answer: str) -> str:
+    """The first block of code, or the whole answer without one."""
+    block = re.search(r"```(?:python)?\n(.*?)(?:```|\Z)", answer, re.DOTALL)
+    return block[1] if block else answer
+
+
+def solves(task: dict[str, str], answer: str) -> bool:
+    """Whether the answer's code passes the task's tests."""
+    program = "\n".join(
+        [
+            PREAMBLE,
+            task["prompt"],  # for an answer that has the body or its helpers only
+            "    pass\n",
+            code_of(answer),
+            task["test"],
+            f"check({task['entry_point']})",
+            f"print({END!r})",  # an answer may end the process before
+        ]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-c", program],
+                cwd=folder,
+                env={},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=2 * SECONDS,
+                preexec_fn=_limit,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return False
+    return done.returncode == 0 and done.stdout.endswith(END.encode() + b"\n")
+
+
+def _limit() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    resource.setrlimit(resource.RLIMIT_NPROC, (64, 64))
+
+
+def measure(bundle: Path) -> dict[str, object]:
+    """The tasks that a bundle solves."""
+    model = jetdraft.load(bundle)
+    solved = []
+    for number, task in enumerate(tasks(), start=1):
+        chat = [{"role": "user", "content": TASK.format(task["prompt"])}]
+        text = model.chat(chat, max_new_tokens=MAX_NEW_TOKENS, temperature=0.0).text
+        if solves(task, text):
+            solved.append(task["task_id"])
+        print(f"{bundle.name}: {len(solved)} of {number}", file=sys.stderr, flush=True)
+    return {"bundle": bundle.name, "solved": len(solved), "tasks": solved}
+
+
+@click.command()
+@click.argument("bundles", nargs=-1, type=click.Path(path_type=Path), required=True)
+@click.option("--json", "output", type=click.Path(path_type=Path))
+def main(bundles: tuple[Path, ...], output: Path | None) -> None:
+    """Count the solved tasks of all BUNDLES."""
+    assert all(solves(t, t["prompt"] + t["canonical_solution"]) for t in tasks())
+    rows = [measure(bundle) for bundle in bundles]
+    for row in rows:
+        print(f"{row['bundle']:32} {row['solved']} of {COUNT}")
+    if output is not None:
+        output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,359 @@
+"""Reads GGUF files: the format of llama.cpp, one file with everything in it.
+
+transformers maps the names of configs and weights, and says how llama.cpp has changed
+a weight. Matrices keep their integers where `gguf_types` knows their type; transformers
+changes those by the order of their rows only, if at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from gguf import GGML_QUANT_SIZES, GGUFReader, ReaderTensor, dequantize
+from transformers.modeling_gguf_pytorch_utils import (
+    GGUF_SUPPORTED_ARCHITECTURES,
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
+
+from jetdraft.checkpoints.gguf_tokenizer import ends_of_text, read_tokenizer
+from jetdraft.checkpoints.gguf_types import TYPES
+from jetdraft.checkpoints.packed import PackedWeights
+from jetdraft.errors import CheckpointError, JetdraftError, UnsupportedModelError
+from jetdraft.quant.blocks import Blocks
+
+HEAD, EMBEDDING = "output.weight", "token_embd.weight"
+ROTATIONS = "rope_freqs.weight"
+
+_ALIKE = 0.98
+"""The cosine above which head and embedding are two copies of one matrix. Two random
+matrices have 0, copies of 4 and 8 bits 0.997."""
+
+_SAMPLE = 64
+"""Rows of head and embedding that are compared."""
+
+_DAMAGED = (ValueError, IndexError, KeyError, TypeError, OverflowError, RuntimeError)
+"""What the reader raises for a file that is cut off."""
+
+Floats = npt.NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True)
+class GgufContents:
+    """Everything that a bundle takes from a GGUF file.
+
+    `dtype` is the type in which torch keeps the floats.
+
+        read_gguf("model.gguf").packed.blocks
+    """
+
+    config: Any
+    packed: PackedWeights
+    dtype: torch.dtype
+    tokenizer: str | None
+    chat_template: str | None
+
+
+def is_gguf(source: str) -> bool:
+    """Whether a source is a file; other checkpoints are folders or hub ids."""
+    return Path(source).is_file()
+
+
+def read_gguf(source: str) -> GgufContents:
+    """Read a file; raises `CheckpointError`, or `UnsupportedModelError` by name."""
+    with _as_checkpoint_error(source):
+        file = GgufFile(source)
+        config = file.config()
+        packed = file.weights(config)
+        template = file.field("tokenizer.chat_template")
+        return GgufContents(
+            config=config,
+            packed=packed,
+            dtype=file.dtype(),
+            tokenizer=file.tokenizer(),
+            chat_template=template if isinstance(template, str) else None,
+        )
+
+
+class GgufFile:
+    """An open GGUF file; its tensors are mapped into memory.
+
+    GgufFile("model.gguf").field("general.architecture")    # "llama"
+    """
+
+    def __init__(self, source: str) -> None:
+        path = Path(source)
+        if not path.is_file():
+            raise CheckpointError(f"no GGUF file at {source}; give a file, or a folder")
+        self.source, self.path = source, path
+        self.reader = GGUFReader(path)
+        self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
+        self.family = str(self.field("general.architecture"))
+        self._check()
+
+    def field(self, name: str) -> Any:
+        """The value of a field; None for a field that the file lacks."""
+        field = self.reader.get_field(name)
+        return None if field is None else field.contents()
+
+    def _check(self) -> None:
+        """Refuse files that cannot become one decoder."""
+        parts = self.field("split.count")
+        if parts is not None and parts > 1:
+            raise CheckpointError(
+                f"{self.source} is one of {parts} parts; join them with "
+                "llama-gguf-split --merge"
+            )
+        if self.family not in GGUF_SUPPORTED_ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"{self.source} is a {self.family!r} model, which transformers cannot "
+                "read from a GGUF file; export its Hugging Face folder"
+            )
+        if not self.tensors:
+            raise CheckpointError(f"{self.source} has no weights; give a whole model")
+        experts = [name for name in self.tensors if "_exps." in name]
+        if experts:
+            raise UnsupportedModelError(
+                f"{self.source} is a mixture of experts ({experts[0]}), which cannot "
+                "be read from a GGUF file; export its Hugging Face folder"
+            )
+
+    def tokenizer(self) -> str | None:
+        """The text of a tokenizer.json; None without a vocabulary."""
+        try:
+            return read_tokenizer(self.source, self.field)
+        except JetdraftError:
+            raise
+        except Exception as error:  # tokenizers raises bare exceptions
+            raise CheckpointError(
+                f"the tokenizer of {self.source} cannot be read ({error}); fetch the "
+                "file again"
+            ) from error
+
+    # --- the config -------------------------------------------------------------------
+
+    def config(self) -> Any:
+        """The config that transformers makes of the file, with what it leaves out."""
+        folder = self.path.absolute().parent
+        config = transformers.AutoConfig.from_pretrained(
+            str(folder), gguf_file=self.path.name
+        )
+        size = self.field(f"{self.family}.attention.key_length")
+        if size is not None and getattr(config, "head_dim", size) is not None:
+            config.head_dim = size
+        self._set_rotations(config)
+        config.tie_word_embeddings = self.tied
+        config.eos_token_id = ends_of_text(self.field) or None
+        return config
+
+    def _set_rotations(self, config: Any) -> None:
+        """Add the scaling of rotations, which transformers does not read."""
+        prefix = f"{self.family}.rope.scaling"
+        kind, factor = self.field(f"{prefix}.type"), self.field(f"{prefix}.factor")
+        scaling: dict[str, Any] = {}
+        if ROTATIONS in self.tensors:
+            scaling = self._llama3_scaling(config)
+        elif kind == "linear" and factor:
+            scaling = {"rope_type": "linear", "factor": factor}
+        elif kind == "yarn" and factor:
+            length = self.field(f"{prefix}.original_context_length")
+            scaling = {"rope_type": "yarn", "factor": factor}
+            scaling |= {"original_max_position_embeddings": length} if length else {}
+        elif kind not in (None, "none") and factor:
+            raise UnsupportedModelError(
+                f"{self.source} scales its rotations by {kind!r}, which is not known; "
+                "export its Hugging Face folder"
+            )
+        if scaling:
+            parameters = config.rope_parameters
+            parameters.get("full_attention", parameters).update(scaling)
+
+    def _llama3_scaling(self, config: Any) -> dict[str, Any]:
+        """Llama 3's scaling; llama.cpp stores the factor of each frequency only."""
+        stored = np.asarray(self.tensors[ROTATIONS].data, np.float32)
+        scaling = {
+            "rope_type": "llama3",
+            "factor": float(stored.max()),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        turns = 8192 / (2 * np.pi) * _frequencies(config)
+        smooth = ((turns - 1) / (4 - 1)).clip(0, 1)
+        expected = 1 / ((1 - smooth) / scaling["factor"] + smooth)
+        if len(stored) != len(expected) or not np.allclose(stored, expected, rtol=1e-3):
+            raise UnsupportedModelError(
+                f"{self.source} scales its rotations in another way than Llama 3; "
+                "export its Hugging Face folder"
+            )
+        return scaling
+
+    @property
+    def tied(self) -> bool:
+        """Whether head and embedding are one matrix.
+
+        A file may hold a tied matrix twice, with different integers.
+        """
+        if HEAD not in self.tensors:
+            return True
+        head, embedding = self.tensors[HEAD], self.tensors[EMBEDDING]
+        if tuple(head.shape) != tuple(embedding.shape):
+            return False
+        rows = np.linspace(0, len(head.data) - 1, _SAMPLE).astype(np.int64)
+        a, b = (
+            dequantize(tensor.data[rows], tensor.tensor_type).ravel()
+            for tensor in (head, embedding)
+        )
+        length = float(np.linalg.norm(a) * np.linalg.norm(b))
+        return length > 0 and float(a @ b) > _ALIKE * length
+
+    # --- the weights ------------------------------------------------------------------
+
+    def weights(self, config: Any) -> PackedWeights:
+        """All weights by their names in transformers, integers where they are kept."""
+        processor = TENSOR_PROCESSORS.get(self.family, TensorProcessor)(
+            config=config.to_dict()
+        )
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        names = get_gguf_hf_weights_map(model, processor)
+        packed = PackedWeights("gguf", {}, {}, {})
+        for tensor in self._needed(config):
+            name = names.get(tensor.name)
+            if name is None:
+                raise UnsupportedModelError(
+                    f"{self.source} has the weight {tensor.name!r}, which the "
+                    f"{self.family} models of transformers do not have; export its "
+                    "Hugging Face folder"
+                )
+            if config.tie_word_embeddings and tensor.name in (HEAD, EMBEDDING):
+                name = names[EMBEDDING]
+            self._add(packed, tensor, name, processor)
+        if config.tie_word_embeddings:
+            _name_as_head(packed, names[EMBEDDING], model)
+        return packed
+
+    def _needed(self, config: Any) -> Iterator[ReaderTensor]:
+        """The tensors to read: of two copies of a tied matrix, the finer one."""
+        spare = {ROTATIONS}
+        if config.tie_word_embeddings and HEAD in self.tensors:
+            copies = [self.tensors[name] for name in (HEAD, EMBEDDING)]
+            spare.add(min(reversed(copies), key=_bits).name)
+        return (t for name, t in self.tensors.items() if name not in spare)
+
+    def _add(
+        self, packed: PackedWeights, tensor: ReaderTensor, name: str, processor: Any
+    ) -> None:
+        """Add one tensor, as integers if they can be kept, else as floats."""
+        blocks = self._blocks(tensor, processor)
+        if blocks is not None:
+            packed.blocks[name] = blocks
+            packed.forms[name] = TYPES[tensor.tensor_type.name].form
+            packed.floats[name] = torch.from_numpy(blocks.floats.T).half()
+            return
+        try:
+            floats = dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError:
+            raise UnsupportedModelError(
+                f"{self.source} has weights of the type {tensor.tensor_type.name}, "
+                "which cannot be read; choose another quantization of the model"
+            ) from None
+        parameters: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
+        result = processor.process(
+            weights=floats,
+            name=tensor.name,
+            tensor_key_mapping={},
+            parsed_parameters=parameters,
+        )
+        packed.floats.update(parameters["tensors"])
+        if result.name is not None:
+            changed = np.array(result.weights, np.float32, order="C")
+            small = tensor.tensor_type.name not in ("F32", "BF16")
+            whole = torch.from_numpy(changed)
+            packed.floats[name] = whole.half() if small else whole
+
+    def _blocks(self, tensor: ReaderTensor, processor: Any) -> Blocks | None:
+        """The integers of a matrix; None if its type cannot be kept, or its layout."""
+        if len(tensor.shape) != 2 or tensor.tensor_type.name not in TYPES:
+            return None
+        # What becomes of the numbers of the rows is what becomes of the rows.
+        rows = np.arange(len(tensor.data))[:, None]
+        try:
+            result = processor.process(
+                weights=rows, name=tensor.name, parsed_parameters={"tensors": {}}
+            )
+        except (ValueError, IndexError, TypeError):
+            return None
+        order = result.weights
+        if result.name != tensor.name or order.shape != rows.shape:
+            return None
+        ordered = np.sort(order, axis=0)
+        if not np.array_equal(ordered, rows):
+            return None
+        blocks = TYPES[tensor.tensor_type.name].read(tensor.data[order[:, 0]])
+        if not np.isfinite(blocks.scales).all():
+            raise CheckpointError(
+                f"the weight {tensor.name} of {self.source} has scales that are not "
+                "finite; fetch the file again"
+            )
+        return blocks
+
+    def dtype(self) -> torch.dtype:
+        """The type of the matrices that are stored as floats; half without any."""
+        types = {
+            tensor.tensor_type.name
+            for tensor in self.tensors.values()
+            if len(tensor.shape) == 2
+        }
+        if "F32" in types or {"F16", "BF16"} <= types:
+            return torch.float32
+        return torch.bfloat16 if "BF16" in types else torch.float16
+
+
+def _name_as_head(packed: PackedWeights, embedding: str, model: Any) -> None:
+    """Give the integers of a tied matrix the name of the head, as in the graph."""
+    if embedding not in packed.blocks:
+        return
+    head = model.get_output_embeddings()
+    name = next(name for name, module in model.named_modules() if module is head)
+    packed.blocks[f"{name}.weight"] = packed.blocks.pop(embedding)
+    packed.forms[f"{name}.weight"] = packed.forms.pop(embedding)
+
+
+def _bits(tensor: ReaderTensor) -> float:
+    """The bits of a weight."""
+    weights, size = GGML_QUANT_SIZES[tensor.tensor_type]
+    return float(8 * size / weights)
+
+
+def _frequencies(config: Any) -> Floats:
+    """The frequencies of rotations, in turns of 2 pi per token times 2 pi."""
+    size = config.head_dim or config.hidden_size // config.num_attention_heads
+    powers = np.arange(0, size, 2) / size
+    theta = config.rope_parameters["rope_theta"]
+    return np.asarray(theta**-powers)
+
+
+@contextmanager
+def _as_checkpoint_error(source: str) -> Iterator[None]:
+    """Turn the reader's errors into `CheckpointError`s of one line."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {source} ({error.strerror or error}); check the file"
+        ) from error
+    except _DAMAGED as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{source} is no GGUF file, or is cut off ({reason}); fetch it again"
+        ) from error

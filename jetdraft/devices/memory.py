@@ -1,0 +1,138 @@
+"""Advice to Linux about this process's memory; on other systems it does nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+_DONTNEED, _HUGE, _COLLAPSE = 4, 14, 25
+"""Linux's numbers of MADV_DONTNEED, MADV_HUGEPAGE and MADV_COLLAPSE."""
+
+HUGE_PAGE = 1 << 21
+_STEP = 16 * HUGE_PAGE
+"""Bytes that one call moves; meanwhile no other thread can map memory."""
+
+_ENTRY = 8
+"""Bytes of a page's entry in /proc/self/pagemap; its highest bit says: in memory."""
+
+_LEAST = 2 * HUGE_PAGE
+"""The bytes of the smallest mapping that is moved."""
+
+_MAPPING = re.compile(
+    r"^(?P<first>[0-9a-f]+)-(?P<end>[0-9a-f]+) \S+ \S+ \S+ (?P<file>\d+)"
+    r" *(?P<path>.*)$"
+    r"(?:\n(?!Rss)[A-Z].*)*\nRss: +(?P<resident>\d+) kB"
+    r"(?:\n(?!Anonymous)[A-Z].*)*\nAnonymous: +(?P<written>\d+) kB"
+    r"(?:\n(?!AnonHuge)[A-Z].*)*\nAnonHugePages: +(?P<huge>\d+) kB",
+    re.MULTILINE,
+)
+"""A mapping in /proc/self/smaps."""
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    """A range of addresses, and its sizes in bytes.
+
+    `path` is the mapped file, "" for memory without a file. `written` bytes differ
+    from the file, and `huge` bytes lie in huge pages.
+    """
+
+    first: int
+    end: int
+    path: str
+    resident: int
+    written: int
+    huge: int
+
+    def is_there(self) -> bool:
+        """Whether these addresses still show this file."""
+        place = f"^{self.first:08x}-{self.end:08x} .* {re.escape(self.path)}$"
+        return bool(re.search(place, _text("/proc/self/maps"), re.MULTILINE))
+
+
+def _mappings() -> Iterator[_Mapping]:
+    """All mapped ranges of this process."""
+    for found in _MAPPING.finditer(_text("/proc/self/smaps")):
+        sizes = (1024 * int(found[key]) for key in ("resident", "written", "huge"))
+        path = found["path"] if int(found["file"]) else ""
+        yield _Mapping(int(found["first"], 16), int(found["end"], 16), path, *sizes)
+
+
+def _text(file: str) -> str:
+    """A file of Linux; "" on other systems, and where a sandbox hides it."""
+    try:
+        return Path(file).read_text("utf-8", "surrogateescape")
+    except OSError:
+        return ""
+
+
+def _advise(first: int, end: int, advice: int) -> bool:
+    """Advise Linux about a range of addresses; False if it refuses."""
+    size = ctypes.c_size_t(end - first)
+    done = ctypes.CDLL(None).madvise(ctypes.c_void_p(first), size, advice)
+    return int(done) == 0
+
+
+def release(folder: Path) -> int:
+    """Take the mapped files of a folder out of resident memory; returns the bytes.
+
+    A page that is read later comes back from its file. A mapping that was written to
+    stays as it is.
+
+        release(Path("bundle"))
+    """
+    released, folder = 0, folder.resolve()
+    for mapping in _mappings():
+        if not mapping.path or Path(mapping.path).parent != folder or mapping.written:
+            continue
+        # Another thread may have closed a session since, and mapped other memory.
+        if mapping.is_there() and _advise(mapping.first, mapping.end, _DONTNEED):
+            released += mapping.resident
+    return released
+
+
+def gather() -> int:
+    """Move large, filled memory of this process into huge pages; returns the bytes.
+
+    A pass reads all weights, and for each page of 4 KB the processor looks up an
+    address. Linux before 6.1 cannot move memory: only new pages become huge there.
+
+        gather()
+    """
+    gathered = 0
+    for mapping in _mappings():
+        size = mapping.end - mapping.first
+        if mapping.path or size < _LEAST or 2 * mapping.huge > size:
+            continue
+        first = -(-mapping.first // HUGE_PAGE) * HUGE_PAGE
+        end = mapping.end // HUGE_PAGE * HUGE_PAGE
+        for start in range(first, end, _STEP):
+            stop = min(start + _STEP, end)
+            # What was never touched must not grow. A mapping may have such parts:
+            # Linux joins neighbours.
+            if _present(start, stop) >= 0.75:
+                _advise(start, stop, _HUGE)
+                gathered += (stop - start) * _advise(start, stop, _COLLAPSE)
+    return gathered
+
+
+def _present(first: int, end: int) -> float:
+    """The share of a range's pages that are in memory; 0 where nobody says."""
+    try:
+        with Path("/proc/self/pagemap").open("rb") as file:
+            file.seek(first // mmap.PAGESIZE * _ENTRY)
+            entries = file.read((end - first) // mmap.PAGESIZE * _ENTRY)
+    except OSError:
+        return 0.0
+    pages = memoryview(entries).cast("Q")
+    return sum(page >> 63 for page in pages) / max(len(pages), 1)
+
+
+def gather_meanwhile() -> None:
+    """Call `gather` in a thread, since it takes seconds for a billion weights."""
+    Thread(target=gather, name="jetdraft-gather", daemon=True).start()

@@ -1,0 +1,171 @@
+"""How far quantized weights move a model from itself: KL divergence over a text.
+
+The weights are replaced by the floats that their integers stand for, so everything is
+computed in floats; int8 activations add to the divergence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from jetdraft.errors import OptionError
+from jetdraft.quant.algorithms import quantize
+from jetdraft.quant.blocks import Blocks, Floats
+from jetdraft.quant.calibration import Windows
+from jetdraft.recipe import HEAD, SYMMETRIC, Recipe, Unit, unit_of
+
+TOKENS = 512
+"""The most tokens of the text that are compared; their logits stay in memory."""
+
+BATCH = 256
+"""Tokens that the model reads at once, about: weights may be converted each time."""
+
+
+class Divergence:
+    """Measures recipes on a torch model, whose units are its layers and its head.
+
+    `moments` are the result of `second_moments`, for algorithms that need them.
+
+        Divergence(model, windows, {}).of(Recipe("int4", 32))   # nats per token
+    """
+
+    def __init__(
+        self, model: Any, windows: Windows, moments: Mapping[str, Floats]
+    ) -> None:
+        self.model = model
+        self.moments = moments
+        length = min(TOKENS, windows.ids.shape[1])
+        ids = windows.ids[: TOKENS // min(windows.scored, length), :length]
+        self.batches = torch.split(ids, max(1, BATCH // length))
+        self.scored = min(windows.scored, length)
+        self.units: dict[Unit, dict[str, torch.nn.Linear]] = {}
+        head = model.get_output_embeddings()
+        for name, layer in model.named_modules():
+            if isinstance(layer, torch.nn.Linear):
+                unit = HEAD if layer is head else unit_of(name)
+                self.units.setdefault(unit, {})[f"{name}.weight"] = layer
+            else:
+                _check_measurable(name, layer)
+        self._blocks: dict[tuple[str, Recipe], Blocks] = {}
+        self._full = [self._logs(ids) for ids in self.batches]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are compared."""
+        return self.scored * sum(len(ids) for ids in self.batches)
+
+    def of(self, recipe: Recipe) -> float:
+        """The mean KL of a whole recipe, in nats per token."""
+        return self.of_units({unit: recipe.of_unit(unit) for unit in self.units})
+
+    def of_units(
+        self, recipes: Mapping[Unit, Recipe], batches: int | None = None
+    ) -> float:
+        """The mean KL when only these units are quantized; over the first `batches`."""
+        total, rows = 0.0, 0
+        with self._quantized(recipes):
+            for full, ids in zip(self._full[:batches], self.batches, strict=False):
+                logs = self._logs(ids)
+                total += float((full.exp() * (full - logs)).sum())
+                rows += len(full)
+        return total / rows
+
+    def overlap(self, recipe: Recipe, other: Divergence) -> float:
+        """The mean of sum(min(p, q)) with this model's q and another model's p.
+
+        It is the share of drafted tokens that a target accepts (Leviathan et al.,
+        2211.17192, corollary 3.6). Both must read the same text.
+        """
+        total, rows = 0.0, 0
+        with self._quantized({unit: recipe.of_unit(unit) for unit in self.units}):
+            for full, ids in zip(other._full, self.batches, strict=True):
+                own = self._logs(ids)
+                width = min(full.shape[1], own.shape[1])  # vocabularies may be padded
+                total += float(
+                    torch.minimum(full[:, :width], own[:, :width]).exp().sum()
+                )
+                rows += len(full)
+        return total / rows
+
+    def bytes_of(self, recipe: Recipe) -> int:
+        """The bytes of all matrices and their scales."""
+        return sum(
+            self.bytes_of_unit(unit, recipe.of_unit(unit)) for unit in self.units
+        )
+
+    def bytes_of_unit(self, unit: Unit, recipe: Recipe) -> int:
+        """The bytes of one unit's matrices and their scales."""
+        return sum(_bytes(layer, recipe) for layer in self.units[unit].values())
+
+    def forget(self) -> None:
+        """Let go of the integers of the recipes that were measured."""
+        self._blocks.clear()
+
+    def _blocks_of(self, name: str, layer: torch.nn.Linear, recipe: Recipe) -> Blocks:
+        key = name, recipe
+        if key not in self._blocks:
+            matrix = layer.weight.detach().float().numpy().T
+            self._blocks[key] = quantize(matrix, recipe, self.moments.get(name))
+        return self._blocks[key]
+
+    @contextmanager
+    def _quantized(self, recipes: Mapping[Unit, Recipe]) -> Iterator[None]:
+        """Replace weights by the floats that their integers stand for."""
+        originals = []
+        try:
+            for unit, recipe in recipes.items():
+                for name, layer in self.units[unit].items():
+                    if recipe.bits is None:
+                        continue
+                    blocks = self._blocks_of(name, layer, recipe)
+                    originals.append((layer, layer.weight.data))
+                    layer.weight.data = _like(layer.weight, blocks.floats.T)
+            yield
+        finally:
+            # Backwards, since two layers may share a weight.
+            for layer, original in reversed(originals):
+                layer.weight.data = original
+
+    def _logs(self, ids: torch.Tensor) -> torch.Tensor:
+        """The log probabilities of a batch's compared tokens, float32 [n, vocab]."""
+        with torch.no_grad():
+            logits = self.model(ids, use_cache=False).logits[:, -self.scored :]
+        logs: torch.Tensor = logits.flatten(0, 1).float().log_softmax(-1)
+        return logs
+
+
+def _like(weight: torch.Tensor, values: Floats) -> torch.Tensor:
+    """Floats in as many bytes as a weight's: more would double the model's memory.
+
+    Halves, not bfloat16, which cannot hold the integers of eight bits.
+    """
+    half = weight.dtype.itemsize == torch.half.itemsize
+    return torch.from_numpy(values).to(torch.half if half else weight.dtype)
+
+
+def _check_measurable(name: str, module: torch.nn.Module) -> None:
+    """Refuse matrices outside of linear layers, since no unit contains them."""
+    weights = module.named_parameters(recurse=False)
+    matrices = [weight_name for weight_name, weight in weights if weight.dim() > 1]
+    if matrices and not isinstance(module, torch.nn.Embedding):
+        raise OptionError(
+            f"{name}.{matrices[0]} is not in a linear layer, so its sensitivity "
+            "cannot be measured; leave the limit out"
+        )
+
+
+def _bytes(layer: torch.nn.Linear, recipe: Recipe) -> int:
+    """The bytes of a layer's integers, float32 scales and zeros, or of its floats."""
+    columns, rows = layer.weight.shape
+    if recipe.bits is None:
+        return columns * rows * torch.float32.itemsize
+    blocks = -(-rows // recipe.block_size)
+    integers = columns * blocks * recipe.block_size * recipe.bits // 8
+    zeros = 0
+    if recipe.algorithm not in SYMMETRIC:
+        zeros = columns * -(-blocks * recipe.bits // 8)
+    return integers + columns * blocks * torch.float32.itemsize + zeros

@@ -1,0 +1,377 @@
+"""Proves widths of a target one by one, and times their passes on the way.
+
+The first generation on a machine waits only for `begin`, which compares a few widths.
+The others are compared while nobody generates, or by `finish`. An exact generation uses
+a width only after its rows had the bits of the exact class at all places.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from threading import RLock
+
+import numpy as np
+
+from jetdraft.contract import WIDEST, StepContract
+from jetdraft.runtime.drafts.probes import NO_PROBING, Probing
+from jetdraft.runtime.measured.curve import Curve
+from jetdraft.runtime.measured.idle import StoppedError
+from jetdraft.runtime.measured.places import (
+    decoding_widths,
+    filled,
+    place,
+    room,
+    settle,
+    tokens_of,
+)
+from jetdraft.runtime.measured.profiles import Profiles
+from jetdraft.runtime.measured.widths import Widths, prefill_widths
+from jetdraft.runtime.passes.graph import Graph
+
+FIRST = (2, 4)
+"""The widths that the first generation waits for, if they agree."""
+
+NEXT = (8, 6, 3)
+"""The widths that come after these, before all others."""
+
+LEAST_ROWS = 8
+"""The rows that are compared at each place, at least."""
+
+FIRST_MS = 1500.0
+"""Before the first token, widths are compared for this long at most, beyond `FIRST`."""
+
+PROBE_TURNS, DRAFTER_TURNS = 5, 3
+
+_SMALLEST = float(np.finfo(np.float32).tiny)
+
+Way = tuple[Probing, bool]
+"""How to run a chain: the probes of its rows, and whether the pass is one for trees."""
+
+PLAIN: Way = (NO_PROBING, False)
+
+
+def _never() -> bool:
+    return False
+
+
+def _say_nothing() -> None:
+    pass
+
+
+class Survey:
+    """What is known of a target's widths and pass times; `step` finds out more.
+
+    `profiles` keeps the results; `announce` is called before the first are measured.
+
+        survey = Survey(target, drafter, profiles)
+        survey.widths.exact     # [2, 4], after about 20 passes
+        survey.finish()
+    """
+
+    def __init__(
+        self, target: Graph, drafter: Graph | None, profiles: Profiles | None = None
+    ) -> None:
+        self.target, self.drafter, self.profiles = target, drafter, profiles
+        self.announce: Callable[[], None] = _say_nothing
+        self._must_stop: Callable[[], bool] = _never
+        self._lock = RLock()
+        self._starts: list[int] = []
+        stored = None if profiles is None else profiles.stored()
+        self._widths: Widths | None = stored[0] if stored else None
+        self._is_begun = stored is not None
+        self._curve = stored[1] if stored else Curve({})
+        self._gaps: dict[frozenset[int], float] = {}
+
+    @property
+    def widths(self) -> Widths:
+        """What is known of the widths; the first call measures."""
+        if not self._is_begun:  # asked first: a step holds the lock for long
+            self.begin()
+        assert self._widths is not None
+        return self._widths
+
+    @widths.setter
+    def widths(self, widths: Widths) -> None:
+        self._widths = widths
+
+    @property
+    def curve(self) -> Curve:
+        """The times of passes; the first call measures."""
+        if not self._is_begun:
+            self.begin()
+        return self._curve
+
+    @property
+    def left(self) -> int:
+        """The number of steps that `finish` still has to do."""
+        return len(self.widths.untried) + (self.widths.prefills_agree is None)
+
+    def begin(self) -> None:
+        """Compare and time the first widths, unless that was done before."""
+        with self._lock:
+            if self._widths is not None:
+                return
+            self.announce()
+            start = time.perf_counter()
+            self.target.prepare(exact=True)
+            with filled(self.target) as self._starts:
+                widths = self._first()
+                self._curve.probe = self._probe_ms()
+            if self.drafter is not None:
+                self._curve.drafter = self._drafter_ms(self.drafter)
+            self._widths = widths
+            until = 1e-3 * FIRST_MS + start
+            while self.left and time.perf_counter() + self._next_seconds() <= until:
+                self._next()
+            self._keep()
+            # Until now no other thread may claim the buffers.
+            self._is_begun = True
+
+    def step(self, must_stop: Callable[[], bool] = _never) -> bool:
+        """Find out one thing more; False when nothing is left.
+
+        Raises `StoppedError` between two passes once `must_stop()` is true.
+        """
+        with self._lock:
+            if not self.left:
+                return False
+            self._must_stop = must_stop
+            try:
+                self._next()
+            finally:
+                self._must_stop = _never
+            self._keep()
+            return True
+
+    def finish(self) -> None:
+        """Do all steps that are left."""
+        while self.step():
+            pass
+
+    def again(self) -> None:
+        """Measure everything anew; the largest class becomes the exact class."""
+        with self._lock:
+            self._widths, self._curve, self._gaps = None, Curve({}), {}
+            self._is_begun = False
+            self.begin()
+            self.finish()
+            first_exact = self.widths.exact
+            known = replace(self.widths, base=None)
+            gaps = self._gaps_of(known)
+            classes = sorted(sorted(members) for members in known.classes)
+            self._widths = replace(known, classes=classes, gaps=gaps)
+            if self._widths.exact != first_exact:
+                self._prove_again()
+            self._keep()
+
+    def _prove_again(self) -> None:
+        """Compare again what was compared for another exact class."""
+        with filled(self.target) as self._starts:
+            known = self._with_ways(self.widths)
+            self._widths = replace(known, prefills_agree=all(self._prefills()))
+
+    def _keep(self) -> None:
+        if self.profiles is not None:
+            self.profiles.keep_survey(self.widths, self._curve)
+
+    def _next_seconds(self) -> float:
+        """A guess of the time of the next step."""
+        known, curve, places = self.widths, self._curve, len(self._starts)
+        widest = known.exact[-1]
+        if known.untried:
+            width = known.untried[0]
+            rows = max(LEAST_ROWS, width)
+            pairs = [(width, -(-rows // width)), (widest, -(-rows // widest))]
+        else:
+            wide = prefill_widths(self.target.contract)
+            pairs = [(w, 1) for w in wide] + [(widest, sum(wide) // widest)]
+        return 1e-3 * places * sum(curve.pass_ms(w) * passes for w, passes in pairs)
+
+    def _first(self) -> Widths:
+        """Compare the first widths until two agree; their class becomes exact."""
+        widths = decoding_widths(self.target)
+        order = sorted(widths, key=(*FIRST, *NEXT, *widths).index)
+        known = Widths([], {}, untried=tuple(order))
+        self._logits(self._starts[0], order[0], order[0])  # a lone width is timed too
+        while known.untried and (not known.classes or len(known.exact) < 2):
+            known = self._compared(known)
+        known = replace(known, base=known.exact[0])
+        return self._with_ways(replace(known, gaps=self._gaps_of(known)))
+
+    def _with_ways(self, known: Widths) -> Widths:
+        """What is known, and whether the exact class keeps its bits in all ways."""
+        contract, exact = self.target.contract, known.exact
+        return replace(
+            known,
+            probes_agree=all(self._agrees(w, probe_ways(contract)) for w in exact),
+            trees_agree=all(self._agrees(w, self._tree_ways) for w in exact),
+        )
+
+    def _next(self) -> None:
+        """Compare the next width, or at last the passes that read prompts."""
+        known = self.widths
+        with filled(self.target) as self._starts:
+            if known.untried:
+                known = self._compared(known)
+                self._widths = replace(known, gaps=self._gaps_of(known))
+            else:
+                agree = all(self._prefills())
+                self._widths = replace(known, prefills_agree=agree)
+
+    def _compared(self, known: Widths) -> Widths:
+        """Compare the next width, which joins the class whose bits it gives."""
+        width, *untried = known.untried
+        exact = known.exact if known.classes else []
+        for members in sorted(known.classes, key=lambda m: sorted(m) != exact):
+            gap = self._gap(max(members), width)
+            self._gaps[frozenset((members[0], width))] = gap
+            if gap == 0.0 and self._may_join(known, members, width):
+                joined = [[*m, width] if m is members else m for m in known.classes]
+                break
+        else:
+            joined = [*known.classes, [width]]
+        gaps = {**known.gaps, width: 0.0}
+        return replace(known, classes=joined, gaps=gaps, untried=tuple(untried))
+
+    def _may_join(self, known: Widths, members: list[int], width: int) -> bool:
+        """Whether a width with the bits of a class also keeps what else is promised."""
+        # In half precision a pass over one row often gives the bits of wider passes,
+        # but not always: 6 rows of 318 differed (docs/log/exactness.md).
+        alone = width == 1 or members == [1]
+        if alone and self.target.contract.dtype != "float32":
+            return False
+        if known.base not in members:
+            return True
+        ways = probe_ways(self.target.contract) if known.probes_agree else []
+        trees = self._tree_ways if known.trees_agree else []
+        return self._agrees(width, [*ways, *trees])
+
+    def _gaps_of(self, known: Widths) -> dict[int, float]:
+        """The gap of each width to the exact class, as its first members had it."""
+        exact = next(m for m in known.classes if sorted(m) == known.exact)
+        gaps = dict.fromkeys(exact, 0.0)
+        for members in known.classes:
+            pair = frozenset((exact[0], members[0]))
+            for width in members:
+                gap = self._gaps.get(pair, known.gaps[members[0]])
+                gaps.setdefault(width, gap)
+        return gaps
+
+    def _gap(self, one: int, other: int) -> float:
+        """The largest difference between the logits of two widths; 0 for equal bits."""
+        rows = min(max(LEAST_ROWS, one, other), room(self.target, self._starts))
+        gap = 0.0
+        for start in self._starts:
+            logits, others = (self._logits(start, rows, w) for w in (one, other))
+            if not np.array_equal(logits, others):
+                # NaN and differences below the smallest number count too.
+                gap = max(gap, float(np.nanmax(np.abs(logits - others))), _SMALLEST)
+        return gap
+
+    def _logits(self, start: int, rows: int, width: int) -> np.ndarray:
+        """The logits of rows from a start, in passes of one width.
+
+        The last pass may overlap the pass before, so that every pass has that width.
+        """
+        tokens = tokens_of(self.target, rows)
+        logits = np.zeros((rows, self.target.contract.vocab_size), np.float32)
+        for end in [*range(width, rows, width), rows]:
+            first = end - width
+            logits[first:end] = self._run(start + first, tokens[first:end], PLAIN)
+        return logits
+
+    def _run(
+        self, start: int, tokens: list[int], way: Way, last_only: bool = False
+    ) -> np.ndarray:
+        """The logits of one pass; the shortest time of each width is kept."""
+        if self._must_stop():
+            raise StoppedError
+        graph, (probing, branching) = self.target, way
+        place(graph, start)
+        run = partial(graph.run, tokens, last_only, probing=probing)
+        if branching:
+            depths = range(len(tokens))
+            ancestors = [list(range(row)) for row in depths]
+            run = partial(
+                graph.run_branches, tokens, depths, ancestors, probing=probing
+            )
+        settle(graph, run)
+        before = graph.seconds
+        logits = run().logits
+        ms, passes = 1e3 * (graph.seconds - before), self._curve.passes
+        if way == PLAIN and len(tokens) <= WIDEST:
+            passes[len(tokens)] = min(ms, passes.get(len(tokens), ms))
+        return logits
+
+    def _agrees(self, width: int, ways: list[Way]) -> bool:
+        """Whether rows that run in other ways have the bits of a chain pass."""
+        tokens = tokens_of(self.target, width)
+        for start in self._starts if ways else []:
+            chain = self._run(start, tokens, PLAIN).copy()
+            for way in ways:
+                if not np.array_equal(chain, self._run(start, tokens, way)):
+                    return False
+        return True
+
+    @property
+    def _tree_ways(self) -> list[Way]:
+        """One session runs chains and trees alike, so their rows have the same bits."""
+        sessions = self.target.sessions
+        return [] if sessions.chain is sessions.any else [(NO_PROBING, True)]
+
+    def _prefills(self) -> Iterator[bool]:
+        """Whether passes that read a prompt leave the rows that decoding leaves."""
+        graph, step = self.target, self.widths.exact[-1]
+        for start in self._starts:
+            for wide in prefill_widths(graph.contract):
+                if wide > graph.contract.capacity - start:
+                    continue
+                self._run(start, tokens_of(graph, wide), PLAIN, last_only=True)
+                whole = _kept(graph, start, wide)
+                self._logits(start, wide, step)
+                yield all(map(np.array_equal, whole, _kept(graph, start, wide)))
+
+    @staticmethod
+    def _drafter_ms(drafter: Graph) -> float:
+        """The shortest time of a pass over one row; the buffers stay nearly empty."""
+        seconds = []
+        for _ in range(DRAFTER_TURNS):
+            before = drafter.seconds
+            drafter.run([0])
+            seconds.append(drafter.seconds - before)
+        return 1e3 * min(seconds)
+
+    def _probe_ms(self) -> float:
+        """The milliseconds that one probe adds to a pass of two rows."""
+        graph, streams, shortest = self.target, self.target.contract.streams, []
+        if not streams:
+            return 0.0
+        place(graph, self._starts[0])
+        for probing in (NO_PROBING, Probing(streams)):
+            times = []
+            for _ in range(PROBE_TURNS):
+                before = graph.seconds
+                graph.run([0, 0], probing=probing)
+                times.append(graph.seconds - before)
+            shortest.append(min(times))
+        return 1e3 * max(shortest[1] - shortest[0], 0.0) / (2 * streams)
+
+
+def _kept(graph: Graph, start: int, rows: int) -> list[np.ndarray]:
+    """Copies of the keys and values of some rows, one array for each buffer."""
+    buffers = graph.cache.buffers.values()
+    return [b.numpy()[:, :, start : start + rows].copy() for b in buffers]
+
+
+def probe_ways(contract: StepContract) -> list[Way]:
+    """Probes of every row or of the last row only, in passes for chains and trees."""
+    if not contract.streams:
+        return []
+    return [
+        (Probing(contract.streams, last_only), branching)
+        for branching in ((False, True) if contract.tree else (False,))
+        for last_only in (False, True)
+    ]

@@ -1,0 +1,253 @@
+"""GGUF files: what is read of them is what llama.cpp's converter put into them."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import onnx
+import pytest
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Type
+from gguf import quants
+from onnx import numpy_helper
+
+import jetdraft
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.gguf_types import TYPES
+from jetdraft.errors import UnsupportedModelError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from tests.cli.running import jetdraft as command
+from tests.ggufs import one, write_gguf
+from tests.tiny import SIZES, llama_config
+
+IDS = list(range(5, 29))
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def mixed(name):
+    """As a file of llama.cpp has them: the head is finer, another matrix is left."""
+    if "down_proj" in name:
+        return Type.F16
+    return Type.Q6_K if "v_proj" in name else Type.Q4_K
+
+
+WIDE = {**SIZES, "num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256}
+CASES = {
+    "llama Q4_0": ("llama", llama_config(num_hidden_layers=2), one(Type.Q4_0)),
+    "llama mixed": (
+        "llama",
+        transformers.LlamaConfig(**WIDE, tie_word_embeddings=True),
+        mixed,
+    ),
+    "llama Q5_K": (
+        "llama",
+        transformers.LlamaConfig(**WIDE, tie_word_embeddings=True),
+        one(Type.Q5_K),
+    ),
+    "qwen2 Q5_0": ("qwen2", transformers.Qwen2Config(**SIZES), one(Type.Q5_0)),
+    "qwen3 Q4_1": (
+        "qwen3",
+        transformers.Qwen3Config(**SIZES, head_dim=32),
+        one(Type.Q4_1),
+    ),
+    "gemma3 Q8_0": (
+        "gemma3",
+        transformers.Gemma3TextConfig(
+            **SIZES, head_dim=32, sliding_window=8, query_pre_attn_scalar=256
+        ),
+        one(Type.Q8_0),
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    """A file, the model that was written, and the bundle."""
+    family, config, kinds = CASES[request.param]
+    folder = tmp_path_factory.mktemp("gguf")
+    written = write_gguf(folder / "model.gguf", config, kinds, family)
+    options = ExportOptions(Recipe("none"), capacity=64, max_width=32)
+    export(str(written.path), folder / "bundle", None, options)
+    return written, folder / "bundle"
+
+
+def logits_of(model):
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        return model(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
+
+
+def test_the_model_is_the_one_that_was_written(case):
+    written, _ = case
+    found = logits_of(Checkpoint.load(str(written.path), torch.float32).model)
+    expected = logits_of(written.model)
+    exact = all(
+        TYPES[kind.name].form.endswith("exact") for kind in written.types.values()
+    )
+    assert (found - expected).std() < (0.002 if exact else 0.06) * expected.std()
+
+
+def test_the_bundle_computes_what_the_file_stands_for(case):
+    written, bundle = case
+    expected = logits_of(written.model)
+    with jetdraft.load(bundle) as model:
+        found = model.parts.target.run(IDS).logits
+    assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] > 0.999
+    assert (found.argmax(-1) == expected.argmax(-1)).mean() > 0.8
+
+
+def test_all_integers_are_in_the_bundle(case):
+    """Those of each matrix that was not left as floats, without a table of its own."""
+    written, bundle = case
+    tied = written.model.config.tie_word_embeddings
+    expected = {
+        name: TYPES[written.types[name].name].read(data).packed
+        for name, data in written.data.items()
+        if tied or "embed_tokens" not in name
+    }
+    graph = onnx.load(bundle / "target.onnx").graph
+    constants = {each.name: numpy_helper.to_array(each) for each in graph.initializer}
+    products = [n.input[1] for n in graph.node if n.op_type == "MatMulNBits"]
+    rows = {row.tobytes() for name in products for row in constants[name]}
+    for name, matrix in expected.items():
+        assert all(row.tobytes() in rows for row in matrix), name
+    stored = sum(len(constants[name]) for name in products)
+    assert stored == sum(len(matrix) for matrix in expected.values())
+
+
+def test_rows_of_llama_are_turned_back(tmp_path):
+    """Without it q of llama would have the rows of another head's halves."""
+    written = write_gguf(tmp_path / "model.gguf", llama_config(), one(Type.Q4_0))
+    packed = Checkpoint.load(str(written.path), torch.float32).packed
+    np.testing.assert_array_equal(
+        packed.blocks[Q].packed, TYPES["Q4_0"].read(written.data[Q]).packed
+    )
+
+
+def copied(noise):
+    """Adds a head: the embedding and some noise, in 8 bits."""
+
+    def change(writer):
+        [embedding] = [t for part in writer.tensors for t in part.items()][:1]
+        stored = quants.dequantize(embedding[1].tensor, Type.Q4_0)
+        spread = np.random.default_rng(0).standard_normal(stored.shape) * stored.std()
+        head = quants.quantize((stored + noise * spread).astype("f4"), Type.Q8_0)
+        writer.add_tensor("output.weight", head, raw_dtype=Type.Q8_0)
+
+    return change
+
+
+def test_two_copies_of_a_tied_matrix_become_the_finer_one(tmp_path):
+    file = tmp_path / "model.gguf"
+    write_gguf(file, llama_config(), one(Type.Q4_0), change=copied(0.02))
+    found = Checkpoint.load(str(file), torch.float32)
+    assert found.model.config.tie_word_embeddings
+    assert found.packed.forms[found.head] == "Q8_0 exact"
+    embedding = found.model.get_input_embeddings().weight
+    assert embedding is found.model.get_output_embeddings().weight
+    blocks = found.packed.blocks[found.head]
+    np.testing.assert_allclose(blocks.floats.T, embedding.float().numpy(), atol=1e-3)
+
+
+def test_a_head_of_its_own_stays_one(tmp_path):
+    file = tmp_path / "model.gguf"
+    write_gguf(file, llama_config(), one(Type.Q4_0), change=copied(0.5))
+    found = Checkpoint.load(str(file), torch.float32)
+    assert not found.model.config.tie_word_embeddings
+    assert found.packed.forms["lm_head.weight"] == "Q8_0 exact"
+    assert found.packed.forms["model.embed_tokens.weight"] == "Q4_0 exact"
+
+
+def test_a_file_of_floats_is_a_checkpoint_of_floats(tmp_path):
+    written = write_gguf(tmp_path / "model.gguf", llama_config(), one(Type.F16))
+    found = Checkpoint.load(str(written.path), torch.float32)
+    assert found.packed is None
+    assert found.model.get_submodule(Q.removesuffix(".weight")).weight.dtype == (
+        torch.float16
+    )
+
+
+def test_a_file_of_floats_gets_a_recipe(tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", llama_config(), one(Type.F16)).path
+    result = command("export", file, "-o", tmp_path / "bundle", "--capacity", 64)
+    assert result.exit_code == 0, result.output
+    assert "target: int" in result.stderr
+    assert ", KL " in result.stderr
+
+
+def test_the_export_says_what_was_kept(tmp_path):
+    file = tmp_path / "model.gguf"
+    write_gguf(file, CASES["llama mixed"][1], mixed)
+    result = command("export", file, "-o", tmp_path / "bundle", "--capacity", 64)
+    assert result.exit_code == 0, result.output
+    assert (
+        "target: 7 matrices kept (6 Q4_K as int8, 1 Q6_K exact), 1 requantized to "
+        "int8-rtn-b32\n" in result.stderr
+    )
+    told = command("check", tmp_path / "bundle", "--no-run").stdout
+    assert "7 matrices kept (6 Q4_K as int8, 1 Q6_K exact)" in told
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def rotations(factors):
+    return lambda writer: writer.add_tensor("rope_freqs.weight", factors)
+
+
+def factors_of(config):
+    """The factor of each frequency, by transformers."""
+    scaled, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](
+        config, torch.device("cpu")
+    )
+    plain = 500000.0 ** -(np.arange(0, 64, 2) / 64)
+    return (plain / scaled.numpy()).astype(np.float32)
+
+
+def test_llama_3_scales_its_rotations(tmp_path):
+    sizes = {"head_dim": 64, "num_hidden_layers": 1, "max_position_embeddings": 131072}
+    config = llama_config(**sizes, rope_parameters=LLAMA3)
+    factors = factors_of(config)
+    assert factors.max() == 32
+    assert factors.min() == pytest.approx(1)
+    file = tmp_path / "model.gguf"
+    written = write_gguf(file, config, change=rotations(factors))
+    found = Checkpoint.load(str(file), torch.float32).model
+    assert found.config.rope_parameters == LLAMA3
+    ids = torch.arange(20)[None] + 5
+    for model in (found, written.model):
+        model.set_attn_implementation("eager")
+    with torch.no_grad():
+        options = {"position_ids": torch.arange(3000, 3020)[None], "use_cache": False}
+        logits = [m(ids, **options).logits.numpy() for m in (found, written.model)]
+    assert np.abs(logits[0] - logits[1]).max() < 0.02
+    write_gguf(file, config, change=rotations(factors[::-1].copy()))
+    with pytest.raises(UnsupportedModelError, match="in another way than Llama 3"):
+        Checkpoint.load(str(file), torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "longrope"])
+def test_other_scalings(tmp_path, kind):
+    def change(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(128)
+
+    file = tmp_path / "model.gguf"
+    write_gguf(file, llama_config(num_hidden_layers=1), change=change)
+    if kind == "longrope":
+        with pytest.raises(UnsupportedModelError, match="by 'longrope'"):
+            Checkpoint.load(str(file), torch.float32)
+        return
+    found = Checkpoint.load(str(file), torch.float32).model.config.rope_parameters
+    assert found["rope_type"] == kind
+    assert found["factor"] == 4.0

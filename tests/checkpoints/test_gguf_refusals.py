@@ -1,0 +1,149 @@
+"""GGUF files that cannot be exported: one line, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.errors import CheckpointError
+from tests.cli.running import assert_refused
+from tests.cli.running import jetdraft as command
+from tests.ggufs import one, write_gguf
+from tests.tiny import llama_config
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def assert_no_bundle(folder, *arguments, said):
+    """One line, exit code 2, and nothing in the folder but what was there."""
+    before = sorted(folder.iterdir())
+    assert_refused(command("export", *arguments, "-o", folder / "bundle"), *said)
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.3, 0.97, 0.9999])
+def test_a_file_that_is_cut_off(tmp_path, share):
+    file = write_gguf(tmp_path / "model.gguf", llama_config()).path
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(len(whole) * share)])
+    assert_no_bundle(tmp_path, file, said=["is cut off", "fetch it again"])
+
+
+def add_a_weight(writer):
+    writer.add_tensor("blk.0.attn_q.bias", np.zeros(64, np.float32))
+
+
+def repeat_a_token(writer):
+    tokens = writer.kv_data[0]["tokenizer.ggml.tokens"].value
+    tokens.append(tokens[20])
+    writer.kv_data[0]["tokenizer.ggml.token_type"].value.append(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"family": "rwkv6"}, "is a 'rwkv6' model"),
+        (
+            {"change": lambda writer: change_field(writer, "merges", ["x yz"])},
+            "the tokenizer of",
+        ),
+        (
+            {"change": lambda writer: change_field(writer, "model", "bert")},
+            "a tokenizer of the kind 'bert'",
+        ),
+        (
+            {"change": lambda writer: change_field(writer, "token_type", [1, 1])},
+            "2 types of tokens",
+        ),
+        ({"change": repeat_a_token}, "the same token twice"),
+        ({"rule": "klingon"}, "by the rule 'klingon'"),
+        ({"change": add_a_weight}, "the weight 'blk.0.attn_q.bias'"),
+        ({"kinds": lambda n: None if n == Q else Type.Q8_0}, "lacks the weights"),
+        (
+            {"change": lambda writer: writer.add_uint16("split.count", 3)},
+            "one of 3 parts",
+        ),
+        (
+            {"change": lambda writer: writer.add_tensor("x_exps.w", np.zeros(9, "f4"))},
+            "is a mixture of experts",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(tmp_path, changes, said):
+    file = tmp_path / "model.gguf"
+    if changes.get("family") == "rwkv6":
+        changes = {"family": "llama", "change": lambda w: rename(w, "rwkv6")}
+    write_gguf(file, llama_config(), **changes)
+    assert_no_bundle(tmp_path, file, said=[said])
+
+
+def change_field(writer, name, value):
+    writer.kv_data[0][f"tokenizer.ggml.{name}"].value = value
+
+
+def rename(writer, family):
+    writer.kv_data[0]["general.architecture"].value = family
+
+
+def test_weights_that_are_not_finite(tmp_path):
+    written = write_gguf(tmp_path / "model.gguf", llama_config(), one(Type.Q8_0))
+    data = bytearray(written.path.read_bytes())
+    stored = written.data["model.layers.0.mlp.up_proj.weight"].tobytes()
+    place = data.index(stored)
+    data[place : place + 2] = np.array([np.inf], "<f2").tobytes()
+    written.path.write_bytes(data)
+    assert_no_bundle(tmp_path, written.path, said=["not finite"])
+
+
+def test_paths_that_are_no_file(tmp_path):
+    said = ["no checkpoint at", "a GGUF file"]
+    assert_no_bundle(tmp_path, tmp_path / "model.gguf", said=said)
+    assert_no_bundle(tmp_path, "org/model.gguf", said=said)
+    file = write_gguf(tmp_path / "model.gguf", llama_config()).path
+    assert_no_bundle(tmp_path, tmp_path, said=[f"give the file {file}"])
+
+
+def test_a_drafter_with_another_tokenizer(tmp_path, pair):
+    target = write_gguf(tmp_path / "target.gguf", llama_config()).path
+    words = ("while", "yield", "lambda", "class", "async", "await", "raise")
+    drafter = write_gguf(tmp_path / "drafter.gguf", llama_config(), words=words).path
+    said = ["has another tokenizer than"]
+    assert_no_bundle(tmp_path, target, "--drafter", drafter, said=said)
+    # A folder with the same tokenizer in another form is no other tokenizer.
+    folder = shutil.copytree(pair.drafter, tmp_path / "folder")
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    fields["pre_tokenizer"]["trim_offsets"] = False
+    fields["model"]["merges"] = [" ".join(m) for m in fields["model"]["merges"]]
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    options = ["--drafter", folder, "--fast", "--capacity", 64]
+    result = command("export", target, *options, "-o", tmp_path / "bundle")
+    assert result.exit_code == 0, result.output
+
+
+def test_verbs_that_need_a_folder_say_so(tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", llama_config()).path
+    assert_refused(command("plan", file, "--device", "orin-nx-16gb"), "a GGUF file")
+    said = ["leave --device out"]
+    assert_no_bundle(tmp_path, file, "--device", "orin-nx-16gb", said=said)
+    assert_refused(command("recipes", file), "is quantized already")
+    text = tmp_path / "text.txt"
+    text.write_text("def f(): pass\n" * 200)
+    arguments = ["train", "streams", file, "--data", text, "-o", tmp_path / "out"]
+    assert_refused(command(*arguments), "streams are trained for a folder")
+
+
+def test_a_type_that_gguf_cannot_read(tmp_path, monkeypatch):
+    file = write_gguf(tmp_path / "model.gguf", llama_config(), one(Type.F16)).path
+
+    def refuse(data, kind):
+        raise NotImplementedError
+
+    monkeypatch.setattr("jetdraft.checkpoints.gguf.dequantize", refuse)
+    with pytest.raises(CheckpointError, match="of the type F16"):
+        Checkpoint.load(str(file), torch.float32)

@@ -1,0 +1,175 @@
+"""What published checkpoints have and tiny ones lack, each in a tiny checkpoint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+import transformers
+
+import jetdraft
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from tests.tiny import drafter_config, save_checkpoint, save_tokenizer
+
+INT8 = Recipe("int8", 32)
+LARGE_VOCABULARY = 151_936
+LONG = {"ignore_eos": True, "max_new_tokens": 20, "method": "none"}
+
+
+def options(**more) -> ExportOptions:
+    return ExportOptions(INT8, capacity=128, max_width=16, **more)
+
+
+@pytest.fixture(scope="module")
+def settled(tmp_path_factory) -> jetdraft.Model:
+    """A checkpoint whose generation_config.json has two ends and sampling defaults."""
+    folder = tmp_path_factory.mktemp("settled")
+    save_checkpoint(folder / "checkpoint", drafter_config())
+    transformers.GenerationConfig(
+        eos_token_id=[5, 9], do_sample=True, temperature=0.7, top_p=0.8, top_k=20
+    ).save_pretrained(folder / "checkpoint")
+    bundle = export(str(folder / "checkpoint"), folder / "bundle", options=options())
+    return jetdraft.load(bundle.path, threads=1)
+
+
+def test_generation_config_decides_ends_and_sampling(settled):
+    """Its ends go before those of config.json, which has 0 alone."""
+    assert settled.bundle.eos_token_ids == (5, 9)
+    expected = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
+    assert settled.bundle.generation == expected
+
+
+@pytest.mark.parametrize("end", [5, 9])
+@pytest.mark.parametrize("method", ["none", "lookup"])
+def test_any_of_several_ends_stops_a_text(settled, end, method):
+    how = {"logit_bias": {end: 100.0}, "max_new_tokens": 8, "method": method}
+    ended = settled.generate("the self", **how)
+    assert ended.token_ids == [end]
+    assert ended.stats.finish_reason == "stop"
+    going_on = settled.generate("the self", logit_bias={0: 100.0}, max_new_tokens=8)
+    assert going_on.token_ids == [0] * 8
+
+
+def test_a_character_split_over_tokens_comes_whole(settled):
+    """Bytes of one character are several tokens of a byte-level tokenizer."""
+    pytest.importorskip("llguidance")
+    text = "naïve 日本 🚀"
+    stream = list(settled.stream("the", regex=text, max_new_tokens=40))
+    pieces = [piece.text for piece in stream]
+    # The ends of this checkpoint are letters, which end the text.
+    assert "".join(pieces)[:-1] == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert sum(len(piece.token_ids) for piece in stream) == len(text.encode()) + 1
+
+
+def test_shards_are_read_as_one(tmp_path):
+    save_checkpoint(tmp_path / "whole", drafter_config())
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="8KB")
+    save_tokenizer(tmp_path / "shards")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    weights = [
+        export(str(tmp_path / name), tmp_path / f"{name}-bundle", options=options())
+        for name in ("whole", "shards")
+    ]
+    first, second = (
+        (bundle.path / f"{bundle.target.file}.data").read_bytes() for bundle in weights
+    )
+    assert first == second
+
+
+def test_a_missing_shard_is_one_line(tmp_path):
+    save_checkpoint(tmp_path / "whole", drafter_config())
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="8KB")
+    sorted((tmp_path / "shards").glob("*.safetensors"))[1].unlink()
+    with pytest.raises(jetdraft.JetdraftError, match="shards") as refusal:
+        export(str(tmp_path / "shards"), tmp_path / "bundle", options=options())
+    assert "\n" not in str(refusal.value)
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> tuple[Path, jetdraft.Model]:
+    """A head of 151,936 rows, tied to the embedding, over a small tokenizer."""
+    folder = tmp_path_factory.mktemp("wide")
+    config = drafter_config(vocab_size=LARGE_VOCABULARY)
+    save_checkpoint(folder / "checkpoint", config)
+    bundle = export(str(folder / "checkpoint"), folder / "bundle", options=options())
+    return folder / "checkpoint", jetdraft.load(bundle.path, threads=1)
+
+
+def test_a_large_tied_head_is_stored_once(wide):
+    checkpoint, model = wide
+    bundle = model.bundle
+    graph = ir.load(bundle.path / bundle.target.file).graph
+    (gather,) = [n for n in graph if n.op_type == "GatherBlockQuantized"]
+    head = [n for n in graph if n.op_type == "MatMulNBits"][-1]
+    assert gather.inputs[0].name == head.inputs[1].name
+    size = (bundle.path / f"{bundle.target.file}.data").stat().st_size
+    # int8 and one scale per 32 weights, which the two operators read in two shapes.
+    assert size < 1.3 * LARGE_VOCABULARY * (32 + 2 * 4)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    ids = [3, 70_001, 151_935, 12]
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids])).logits[0, -1].numpy()
+    logprob = model.generate(token_ids=ids, logprobs=5, max_new_tokens=1)
+    best = int(expected.argmax())
+    assert logprob.token_ids == [best]
+    total = np.log(np.exp(expected.astype(np.float64) - expected.max()).sum())
+    assert logprob.logprobs[0].logprob == pytest.approx(-total, abs=0.05)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_large_vocabulary_is_drafted_exactly(wide, temperature):
+    _, model = wide
+    how = {"temperature": temperature, "seed": 3, "repetition_penalty": 1.1}
+    prompt = {"token_ids": [3, 70_001, 9, 3, 70_001]}
+    plain = model.generate(**prompt, **LONG, **how)
+    for method in ("lookup", "auto"):
+        drafted = model.generate(**prompt, **LONG | {"method": method}, **how)
+        assert drafted.token_ids == plain.token_ids
+    assert max(plain.token_ids) > 1000, "the tail of the vocabulary was never chosen"
+
+
+EXPORT = """
+import resource, sys
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+options = ExportOptions(Recipe("int8", 32), capacity=128, max_width=16)
+export(sys.argv[1], sys.argv[2], options=options)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_an_export_needs_little_more_than_a_shard(tmp_path):
+    """At most 1.5 times the largest shard, and 2 GB."""
+    config = drafter_config(
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+    )
+    folder = tmp_path / "checkpoint"
+    save_checkpoint(folder, config, tokenizer=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    model.save_pretrained(folder, max_shard_size="50MB")
+    save_tokenizer(folder)
+    shards = [file.stat().st_size for file in folder.glob("*.safetensors")]
+    assert len(shards) > 3
+    assert sum(shards) > 200e6
+    run = subprocess.run(
+        [sys.executable, "-c", EXPORT, str(folder), str(tmp_path / "bundle")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(run.stdout.splitlines()[-1]) < 1.5 * max(shards) + 2e9

