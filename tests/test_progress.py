@@ -1,14 +1,26 @@
 from __future__ import annotations
 
+import re
+import time
+
 from jetdraft.terminal import progress
 from jetdraft.terminal.progress import ProgressBars
 
 
-def test_without_a_terminal_there_is_a_line_now_and_then(monkeypatch, capsys):
-    now = iter([0.0, 4.0, 11.0, 15.0, 22.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
-    bars = ProgressBars()
-    for done in range(1, 5):
-        bars("measure layers", done, 30)
-    error = capsys.readouterr().err
-    assert error == "measure layers: 2 of 30\nmeasure layers: 4 of 30\n"
+def test_without_a_terminal_there_are_lines_also_in_a_long_step(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.02)
+    printed, until = "", time.monotonic() + 60
+    with ProgressBars() as bars:
+        bars("measure layers", 2, 30)
+        while printed.count("\n") < 2 and time.monotonic() < until:
+            time.sleep(0.02)
+            printed += capsys.readouterr().err
+    first, second, *_ = printed.splitlines()
+    assert re.fullmatch(r"measure layers: 2 of 30, \d+ s", first)
+    assert second.startswith("measure layers: 2 of 30, ")
+
+
+def test_a_short_command_prints_no_line(capsys):
+    with ProgressBars() as bars:
+        bars("measure layers", 2, 30)
+    assert capsys.readouterr().err == ""

@@ -26,6 +26,8 @@ def _int4(report: Report) -> list[str]:
         return []
     fitting = [row for row in rows if row.bytes <= 1.02 * plain.bytes]
     best = min(fitting, key=lambda row: row.kl_mean)
+    if best is plain:
+        return [f"best int4: {PLAIN}"]
     # How many times as fast as plain rounding, in passes of 1 and of 4 rows.
     one, four = (best.relative[width] / plain.relative[width] for width in (1, 4))
     return [

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from jetdraft.errors import OptionError, OutputError
 from jetdraft.files import replacing
 
-Points = Mapping[str, tuple[float, float]]
+Point = tuple[float, float]
+
+MARKERS = "osD^v<>pPX*h"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Points by name; a smaller x is better, and a larger y if `rises`.
+
+    Panel("MB", {"int4": (0.02, 310.0)}, rises=False)
+    """
+
+    label: str
+    points: Mapping[str, Point]
+    rises: bool
+
+    def front(self) -> list[Point]:
+        """The points that no other point beats in both, by x."""
+        sign, front = (1.0 if self.rises else -1.0), []
+        best = float("-inf")
+        for x, y in sorted(self.points.values(), key=lambda p: (p[0], -sign * p[1])):
+            if sign * y > best:
+                best = sign * y
+                front.append((x, y))
+        return front
 
 
 def draw_curves(
@@ -36,20 +62,25 @@ def draw_curves(
     _save(figure, file)
 
 
-def draw_points(file: Path, panels: Mapping[str, Points], x: str) -> None:
-    """Draw a panel of named points for each y label, x on a logarithmic scale.
+def draw_points(file: Path, panels: Sequence[Panel], x: str) -> None:
+    """Draw panels of named points with their fronts, x on a logarithmic scale.
 
-    Raises the errors of `draw_curves`.
+    Every panel has the same names; one legend names the points, so that no two names
+    overlap. Raises the errors of `draw_curves`.
 
-        draw_points(Path("front.png"), {"MB": {"int4": (0.02, 310.0)}}, "mean KL")
+        draw_points(Path("front.png"), [Panel("MB", points, False)], "mean KL")
     """
-    figure = _figure(6 * len(panels), 4.5)
-    for place, (label, points) in enumerate(panels.items(), start=1):
-        axes = figure.add_subplot(1, len(panels), place)
-        for name, point in points.items():
-            axes.plot(*point, "o")
-            axes.annotate(name, point, fontsize=7)
-        axes.set(xlabel=x, ylabel=label, xscale="log")
+    figure = _figure(5 * len(panels) + 2, 4.5)
+    for panel, axes in zip(
+        panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True
+    ):
+        axes.plot(*zip(*panel.front(), strict=True), color="0.7", zorder=0)
+        for (name, point), marker in zip(
+            panel.points.items(), cycle(MARKERS), strict=False
+        ):
+            axes.plot(*point, marker, label=name)
+        axes.set(xlabel=f"{x} (log scale)", ylabel=panel.label, xscale="log")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center")
     _save(figure, file)
 
 

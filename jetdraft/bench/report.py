@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from jetdraft.bench import benchmark
+from jetdraft.bench.picture import Panel
 from jetdraft.bench.quality import compare
 from jetdraft.bench.resident import resident_mb
 from jetdraft.bundle import DRAFTER, TARGET, Bundle
@@ -116,7 +117,7 @@ class RecipeComparison:
                 f"{self.target} is quantized already and keeps its integers, so there "
                 "are no recipes to compare; give the checkpoint before quantization"
             )
-        announce(FULL.name)
+        announce("a text")
         full = self._load(self._bundle(FULL, None))
         windows = self._windows(full)
         calibration = self.calibration
@@ -288,19 +289,19 @@ def pass_ms(one: Graph, other: Graph) -> tuple[dict[int, float], dict[int, float
     return shortest
 
 
-def panels(report: Report) -> dict[str, dict[str, tuple[float, float]]]:
-    """Return the points of a picture: (mean KL, y) by the label of y and by recipe.
+def panels(report: Report) -> list[Panel]:
+    """The panels of a picture: bytes, and speed-ups of pairs, over the mean KL.
 
     draw_points(file, panels(report), "mean KL")
     """
     rows = {row.recipe: row for row in report.rows if row.recipe != FULL.name}
+    sizes = {name: (row.kl_mean, row.bytes / 1e6) for name, row in rows.items()}
     best: dict[str, float] = {}
     for pair in report.pairs:
         best[pair.target] = max(pair.speedup, best.get(pair.target, 0.0))
-    values = {"MB on disk": {name: row.bytes / 1e6 for name, row in rows.items()}}
+    drawn = [Panel("MB on disk", sizes, rises=False)]
     if best:
-        values["speed-up of the pair, its best drafter"] = best
-    return {
-        label: {name: (row.kl_mean, ys[name]) for name, row in rows.items()}
-        for label, ys in values.items()
-    }
+        speeds = {name: (row.kl_mean, best[name]) for name, row in rows.items()}
+        label = "speed-up of the pair, its best drafter"
+        drawn.append(Panel(label, speeds, rises=True))
+    return drawn

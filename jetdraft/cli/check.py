@@ -18,6 +18,7 @@ from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.description import describe
 from jetdraft.terminal.flags import bundle_argument, json_option, runtime_options
+from jetdraft.terminal.progress import ProgressBars
 
 
 @click.command("check", cls=Command)
@@ -38,7 +39,10 @@ def command(bundle: Path, run: bool, runtime: LoadOptions, as_json: bool) -> Non
         _show_manifest(checked, as_json)
         return
     model = load(bundle, **runtime)
-    model.measure_again()
+    with ProgressBars() as bars:
+        bars("measure widths", 0, 1)
+        model.measure_again()
+        bars("measure widths", 1, 1)
     widths = model.parts.widths
     files, graphs = len(model.bundle.files), len(model.bundle.graphs)
     comparisons = []

@@ -105,7 +105,8 @@ def command(
     else:
         _show(report)
     if picture is not None:
-        draw_points(picture, bench.panels(report), "mean KL to the unquantized model")
+        label = "mean KL to the unquantized model, nats per token"
+        draw_points(picture, bench.panels(report), label)
 
 
 def _announce(name: str) -> None:

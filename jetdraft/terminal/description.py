@@ -52,7 +52,7 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
         layers = f"in the top {streams['layers']} layers"
         yield f"  streams       {streams['gamma']} {layers}, {streams['mode']}"
     yield f"  parameters    {entry.parameters:,}"
-    yield f"  quantization  {scheme(entry)}; activations {contract.dtype}"
+    yield f"  quantization  {scheme(entry)}; floats are {contract.dtype}"
     shapes = sorted(set(contract.kv_shapes))
     heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)
     yield f"  layers        {len(contract.kv_shapes)}, KV heads {heads}"

@@ -6,6 +6,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
+from threading import Event, Thread
 from typing import Any
 
 import click
@@ -17,8 +18,8 @@ SECONDS_BETWEEN_LINES = 10.0
 class ProgressBars:
     """The progress bars of a long command, one after the other: one for each stage.
 
-    They go to standard error. If that is not a terminal, lines take their place, one
-    every `SECONDS_BETWEEN_LINES` at most.
+    They go to standard error. If that is not a terminal, a thread prints the state
+    every `SECONDS_BETWEEN_LINES` instead, also while a step takes long.
 
         with ProgressBars() as bars:
             bars("export", 1, 10)
@@ -28,12 +29,15 @@ class ProgressBars:
         self._stage = ""
         self._bar: Any = None
         self._done = 0
-        self._printed = time.monotonic()
+        self._line: str | None = None
+        self._started = time.monotonic()
+        self._ended = Event()
+        self._printer = Thread(target=self._print_lines, daemon=True)
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show that `done` of `total` steps of a stage are done."""
         if not sys.stderr.isatty():
-            self._print_line(stage, done, total)
+            self._line = f"{stage}: {done} of {total}"
             return
         if self._bar is None or stage != self._stage:
             self.close()
@@ -44,11 +48,11 @@ class ProgressBars:
         self._bar.update(done - self._done)
         self._done = done
 
-    def _print_line(self, stage: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self._printed >= SECONDS_BETWEEN_LINES:
-            click.echo(f"{stage}: {done} of {total}", err=True)
-            self._printed = now
+    def _print_lines(self) -> None:
+        while not self._ended.wait(SECONDS_BETWEEN_LINES):
+            if self._line is not None:
+                seconds = time.monotonic() - self._started
+                click.echo(f"{self._line}, {seconds:.0f} s", err=True)
 
     def ticks(self, stage: str, total: int) -> Callable[[], None]:
         """Begin a stage; call the function that it returns after each step."""
@@ -63,7 +67,10 @@ class ProgressBars:
             self._bar = None
 
     def __enter__(self) -> ProgressBars:
+        self._printer.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._printer.join()
         self.close()

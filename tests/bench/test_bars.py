@@ -36,3 +36,8 @@ def test_each_line_has_the_best_comparable_recipe():
 
 def test_a_report_without_comparable_recipes_has_no_lines():
     assert bars(Report("t", None, "x", [row("none", 8, 0.0, 1.0, (1.0,) * 4)])) == []
+
+
+def test_plain_rounding_is_not_compared_with_itself():
+    rows = [row("int4-rtn-b32", 100, 0.04, 0.9, (4.0,) * 4)]
+    assert bars(Report("t", None, "x", rows)) == ["best int4: int4-rtn-b32"]

@@ -21,7 +21,7 @@ def test_shows_graphs_shapes_quantization_and_bytes(bundle):
         "provider cpu",
         "vocabulary 288, end of text 0",
         "capacity 256 tokens, 64 rows",
-        "quantization int8-rtn-b32; activations float32",
+        "quantization int8-rtn-b32; floats are float32",
         "layers 3, KV heads 2 x 16",
         "layers 1, KV heads 1 x 16",
         "input_ids int64 1 x n",
