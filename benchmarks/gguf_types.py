@@ -205,12 +205,10 @@ class Reference:
 
     def _logs(self, text: Windows) -> torch.Tensor:
         """Float32 [tokens, vocabulary], of the scored tokens."""
-        logs = []
         with own_attention(self.model), torch.no_grad():
-            for ids in text.ids:
-                logits = self.model(ids[None], use_cache=False).logits[0]
-                logs.append(logits[-text.scored :].float().log_softmax(-1))
-        return torch.cat(logs)
+            logits = self.model(text.ids, use_cache=False).logits
+        scored: torch.Tensor = logits[:, -text.scored :].flatten(0, 1)
+        return scored.float().log_softmax(-1)
 
     @contextmanager
     def _with(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:

@@ -1,11 +1,12 @@
 """Share of HumanEval tasks that a bundle still solves: a fixed 40 of them.
 
-    python benchmarks/human_eval.py BUNDLE... --json FILE
+    python benchmarks/human_eval.py BUNDLE... --gguf FILE --json FILE
 
-Greedy answers through the chat template; drafting changes no text, so they come with
-"auto". The code of an answer runs with the task's tests in a process of its own, with
-limits of time, memory and files, and without the user's environment. It is code that a
-model wrote: run this where nothing can be broken.
+A GGUF file of the same model runs in llama.cpp (`pip install xllamacpp`), with the
+prompts of the first bundle. Greedy answers through the chat template; drafting changes
+no text, so bundles answer with "auto". The code of an answer runs with the task's tests
+in a process of its own, with limits of time, memory and files, and without the user's
+environment. It is code that a model wrote: run this where nothing can be broken.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -82,30 +84,80 @@ def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_NPROC, (64, 64))
 
 
-def measure(bundle: Path) -> dict[str, object]:
-    """The tasks that a bundle solves."""
+Writer = Callable[[list[int]], str]
+"""Answers a prompt of token ids."""
+
+
+def bundle_writer(bundle: Path) -> Writer:
+    """Answers with a bundle; drafting changes no text."""
     model = jetdraft.load(bundle)
+
+    def write(prompt: list[int]) -> str:
+        result = model.generate(
+            token_ids=prompt, max_new_tokens=MAX_NEW_TOKENS, temperature=0.0
+        )
+        return result.text
+
+    return write
+
+
+def gguf_writer(file: Path, threads: int = 2) -> Writer:
+    """Answers with llama.cpp's server."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(file)
+    params.n_ctx, params.n_parallel = 2048, 1
+    params.cache_ram_mib, params.verbosity = 0, 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    server = xllamacpp.Server(params)
+
+    def write(prompt: list[int]) -> str:
+        answer = server.handle_completions(
+            {"prompt": prompt, "n_predict": MAX_NEW_TOKENS, "temperature": 0.0}
+        )
+        return str(answer["choices"][0]["text"])
+
+    return write
+
+
+def prompts(bundle: Path) -> list[list[int]]:
+    """The tasks as token ids, through the chat template."""
+    model = jetdraft.load(bundle)
+    return [
+        model.chat_prompt([{"role": "user", "content": TASK.format(task["prompt"])}])
+        for task in tasks()
+    ]
+
+
+def measure(name: str, write: Writer, prompts: list[list[int]]) -> dict[str, object]:
+    """The tasks that are solved."""
     solved = []
-    for number, task in enumerate(tasks(), start=1):
-        chat = [{"role": "user", "content": TASK.format(task["prompt"])}]
-        text = model.chat(chat, max_new_tokens=MAX_NEW_TOKENS, temperature=0.0).text
-        if solves(task, text):
+    for number, (task, prompt) in enumerate(zip(tasks(), prompts, strict=True), 1):
+        if solves(task, write(prompt)):
             solved.append(task["task_id"])
-        print(f"{bundle.name}: {len(solved)} of {number}", file=sys.stderr, flush=True)
-    return {"bundle": bundle.name, "solved": len(solved), "tasks": solved}
+        print(f"{name}: {len(solved)} of {number}", file=sys.stderr, flush=True)
+    return {"bundle": name, "solved": len(solved), "tasks": solved}
 
 
 @click.command()
 @click.argument("bundles", nargs=-1, type=click.Path(path_type=Path), required=True)
+@click.option("--gguf", "ggufs", multiple=True, type=click.Path(path_type=Path))
 @click.option("--json", "output", type=click.Path(path_type=Path))
-def main(bundles: tuple[Path, ...], output: Path | None) -> None:
-    """Count the solved tasks of all BUNDLES."""
+def main(
+    bundles: tuple[Path, ...], ggufs: tuple[Path, ...], output: Path | None
+) -> None:
+    """Count the solved tasks of all BUNDLES and GGUF files."""
     assert all(solves(t, t["prompt"] + t["canonical_solution"]) for t in tasks())
-    rows = [measure(bundle) for bundle in bundles]
-    for row in rows:
-        print(f"{row['bundle']:32} {row['solved']} of {COUNT}")
-    if output is not None:
-        output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    asked = prompts(bundles[0])
+    rows = []
+    for path in (*bundles, *ggufs):
+        writer = gguf_writer if path in ggufs else bundle_writer
+        row = measure(path.name, writer(path), asked)
+        rows.append(row)
+        print(f"{row['bundle']:32} {row['solved']} of {COUNT}", flush=True)
+        if output is not None:
+            output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

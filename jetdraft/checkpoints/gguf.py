@@ -353,7 +353,7 @@ def _as_checkpoint_error(source: str) -> Iterator[None]:
             f"cannot read {source} ({error.strerror or error}); check the file"
         ) from error
     except _DAMAGED as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        # The reader's own words are about arrays; they stay in the traceback.
         raise CheckpointError(
-            f"{source} is no GGUF file, or is cut off ({reason}); fetch it again"
+            f"{source} is cut off, or is not a GGUF file; fetch it again"
         ) from error

@@ -16,10 +16,13 @@ RUNGS = ("int4-rtn-b128-head8", "int4-rtn-b64-head8", "int4-rtn-b32-head8")
 """From the cheapest on: larger blocks are faster and move a model further."""
 
 TOP = "int8-rtn-b32"
-"""What is taken where four bits are not enough; it kept every model so far."""
+"""What is taken without a measure; it kept every model so far."""
+
+EIGHT_BITS = ("int8-rtn-b64", TOP)
+"""What is taken where four bits are not enough: the first that is within the bound."""
 
 WORTH = 0.9
-"""A mix must have fewer bytes than this share of `TOP`, or `TOP` is taken."""
+"""A mix must have fewer bytes than this share of eight bits, or those are taken."""
 
 
 def choose(
@@ -52,14 +55,23 @@ def _mix(
     divergence: Divergence, progress: Callable[[str, int, int], None], bound: float
 ) -> tuple[Recipe, float]:
     """The mix with the fewest bytes that meets the bound, if it is worth its name."""
-    top = Recipe.parse(TOP)
+    top, top_kl = _eight_bits(divergence, bound)
     try:
         mix, kl = Sensitivity(divergence, Recipe.parse(RUNGS[-1])).mixed(
             Limit(max_kl=bound),
             lambda done, total: progress("measure layers", done, total),
         )
     except OptionError:
-        return top, divergence.of(top)
-    if divergence.bytes_of(mix) < WORTH * divergence.bytes_of(top):
-        return mix, kl
-    return top, divergence.of(top)
+        return top, top_kl
+    worth = divergence.bytes_of(mix) < WORTH * divergence.bytes_of(top)
+    return (mix, kl) if worth else (top, top_kl)
+
+
+def _eight_bits(divergence: Divergence, bound: float) -> tuple[Recipe, float]:
+    """The cheapest recipe of eight bits within the bound, or else the finest."""
+    for recipe in map(Recipe.parse, EIGHT_BITS):
+        kl = divergence.of(recipe)
+        divergence.forget()
+        if kl <= bound:
+            break
+    return recipe, kl

@@ -7,7 +7,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.export.own_text import NEW_TOKENS, QUESTIONS, own_text
 from jetdraft.quant.calibration import own_attention
 from jetdraft.quant.divergence import Divergence
-from jetdraft.quant.ladder import RUNGS, TOP, WORTH, choose
+from jetdraft.quant.ladder import EIGHT_BITS, RUNGS, TOP, WORTH, choose
 from jetdraft.quant.pair_speed import CHOICES, choose_drafter
 from jetdraft.recipe import Recipe
 from tests.tiny import drafter_config, llama_config, save_checkpoint
@@ -19,12 +19,12 @@ class Known:
     units = {str(layer): {} for layer in range(10)} | {"head": {}}
     forget = staticmethod(lambda: None)
 
-    def __init__(self, kl, layer=0.0):
-        self.kl, self.layer = kl, layer
+    def __init__(self, kl, layer=0.0, eight_bits=((64, 0.002), (32, 0.001))):
+        self.kl, self.layer, self.eight_bits = kl, layer, dict(eight_bits)
 
     def of(self, recipe):
         if recipe.scheme == "int8":
-            return 0.001
+            return self.eight_bits[recipe.block_size]
         return self.kl[recipe.block_size] - self.layer * len(recipe.raised)
 
     def of_units(self, recipes, batches=None):
@@ -59,10 +59,17 @@ def test_a_mix_where_rounding_is_not_enough():
 
 def test_eight_bits_where_a_mix_saves_nothing():
     known = Known({32: 0.09}, layer=0.0065)
-    assert choose(known, bound=0.03) == (Recipe.parse(TOP), 0.001)
+    eight_bits = Recipe.parse(EIGHT_BITS[0])
+    assert choose(known, bound=0.03) == (eight_bits, 0.002)
     mix = Recipe.parse("int4-b32-up0.1.2.3.4.5.6.7.8.9-head8")
-    assert known.bytes_of(mix) > WORTH * known.bytes_of(Recipe.parse(TOP))
-    assert choose(Known({32: 9.0}, layer=0.0), bound=0.03)[0].name == TOP
+    assert known.bytes_of(mix) > WORTH * known.bytes_of(eight_bits)
+    assert choose(Known({32: 9.0}, layer=0.0), bound=0.03)[0] == eight_bits
+
+
+@pytest.mark.parametrize("finest", [0.02, 0.05])
+def test_smaller_blocks_where_eight_bits_are_not_enough(finest):
+    known = Known({32: 9.0}, eight_bits=((64, 0.04), (32, finest)))
+    assert choose(known, bound=0.03) == (Recipe.parse(TOP), finest)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ import pytest
 import torch
 from onnx import numpy_helper
 
+import jetdraft
+from jetdraft.bench.quality import compare
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
@@ -45,23 +47,49 @@ def test_units_are_the_layers_and_the_head(sensitivity):
     assert list(units[HEAD]) == ["lm_head.weight"]
 
 
-def test_kl_is_that_of_the_quantized_weights(sensitivity):
-    """Against a second model whose weights are replaced by hand."""
+def eight_bits(values, size):
+    """The nearest of 255 numbers for each block, as numpy has it."""
+    blocks = values.detach().numpy().reshape(-1, size)
+    steps = np.abs(blocks).max(1, keepdims=True) / 127
+    return torch.from_numpy(np.rint(blocks / steps) * steps).reshape(values.shape)
+
+
+def test_kl_is_that_of_quantized_weights_and_inputs(sensitivity):
+    """Against a model whose weights and inputs are replaced by hand."""
     divergence, model = sensitivity.divergence, sensitivity.divergence.model
-    ids, layer = torch.cat(divergence.batches), model.model.layers
+    ids, layer = torch.cat(divergence.batches), model.model.layers[1]
     expected = model(ids).logits.log_softmax(-1)
-    stored = {}
-    for name, weight in layer[1].named_parameters():
-        if "proj" in name:
-            stored[name] = weight.data
-            found = quantize(weight.data.numpy().T, RECIPE, None).floats
-            weight.data = torch.from_numpy(found.T.copy())
-    found = model(ids).logits.log_softmax(-1)
-    for name, weight in layer[1].named_parameters():
-        weight.data = stored.get(name, weight.data)
-    kl = (expected.exp() * (expected - found)).sum(-1).mean()
+    stored, hooks = {}, []
+    for name, module in layer.named_modules():
+        if name.endswith("proj"):
+            stored[module] = module.weight.data
+            floats = quantize(module.weight.data.numpy().T, RECIPE, None).floats
+            module.weight.data = torch.from_numpy(floats.T.copy())
+            hooks.append(
+                module.register_forward_pre_hook(
+                    lambda module, inputs: (eight_bits(inputs[0], RECIPE.block_size),)
+                )
+            )
+    logs = model(ids).logits.log_softmax(-1)
+    for hook in hooks:
+        hook.remove()
+    for module, weight in stored.items():
+        module.weight.data = weight
+    kl = (expected.exp() * (expected - logs)).sum(-1).mean()
     assert divergence.of_units({"1": RECIPE}) == pytest.approx(float(kl), rel=1e-3)
     assert divergence.of_units({}) == 0.0, "and the weights are back"
+
+
+@pytest.mark.parametrize("name", ["int8-rtn-b16", "int8-rtn-b64", "int4-k_quant-b32"])
+def test_kl_is_that_of_the_bundle_as_it_runs(sensitivity, folder, tmp_path, name):
+    recipe, bundles = Recipe.parse(name), {}
+    for one in (Recipe("none"), recipe):
+        path = tmp_path / one.name
+        export(str(folder), path, options=ExportOptions(one, capacity=256))
+        bundles[one.name] = jetdraft.load(path, threads=1).parts.target
+    windows = torch.cat(sensitivity.divergence.batches).tolist()
+    kl = compare(bundles["none"], bundles[name], windows).kl_mean
+    assert sensitivity.divergence.of(recipe) == pytest.approx(kl, rel=0.1)
 
 
 def everything(sensitivity, recipe):
