@@ -5,11 +5,11 @@
         --recipes int8-rtn-b32,int4-rtn-b32-head8 --json types.json
 
 A published GGUF file lies on the grid of its own types, so these types would lose
-nothing. Hence noise fills each step of its grid first, and the result, in bf16, is the
-reference: a model as good as the file's, on nobody's grid. llama.cpp's own functions
-quantize it, without an importance matrix and with the mix of `llama-quantize`; the
-files and the reference's folder are written for other benchmarks. Weights count only:
-everything is computed in floats, as the export's choice of a recipe does it.
+nothing. Hence noise of half a step takes it off its grid first, and the result, in
+bf16, is the reference. FILE must have one matrix for embedding and head. llama.cpp's
+own functions quantize the reference, without an importance matrix and with the mix of
+`llama-quantize`; the files and the reference's folder are written for other benchmarks.
+Weights count only: everything is computed in floats.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import xllamacpp
 from gguf import GGMLQuantizationType as Type
 from tokenizers import Tokenizer
 
+from jetdraft.checkpoints import gguf_types
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.gguf import read_gguf
 from jetdraft.export.own_text import own_text
@@ -68,11 +69,13 @@ class Row:
 
 def reference_of(file: Path, output: Path) -> None:
     """Write `file` as bf16, with noise within each step of its grid."""
+    if not read_gguf(str(file)).config.tie_word_embeddings:
+        raise click.UsageError(f"{file} has a head of its own; give a tied model")
     reader, draw = gguf.GGUFReader(file), np.random.default_rng(0)
-    tied = "output.weight" in {tensor.name for tensor in reader.tensors}
+    two_copies = "output.weight" in {tensor.name for tensor in reader.tensors}
 
     def converted(tensor: Any) -> tuple[str, Values, Type] | None:
-        if tied and tensor.name == "token_embd.weight":
+        if two_copies and tensor.name == "token_embd.weight":
             return None  # the head is the finer copy of the two
         name = tensor.name
         if name == "output.weight":
@@ -80,6 +83,8 @@ def reference_of(file: Path, output: Path) -> None:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         if tensor.tensor_type in (Type.F32, Type.F16, Type.BF16):
             return name, values, Type.F32
+        if tensor.tensor_type.name not in gguf_types.TYPES:
+            raise click.UsageError(f"no grid is known for {tensor.tensor_type.name}")
         size = 16 if tensor.tensor_type == Type.Q6_K else 32
         blocks = values.reshape(-1, size)
         gaps = np.diff(np.sort(blocks, axis=1), axis=1)
@@ -216,9 +221,11 @@ class Reference:
         originals = {name: self.layers[name][0].weight.data for name in weights}
         for name, weight in weights.items():
             self.layers[name][0].weight.data = weight.half()
-        yield
-        for name, weight in originals.items():
-            self.layers[name][0].weight.data = weight
+        try:
+            yield
+        finally:
+            for name, weight in originals.items():
+                self.layers[name][0].weight.data = weight
 
     def row(self, name: str, mb: float, weights: Mapping[str, torch.Tensor]) -> Row:
         """What these weights do."""
@@ -243,24 +250,30 @@ class Reference:
         weights, total = {}, 0
         for name, (layer, unit) in self.layers.items():
             own = recipe.of_unit(unit)
-            if own.bits is None:
-                total += 2 * layer.weight.numel()
-                continue
             matrix = layer.weight.detach().float().numpy().T
             blocks = quantize(matrix, own, moments.get(name))
             weights[name] = torch.from_numpy(blocks.floats.T).half()
-            scales = layer.weight.numel() // own.block_size
-            total += layer.weight.numel() * own.bits // 8 + 4 * scales
+            stored = [blocks.packed, blocks.scales.astype(np.float32)]
+            if blocks.packed_zeros is not None:
+                stored.append(blocks.packed_zeros)
+            total += sum(array.nbytes for array in stored)
         return self.row(recipe.name, total / 1e6, weights)
 
     def of_file(self, file: Path) -> Row:
-        """What a GGUF file does; its bytes are those of its matrices."""
+        """What a GGUF file does, as jetdraft reads it (docs/quantization.md)."""
         floats = read_gguf(str(file)).packed.floats
-        tied = floats["model.embed_tokens.weight"]
-        weights = {name: floats.get(name, tied) for name in self.layers}
-        tensors = gguf.GGUFReader(file).tensors
-        total = sum(int(t.n_bytes) for t in tensors if len(t.shape) > 1)
-        return self.row(f"{file.stem} (GGUF)", total / 1e6, weights)
+        head = floats["model.embed_tokens.weight"]
+        weights = {
+            name: head if unit == HEAD else floats[name]
+            for name, (_, unit) in self.layers.items()
+        }
+        return self.row(f"{file.stem} (GGUF)", matrices_mb(file), weights)
+
+
+def matrices_mb(file: Path) -> float:
+    """The megabytes of a file's matrices."""
+    tensors = gguf.GGUFReader(file).tensors
+    return sum(int(t.n_bytes) for t in tensors if len(t.shape) > 1) / 1e6
 
 
 def _kl(full: torch.Tensor, other: torch.Tensor) -> float:
@@ -284,7 +297,7 @@ def main(file: Path, output: Path, recipes: str, report: Path | None) -> None:
         if not made.exists():
             quantized(whole, mix, made)
     reference = Reference(output / "reference")
-    rows = [reference.row("reference", whole.stat().st_size / 1e6, {})]
+    rows = [reference.row("reference", matrices_mb(whole), {})]
     print("| weights | MB | KL, own text | KL, docs | top-1, docs | perplexity, docs |")
     print("|" + " --- |" * 6)
     _show(rows[0])

@@ -130,10 +130,10 @@ def prompts(bundle: Path) -> list[list[int]]:
     ]
 
 
-def measure(name: str, write: Writer, prompts: list[list[int]]) -> dict[str, object]:
+def measure(name: str, write: Writer, asked: list[list[int]]) -> dict[str, object]:
     """The tasks that are solved."""
     solved = []
-    for number, (task, prompt) in enumerate(zip(tasks(), prompts, strict=True), 1):
+    for number, (task, prompt) in enumerate(zip(tasks(), asked, strict=True), 1):
         if solves(task, write(prompt)):
             solved.append(task["task_id"])
         print(f"{name}: {len(solved)} of {number}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ def test_without_a_terminal_there_are_lines_also_in_a_long_step(monkeypatch, cap
             time.sleep(0.02)
             printed += capsys.readouterr().err
     first, second, *_ = printed.splitlines()
-    assert re.fullmatch(r"measure layers: 2 of 30, \d+ s", first)
+    assert re.fullmatch(r"measure layers: 2 of 30, \d+ s in all", first)
     assert second.startswith("measure layers: 2 of 30, ")
 
 

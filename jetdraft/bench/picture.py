@@ -28,7 +28,7 @@ class Panel:
     rises: bool
 
     def front(self) -> list[Point]:
-        """The points that no other point beats in both, by x."""
+        """The points, by x, than which no other is as good in both."""
         sign, front = (1.0 if self.rises else -1.0), []
         best = float("-inf")
         for x, y in sorted(self.points.values(), key=lambda p: (p[0], -sign * p[1])):

@@ -355,5 +355,6 @@ def _as_checkpoint_error(source: str) -> Iterator[None]:
     except _DAMAGED as error:
         # The reader's own words are about arrays; they stay in the traceback.
         raise CheckpointError(
-            f"{source} is cut off, or is not a GGUF file; fetch it again"
+            f"{source} is cut off, or is not a GGUF file that the package gguf can "
+            "read; fetch it again, or upgrade gguf"
         ) from error

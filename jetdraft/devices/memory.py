@@ -88,7 +88,9 @@ def release(folder: Path) -> int:
     """
     released, folder = 0, folder.resolve()
     for mapping in _mappings():
-        if not mapping.path or Path(mapping.path).parent != folder or mapping.written:
+        if not mapping.path or Path(mapping.path).parent != folder:
+            continue
+        if mapping.written or not mapping.resident:
             continue
         # Another thread may have closed a session since, and mapped other memory.
         if mapping.is_there() and _advise(mapping.first, mapping.end, _DONTNEED):

@@ -122,5 +122,6 @@ class Measures:
     def _divergence(self, name: str) -> Divergence:
         model = self.checkpoints[name].model
         moments = {} if self.options.recipe is None else self.moments(name)
+        on_cpu = self.options.provider_of(name).name == "cpu"
         with own_attention(model):
-            return Divergence(model, self.windows, moments)
+            return Divergence(model, self.windows, moments, rounds_inputs=on_cpu)

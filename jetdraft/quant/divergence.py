@@ -31,14 +31,19 @@ class Divergence:
     """Measures recipes on a torch model, whose units are its layers and its head.
 
     `moments` are the result of `second_moments`, for algorithms that need them.
+    `rounds_inputs` says whether the provider rounds what it multiplies weights with.
 
         Divergence(model, windows, {}).of(Recipe("int4", 32))   # nats per token
     """
 
     def __init__(
-        self, model: Any, windows: Windows, moments: Mapping[str, Floats]
+        self,
+        model: Any,
+        windows: Windows,
+        moments: Mapping[str, Floats],
+        rounds_inputs: bool = True,
     ) -> None:
-        self.model = model
+        self.model, self.rounds_inputs = model, rounds_inputs
         self.moments = moments
         length = min(TOKENS, windows.ids.shape[1])
         ids = windows.ids[: TOKENS // min(windows.scored, length), :length]
@@ -126,8 +131,9 @@ class Divergence:
                     blocks = self._blocks_of(name, layer, recipe)
                     originals.append((layer, layer.weight.data))
                     layer.weight.data = _like(layer.weight, blocks.floats.T)
-                    rounding = partial(_round_inputs, recipe.block_size)
-                    hooks.append(layer.register_forward_pre_hook(rounding))
+                    if self.rounds_inputs:
+                        rounding = partial(_round_inputs, recipe.block_size)
+                        hooks.append(layer.register_forward_pre_hook(rounding))
             yield
         finally:
             for hook in hooks:
@@ -147,7 +153,8 @@ class Divergence:
 def rounded(values: torch.Tensor, size: int) -> torch.Tensor:
     """Values [..., n] as int8 with a scale for each block of `size`, float32 again.
 
-    MatMulNBits of onnxruntime's CPU provider reads its inputs so at accuracy level 4.
+    MatMulNBits of onnxruntime's CPU provider reads its inputs so at accuracy level 4,
+    but for two bits in blocks of 16.
     """
     count = values.shape[-1]
     whole = torch.nn.functional.pad(values.float(), (0, -count % size))

@@ -16,7 +16,7 @@ RUNGS = ("int4-rtn-b128-head8", "int4-rtn-b64-head8", "int4-rtn-b32-head8")
 """From the cheapest on: larger blocks are faster and move a model further."""
 
 TOP = "int8-rtn-b32"
-"""What is taken without a measure; it kept every model so far."""
+"""The last rung, and what is taken without a measure; it kept every model so far."""
 
 EIGHT_BITS = ("int8-rtn-b64", TOP)
 """What is taken where four bits are not enough: the first that is within the bound."""
@@ -55,7 +55,7 @@ def _mix(
     divergence: Divergence, progress: Callable[[str, int, int], None], bound: float
 ) -> tuple[Recipe, float]:
     """The mix with the fewest bytes that meets the bound, if it is worth its name."""
-    top, top_kl = _eight_bits(divergence, bound)
+    top, top_kl = _eight_bits(divergence, progress, bound)
     try:
         mix, kl = Sensitivity(divergence, Recipe.parse(RUNGS[-1])).mixed(
             Limit(max_kl=bound),
@@ -67,11 +67,14 @@ def _mix(
     return (mix, kl) if worth else (top, top_kl)
 
 
-def _eight_bits(divergence: Divergence, bound: float) -> tuple[Recipe, float]:
-    """The cheapest recipe of eight bits within the bound, or else the finest."""
-    for recipe in map(Recipe.parse, EIGHT_BITS):
+def _eight_bits(
+    divergence: Divergence, progress: Callable[[str, int, int], None], bound: float
+) -> tuple[Recipe, float]:
+    """The first of `EIGHT_BITS` within the bound, or else the last."""
+    for done, recipe in enumerate(map(Recipe.parse, EIGHT_BITS), start=1):
         kl = divergence.of(recipe)
         divergence.forget()
+        progress("measure eight bits", done, len(EIGHT_BITS))
         if kl <= bound:
             break
     return recipe, kl

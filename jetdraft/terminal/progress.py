@@ -52,7 +52,7 @@ class ProgressBars:
         while not self._ended.wait(SECONDS_BETWEEN_LINES):
             if self._line is not None:
                 seconds = time.monotonic() - self._started
-                click.echo(f"{self._line}, {seconds:.0f} s", err=True)
+                click.echo(f"{self._line}, {seconds:.0f} s in all", err=True)
 
     def ticks(self, stage: str, total: int) -> Callable[[], None]:
         """Begin a stage; call the function that it returns after each step."""

@@ -20,7 +20,7 @@ from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as command
 from tests.tiny import llama_config, save_checkpoint
 
-RECIPE = Recipe("int4", 16)
+RECIPE, INT8 = Recipe("int4", 16), Recipe("int8", 16)
 TEXT = "def f(self):\n    return self.x\n" * 20
 
 
@@ -63,11 +63,11 @@ def test_kl_is_that_of_quantized_weights_and_inputs(sensitivity):
     for name, module in layer.named_modules():
         if name.endswith("proj"):
             stored[module] = module.weight.data
-            floats = quantize(module.weight.data.numpy().T, RECIPE, None).floats
+            floats = quantize(module.weight.data.numpy().T, INT8, None).floats
             module.weight.data = torch.from_numpy(floats.T.copy())
             hooks.append(
                 module.register_forward_pre_hook(
-                    lambda module, inputs: (eight_bits(inputs[0], RECIPE.block_size),)
+                    lambda module, inputs: (eight_bits(inputs[0], INT8.block_size),)
                 )
             )
     logs = model(ids).logits.log_softmax(-1)
@@ -76,19 +76,33 @@ def test_kl_is_that_of_quantized_weights_and_inputs(sensitivity):
     for module, weight in stored.items():
         module.weight.data = weight
     kl = (expected.exp() * (expected - logs)).sum(-1).mean()
-    assert divergence.of_units({"1": RECIPE}) == pytest.approx(float(kl), rel=1e-3)
+    assert divergence.of_units({"1": INT8}) == pytest.approx(float(kl), rel=1e-3)
     assert divergence.of_units({}) == 0.0, "and the weights are back"
 
 
-@pytest.mark.parametrize("name", ["int8-rtn-b16", "int8-rtn-b64", "int4-k_quant-b32"])
-def test_kl_is_that_of_the_bundle_as_it_runs(sensitivity, folder, tmp_path, name):
-    recipe, bundles = Recipe.parse(name), {}
-    for one in (Recipe("none"), recipe):
-        path = tmp_path / one.name
-        export(str(folder), path, options=ExportOptions(one, capacity=256))
-        bundles[one.name] = jetdraft.load(path, threads=1).parts.target
+@pytest.fixture(scope="module")
+def logits_of(folder, tmp_path_factory):
+    """The step graph of a recipe's bundle."""
+    output = tmp_path_factory.mktemp("bundles")
+
+    def load(recipe):
+        options = ExportOptions(recipe, capacity=256)
+        path = export(str(folder), output / recipe.name, options=options).path
+        return jetdraft.load(path, threads=1).parts.target
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def unquantized(logits_of):
+    return logits_of(Recipe("none"))
+
+
+@pytest.mark.parametrize("name", ["int8-rtn-b16", "int8-rtn-b64"])
+def test_kl_is_that_of_the_bundle_as_it_runs(sensitivity, unquantized, logits_of, name):
+    recipe = Recipe.parse(name)
     windows = torch.cat(sensitivity.divergence.batches).tolist()
-    kl = compare(bundles["none"], bundles[name], windows).kl_mean
+    kl = compare(unquantized, logits_of(recipe), windows).kl_mean
     assert sensitivity.divergence.of(recipe) == pytest.approx(kl, rel=0.1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypedDict
@@ -99,17 +100,19 @@ class Parts:
             providers = self._providers()
             self.profiles = Profiles(bundle, _placement(*providers), self.threads)
             self._opener, self._drafter_opener = self._openers(*providers)
-            self.text = TextCodec(bundle.tokenizer)
         else:
-            self.profiles, self.text = like.profiles, like.text
+            self.profiles = like.profiles
             self._opener, self._drafter_opener = like._opener, like._drafter_opener
         self.provider = self._opener.provider.name
         self.store = self._open_store()
         self.similarity = Similarity(bundle.similarity) if bundle.similarity else None
         self._early, self._late = self._stream_weights()
-        self.target: Graph = self._opener.graph(bundle.target, self._late)
+        with ThreadPoolExecutor(1) as thread:  # half a second for 150,000 tokens
+            reading = thread.submit(self._text, like)
+            self.target: Graph = self._opener.graph(bundle.target, self._late)
+            self.drafter = self._open_drafter()
+            self.text = reading.result()
         self.prefix = Prefix(self.target)
-        self.drafter = self._open_drafter()
         self.follower = None if self.drafter is None else Follower(self.drafter)
         self._halves: Halves | None = None
         if like is None:
@@ -123,6 +126,9 @@ class Parts:
         )
         self.claim = Claim(self._idle)
         self._survey_claim: Claim = self.claim if like is None else like._survey_claim
+
+    def _text(self, like: Parts | None) -> TextCodec:
+        return TextCodec(self.bundle.tokenizer) if like is None else like.text
 
     @property
     def widths(self) -> Widths:
