@@ -93,10 +93,6 @@ class Survey:
         assert self._widths is not None
         return self._widths
 
-    @widths.setter
-    def widths(self, widths: Widths) -> None:
-        self._widths = widths
-
     @property
     def curve(self) -> Curve:
         """The times of passes; the first call measures."""

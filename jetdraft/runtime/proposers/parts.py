@@ -108,7 +108,9 @@ class Parts:
         self.similarity = Similarity(bundle.similarity) if bundle.similarity else None
         self._early, self._late = self._stream_weights()
         with ThreadPoolExecutor(1) as thread:  # half a second for 150,000 tokens
-            reading = thread.submit(self._text, like)
+            reading = thread.submit(
+                lambda: like.text if like else TextCodec(bundle.tokenizer)
+            )
             self.target: Graph = self._opener.graph(bundle.target, self._late)
             self.drafter = self._open_drafter()
             self.text = reading.result()
@@ -126,9 +128,6 @@ class Parts:
         )
         self.claim = Claim(self._idle)
         self._survey_claim: Claim = self.claim if like is None else like._survey_claim
-
-    def _text(self, like: Parts | None) -> TextCodec:
-        return TextCodec(self.bundle.tokenizer) if like is None else like.text
 
     @property
     def widths(self) -> Widths:

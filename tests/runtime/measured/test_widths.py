@@ -161,7 +161,7 @@ def test_idle_work_leaves_the_rows_of_the_last_text(own, slow):
         token_ids=[*IDS, *first.token_ids], **how
     )
     model.parts.claim.check_free()
-    survey.widths = replace(survey.widths, untried=(7,), prefills_agree=None)
+    survey._widths = replace(survey.widths, untried=(7,), prefills_agree=None)
     survey.finish()
     after = model.generate(token_ids=[*IDS, *first.token_ids], **how)
     assert after.stats.reused_tokens >= len(IDS)
@@ -172,7 +172,7 @@ def test_a_step_stops_between_two_passes(model):
     target = model.parts.target
     survey = Survey(target, None)
     survey.finish()
-    survey.widths = replace(survey.widths, prefills_agree=None)
+    survey._widths = replace(survey.widths, prefills_agree=None)
     before = target.passes, target.cache.length
     with pytest.raises(StoppedError):
         survey.step(lambda: True)
@@ -272,7 +272,7 @@ def test_nobody_gets_widths_while_the_buffers_are_measured(model, monkeypatch):
     def slow_step():
         inside.set()
         time.sleep(0.3)
-        survey.widths = replace(survey.widths, untried=(), prefills_agree=True)
+        survey._widths = replace(survey.widths, untried=(), prefills_agree=True)
 
     monkeypatch.setattr(survey, "_next", slow_step)
     beginning = threading.Thread(target=survey.begin)

@@ -178,7 +178,7 @@ def test_trees_that_round_otherwise_are_not_exact(bundle, pretended):
     assert not Survey(graph, None).widths.trees_agree
     assert Survey(other, None).widths.trees_agree
     survey = pretended.parts.survey
-    survey.widths = replace(survey.widths, trees_agree=False)
+    survey._widths = replace(survey.widths, trees_agree=False)
     tree = {"method": "draft", "drafting": BEST}
     with pytest.raises(OptionError, match="passes that branch") as refusal:
         text(pretended, **tree)

@@ -164,7 +164,7 @@ def test_a_tree_of_models_that_only_chain_is_refused(model, monkeypatch):
 
 def test_a_tree_wider_than_the_passes_of_a_bundle(model, monkeypatch):
     widths = dataclasses.replace(model.parts.widths, classes=[[1], [2, 4]], base=2)
-    monkeypatch.setattr(model.parts.survey, "widths", widths)
+    monkeypatch.setattr(model.parts.survey, "_widths", widths)
     model.stream(**DRAFT, drafting={**KARY, "branching": [3]})
     words = "has 6 rows, a pass of this bundle holds 3 beside the root"
     with pytest.raises(OptionError, match=words) as refusal:

@@ -345,7 +345,7 @@ def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
 
 def test_where_probes_change_bits_an_exact_generation_has_none(model, monkeypatch):
     widths = replace(model.parts.widths, probes_agree=False)
-    monkeypatch.setattr(model.parts.survey, "widths", widths)
+    monkeypatch.setattr(model.parts.survey, "_widths", widths)
     with pytest.raises(OptionError, match="add --no-exact") as refusal:
         text(model, "stream")
     assert refusal.value.field == "method"
