@@ -107,24 +107,30 @@ class RecipeComparison:
     calibration: Path | None = None
     threads: int | None = None
 
+    @property
+    def steps(self) -> int:
+        """How many names `run` announces."""
+        targets, drafters = 1 + len(self.recipes), 1 + len(self.drafter_recipes)
+        return 1 + targets * (1 + (drafters if self.drafter else 0))
+
     def run(self, announce: Callable[[str], None]) -> Report:
         """Measure all recipes, one after the other, beside the unquantized model.
 
         `announce` gets the name of what is measured next.
         """
+        announce("the text")
         if Checkpoint.load(self.target, torch.float32).packed is not None:
             raise OptionError(
                 f"{self.target} is quantized already and keeps its integers, so there "
                 "are no recipes to compare; give the checkpoint before quantization"
             )
-        announce("a text")
         full = self._load(self._bundle(FULL, None))
         windows = self._windows(full)
         calibration = self.calibration
         if calibration is None and self._needs_calibration:
             calibration = self._write_calibration(full)
         full.parts.claim.check_free()  # ends the idle work of the texts' generations
-        source = "written by the model" if self.text is None else str(self.text)
+        source = "a text of the model" if self.text is None else str(self.text)
         report = Report(self.target, self.drafter, source)
         bundles = {}
         for recipe in [FULL, *self.recipes]:

@@ -131,7 +131,7 @@ from jetdraft.terminal.progress import ProgressBars
     type=click.Choice(list(PROVIDERS)),
     help="What will run the drafter; default: the target's provider.",
 )
-@output_option("Write the bundle to this folder.")
+@output_option("Write the bundle to this folder; a bundle there is replaced.")
 def command(
     target: str,
     drafter: str | None,

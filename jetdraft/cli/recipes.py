@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ from jetdraft.terminal.flags import (
     threads_option,
     write_json,
 )
+from jetdraft.terminal.progress import ProgressBars
 
 ALL = "all"
 
@@ -88,7 +90,7 @@ def command(
     # Not in /tmp, which may be memory: the bundles of a large target would fill it.
     folder = (output or Path("report")).absolute().parent
     with TemporaryDirectory(prefix=".jetdraft-recipes-", dir=folder) as work:
-        report = bench.RecipeComparison(
+        comparison = bench.RecipeComparison(
             target,
             drafter,
             target_recipes,
@@ -97,7 +99,12 @@ def command(
             text,
             calibration,
             threads,
-        ).run(_announce)
+        )
+        done = itertools.count()
+        with ProgressBars() as bars:
+            report = comparison.run(
+                lambda name: bars(f"measure {name}", next(done), comparison.steps)
+            )
     if output is not None:
         write_json(output, asdict(report))
     if as_json:
@@ -107,11 +114,6 @@ def command(
     if picture is not None:
         label = "mean KL to the unquantized model, nats per token"
         draw_points(picture, bench.panels(report), label)
-
-
-def _announce(name: str) -> None:
-    """Say what is measured next; it takes minutes."""
-    click.echo(f"measuring {name}", err=True)
 
 
 def _parse(names: str, all_names: tuple[str, ...]) -> list[Recipe]:
@@ -130,7 +132,7 @@ def _check_text(file: Path | None) -> None:
 
 def _show(report: Any) -> None:
     """Print a table of recipes, a table of pairs, and the answers in short."""
-    click.echo(f"on {report.text}")
+    click.echo(f"measured on {report.text}")
     click.echo(
         "recipe                  MB   RSS MB  KL mean   KL p99   top-1  perplexity  "
         "ms at 1, 2, 4, 8, and against fp32 at 1 and 4"

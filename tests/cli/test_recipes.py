@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jetdraft.terminal.progress import ProgressBars
 from tests.cli.running import assert_refused, jetdraft
 from tests.quant.test_calibration import TEXT
 from tests.tiny import llama_config, save_checkpoint
@@ -26,13 +27,18 @@ def report(pair, folder):
     """Of a target of one layer: each recipe is an export, which takes its time."""
     target = save_checkpoint(folder / "target", llama_config(num_hidden_layers=1))
     (folder / "text.txt").write_text(TEXT)
-    result = jetdraft(
-        *("recipes", target, "--drafter", pair.drafter, "--threads=1"),
-        *("--recipes", RECIPES, "--drafter-recipes", "int4-rtn-b32"),
-        *("--text", folder / "text.txt", "--calibration", folder / "text.txt"),
-        *("--output", folder / "out.json", "--picture", folder / "front.png"),
-    )
+    steps = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProgressBars, "__call__", lambda _, *step: steps.append(step))
+        result = jetdraft(
+            *("recipes", target, "--drafter", pair.drafter, "--threads=1"),
+            *("--recipes", RECIPES, "--drafter-recipes", "int4-rtn-b32"),
+            *("--text", folder / "text.txt", "--calibration", folder / "text.txt"),
+            *("--output", folder / "out.json", "--picture", folder / "front.png"),
+        )
     assert result.exit_code == 0, result.stderr
+    _, done, total = zip(*steps, strict=True)
+    assert list(done) == list(range(total[0])), "every step is announced"
     found = json.loads((folder / "out.json").read_text())
     return found, result.stdout, folder / "front.png"
 
@@ -143,7 +149,7 @@ def test_without_a_text_the_model_writes_one(pair, report, folder, tmp_path):
     result = jetdraft("recipes", pair.drafter, *how)
     assert result.exit_code == 0, result.stderr
     found = json.loads(out.read_text())
-    assert found["text"] == "written by the model"
+    assert found["text"] == "a text of the model"
     assert [row["recipe"] for row in found["rows"]] == ["none", "int8-gptq-b32"]
     assert 0 < found["rows"][1]["kl_mean"] < 0.1
 
