@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from jetdraft.devices.device import Device, PowerMode
-from jetdraft.devices.dimensions import Dimensions
-from jetdraft.devices.roofline import BYTES, Efficiency, Load
+from jetdraft.devices.planning.dimensions import Dimensions
+from jetdraft.devices.planning.roofline import BYTES, Efficiency, Load
 
 FILE = Path(__file__).with_name("published.toml")
 

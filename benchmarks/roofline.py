@@ -2,7 +2,8 @@
 
     python benchmarks/roofline.py
 
-Prints the constants of `jetdraft.devices.roofline` and the tables of docs/devices.md.
+Prints the constants of `jetdraft.devices.planning.roofline` and the tables of
+docs/devices.md.
 """
 
 from __future__ import annotations

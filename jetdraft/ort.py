@@ -30,3 +30,15 @@ def _import() -> Any:
 
 
 ort = _import()
+
+
+def import_onnx() -> Any:
+    """The package onnx; raises `ProviderError` if it is missing."""
+    try:
+        import onnx
+    except ImportError as error:
+        raise ProviderError(
+            "on a GPU jetdraft reads a graph's weights, which needs onnx; pip install "
+            "'jetdraft[gpu]', or 'jetdraft[webgpu]'"
+        ) from error
+    return onnx

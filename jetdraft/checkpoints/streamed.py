@@ -154,7 +154,8 @@ class Streamed(nn.Module):
         The third are the hidden states that enter the top layers, [b, n, h].
         """
         rows, probes = input_ids.shape[1], probe_rows.shape[0]
-        positions = position_ids[:, probe_rows] + probe_ids + 1
+        # Indexing of integers would run on the host with WebGPU.
+        positions = position_ids.index_select(1, probe_rows) + probe_ids + 1
         all_positions = torch.cat([position_ids, positions], 1)
         # Computed from tensors on the device: a row count would be read on the host.
         is_probe = torch.cat(

@@ -10,7 +10,7 @@ import click
 
 from jetdraft.bench.picture import draw_curves
 from jetdraft.devices.device import Device
-from jetdraft.devices.plan import (
+from jetdraft.devices.planning.plan import (
     FREE,
     PROBES,
     Choice,

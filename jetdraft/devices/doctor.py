@@ -108,6 +108,9 @@ def _power(machine: Machine) -> Finding:
 
 def _provider(state: Presence, machine: Machine) -> Finding:
     what = f"provider {state.name}"
+    if state.software:
+        fix = "for speed, install the GPU's Vulkan driver, or choose --provider cpu"
+        return Finding(what, "runs on a software adapter, which is the CPU", fix)
     if state.runs:
         return Finding(what, "runs")
     if state.name == "cpu":
@@ -119,10 +122,13 @@ def _provider(state: Presence, machine: Machine) -> Finding:
             "needs": "install that library, or put its folder into LD_LIBRARY_PATH",
             "driver": "install a newer driver, or an older build",
             "without": "install a build that has it: deploy/jetson",
+            "plug-in": "pip install --upgrade 'jetdraft[webgpu]'",
+            "Vulkan": "install the GPU's driver: deploy/jetson",
+            "libvulkan": "apt install libvulkan1",
         }.get(_kind(state.reason), "")
     return Finding(what, state.reason, fix)
 
 
 def _kind(reason: str) -> str:
-    kinds = ("no code", "needs", "driver", "without")
+    kinds = ("plug-in", "libvulkan", "Vulkan", "no code", "needs", "driver", "without")
     return next((kind for kind in kinds if kind in reason), "")

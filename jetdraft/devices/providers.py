@@ -13,9 +13,12 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from typing import Any
 
 from jetdraft.bundle import CONTRIB, STANDARD
-from jetdraft.devices.trial import RAN
+from jetdraft.devices import webgpu
+from jetdraft.devices.trial import RAN, REASON, SOFTWARE
 from jetdraft.errors import ProviderError
 from jetdraft.ort import ort
 
@@ -54,6 +57,11 @@ class Provider:
                 "GroupQueryAttention has no fp32 kernel on CUDA; export with --dtype "
                 "fp16 or --flavour standard"
             )
+        if self.name == "webgpu" and flavour != CONTRIB:
+            return (
+                "WebGPU has no kernels for the standard operators of attention; export "
+                "with --flavour contrib"
+            )
         return ""
 
 
@@ -62,6 +70,7 @@ PROVIDERS = {
     for provider in (
         Provider("tensorrt", "TensorrtExecutionProvider", "cuda", STANDARD, "fp16"),
         Provider("cuda", "CUDAExecutionProvider", "cuda", CONTRIB, "fp16"),
+        Provider("webgpu", "WebGpuExecutionProvider", "webgpu", CONTRIB, "fp32"),
         Provider("cpu", "CPUExecutionProvider", "cpu", CONTRIB, "fp32"),
     )
 }
@@ -101,12 +110,39 @@ class TensorrtOptions:
     trt_timing_cache_enable: bool = True
 
 
-def as_options(options: CudaOptions | TensorrtOptions) -> dict[str, str]:
+@dataclass(frozen=True)
+class WebgpuOptions:
+    """Options of the WebGPU provider, by onnxruntime's names.
+
+    Validation is Dawn's own check of each command.
+    """
+
+    enableInt64: bool = True  # noqa: N815
+    enableGraphCapture: bool = False  # noqa: N815
+
+
+ProviderOptions = CudaOptions | TensorrtOptions | WebgpuOptions
+
+
+def as_options(options: ProviderOptions) -> dict[str, str]:
     """The options as onnxruntime reads them: texts, with "1" for true."""
     return {
         name: str(int(value) if isinstance(value, bool) else value)
         for name, value in asdict(options).items()
     }
+
+
+def request(
+    name: str, session: Any, options: dict[str, str]
+) -> list[tuple[str, dict[str, str]]] | None:
+    """The `providers` of a new session; None if its options `session` name them.
+
+    `options` are the provider's own, see `as_options`.
+    """
+    if name == "webgpu":
+        webgpu.add_to(session, options)
+        return None
+    return [(PROVIDERS[name].full, options)]
 
 
 def provider_named(name: str) -> Provider:
@@ -130,14 +166,23 @@ def choose(name: str, graphs: Iterable[tuple[str, str]]) -> Provider:
         raise ProviderError(f"unknown provider {name!r}; choose {names}")
     for candidate in PROVIDERS if name == AUTO else [name]:
         reason = _obstacle(PROVIDERS[candidate], graphs)
-        if not reason:
+        if not reason and (name != AUTO or not _is_software(candidate)):
             return PROVIDERS[candidate]
     raise ProviderError(f"provider {name!r} cannot run this bundle here: {reason}")
 
 
 def fastest() -> str:
     """The name of the fastest provider that runs on this machine."""
-    return next(name for name in PROVIDERS if name == "cpu" or presence(name).runs)
+    return next(
+        name
+        for name in PROVIDERS
+        if name == "cpu" or (presence(name).runs and not _is_software(name))
+    )
+
+
+def _is_software(name: str) -> bool:
+    """Whether a provider computes on the CPU, more slowly than the CPU provider."""
+    return name != "cpu" and presence(name).software
 
 
 def _obstacle(provider: Provider, graphs: list[tuple[str, str]]) -> str:
@@ -152,12 +197,16 @@ def _obstacle(provider: Provider, graphs: list[tuple[str, str]]) -> str:
 
 @dataclass(frozen=True)
 class Presence:
-    """Whether a provider is compiled in and runs; `reason` says why not, in a line."""
+    """Whether a provider is compiled in and runs; `reason` says why not, in a line.
+
+    A `software` adapter computes on the CPU; only who names its provider gets it.
+    """
 
     name: str
     compiled: bool
     runs: bool
     reason: str = ""
+    software: bool = False
 
 
 @functools.cache
@@ -167,7 +216,10 @@ def presence(name: str) -> Presence:
     presence("cuda").reason
     """
     full = PROVIDERS[name].full
-    if full not in ort.get_available_providers():
+    if name == "webgpu":
+        if find_spec(webgpu.PLUGIN) is None:
+            return Presence(name, False, False, webgpu.MISSING)
+    elif full not in ort.get_available_providers():
         return Presence(
             name, False, False, f"this onnxruntime was built without {full}"
         )
@@ -178,22 +230,39 @@ def presence(name: str) -> Presence:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return Presence(name, True, False, f"a small graph did not run ({error})")
-    if done.returncode == 0 and done.stdout.split()[-1:] == [RAN]:
-        return Presence(name, True, True)
+    lines = done.stdout.splitlines()
+    if done.returncode == 0 and lines[-1:] == [RAN]:
+        return Presence(name, True, True, software=SOFTWARE in lines)
     return Presence(name, True, False, reason_of(done.returncode, done.stderr))
+
+
+_KNOWN = (
+    (f"^{REASON}(.+)$", "{}"),
+    (
+        r"error: (\S+): cannot open shared object file",
+        "it needs {}, which the loader does not find",
+    ),
+    (
+        "(no kernel image|NoKernelImageForDevice)",
+        "this build of onnxruntime holds no code for this GPU",
+    ),
+    (
+        "(no CUDA-capable device|CUDA failure 100)",
+        "there is no CUDA device, or its driver is not loaded",
+    ),
+    (
+        "(driver version is insufficient|CUDA failure 35)",
+        "the GPU's driver is older than this build's CUDA",
+    ),
+)
+"""Patterns in what a failed trial wrote, and what they say."""
 
 
 def reason_of(code: int, stderr: str) -> str:
     """The reason of a failed trial, from its exit code and what it wrote to stderr."""
-    library = re.search(r"error: (\S+): cannot open shared object file", stderr)
-    if library:
-        return f"it needs {library[1]}, which the loader does not find"
-    if "no kernel image" in stderr or "NoKernelImageForDevice" in stderr:
-        return "this build of onnxruntime holds no code for this GPU"
-    if "no CUDA-capable device" in stderr or "CUDA failure 100" in stderr:
-        return "there is no CUDA device, or its driver is not loaded"
-    if "driver version is insufficient" in stderr or "CUDA failure 35" in stderr:
-        return "the GPU's driver is older than this build's CUDA"
+    for pattern, fact in _KNOWN:
+        if known := re.search(pattern, stderr, re.MULTILINE):
+            return fact.format(known[1])
     if code < 0:
         return f"a small graph ended the process with signal {-code}"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]

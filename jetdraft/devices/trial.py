@@ -14,8 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
+from jetdraft.devices import webgpu
+from jetdraft.errors import ProviderError
+
 GRAPH = Path(__file__).with_name("trial.onnx")
 RAN = "ran"
+SOFTWARE = "on a software adapter"
+REASON = "reason: "
+"""Begins a line on stderr that says why the provider cannot run here."""
 CPU = "CPUExecutionProvider"
 
 
@@ -26,14 +32,23 @@ def main(provider: str) -> None:
     options = onnxruntime.SessionOptions()
     if provider != CPU:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    session = onnxruntime.InferenceSession(str(GRAPH), options, providers=[provider])
+    providers: list[str] | None = [provider]
+    if provider == webgpu.FULL:
+        webgpu.add_to(options, {})
+        providers = None
+    session = onnxruntime.InferenceSession(str(GRAPH), options, providers=providers)
     if session.get_providers()[0] != provider:
         sys.exit(f"{provider} could not be created")
     [product] = session.run(None, {"x": np.array([[1.0, 2.0]], np.float32)})
     if not np.array_equal(product, [[7.0, 10.0]]):
         sys.exit(f"{provider} computed {product.tolist()} instead of [[7, 10]]")
+    if provider == webgpu.FULL and webgpu.adapter().software:
+        print(SOFTWARE)
     print(RAN)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    try:
+        main(sys.argv[1])
+    except ProviderError as error:
+        sys.exit(f"{REASON}{error}")

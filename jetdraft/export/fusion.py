@@ -3,7 +3,9 @@
 Each is optional: where its pattern does not match, the graph stays as it was traced.
 
 - rotary: GroupQueryAttention rotates query and key itself, with cosine and sine tables
-  of `capacity` rows; this replaces Transpose, RotaryEmbedding, Transpose before it
+  of `capacity` rows; this replaces Transpose, RotaryEmbedding, Transpose before it.
+  With `beside` one contrib RotaryEmbedding does it for each of them, since attention
+  on WebGPU counts positions from the cursor on, which is wrong for branches
 - projections: MatMuls that share their input become one MatMul; query, key and value
   then enter attention packed
 - norms: residual Add and RMSNormalization become SkipSimplifiedLayerNormalization
@@ -29,19 +31,22 @@ _CONTRIB = "com.microsoft"
 
 
 def fuse(
-    model: ir.Model, contract: StepContract, forms: Mapping[str, object] | None = None
+    model: ir.Model,
+    contract: StepContract,
+    forms: Mapping[str, object] | None = None,
+    beside: bool = False,
 ) -> None:
     """Apply every rewrite to `model`, in place.
 
     `forms` maps matrices, by their names in the checkpoint, to `Blocks.form`; only
-    matrices with equal forms are merged.
+    matrices with equal forms are merged. `beside` keeps the rotation out of attention.
     """
     rewrite(model, [_RotationInHalves.rule()])
     # Each layer computes the same cosine; merge them, so that all share one table.
     common.CommonSubexpressionEliminationPass()(model)
     tables = _RotaryTables(model, contract.slots)
     for node in attentions(model.graph):
-        _fuse_rotary(model.graph, node, tables)
+        _fuse_rotary(model.graph, node, tables, beside)
     _drop_identity_reshapes(model.graph)
     _split_gemms(model.graph)
     _merge_projections(model.graph, forms or {})
@@ -147,7 +152,9 @@ class _RotaryTables:
         return initializer(self.graph, name, np.ascontiguousarray(table[0]))
 
 
-def _fuse_rotary(graph: ir.Graph, attention: ir.Node, tables: _RotaryTables) -> None:
+def _fuse_rotary(
+    graph: ir.Graph, attention: ir.Node, tables: _RotaryTables, beside: bool
+) -> None:
     """Let attention rotate query and key itself, if both match the pattern."""
     query, key = (_rotation_before(attention.inputs[i]) for i in (0, 1))
     if query is None or key is None:
@@ -169,13 +176,42 @@ def _fuse_rotary(graph: ir.Graph, attention: ir.Node, tables: _RotaryTables) -> 
         return
     for flatten, _, source in (query, key):
         flatten.replace_input_with(0, source)
-    attention.attributes["do_rotary"] = ir.AttrInt64("do_rotary", 1)
-    attention.attributes["rotary_interleaved"] = ir.AttrInt64(
-        "rotary_interleaved", interleaved
-    )
+    rotate = _rotate_beside if beside else _rotate_inside
+    rotate(graph, attention, (cosines[0], sines[0], cosines[1]), interleaved)
+
+
+Tables = tuple[ir.Value, ir.Value, ir.Value]
+"""Cosines and sines [capacity, d / 2], and the positions that choose their rows."""
+
+
+def _rotate_inside(
+    graph: ir.Graph, attention: ir.Node, tables: Tables, interleaved: int
+) -> None:
+    """Let attention rotate query and key."""
+    for name, number in (("do_rotary", 1), ("rotary_interleaved", interleaved)):
+        attention.attributes[name] = ir.AttrInt64(name, number)
     attention.resize_inputs(max(10, len(attention.inputs)))
-    for index, value in ((7, cosines[0]), (8, sines[0]), (9, cosines[1])):
+    for index, value in zip((7, 8, 9), tables, strict=True):
         attention.replace_input_with(index, value)
+
+
+def _rotate_beside(
+    graph: ir.Graph, attention: ir.Node, tables: Tables, interleaved: int
+) -> None:
+    """Rotate query and key with a node for each."""
+    cosines, sines, positions = tables
+    for place in (0, 1):
+        rows = attention.inputs[place]
+        node = ir.node(
+            "RotaryEmbedding",
+            [rows, positions, cosines, sines],
+            {"interleaved": interleaved},
+            domain=_CONTRIB,
+        )
+        if rows is not None:
+            node.outputs[0].type, node.outputs[0].shape = rows.type, rows.shape
+        graph.insert_before(attention, node)
+        attention.replace_input_with(place, node.outputs[0])
 
 
 def _rotation_before(

@@ -11,7 +11,7 @@ from typing import Any
 from jetdraft.bundle import Bundle
 from jetdraft.contract import CAPACITY, MAX_WIDTH
 from jetdraft.devices.device import Device
-from jetdraft.devices.plan import Question, plan, refusal
+from jetdraft.devices.planning.plan import Question, plan, refusal
 from jetdraft.devices.providers import AUTO, fastest
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.recipe import CALIBRATED_DEFAULT, DEFAULT_BLOCK_SIZE, FAST_DEFAULT, Recipe

@@ -81,13 +81,13 @@ class Blocks:
     @property
     def floats(self) -> Floats:
         """The matrix as floats [rows, columns], with its rows in the inputs' order."""
+        # In place, since a head of 150,000 tokens takes a gigabyte.
+        whole = self.integers.astype(self.scales.dtype)
         middle = 1 << (self.bits - 1)
-        zeros = middle if self.zeros is None else self.zeros[..., None].astype(np.int16)
-        whole = (self.integers.astype(np.int16) - zeros) * self.scales[..., None]
+        whole -= middle if self.zeros is None else self.zeros[..., None]
+        whole *= self.scales[..., None]
         floats: Floats = whole.reshape(len(whole), -1)[:, : self.rows].T
-        if self.order is not None:
-            floats = floats[np.argsort(self.order)]
-        return floats.astype(self.scales.dtype)
+        return floats if self.order is None else floats[np.argsort(self.order)]
 
 
 def in_blocks(

@@ -8,8 +8,8 @@ bundle within a tenth (docs/log/quantization.md).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -122,32 +122,54 @@ class Divergence:
     @contextmanager
     def _quantized(self, recipes: Mapping[Unit, Recipe]) -> Iterator[None]:
         """Round weights, and what their layers read."""
-        originals, hooks = [], []
-        try:
+        with ExitStack() as hooks:
             for unit, recipe in recipes.items():
                 for name, layer in self.units[unit].items():
                     if recipe.bits is None:
                         continue
                     blocks = self._blocks_of(name, layer, recipe)
-                    originals.append((layer, layer.weight.data))
-                    layer.weight.data = _like(layer.weight, blocks.floats.T)
-                    if self.rounds_inputs:
-                        rounding = partial(_round_inputs, recipe.block_size)
-                        hooks.append(layer.register_forward_pre_hook(rounding))
+                    rounding = _Rounding(blocks, layer.weight.data, self.rounds_inputs)
+                    # First, since a model may convert its weights to compute.
+                    before = layer.register_forward_pre_hook(
+                        rounding.before, prepend=True
+                    )
+                    after = layer.register_forward_hook(
+                        rounding.after, always_call=True
+                    )
+                    hooks.callback(before.remove)
+                    hooks.callback(after.remove)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            # Backwards, since two layers may share a weight.
-            for layer, original in reversed(originals):
-                layer.weight.data = original
 
     def _logs(self, ids: torch.Tensor) -> torch.Tensor:
         """The log probabilities of a batch's compared tokens, float32 [n, vocab]."""
         with torch.no_grad():
-            logits = self.model(ids, use_cache=False).logits[:, -self.scored :]
-        logs: torch.Tensor = logits.flatten(0, 1).float().log_softmax(-1)
+            answer = self.model(ids, use_cache=False, logits_to_keep=self.scored)
+        logs: torch.Tensor = answer.logits.flatten(0, 1).float().log_softmax(-1)
         return logs
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """Hooks that quantize a layer while it runs: one matrix at a time is in floats.
+
+    `original` is the layer's own weight. With `inputs` they round the inputs too.
+    """
+
+    blocks: Blocks
+    original: torch.Tensor
+    inputs: bool
+
+    def before(self, layer: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
+        """Give the layer the quantized weight, in the type of its input."""
+        first, *others = inputs
+        layer.weight.data = torch.from_numpy(self.blocks.floats.T).to(first.dtype)
+        if not self.inputs:
+            return None
+        return (rounded(first, self.blocks.block_size).to(first.dtype), *others)
+
+    def after(self, layer: Any, inputs: Any, output: Any) -> None:
+        """Put the layer's own weight back."""
+        layer.weight.data = self.original
 
 
 def rounded(values: torch.Tensor, size: int) -> torch.Tensor:
@@ -163,22 +185,6 @@ def rounded(values: torch.Tensor, size: int) -> torch.Tensor:
     integers = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)).round()
     floats: torch.Tensor = (integers * scales).reshape(whole.shape)[..., :count]
     return floats
-
-
-def _round_inputs(
-    size: int, layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    first, *others = inputs
-    return (rounded(first, size).to(first.dtype), *others)
-
-
-def _like(weight: torch.Tensor, values: Floats) -> torch.Tensor:
-    """Floats in as many bytes as a weight's: more would double the model's memory.
-
-    Halves, not bfloat16, which cannot hold the integers of eight bits.
-    """
-    half = weight.dtype.itemsize == torch.half.itemsize
-    return torch.from_numpy(values).to(torch.half if half else weight.dtype)
 
 
 def _check_measurable(name: str, module: torch.nn.Module) -> None:

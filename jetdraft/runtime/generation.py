@@ -152,7 +152,7 @@ class Generation:
             # This verifier reads the drafter's probabilities. Their last bits must not
             # depend on what an earlier generation left in the drafter's cache.
             parts.follower.forget()
-        start, prefix = time.perf_counter(), self._prefix()
+        start, prefix = time.perf_counter(), self._prefix(exact)
         for proposer in self.proposers:
             proposer.begin(self._prompt, self.chooser)
         sequence = array("I", self._prompt)
@@ -165,13 +165,13 @@ class Generation:
         if rest := self.watcher.rest():
             yield Piece(rest, [], 0)
 
-    def _prefix(self) -> Prefix:
+    def _prefix(self, exact: bool) -> Prefix:
         """The earlier rows that may stay in the target's buffers.
 
-        There are none where prompts are read in passes whose bits are not those of
-        decoding, or where this generation has a target of its own.
+        There are none where this generation has a target of its own, or is exact, and
+        prompts are read in passes whose bits are not those of decoding.
         """
-        agree = self.parts.widths.prefills_agree
+        agree = not exact or self.parts.widths.prefills_agree
         if self._target is self.parts.target and agree:
             return self.parts.prefix
         return Prefix(self._target)

@@ -44,7 +44,9 @@ def _traced(job: Job) -> ir.Model:
         standardize(model, job.options.flavour_made == SCATTERED)
     else:
         packed = job.quantization.packed
-        fuse(model, job.contract, {name: packed[name].form for name in packed})
+        forms = {name: packed[name].form for name in packed}
+        beside = job.options.provider_of(job.name).name == "webgpu"
+        fuse(model, job.contract, forms, beside)
     job.report(stage, 1, 1)
     return model
 

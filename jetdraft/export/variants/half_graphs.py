@@ -13,7 +13,7 @@ from jetdraft.contract import PARENTS, SCORES, SplitContract, TensorSpec
 from jetdraft.export.attentions import add_bias
 from jetdraft.export.job import Job
 from jetdraft.export.step import CUT, Step
-from jetdraft.export.variants.tree_graph import write_compaction
+from jetdraft.export.variants.compaction import write_compaction
 from jetdraft.export.variants.variant import Variant
 from jetdraft.quant.edits import substitute, value_of
 

@@ -82,11 +82,19 @@ class StreamStep(Step):
         all_answers = answers(logits.float(), self.contract)
         rows = answer_rows.shape[0]
         row_answers, probe_answers = (
-            [x[:, start:end] for x in all_answers]
+            [_rows(x, start, end) for x in all_answers]
             for start, end in ((0, rows), (rows, None))
         )
         scores = _scores(early.float(), input_ids, parents)
         return [*row_answers, *probe_answers, *presents(state), hidden, scores]
+
+
+def _rows(answer: torch.Tensor, start: int, end: int | None) -> torch.Tensor:
+    """Some rows of an answer.
+
+    WebGPU can cut floats only; they hold all integers up to 16 million.
+    """
+    return answer.to(torch.float32)[:, start:end].to(answer.dtype)
 
 
 def _scores(

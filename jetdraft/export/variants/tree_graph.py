@@ -1,22 +1,19 @@
-"""The graphs for branching drafts: a chain graph with a bias, and a compaction."""
+"""The graph for branching drafts: a chain graph with a bias."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 
-from jetdraft.contract import StepContract, TensorSpec
+from jetdraft.contract import StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import add_bias, has_windows
 from jetdraft.export.job import Job
+from jetdraft.export.variants.compaction import write_compaction
 from jetdraft.export.variants.variant import Variant
 from jetdraft.quant.edits import initializer, value_of
-
-_COMPACTION_OPSET = 24
-"""The first opset that has TensorScatter."""
 
 
 def write(job: Job) -> None:
@@ -36,7 +33,8 @@ def write(job: Job) -> None:
     add_bias(model.graph, _bias(model.graph, job.contract))
     tree, compaction = job.beside("tree"), job.beside("compaction")
     ir.save(model, tree)
-    write_compaction(compaction, job.contract)
+    scattered = job.options.provider_of(job.name).name == "webgpu"
+    write_compaction(compaction, job.contract, scattered)
     job.entry = replace(job.entry, tree_file=tree.name, compaction_file=compaction.name)
 
 
@@ -60,41 +58,6 @@ def _bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
     cut.outputs[0].name = "rows_of_bias"
     graph.insert_before(graph[0], [rows, cut])
     return cut.outputs[0]
-
-
-def write_compaction(file: Path, contract: StepContract) -> None:
-    """Write the graph that moves accepted rows together, as `Cache.compact` runs it.
-
-    It has no weights. In every buffer it gathers the rows `source` (int64 [m]) and
-    writes them to row `target` (int64 [1]) and the rows after it. All rows of a buffer
-    are gathered before the first row is written, so past and present may be the same
-    memory.
-    """
-    source = value_of(TensorSpec("source", "int64", ("m",)))
-    target = value_of(TensorSpec("target", "int64", (1,)))
-    inputs, outputs, nodes = [source, target], [], []
-    for past, present in zip(
-        contract.buffers("past"), contract.buffers("present"), strict=True
-    ):
-        buffer, present_buffer = value_of(past), value_of(present)
-        rows = ir.node("Gather", [buffer, source], {"axis": 2})
-        scatter = ir.node(
-            "TensorScatter",
-            [buffer, rows.outputs[0], target],
-            {"axis": 2},
-            outputs=[present_buffer],
-        )
-        inputs.append(buffer)
-        outputs.append(present_buffer)
-        nodes += [rows, scatter]
-    graph = ir.Graph(
-        inputs,
-        outputs,
-        nodes=nodes,
-        opset_imports={"": _COMPACTION_OPSET},
-        name="compaction",
-    )
-    ir.save(ir.Model(graph, ir_version=11), file)
 
 
 VARIANT = Variant(write)

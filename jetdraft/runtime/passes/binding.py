@@ -17,9 +17,6 @@ from jetdraft.runtime.passes.tensor import HOST, Memory, Tensor
 VisibleSlots = Sequence[Sequence[int]]
 """For each row of a draft, the slots that it attends to, without its own slot."""
 
-ON_HOST = ("total_length",)
-"""Inputs that kernels read on the host, on any device."""
-
 STEADY = ("answer_rows", "probe_rows", "probe_ids", "attention_bias")
 """Inputs that most passes do not change."""
 
@@ -51,6 +48,7 @@ class Bound:
         memory: Memory = HOST,
     ) -> None:
         self.session = session
+        self._memory = memory
         self.io = session.io_binding()
         # A value can share the memory of its array, so both must stay alive.
         self.tensors: dict[str, Tensor] = {}
@@ -63,7 +61,7 @@ class Bound:
             for spec in specs:
                 if spec.name in buffer_names:
                     continue  # bound below
-                place = HOST if spec.name in ON_HOST else memory
+                place = HOST if spec.name in memory.on_host else memory
                 tensor = place.tensor(spec.sized(rows, answers, probes), spec.dtype)
                 self.tensors[spec.name] = tensor
                 bind(spec.name, tensor.value)
@@ -88,13 +86,14 @@ class Bound:
 
     def run(self, options: ort.RunOptions | None = None) -> float:
         """Run one pass; gives the seconds that it took, copies included."""
-        start = time.perf_counter()
-        if self._copies is not None:
-            self._copies.upload()
-        self.session.run_with_iobinding(self.io, options)
-        if self._copies is not None:
-            self._copies.download()
-        return time.perf_counter() - start
+        with self._memory.alone():
+            start = time.perf_counter()
+            if self._copies is not None:
+                self._copies.upload()
+            self.session.run_with_iobinding(self.io, options)
+            if self._copies is not None:
+                self._copies.download()
+            return time.perf_counter() - start
 
     def _set_bias(self, slots: slice, values: Float32s | int) -> None:
         """Set the bias of all rows at some slots."""
@@ -132,7 +131,7 @@ class _Copies:
         self._uploads = [
             tensor
             for name, tensor in tensors.items()
-            if name in inputs and name not in (*ON_HOST, *STEADY)
+            if name in inputs and name not in STEADY
         ]
         outputs = {name: tensors[name] for name in tensors if name not in inputs}
         self._on_request = [outputs.pop(n) for n in ON_REQUEST if n in outputs]

@@ -64,17 +64,19 @@ class Cache:
 
     def stored(self, rows: int) -> dict[str, npt.NDArray[Any]]:
         """Copies of the first `rows` rows by buffer, [1, kv_heads, rows, head_dim]."""
-        return {
-            name: np.ascontiguousarray(buffer.numpy()[:, :, :rows])
-            for name, buffer in self.buffers.items()
-        }
+        with self.memory.alone():
+            return {
+                name: np.ascontiguousarray(buffer.numpy()[:, :, :rows])
+                for name, buffer in self.buffers.items()
+            }
 
     def restore(self, stored: Mapping[str, npt.NDArray[Any]], rows: int) -> None:
         """Put back the rows that `stored` has given, and commit them."""
-        for name, buffer in self.buffers.items():
-            whole = np.array(buffer.numpy())
-            whole[:, :, :rows] = stored[name]
-            buffer.update_inplace(whole)
+        with self.memory.alone():
+            for name, buffer in self.buffers.items():
+                whole = np.array(buffer.numpy())
+                whole[:, :, :rows] = stored[name]
+                buffer.update_inplace(whole)
         self.length = rows
 
     def compact(self, path: Sequence[int]) -> None:
@@ -96,10 +98,11 @@ class Cache:
         if move is None:
             move = _Move(self._compaction, self, len(source))
             self._moves[len(source)] = move
-        start = time.perf_counter()
-        move.set(source, target)
-        self._compaction.run_with_iobinding(move.io)
-        self.seconds += time.perf_counter() - start
+        with self.memory.alone():
+            start = time.perf_counter()
+            move.set(source, target)
+            self._compaction.run_with_iobinding(move.io)
+            self.seconds += time.perf_counter() - start
 
 
 class _Move:
@@ -107,7 +110,8 @@ class _Move:
 
     def __init__(self, session: ort.InferenceSession, cache: Cache, rows: int) -> None:
         self.source = cache.memory.tensor((rows,), "int64")
-        self.target = cache.memory.tensor((1,), "int64")
+        places = 1 if session.get_inputs()[1].shape == [1] else rows
+        self.target = cache.memory.tensor((places,), "int64")
         self.io = session.io_binding()
         self.io.bind_ortvalue_input("source", self.source.value)
         self.io.bind_ortvalue_input("target", self.target.value)
@@ -116,8 +120,8 @@ class _Move:
             self.io.bind_ortvalue_output(name.replace("past_", "present_"), buffer)
 
     def set(self, source: list[int], target: int) -> None:
-        """Set the rows to move, and the place of the first row after the move."""
+        """Set the rows to move, and their places; some graphs read the first place."""
         self.source.array[:] = source
-        self.target.array[0] = target
+        self.target.array[:] = range(target, target + len(self.target.array))
         self.source.upload()
         self.target.upload()

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jetdraft.bundle import CONTRIB, Bundle, GraphEntry
+from jetdraft.devices import webgpu
 from jetdraft.devices.detection import detect
 from jetdraft.devices.providers import (
     CudaOptions,
     Provider,
-    TensorrtOptions,
+    ProviderOptions,
+    WebgpuOptions,
     as_options,
 )
 from jetdraft.devices.tensorrt import WIDTHS, engine_folder, engine_options
-from jetdraft.errors import ProviderError
-from jetdraft.ort import ort
+from jetdraft.ort import import_onnx, ort
 from jetdraft.runtime.passes.captures import Captures
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import Threads, open_session
@@ -50,6 +50,7 @@ class Opener:
         open_on = {
             "cpu": self._on_cpu,
             "cuda": self._on_cuda,
+            "webgpu": self._on_webgpu,
             "tensorrt": self._on_tensorrt,
         }
         return open_on[self.provider.name](entry, weights or {})
@@ -58,7 +59,7 @@ class Opener:
         self,
         file: str,
         weights: Weights | None = None,
-        options: CudaOptions | TensorrtOptions | None = None,
+        options: ProviderOptions | None = None,
         shared: Mapping[str, ort.OrtValue] | None = None,
     ) -> ort.InferenceSession:
         """The session of one of the bundle's files; see `open_session`."""
@@ -88,8 +89,12 @@ class Opener:
             return open_session(path, "cpu")
         # TensorRT and CUDA use the same device memory, and a TensorRT engine would not
         # copy rows any faster.
-        options = as_options(CudaOptions(enable_cuda_graph=False))
-        return open_session(path, "cuda", provider_options=options)
+        options: ProviderOptions = WebgpuOptions()
+        if self.provider.memory == "cuda":
+            options = CudaOptions(enable_cuda_graph=False)
+        return open_session(
+            path, self.provider.memory, provider_options=as_options(options)
+        )
 
     def _on_cpu(self, entry: GraphEntry, weights: Weights) -> Graph:
         """Open one session, since chains run as fast in a tree graph, with equal bits.
@@ -121,6 +126,22 @@ class Opener:
                 tree, entry.tree_contract, chain, owners=shared.owners
             )
         return Graph(sessions, compaction, Memory(memory, copies=True), Captures())
+
+    def _on_webgpu(self, entry: GraphEntry, weights: Weights) -> Graph:
+        """Open one session, since WebGPU's sessions cannot share weights.
+
+        A captured graph reads `total_length` on the device, where attention cannot
+        compare it with the length of a bias.
+        """
+        contract, file = entry.widest_contract, entry.tree_file or entry.file
+        webgpu.check_buffers(self.bundle.path / file, contract)
+        can_capture = not contract.biased
+        options = WebgpuOptions(enableGraphCapture=can_capture)
+        session = self.session(file, weights, options)
+        memory = Memory("webgpu", True, () if can_capture else ("total_length",))
+        compaction = self.compaction(entry.compaction_file)
+        captures = Captures() if can_capture else None
+        return Graph(StepSessions(session, contract), compaction, memory, captures)
 
     def _on_tensorrt(self, entry: GraphEntry, weights: Weights) -> Graph:
         """Open an engine for passes of any width, and one engine for each width."""
@@ -173,7 +194,7 @@ class SharedWeights:
         On the CPU sharing saves nothing, since each session packs its weights again.
         Raises `ProviderError` if onnx is missing.
         """
-        onnx = _import_onnx()
+        onnx = import_onnx()
         owners = {}
         for tensor in onnx.load(file, load_external_data=False).graph.initializer:
             place = {entry.key: entry.value for entry in tensor.external_data}
@@ -190,14 +211,3 @@ class SharedWeights:
             owners[tensor.name] = value
         views = {n: ort.OrtValue.from_dlpack(value) for n, value in owners.items()}
         return cls(views, list(owners.values()))
-
-
-def _import_onnx() -> Any:
-    try:
-        import onnx
-    except ImportError as error:
-        raise ProviderError(
-            "two graphs share their weights on a GPU, and to read the weights needs "
-            "onnx; pip install 'jetdraft[gpu]'"
-        ) from error
-    return onnx

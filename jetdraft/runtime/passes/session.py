@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jetdraft.devices.memory import release
-from jetdraft.devices.providers import AT_HAND, PROVIDERS, presence
+from jetdraft.devices.providers import AT_HAND, PROVIDERS, presence, request
 from jetdraft.errors import ContractError, OptionError, ProviderError
 from jetdraft.ort import ort
 
@@ -84,6 +84,7 @@ def open_session(
     """
     full = PROVIDERS[provider].full
     options = _options(provider, threads)
+    providers = request(provider, options, dict(provider_options or {}))
     weights = weights or {}
     try:
         options.add_external_initializers(
@@ -94,10 +95,7 @@ def open_session(
             options.add_initializer(name, value)
         # The fallback of the Python package prints, then opens another session.
         session = ort.InferenceSession(
-            str(file),
-            options,
-            providers=[(full, dict(provider_options or {}))],
-            enable_fallback=0,
+            str(file), options, providers=providers, enable_fallback=0
         )
     except Exception as error:  # onnxruntime's exceptions have no common base
         reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jetdraft.devices.device import PowerMode
-from jetdraft.devices.dimensions import STATE_BYTES, Dimensions
+from jetdraft.devices.planning.dimensions import STATE_BYTES, Dimensions
 from jetdraft.errors import OptionError
 
 BYTES = {"none": 2.0, "int8": 1.0 + 2 / 128, "int4": 0.5 + 2 / 128}

@@ -6,8 +6,8 @@ import json
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from jetdraft.devices.dimensions import Dimensions
-from jetdraft.devices.roofline import BYTES, Load
+from jetdraft.devices.planning.dimensions import Dimensions
+from jetdraft.devices.planning.roofline import BYTES, Load
 from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 
 LLAMA = {

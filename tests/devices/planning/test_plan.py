@@ -6,7 +6,13 @@ import json
 import pytest
 
 from jetdraft.devices.device import Device
-from jetdraft.devices.plan import MethodCost, Question, expected_levels, plan, refusal
+from jetdraft.devices.planning.plan import (
+    MethodCost,
+    Question,
+    expected_levels,
+    plan,
+    refusal,
+)
 from jetdraft.errors import DeviceError, OptionError
 from tests.cli.running import assert_refused, jetdraft
 

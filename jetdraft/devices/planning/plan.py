@@ -16,8 +16,8 @@ from typing import Any
 from jetdraft.contract import WIDEST
 from jetdraft.devices.best_tree import best_tree
 from jetdraft.devices.device import Device, PowerMode
-from jetdraft.devices.dimensions import Dimensions
-from jetdraft.devices.roofline import FITTED, RUNTIME_MB, Load
+from jetdraft.devices.planning.dimensions import Dimensions
+from jetdraft.devices.planning.roofline import FITTED, RUNTIME_MB, Load
 from jetdraft.errors import DeviceError, OptionError
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 60, 64)

@@ -1,0 +1,1 @@
+"""Predicts memory and speed of a model on a device that is not at hand."""

@@ -1,0 +1,129 @@
+"""onnxruntime's WebGPU provider, a plug-in that runs on Vulkan, Metal or Direct3D."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jetdraft.contract import WIDEST, StepContract
+from jetdraft.devices.vulkan import VulkanDevice, vulkan_devices
+from jetdraft.errors import ProviderError
+from jetdraft.ort import import_onnx, ort
+
+PLUGIN = "onnxruntime_ep_webgpu"
+"""The package that holds the plug-in."""
+
+FULL = "WebGpuExecutionProvider"
+
+MISSING = "the WebGPU plug-in is not installed; pip install 'jetdraft[webgpu]'"
+
+OLDEST = (0, 4)
+"""The first version of the plug-in whose values can be bound without a session."""
+
+_SOFTWARE = "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER"
+"""With 1 the plug-in also offers drivers that compute on the CPU."""
+
+_ERRORS_ONLY = 3
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What WebGPU runs on: onnxruntime's `device`, its name, and the plug-in's version.
+
+    A `software` adapter computes on the CPU: right, and slower than the CPU provider.
+    `largest_buffer` is in bytes, 0 where nobody says.
+    """
+
+    device: Any
+    name: str
+    version: str
+    software: bool
+    largest_buffer: int
+
+
+@functools.cache
+def adapter() -> Adapter:
+    """The first GPU that the plug-in offers, or else a software adapter.
+
+    Raises `ProviderError` if plug-in or driver are missing or do not fit.
+
+        adapter().software
+    """
+    drivers = vulkan_devices() if sys.platform == "linux" else []
+    _register()
+    offered = [device for device in ort.get_ep_devices() if device.ep_name == FULL]
+    if not offered:
+        raise ProviderError(
+            "the WebGPU plug-in finds no adapter; install the GPU's driver"
+        )
+    device = min(offered, key=_is_software)
+    version = str(device.ep_metadata.get("version", "0"))
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        raise ProviderError(
+            f"the WebGPU plug-in {version} is too old; pip install --upgrade "
+            "'jetdraft[webgpu]'"
+        )
+    software = _is_software(device)
+    unknown = VulkanDevice(str(device.device.vendor), 0, software)
+    driver = next((one for one in drivers if one.software == software), unknown)
+    return Adapter(device, driver.name, version, software, driver.largest_buffer)
+
+
+def _is_software(device: Any) -> bool:
+    return bool(device.device.type == ort.OrtHardwareDeviceType.CPU)
+
+
+def _register() -> None:
+    """Load the plug-in into this process."""
+    try:
+        plugin = import_module(PLUGIN)
+    except ImportError as error:
+        raise ProviderError(MISSING) from error
+    os.environ.setdefault(_SOFTWARE, "1")
+    ort.set_default_logger_severity(_ERRORS_ONLY)  # it warns of that variable
+    try:
+        ort.register_execution_provider_library("webgpu", plugin.get_library_path())
+    except Exception as error:  # onnxruntime's exceptions have no common base
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ProviderError(
+            f"onnxruntime {ort.__version__} cannot load the WebGPU plug-in "
+            f"({reason}); pip install --upgrade 'jetdraft[webgpu]'"
+        ) from error
+
+
+def add_to(options: Any, provider_options: dict[str, str]) -> None:
+    """Let a session with these options run on the adapter."""
+    options.add_provider_for_devices([adapter().device], provider_options)
+
+
+def check_buffers(file: Path, contract: StepContract) -> None:
+    """Raise `ProviderError` if a tensor is larger than a buffer of WebGPU may be."""
+    graph = import_onnx().load(file, load_external_data=False).graph
+    sizes = {
+        tensor.name: int(entry.value)
+        for tensor in graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "length"
+    }
+    specs = (*contract.inputs, *contract.outputs)
+    sizes |= {
+        spec.name: math.prod(spec.sized(WIDEST, WIDEST, WIDEST))
+        * np.dtype(spec.dtype).itemsize
+        for spec in specs
+    }
+    largest = max(sizes, key=lambda name: sizes[name])
+    limit = adapter().largest_buffer
+    if 0 < limit < sizes[largest]:
+        raise ProviderError(
+            f"{largest} of {file} takes {sizes[largest] / 1e6:.0f} MB, and a buffer on "
+            f"{adapter().name} holds {limit / 1e6:.0f} MB; choose "
+            "--provider cpu, or export with a smaller --capacity"
+        )

@@ -1,0 +1,278 @@
+"""The device code on a real device provider: WebGPU over SwiftShader.
+
+SwiftShader computes on the CPU, so these tests show what is right, not what is fast. A
+kernel is compiled for each new size of a pass, which takes most of the time here.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import jetdraft
+from jetdraft.checkpoints.streamed import StreamSettings
+from jetdraft.devices import providers, webgpu
+from jetdraft.devices.providers import PROVIDERS, choose, presence
+from jetdraft.errors import ProviderError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.passes.opener import Opener
+from jetdraft.runtime.passes.session import ONE_THREAD
+from tests.tiny import drafter_config, llama_config, save_checkpoint, save_streams
+
+PROMPT = np.random.default_rng(3).integers(0, 288, 12).tolist()
+TREE = [5, 6, 7, 8, 9], [0, 1, 1, 2, 2], [[], [0], [0], [0, 1], [0, 2]]
+BEST = {"tree": "best"}
+TOKENS = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def adapter():
+    """An adapter, or a reason to skip; CI must have one."""
+    state = presence("webgpu")
+    if not state.runs and os.environ.get("JETDRAFT_NEEDS_WEBGPU"):
+        pytest.fail(f"WebGPU must run in CI: {state.reason}")
+    if not state.runs:
+        pytest.skip(f"{state.reason}; scripts/test fetches a driver")
+    return webgpu.adapter()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("webgpu")
+    save_checkpoint(folder / "target", llama_config(num_hidden_layers=1))
+    save_checkpoint(folder / "drafter", drafter_config())
+    return folder
+
+
+def exported(folder, name, recipe, drafter=True, **options):
+    settings = {"provider": "webgpu", "capacity": 64, "max_width": 16} | options
+    return export(
+        str(folder / "target"),
+        folder / name,
+        str(folder / "drafter") if drafter else None,
+        ExportOptions(recipe, **settings),
+    )
+
+
+@pytest.fixture(scope="module")
+def bundle(checkpoints):
+    """A pair of floats, so that the CPU's logits are the same but for the last bits."""
+    return exported(checkpoints, "floats", Recipe("none"))
+
+
+@pytest.fixture(scope="module")
+def model(bundle):
+    """A model without a survey of its widths, which would compile many kernels."""
+    return jetdraft.load(bundle.path, threads=1)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(bundle):
+    return jetdraft.load(bundle.path, provider="cpu", threads=1)
+
+
+def text(model, **way):
+    given = {"max_new_tokens": TOKENS, "ignore_eos": True, **way}
+    return model.generate(token_ids=PROMPT, **given).token_ids
+
+
+def all_close(one, other, tolerance=1e-4):
+    assert one.logits.shape == other.logits.shape
+    assert np.abs(one.logits - other.logits).max() < tolerance
+    assert np.abs(one.logsumexp - other.logsumexp).max() < tolerance
+
+
+def operators_on_host(session):
+    return providers_of(session).get("CPUExecutionProvider", set())
+
+
+def providers_of(session):
+    operators = {}
+    for part in session.get_provider_graph_assignment_info():
+        kinds = {node.op_type for node in part.get_nodes()}
+        operators.setdefault(part.ep_name, set()).update(kinds)
+    return operators
+
+
+def test_no_operator_is_left_on_the_host(model):
+    for graph in (model.parts.target, model.parts.drafter):
+        for session in (graph.sessions.any.session, graph.cache._compaction):
+            assert operators_on_host(session) == set()
+            assert providers_of(session)[webgpu.FULL]
+
+
+def test_chains_trees_and_moved_rows_have_the_logits_of_the_cpu(model, on_cpu):
+    graphs = model.parts.target, on_cpu.parts.target
+    for graph in graphs:
+        graph.cache.rewind(0)
+    all_close(*[graph.run(PROMPT[:8]) for graph in graphs])
+    for graph in graphs:
+        graph.cache.advance(8)
+    for rows in (1, 2, 3):
+        all_close(*[graph.run(PROMPT[:rows]) for graph in graphs])
+    all_close(*[graph.run_branches(*TREE) for graph in graphs])
+    for graph in graphs:
+        graph.cache.compact([0, 2, 4])  # not contiguous: rows are moved on the device
+    all_close(*[graph.run(PROMPT[:3]) for graph in graphs])
+    for graph in graphs:
+        graph.cache.rewind(5)
+    all_close(*[graph.run(PROMPT[:3]) for graph in graphs])
+
+
+def test_the_same_text_with_every_method(model, on_cpu):
+    settings = ({}, {"temperature": 0.9, "seed": 3, "top_p": 0.95})
+    for sampling in settings:
+        plain = text(model, method="none", **sampling)
+        assert text(on_cpu, method="none", **sampling) == plain
+        for way in (
+            {"method": "lookup", "num_draft_tokens": 3},
+            {"method": "draft", "num_draft_tokens": 3},
+            {"method": "draft", "num_draft_tokens": 3, "drafting": BEST},
+            {"method": "draft,lookup"},
+            {"method": "auto"},
+        ):
+            assert text(model, **way, **sampling) == plain, way
+
+
+def test_the_end_of_the_buffers(model, on_cpu):
+    most = 64 - len(PROMPT)
+    way = {"max_new_tokens": most}
+    plain = text(on_cpu, method="none", **way)
+    assert text(model, method="draft", num_draft_tokens=3, **way) == plain
+    assert len(plain) == most
+
+
+def test_a_prefix_is_read_once_and_comes_back_from_a_file(model, tmp_path):
+    """Inexact, since prefills of other sizes round otherwise on this device."""
+    way = {"method": "none", "exact": False, "ignore_eos": True}
+    # The survey reads other rows meanwhile.
+    with model.parts._idle.paused():
+        _check_prefixes(model, tmp_path, way)
+
+
+def _check_prefixes(model, tmp_path, way):
+    model.forget()
+    plain = model.generate(token_ids=PROMPT, max_new_tokens=8, **way).token_ids
+    longer = [*PROMPT, *plain[:4]]
+    again = model.generate(token_ids=longer, max_new_tokens=4, **way)
+    assert again.stats.reused_tokens > len(PROMPT)
+    assert again.token_ids == plain[4:8]
+    model.save_prefix(tmp_path / "p.npz", token_ids=PROMPT)
+    model.forget()
+    model.load_prefix(tmp_path / "p.npz")
+    result = model.generate(token_ids=PROMPT, max_new_tokens=4, **way)
+    assert result.stats.reused_tokens >= len(PROMPT) - 1
+    assert result.token_ids == plain[:4]
+
+
+def test_a_stream_that_is_left_leaves_a_model_that_works(model):
+    plain = text(model, method="none")
+    with model.stream(token_ids=PROMPT, max_new_tokens=TOKENS) as stream:
+        next(iter(stream))
+    assert text(model, method="draft", num_draft_tokens=3) == plain
+
+
+def test_two_models_do_not_disturb_each_other(bundle, model):
+    """The second has its drafter on the CPU."""
+    other = jetdraft.load(bundle.path, threads=1, drafter_provider="cpu")
+    assert other.parts.profiles.machine["provider"] == "webgpu+cpu"
+    assert not other.parts.drafter.memory.copies
+    one = model.stream(token_ids=PROMPT, max_new_tokens=TOKENS, ignore_eos=True)
+    first = next(iter(one))
+    plain = text(other, method="draft", num_draft_tokens=3)
+    rest = [piece.token_ids for piece in one]
+    assert one.result().token_ids == plain
+    assert first.token_ids + sum(rest, []) == plain
+
+
+def test_a_chain_graph_is_captured(checkpoints, model):
+    """A graph without a bias; replays give the bits of eager passes."""
+    found = exported(checkpoints, "chains", Recipe("int4", 32), drafter=False)
+    chains = replace(found.target, tree_file=None, compaction_file=None)
+    graph = Opener(found, PROVIDERS["webgpu"], ONE_THREAD).graph(chains)
+    assert graph.captures is not None
+    assert graph.memory.on_host == ()
+    graph.cache.rewind(0)
+    graph.run(PROMPT[:6])
+    graph.cache.advance(6)
+    logits = []
+    for _ in range(4):
+        logits.append(graph.run(PROMPT[:2]).logits.copy())
+    assert all(np.array_equal(logits[0], other) for other in logits[1:])
+    before = dict(graph.captures.ids)
+    graph.cache.advance(2)
+    assert not np.array_equal(graph.run(PROMPT[:2]).logits, logits[0])
+    assert graph.captures.ids == before and before
+
+
+def test_streams_draft_on_the_device(tmp_path):
+    save_checkpoint(tmp_path / "target", llama_config(num_hidden_layers=1))
+    settings = StreamSettings(gamma=2, layers=1, lora_rank=4, prune_rank=2)
+    save_streams(tmp_path / "target", settings)
+    found = exported(tmp_path, "b", Recipe("none"), drafter=False)
+    model = jetdraft.load(found.path, threads=1)
+    session = model.parts.target.sessions.any.session
+    assert operators_on_host(session) <= {"Shape", "Squeeze"}
+    # Probes change the last bits of the rows beside them here.
+    plain = text(model, method="none", exact=False)
+    drafted = model.generate(
+        token_ids=PROMPT,
+        method="stream",
+        num_draft_tokens=2,
+        max_new_tokens=TOKENS,
+        ignore_eos=True,
+        exact=False,
+    )
+    assert drafted.token_ids == plain
+    assert drafted.stats.drafted_tokens
+
+
+def test_memory_does_not_grow(model):
+    graph = model.parts.target
+    graph.cache.rewind(0)
+
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    for _ in range(50):
+        graph.run(PROMPT[:2])
+    before = resident()
+    for _ in range(300):
+        graph.run(PROMPT[:2])
+    assert resident() - before < 4e6
+
+
+def test_only_candidates_cross(model):
+    """What a round copies to the host: at most 64 candidates for each row."""
+    graph = model.parts.target
+    graph.cache.rewind(0)
+    answer = graph.run(PROMPT[:3])
+    assert answer._source.stale
+    [binding] = [b for size, b in graph._bindings.items() if size.width == 3]
+    copied = sum(tensor.array.nbytes for tensor in binding._copies._downloads)
+    assert copied <= 3 * (64 * (8 + 4) + 4)
+
+
+def test_auto_leaves_a_software_adapter_alone(adapter, bundle):
+    if not adapter.software:
+        pytest.skip("this machine has a GPU")
+    graphs = [("contrib", "float32")]
+    assert choose("auto", graphs).name == "cpu"
+    assert providers.fastest() == "cpu"
+    assert choose("webgpu", graphs).name == "webgpu"
+    assert jetdraft.load(bundle.path, provider="auto").parts.provider == "cpu"
+
+
+def test_what_does_not_fit_is_refused(bundle, model, monkeypatch):
+    with pytest.raises(ProviderError, match="standard operators"):
+        choose("webgpu", [("standard", "float16")])
+    small = replace(webgpu.adapter(), largest_buffer=1000)
+    monkeypatch.setattr(webgpu, "adapter", lambda: small)
+    with pytest.raises(ProviderError, match="holds 0 MB; choose") as refusal:
+        jetdraft.load(bundle.path, threads=1)
+    assert "\n" not in str(refusal.value)
