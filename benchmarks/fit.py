@@ -12,7 +12,8 @@ import numpy as np
 
 from jetdraft.devices.device import Device, PowerMode
 from jetdraft.devices.planning.dimensions import Dimensions
-from jetdraft.devices.planning.roofline import BYTES, Efficiency, Load
+from jetdraft.devices.planning.roofline import Efficiency, Load
+from jetdraft.recipe import Recipe
 
 FILE = Path(__file__).with_name("published.toml")
 
@@ -54,7 +55,7 @@ def _record(row: dict[str, Any], models: dict[str, dict[str, Any]]) -> Record:
         device,
         device.power_mode(row.get("power_mode")),
         row["model"],
-        Load(sizes, BYTES["int4"], BYTES["none"]),
+        Load(sizes, Recipe.parse("int4-headnone")),
         row["prompt"],
         row["prefill_ms"],
         1e3 / row["tokens_per_second"],

@@ -20,7 +20,6 @@ from jetdraft.devices.planning.plan import (
     plan,
     refusal,
 )
-from jetdraft.recipe import Recipe
 from jetdraft.runtime.planning.registry import methods
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import json_option, picture_option
@@ -43,7 +42,7 @@ NOTES = {
     "--quantize",
     default="int4",
     show_default=True,
-    help="A recipe of weights; only the bits matter here.",
+    help="The recipe of the weights; int4-headnone keeps the head in halves.",
 )
 @option(
     "checkpoint",
@@ -84,14 +83,11 @@ def command(
     as_json: bool,
 ) -> None:
     """Predict memory and speed of TARGET, a config.json or the folder with it."""
-    bits, _, rest = quantize.partition("-")
-    if rest:
-        Recipe.parse(quantize)  # refuses an unknown recipe
     question = Question(
         target,
         Device.named(device),
         None if drafter is None else Path(drafter),
-        bits,
+        quantize,
         context,
         acceptance,
         power_mode,

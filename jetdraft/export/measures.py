@@ -123,5 +123,7 @@ class Measures:
         model = self.checkpoints[name].model
         moments = {} if self.options.recipe is None else self.moments(name)
         on_cpu = self.options.provider_of(name).name == "cpu"
+        windows = self.windows  # they have a stage of their own
+        self.report(f"measure {name} in floats", 0, 1)
         with own_attention(model):
-            return Divergence(model, self.windows, moments, rounds_inputs=on_cpu)
+            return Divergence(model, windows, moments, rounds_inputs=on_cpu)

@@ -57,7 +57,13 @@ class Divergence:
                 self.units.setdefault(unit, {})[f"{name}.weight"] = layer
             else:
                 _check_measurable(name, layer)
+        # An embedding may share the head's matrix, and its integers.
+        self._users: dict[int, list[Any]] = {}
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+                self._users.setdefault(id(module.weight), []).append(module)
         self._blocks: dict[tuple[str, Recipe], Blocks] = {}
+        self.dtype = torch.float32
         self._full = [self._logs(ids) for ids in self.batches]
 
     @property
@@ -128,48 +134,56 @@ class Divergence:
                     if recipe.bits is None:
                         continue
                     blocks = self._blocks_of(name, layer, recipe)
-                    rounding = _Rounding(blocks, layer.weight.data, self.rounds_inputs)
-                    # First, since a model may convert its weights to compute.
-                    before = layer.register_forward_pre_hook(
-                        rounding.before, prepend=True
-                    )
-                    after = layer.register_forward_hook(
-                        rounding.after, always_call=True
-                    )
-                    hooks.callback(before.remove)
-                    hooks.callback(after.remove)
+                    weight = layer.weight
+                    for module in self._users[id(weight)]:
+                        rounds = self.rounds_inputs and module is layer
+                        rounding = _Rounding(blocks, weight.data, self.dtype, rounds)
+                        hooks.enter_context(rounding.on(module))
             yield
 
     def _logs(self, ids: torch.Tensor) -> torch.Tensor:
         """The log probabilities of a batch's compared tokens, float32 [n, vocab]."""
         with torch.no_grad():
             answer = self.model(ids, use_cache=False, logits_to_keep=self.scored)
+        self.dtype = answer.logits.dtype
         logs: torch.Tensor = answer.logits.flatten(0, 1).float().log_softmax(-1)
         return logs
 
 
 @dataclass(frozen=True)
 class _Rounding:
-    """Hooks that quantize a layer while it runs: one matrix at a time is in floats.
+    """Quantizes a module while it runs: one matrix at a time is in floats.
 
-    `original` is the layer's own weight. With `inputs` they round the inputs too.
+    `original` is the module's own weight, `dtype` the type that the model computes in.
+    With `inputs` the inputs are rounded too.
     """
 
     blocks: Blocks
     original: torch.Tensor
+    dtype: torch.dtype
     inputs: bool
 
-    def before(self, layer: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
-        """Give the layer the quantized weight, in the type of its input."""
-        first, *others = inputs
-        layer.weight.data = torch.from_numpy(self.blocks.floats.T).to(first.dtype)
+    @contextmanager
+    def on(self, module: torch.nn.Module) -> Iterator[None]:
+        """Let the module run so in the block."""
+        # First, since a model may convert its weights to compute.
+        before = module.register_forward_pre_hook(self._before, prepend=True)
+        after = module.register_forward_hook(self._after, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _before(self, module: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
+        module.weight.data = torch.from_numpy(self.blocks.floats.T).to(self.dtype)
         if not self.inputs:
             return None
+        first, *others = inputs
         return (rounded(first, self.blocks.block_size).to(first.dtype), *others)
 
-    def after(self, layer: Any, inputs: Any, output: Any) -> None:
-        """Put the layer's own weight back."""
-        layer.weight.data = self.original
+    def _after(self, module: Any, inputs: Any, output: Any) -> None:
+        module.weight.data = self.original
 
 
 def rounded(values: torch.Tensor, size: int) -> torch.Tensor:

@@ -65,5 +65,6 @@ def test_altered_bundle_is_refused(copied_bundle):
 
 def test_unknown_provider_is_refused(bundle):
     assert_refused(
-        jetdraft("check", bundle, "--provider", "abacus"), "choose tensorrt, cuda, cpu"
+        jetdraft("check", bundle, "--provider", "abacus"),
+        "choose tensorrt, cuda, webgpu, cpu",
     )

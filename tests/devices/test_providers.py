@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -193,7 +194,9 @@ def test_auto_takes_the_fastest_that_can(monkeypatch):
             ("contrib", "float32"),
         )
     }
-    assert list(chosen.values()) == ["tensorrt", "cuda", "cpu"]
+    assert list(chosen.values()) == ["tensorrt", "cuda", "webgpu"]
+    runs = replace(runs, software=True)
+    assert choose("auto", [("contrib", "float32")]).name == "cpu"
 
 
 def test_options_are_texts():

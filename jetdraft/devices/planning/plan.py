@@ -19,6 +19,7 @@ from jetdraft.devices.device import Device, PowerMode
 from jetdraft.devices.planning.dimensions import Dimensions
 from jetdraft.devices.planning.roofline import FITTED, RUNTIME_MB, Load
 from jetdraft.errors import DeviceError, OptionError
+from jetdraft.recipe import Recipe
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 60, 64)
 SYSTEM_MB = 1500.0
@@ -136,7 +137,8 @@ class Plan:
 class Question:
     """The model, the device and the methods of a plan.
 
-    `target` and `drafter` are config files or their folders; `context` is in tokens.
+    `target` and `drafter` are config files or their folders; `context` is in tokens;
+    `quantization` names a recipe.
     Raises `OptionError` or `DeviceError` for values that cannot be planned.
 
         device = Device.named("orin-nx-16gb")
@@ -160,12 +162,19 @@ class Question:
             )
         if self.context < 1:
             raise OptionError(f"context {self.context} is out of range; give 1 or more")
+        recipe = Recipe.parse(self.quantization)
         choices = [name for name in self.device.quantizations if name in PLANNED]
-        if self.quantization not in choices:
-            raise DeviceError(
-                f"{self.quantization!r} cannot be planned on {self.device.name}; "
-                f"choose {', '.join(choices)}"
-            )
+        for scheme in (recipe.scheme, recipe.head or recipe.scheme):
+            if scheme not in choices:
+                raise DeviceError(
+                    f"{scheme!r} cannot be planned on {self.device.name}; choose "
+                    f"{', '.join(choices)}"
+                )
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the target's weights."""
+        return Recipe.parse(self.quantization)
 
 
 def plan(question: Question) -> Plan:
@@ -175,12 +184,12 @@ def plan(question: Question) -> Plan:
     """
     device = question.device
     mode = device.power_mode(question.power_mode)
-    target = Load.of(Dimensions.read(question.target), question.quantization)
+    recipe = question.recipe
+    target = Load(Dimensions.read(question.target), recipe)
     drafter = None
     if question.drafter is not None:
-        # Drafters keep more bits, see `Recipe.for_drafter`.
-        scheme = "none" if question.quantization == "none" else "int8"
-        drafter = Load.of(Dimensions.read(question.drafter), scheme)
+        sizes = Dimensions.read(question.drafter)
+        drafter = Load(sizes, Recipe.for_drafter(recipe))
     board = Board(device, mode, question.context, target, drafter)
     memory = {"target": target.memory_mb(question.context), "runtime": RUNTIME_MB}
     if drafter is not None:
@@ -298,12 +307,12 @@ def _what_fits(question: Question) -> str:
     """A sentence about what would fit: fewer bits on this device, or other devices."""
     for scheme in ("int8", "int4"):
         smaller = replace(question, quantization=scheme)
-        if scheme != question.quantization and plan(smaller).fits:
+        if scheme != question.recipe.scheme and plan(smaller).fits:
             return f"--quantize {scheme} would fit"
     names = []
     devices = map(Device.named, Device.names())
     for device in sorted(devices, key=lambda device: device.memory_gb):
-        if question.quantization not in device.quantizations:
+        if question.recipe.scheme not in device.quantizations:
             continue
         if plan(replace(question, device=device, power_mode=None)).fits:
             names.append(device.name)

@@ -10,16 +10,15 @@ the fit).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jetdraft.devices.device import PowerMode
 from jetdraft.devices.planning.dimensions import STATE_BYTES, Dimensions
-from jetdraft.errors import OptionError
+from jetdraft.recipe import HEAD, SYMMETRIC, Recipe
 
-BYTES = {"none": 2.0, "int8": 1.0 + 2 / 128, "int4": 0.5 + 2 / 128}
-"""Bytes per weight, with a half-precision scale for 128 weights."""
+HALF = 2.0
+"""Bytes of a float on a GPU: of a weight, a scale, or a number in the KV buffers."""
 
-BYTES_PER_KV = 2.0
 RUNTIME_MB = 846.0
 """Memory of a session beside weights, KV and logits; fitted, see docs/devices.md."""
 
@@ -44,39 +43,49 @@ has not been measured on these devices."""
 
 @dataclass(frozen=True)
 class Load:
-    """A decoder in memory: bytes per weight of the layers and of the head.
+    """A decoder in memory, with the weights of a recipe.
 
     A pass reads the whole head, but only a few rows of the embedding.
 
-        Load(Dimensions.read(path), BYTES["int4"], BYTES["int4"]).pass_bytes(2048)
+        Load(Dimensions.read(path), Recipe.parse("int4-headnone")).pass_bytes(2048)
     """
 
     sizes: Dimensions
-    weight_bytes: float
-    head_bytes: float
+    recipe: Recipe
 
-    @classmethod
-    def of(cls, sizes: Dimensions, quantization: str) -> Load:
-        """A load with one format for all weights; raises `OptionError` if unknown."""
-        if quantization not in BYTES:
-            raise OptionError(
-                f"cannot plan quantization {quantization!r}; choose {', '.join(BYTES)}"
-            )
-        return cls(sizes, BYTES[quantization], BYTES[quantization])
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes per weight of the layers, on average."""
+        raised = len(self.recipe.raised) / self.sizes.layers
+        plain = _bytes(replace(self.recipe, head=None, raised=()))
+        if not raised:
+            return plain
+        more = _bytes(self.recipe.of_unit(str(self.recipe.raised[0])))
+        return plain + raised * (more - plain)
+
+    @property
+    def head_bytes(self) -> float:
+        """Bytes per weight of the head, and of an embedding beside it."""
+        return _bytes(self.recipe.of_unit(HEAD))
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of a number in the KV buffers."""
+        return self.recipe.kv_bits / 8 or HALF
 
     def pass_bytes(self, context: int) -> float:
         """The bytes that a pass of one row reads after `context` tokens."""
         sizes = self.sizes
         weights = sizes.matrices * self.weight_bytes + sizes.head * self.head_bytes
         state = 2 * sizes.state_values * STATE_BYTES
-        return weights + context * sizes.kv_values * BYTES_PER_KV + state
+        return weights + context * sizes.kv_values * self.kv_bytes + state
 
     def memory_mb(self, capacity: int) -> float:
         """The size of weights, KV buffers and state, in 10^6 bytes."""
         sizes = self.sizes
         # A tied head and embedding of the same format are one tensor.
         embedding = 0.0 if sizes.tied else sizes.head * self.head_bytes
-        cache = capacity * sizes.kv_values * BYTES_PER_KV
+        cache = capacity * sizes.kv_values * self.kv_bytes
         cache += sizes.state_values * STATE_BYTES
         weights = sizes.matrices * self.weight_bytes + sizes.head * self.head_bytes
         return (weights + embedding + cache) / 1e6
@@ -100,3 +109,11 @@ class Load:
         """The time of a further row: its multiplications and additions."""
         rate = mode.fp16_tflops * efficiency.compute[capability]
         return 2 * (self.sizes.matrices + self.sizes.head) / (rate * 1e9)
+
+
+def _bytes(recipe: Recipe) -> float:
+    """Bytes per weight of one scheme: its bits, and a scale and a zero per block."""
+    if recipe.bits is None:
+        return HALF
+    zero = 0.0 if recipe.algorithm in SYMMETRIC else recipe.bits / 8
+    return recipe.bits / 8 + (HALF + zero) / recipe.block_size

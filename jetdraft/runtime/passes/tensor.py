@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from jetdraft.ort import ort
 
-
 _ALONE = RLock()
 """WebGPU's sessions share one queue: two threads in it end the process."""
 

@@ -7,8 +7,9 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from jetdraft.devices.planning.dimensions import Dimensions
-from jetdraft.devices.planning.roofline import BYTES, Load
-from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
+from jetdraft.devices.planning.roofline import Load
+from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.recipe import Recipe
 
 LLAMA = {
     "model_type": "llama",
@@ -63,8 +64,29 @@ def test_a_vision_model_is_its_text_part():
 def test_memory_counts_a_tied_head_once():
     sizes = Dimensions.of(LLAMA)
     tied = dataclasses.replace(sizes, tied=True)
-    apart = Load.of(sizes, "int4").memory_mb(10) - Load.of(tied, "int4").memory_mb(10)
-    assert apart == pytest.approx(sizes.head * BYTES["int4"] / 1e6)
+    recipe = Recipe.parse("int4-b64-headnone")
+    apart = Load(sizes, recipe).memory_mb(10) - Load(tied, recipe).memory_mb(10)
+    assert apart == pytest.approx(sizes.head * 2 / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "head"),
+    [
+        ("none", 2, 2),
+        ("int4", 0.5 + 2 / 128, 0.5 + 2 / 128),
+        ("int4-b32-head8", 0.5 + 2 / 32, 1 + 2 / 32),
+        ("int4-b32-headnone", 0.5 + 2 / 32, 2),
+        ("int8-k_quant-b64", 1 + 3 / 64, 1 + 3 / 64),
+        ("int4-b32-up0.2", 0.5 + 2 / 32 + 0.5 * 2 / 3, 0.5 + 2 / 32),
+    ],
+)
+def test_bytes_of_a_recipe(name, layers, head):
+    """The model has three layers; scales are halves."""
+    load = Load(Dimensions.of(LLAMA), Recipe.parse(name))
+    assert load.weight_bytes == pytest.approx(layers)
+    assert load.head_bytes == pytest.approx(head)
+    assert load.kv_bytes == 2
+    assert Load(load.sizes, Recipe.parse(f"{name}-kv8")).kv_bytes == 1
 
 
 @pytest.mark.parametrize(
@@ -86,8 +108,3 @@ def test_files_that_are_not_configs(tmp_path, content, match):
 def test_a_mixture_of_experts_is_refused():
     with pytest.raises(UnsupportedModelError, match="dense model"):
         Dimensions.of({**LLAMA, "num_experts": 8})
-
-
-def test_an_unknown_quantization():
-    with pytest.raises(OptionError, match="'int3'; choose none, int8, int4"):
-        Load.of(Dimensions.of(LLAMA), "int3")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -186,7 +187,7 @@ def test_two_models_do_not_disturb_each_other(bundle, model):
     plain = text(other, method="draft", num_draft_tokens=3)
     rest = [piece.token_ids for piece in one]
     assert one.result().token_ids == plain
-    assert first.token_ids + sum(rest, []) == plain
+    assert [*first.token_ids, *chain(*rest)] == plain
 
 
 def test_a_chain_graph_is_captured(checkpoints, model):
@@ -206,7 +207,8 @@ def test_a_chain_graph_is_captured(checkpoints, model):
     before = dict(graph.captures.ids)
     graph.cache.advance(2)
     assert not np.array_equal(graph.run(PROMPT[:2]).logits, logits[0])
-    assert graph.captures.ids == before and before
+    assert before
+    assert graph.captures.ids == before
 
 
 def test_streams_draft_on_the_device(tmp_path):
@@ -239,12 +241,14 @@ def test_memory_does_not_grow(model):
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * 4096
 
-    for _ in range(50):
-        graph.run(PROMPT[:2])
-    before = resident()
-    for _ in range(300):
-        graph.run(PROMPT[:2])
-    assert resident() - before < 4e6
+    with model.parts._idle.paused():
+        for _ in range(100):
+            graph.run(PROMPT[:2])
+        before = resident()
+        for _ in range(300):
+            graph.run(PROMPT[:2])
+        # A buffer of the device for each pass would take more.
+        assert resident() - before < 300 * 64e3
 
 
 def test_only_candidates_cross(model):
@@ -253,9 +257,11 @@ def test_only_candidates_cross(model):
     graph.cache.rewind(0)
     answer = graph.run(PROMPT[:3])
     assert answer._source.stale
-    [binding] = [b for size, b in graph._bindings.items() if size.width == 3]
-    copied = sum(tensor.array.nbytes for tensor in binding._copies._downloads)
-    assert copied <= 3 * (64 * (8 + 4) + 4)
+    bindings = [b for size, b in graph._bindings.items() if size.width == 3]
+    assert bindings
+    for binding in bindings:
+        copied = sum(tensor.array.nbytes for tensor in binding._copies._downloads)
+        assert copied <= 3 * (64 * (8 + 4) + 4)
 
 
 def test_auto_leaves_a_software_adapter_alone(adapter, bundle):
