@@ -18,7 +18,7 @@ from typing import Any
 
 from jetdraft.bundle import CONTRIB, STANDARD
 from jetdraft.devices import webgpu
-from jetdraft.devices.trial import RAN, REASON, SOFTWARE
+from jetdraft.devices.trial import NO_HALF, RAN, REASON, SOFTWARE
 from jetdraft.errors import ProviderError
 from jetdraft.ort import ort
 
@@ -191,8 +191,12 @@ def _obstacle(provider: Provider, graphs: list[tuple[str, str]]) -> str:
     if reason := next(filter(None, refusals), ""):
         return reason
     # The CPU provider is always present, and a trial takes time at every load.
-    reason = "" if provider.name == "cpu" else presence(provider.name).reason
-    return reason and f"{reason}; {AT_HAND}"
+    if provider.name == "cpu":
+        return ""
+    state = presence(provider.name)
+    if not state.half and any(dtype == "float16" for _, dtype in graphs):
+        return "its adapter has no half precision; export with --dtype fp32"
+    return state.reason and f"{state.reason}; {AT_HAND}"
 
 
 @dataclass(frozen=True)
@@ -200,6 +204,7 @@ class Presence:
     """Whether a provider is compiled in and runs; `reason` says why not, in a line.
 
     A `software` adapter computes on the CPU; only who names its provider gets it.
+    Without `half` it has no arithmetic in half precision.
     """
 
     name: str
@@ -207,6 +212,7 @@ class Presence:
     runs: bool
     reason: str = ""
     software: bool = False
+    half: bool = True
 
 
 @functools.cache
@@ -232,7 +238,9 @@ def presence(name: str) -> Presence:
         return Presence(name, True, False, f"a small graph did not run ({error})")
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines[-1:] == [RAN]:
-        return Presence(name, True, True, software=SOFTWARE in lines)
+        return Presence(
+            name, True, True, software=SOFTWARE in lines, half=NO_HALF not in lines
+        )
     return Presence(name, True, False, reason_of(done.returncode, done.stderr))
 
 

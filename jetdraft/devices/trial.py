@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +19,12 @@ from jetdraft.devices import webgpu
 from jetdraft.errors import ProviderError
 
 GRAPH = Path(__file__).with_name("trial.onnx")
+HALF_GRAPH = Path(__file__).with_name("trial-half.onnx")
+"""The same product in half precision."""
+
 RAN = "ran"
 SOFTWARE = "on a software adapter"
+NO_HALF = "without half precision"
 REASON = "reason: "
 """Begins a line on stderr that says why the provider cannot run here."""
 CPU = "CPUExecutionProvider"
@@ -27,6 +32,19 @@ CPU = "CPUExecutionProvider"
 
 def main(provider: str) -> None:
     """Run one small product on `provider` alone and compare the numbers."""
+    _run(provider, GRAPH, np.float32)
+    if provider == webgpu.FULL:
+        if webgpu.adapter().software:
+            print(SOFTWARE)
+        try:
+            _run(provider, HALF_GRAPH, np.float16)
+        except Exception:  # onnxruntime's exceptions have no common base
+            print(NO_HALF)
+    print(RAN)
+
+
+def _run(provider: str, graph: Path, dtype: type[np.floating[Any]]) -> None:
+    """Run one of the graphs; ends the process if its numbers are wrong."""
     import onnxruntime  # the parent imports this module, even without onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -36,15 +54,12 @@ def main(provider: str) -> None:
     if provider == webgpu.FULL:
         webgpu.add_to(options, {})
         providers = None
-    session = onnxruntime.InferenceSession(str(GRAPH), options, providers=providers)
+    session = onnxruntime.InferenceSession(str(graph), options, providers=providers)
     if session.get_providers()[0] != provider:
         sys.exit(f"{provider} could not be created")
-    [product] = session.run(None, {"x": np.array([[1.0, 2.0]], np.float32)})
+    [product] = session.run(None, {"x": np.array([[1.0, 2.0]], dtype)})
     if not np.array_equal(product, [[7.0, 10.0]]):
         sys.exit(f"{provider} computed {product.tolist()} instead of [[7, 10]]")
-    if provider == webgpu.FULL and webgpu.adapter().software:
-        print(SOFTWARE)
-    print(RAN)
 
 
 if __name__ == "__main__":

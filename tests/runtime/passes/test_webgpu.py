@@ -277,6 +277,9 @@ def test_auto_leaves_a_software_adapter_alone(adapter, bundle):
 def test_what_does_not_fit_is_refused(bundle, model, monkeypatch):
     with pytest.raises(ProviderError, match="standard operators"):
         choose("webgpu", [("standard", "float16")])
+    if not presence("webgpu").half:
+        with pytest.raises(ProviderError, match="no half precision; export"):
+            choose("webgpu", [("contrib", "float16")])
     small = replace(webgpu.adapter(), largest_buffer=1000)
     monkeypatch.setattr(webgpu, "adapter", lambda: small)
     with pytest.raises(ProviderError, match="holds 0 MB; choose") as refusal:
