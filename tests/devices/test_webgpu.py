@@ -70,9 +70,7 @@ def test_what_is_missing_is_said_with_its_fix(monkeypatch):
     with pytest.raises(ProviderError, match="no adapter; install the GPU's driver"):
         webgpu.adapter()
     offered(monkeypatch, version="0.3.1")
-    with pytest.raises(
-        ProviderError, match=r"0\.3\.1 is too old; pip install"
-    ):
+    with pytest.raises(ProviderError, match=r"0\.3\.1 is too old; pip install"):
         webgpu.adapter()
 
     def refuses(name, path):

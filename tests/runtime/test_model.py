@@ -144,10 +144,7 @@ def test_bad_input_is_refused_before_anything_runs(model, options, error, words)
             {"provider": "tensorrt"},
             "cannot read contrib operators; export with --flavour",
         ),
-        (
-            {"provider": "abacus"},
-            "'abacus'; choose tensorrt, cuda, webgpu, cpu",
-        ),
+        ({"provider": "abacus"}, "'abacus'; choose tensorrt, cuda, webgpu, cpu"),
         ({"drafter_provider": "abacus"}, "unknown provider 'abacus'"),
         ({"drafter_provider": "cuda"}, "no fp32 kernel on CUDA"),
     ],
