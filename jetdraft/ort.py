@@ -38,7 +38,7 @@ def import_onnx() -> Any:
         import onnx
     except ImportError as error:
         raise ProviderError(
-            "on a GPU jetdraft reads a graph's weights, which needs onnx; pip install "
-            "'jetdraft[gpu]', or 'jetdraft[webgpu]'"
+            "to read a graph needs onnx; pip install 'jetdraft[gpu]', or "
+            "'jetdraft[webgpu]'"
         ) from error
     return onnx

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import onnx
 import pytest
 
 import jetdraft
+from jetdraft.bundle import GraphEntry
+from jetdraft.devices.kernels.forecast import graph_forecasts
+from jetdraft.devices.kernels.kernel_table import TABLES
+from jetdraft.export import exporter
 from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.export.job import Job
 from jetdraft.recipe import Recipe
 from tests.tiny import drafter_config, llama_config, save_checkpoint
 
@@ -18,6 +25,24 @@ class Pair(NamedTuple):
 
     target: Path
     drafter: Path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forecasts_of_all_exports() -> Iterator[None]:
+    """Forecast every graph that a test exports, for every provider with a table."""
+    write = exporter._write_graphs
+
+    def write_and_forecast(job: Job) -> GraphEntry:
+        entry = write(job)
+        for provider in TABLES:
+            for one in graph_forecasts(job.folder, entry, provider):
+                model = onnx.load(job.folder / one.file, load_external_data=False)
+                assert len(one.verdicts) == len(model.graph.node)
+        return entry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporter, "_write_graphs", write_and_forecast)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ import click
 
 from jetdraft.bench.verification import Comparison, compare_methods
 from jetdraft.bundle import Bundle
+from jetdraft.devices.kernels.forecast import Forecast, forecasts
+from jetdraft.devices.kernels.kernel_table import TABLES
 from jetdraft.errors import CheckError
 from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.model import load
@@ -30,11 +32,24 @@ from jetdraft.terminal.progress import ProgressBars
     show_default=True,
     help="Run the bundle; --no-run only checks its files and prints its manifest.",
 )
+@option(
+    "measurement",
+    "--for",
+    "elsewhere",
+    type=click.Choice(TABLES),
+    help="Read the graphs and say, node by node, what this provider will do with them; "
+    "nothing is run, and the provider need not be here.",
+)
 @runtime_options
 @json_option
-def command(bundle: Path, run: bool, runtime: LoadOptions, as_json: bool) -> None:
+def command(
+    bundle: Path, run: bool, elsewhere: str | None, runtime: LoadOptions, as_json: bool
+) -> None:
     """Check BUNDLE's files and contracts, width classes, and every method's text."""
     checked = Bundle.open(bundle, again=True)
+    if elsewhere is not None:
+        _show_forecasts(list(forecasts(checked, elsewhere)), as_json)
+        return
     if not run:
         _show_manifest(checked, as_json)
         return
@@ -74,6 +89,22 @@ def command(bundle: Path, run: bool, runtime: LoadOptions, as_json: bool) -> Non
 def _show_manifest(bundle: Bundle, as_json: bool) -> None:
     fields = bundle.to_json()
     click.echo(json.dumps(fields, indent=2) if as_json else describe(bundle))
+
+
+def _show_forecasts(graphs: list[Forecast], as_json: bool) -> None:
+    """Print what becomes of each graph; raise `CheckError` if it cannot run."""
+    if as_json:
+        click.echo(json.dumps({"graphs": [graph.to_json() for graph in graphs]}))
+    else:
+        for line in (line for graph in graphs for line in graph.lines()):
+            click.echo(line)
+    refused = [(graph.file, verdict) for graph in graphs for verdict in graph.refused]
+    if refused:
+        file, verdict = refused[0]
+        raise CheckError(
+            f"{len(refused)} nodes cannot run on {graphs[0].provider}, for example "
+            f"{verdict.operator} of {file}: {verdict.reason}; export the bundle for it"
+        )
 
 
 def _width_lines(widths: Widths) -> Iterator[str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
-from jetdraft.bundle import FLAVOURS
+from jetdraft.bundle import DRAFTER, FLAVOURS
+from jetdraft.devices.kernels.forecast import Forecast, graph_forecasts
+from jetdraft.devices.kernels.kernel_table import TABLES
 from jetdraft.devices.providers import AUTO, PROVIDERS
 from jetdraft.export import request
 from jetdraft.recipe import (
@@ -182,3 +185,19 @@ def command(
         kl = entry.quantization.get("kl")
         kl_text = f", KL {kl:.2g}" if kl is not None else ""
         click.echo(f"{name}: {scheme(entry)}{kl_text}", err=True)
+        provider = (name == DRAFTER and bundle.drafter_provider) or bundle.provider
+        if provider in TABLES:
+            _warn(graph_forecasts(bundle.path, entry, provider))
+
+
+def _warn(graphs: Iterable[Forecast]) -> None:
+    """Print a line for each kind of node that its provider cannot run."""
+    for graph in graphs:
+        for operator, reason in dict.fromkeys(
+            (verdict.operator, verdict.reason) for verdict in graph.refused
+        ):
+            click.echo(
+                f"warning: {operator} of {graph.file} cannot run on "
+                f"{graph.provider}: {reason}",
+                err=True,
+            )

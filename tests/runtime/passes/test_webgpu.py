@@ -16,6 +16,7 @@ import pytest
 import jetdraft
 from jetdraft.checkpoints.streamed import StreamSettings
 from jetdraft.devices import providers, webgpu
+from jetdraft.devices.kernels.forecast import Fate, forecasts
 from jetdraft.devices.providers import PROVIDERS, choose, presence
 from jetdraft.errors import ProviderError
 from jetdraft.export.exporter import ExportOptions, export
@@ -104,6 +105,18 @@ def test_no_operator_is_left_on_the_host(model):
         for session in (graph.sessions.any.session, graph.cache._compaction):
             assert operators_on_host(session) == set()
             assert providers_of(session)[webgpu.FULL]
+
+
+def test_the_forecast_is_what_onnxruntime_does(bundle, model):
+    """The operators on the device and on the host, said before and seen after."""
+    said = {one.file: one for one in forecasts(bundle, "webgpu")}
+    target, file = model.parts.target, bundle.target.tree_file
+    seen = operators_on_host(target.sessions.any.session)
+    hosted = {v.operator for v in said[file].verdicts if v.fate == Fate.HOST}
+    assert hosted == seen
+    for one in said.values():
+        assert one.refused == []
+        assert one.copies == ()
 
 
 def test_chains_trees_and_moved_rows_have_the_logits_of_the_cpu(model, on_cpu):
@@ -218,7 +231,11 @@ def test_streams_draft_on_the_device(tmp_path):
     found = exported(tmp_path, "b", Recipe("none"), drafter=False)
     model = jetdraft.load(found.path, threads=1)
     session = model.parts.target.sessions.any.session
-    assert operators_on_host(session) <= {"Shape", "Squeeze"}
+    seen = operators_on_host(session)
+    assert seen <= {"Shape", "Squeeze"}
+    said = {one.file: one for one in forecasts(found, "webgpu")}
+    verdicts = said[found.target.tree_file].verdicts
+    assert {v.operator for v in verdicts if v.fate == Fate.HOST} >= seen
     # Probes change the last bits of the rows beside them here.
     plain = text(model, method="none", exact=False)
     drafted = model.generate(
