@@ -52,16 +52,20 @@ def session(
     opened = onnxruntime.InferenceSession(
         str(file), options, providers=[PROVIDERS[provider].full]
     )
-    kinds = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
+    kinds = {
+        "tensor(int64)": np.int64,
+        "tensor(int32)": np.int32,
+        "tensor(uint8)": np.uint8,
+    }
     feeds = {}
     for value in opened.get_inputs():
-        # One row, and one probe where there are streams: a bias has both.
-        varying = 2 if value.name == "attention_bias" else 1
+        # One row, and one probe where there are streams: a mask has both.
+        varying = 2 if value.name == "draft_mask" else 1
         shape = [axis if isinstance(axis, int) else varying for axis in value.shape]
         half = np.float16 if "16" in value.type else np.float32
         feeds[value.name] = np.zeros(shape, kinds.get(value.type, half))
-    bias = feeds.get("attention_bias")
-    feeds["total_length"][:] = 1 if bias is None else bias.shape[-1]
+    slots = feeds["past_key.0"].shape[2]
+    feeds["total_length"][:] = slots if "draft_mask" in feeds else 1
     opened.run(None, feeds)
     return opened
 

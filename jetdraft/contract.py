@@ -10,7 +10,8 @@ of `capacity` rows:
 | `cursor` | int32 [1], committed rows in the buffer |
 | `total_length` | int32 [1], cursor + n; the capacity in a tree graph |
 | `answer_rows` | int64 [m], the rows to answer for: all, or the last in a prefill |
-| `attention_bias` | dtype [1, 1, n + r, capacity], 0 or `HIDDEN`; trees or streams |
+| `draft_mask` | uint8 [s, n + r], 1 where a slot is hidden; trees or streams |
+| `draft_start` | int32 [1], the slot of the draft's first row; trees or streams |
 | `probe_rows`, `probe_ids` | int64 [r], the row and the stream of each probe |
 | `features` | float32 [1, n, w], one per row, in the graph of a head |
 | `past_key.{i}`, `past_value.{i}` | dtype [1, kv_heads, capacity, head_dim] |
@@ -25,6 +26,10 @@ of `capacity` rows:
 | `carried` | float32 [1, n, c], a head's own features, for its next draft step |
 | `probe_candidates`, ..., `probe_logits` | the same four for the r probes |
 | `present_key.{i}`, `present_value.{i}` | the same buffers, updated in place |
+
+A draft takes slots from `draft_start` on, and line 1 + j of the mask is for its slot j.
+Line 0 is for the slots before the draft, which all rows see. The graph widens the mask
+to a bias of all slots, so that little crosses to a device.
 
 Probes are rows that propose and are never committed; only graphs that draft as they
 verify have probes. Their keys and values land past the rows of the pass.
@@ -175,22 +180,30 @@ class StepContract:
             TensorSpec("cursor", "int32", (1,)),
             TensorSpec("total_length", "int32", (1,)),
             TensorSpec("answer_rows", "int64", (ANSWERS,)),
-            *([self.bias] if self.biased else []),
+            *(self.mask if self.masked else ()),
             *(self.probes if self.streams else []),
             *_optional("features", ROWS, self.feature_input),
             *self.buffers("past"),
         )
 
     @property
-    def biased(self) -> bool:
-        """Whether the graph has an `attention_bias`."""
+    def masked(self) -> bool:
+        """Whether the graph has a `draft_mask`."""
         return self.tree or self.streams > 0
 
     @property
-    def bias(self) -> TensorSpec:
-        """The slots that each row, and then each probe, may see."""
+    def draft_slots(self) -> int:
+        """The most slots that a draft takes with its probes."""
+        return min(self.max_width * (1 + self.streams), self.slots)
+
+    @property
+    def mask(self) -> tuple[TensorSpec, ...]:
+        """The inputs that hide a draft's slots from its rows and probes."""
         rows = ALL if self.streams else ROWS
-        return TensorSpec("attention_bias", self.dtype, (1, 1, rows, self.slots))
+        return (
+            TensorSpec("draft_mask", "uint8", (1 + self.draft_slots, rows)),
+            TensorSpec("draft_start", "int32", (1,)),
+        )
 
     @property
     def probes(self) -> tuple[TensorSpec, ...]:
@@ -321,7 +334,7 @@ class SplitContract:
         rows_only = replace(self.lower, streams=0)
         return (
             *self.whole.inputs[:4],
-            *([rows_only.bias] if self.whole.biased else []),
+            *(rows_only.mask if self.whole.masked else ()),
             *([PARENTS] if self.scores else []),
             *self.lower.buffers("past"),
         )

@@ -15,7 +15,7 @@ MANIFEST = "bundle.json"
 STAMPS = Path("profiles", "checked.json")
 """The hashes that were checked, with the sizes, inodes and times of the files."""
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

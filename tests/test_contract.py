@@ -202,9 +202,9 @@ def test_an_early_exit_reads_parents_and_gives_scores():
     plain = CONTRACT.split(1, 48)
     halves = replace(CONTRACT, tree=True, streams=3).split(1, 48, scores=True)
     added = {s.name for s in halves.lower_inputs} - {s.name for s in plain.lower_inputs}
-    assert added == {"attention_bias", "parents"}
-    bias = next(s for s in halves.lower_inputs if s.name == "attention_bias")
-    assert bias.shape == (1, 1, "n", 32), "the lower half has no probes"
+    assert added == {"draft_mask", "draft_start", "parents"}
+    mask = next(s for s in halves.lower_inputs if s.name == "draft_mask")
+    assert mask.shape == (1 + CONTRACT.max_width, "n"), "the lower half has no probes"
     added = set(halves.lower_outputs) - set(plain.lower_outputs)
     assert [(spec.name, spec.shape) for spec in added] == [("scores", (1, "n"))]
 

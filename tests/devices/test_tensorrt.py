@@ -30,7 +30,7 @@ def test_an_engine_of_one_width_knows_one_shape(tmp_path):
         "input_ids": "1x4",
         "position_ids": "1x4",
         "answer_rows": "4",
-        "attention_bias": "1x1x4x512",
+        "draft_mask": "65x4",
     }
     assert options.trt_profile_max_shapes == options.trt_profile_min_shapes
     assert options.trt_profile_opt_shapes == options.trt_profile_min_shapes

@@ -7,7 +7,7 @@ import onnxruntime
 import pytest
 
 from jetdraft.bundle import Bundle
-from jetdraft.contract import HIDDEN, check_tensors
+from jetdraft.contract import check_tensors
 from jetdraft.export import exporter
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.job import Job
@@ -55,10 +55,10 @@ def run(session, inputs, outputs, feeds) -> dict[str, np.ndarray]:
 def feeds(contract) -> dict[str, np.ndarray]:
     """A branching draft after a few committed rows."""
     random = np.random.default_rng(3)
-    bias = np.zeros((1, 1, ROWS, contract.slots), np.float32)
-    bias[..., CURSOR : CURSOR + ROWS] = HIDDEN
+    mask = np.zeros((1 + contract.draft_slots, ROWS), np.uint8)
+    mask[1 : 1 + ROWS] = 1
     for row, seen in enumerate(ANCESTORS):
-        bias[0, 0, row, [CURSOR + slot for slot in seen]] = 0
+        mask[[1 + slot for slot in seen], row] = 0
     depths = [len(seen) - 1 for seen in ANCESTORS]
     values = {
         "input_ids": TOKENS,
@@ -66,7 +66,8 @@ def feeds(contract) -> dict[str, np.ndarray]:
         "cursor": np.array([CURSOR], np.int32),
         "total_length": np.array([contract.slots], np.int32),
         "answer_rows": np.arange(ROWS),
-        "attention_bias": bias,
+        "draft_mask": mask,
+        "draft_start": np.array([CURSOR], np.int32),
     }
     for spec in contract.buffers("past"):
         values[spec.name] = random.normal(size=spec.shape).astype(np.float32)

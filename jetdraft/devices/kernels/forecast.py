@@ -183,7 +183,7 @@ def _no_capture(
     if placement.copies:
         count = len(placement.copies)
         return f"{count} Memcpy nodes, for example of {placement.copies[0]}"
-    if provider == "webgpu" and "attention_bias" in graph.inputs:
+    if provider == "webgpu" and "draft_mask" in graph.inputs:
         return "attention compares its bias with a length that is on the device only"
     if provider == "tensorrt" and placement.on_host:
         return "TensorRT must take the whole graph"

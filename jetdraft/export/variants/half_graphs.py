@@ -10,14 +10,14 @@ from onnx_ir.passes import common
 
 from jetdraft.bundle import Halves
 from jetdraft.contract import PARENTS, SCORES, SplitContract, TensorSpec
-from jetdraft.export.attentions import add_bias
+from jetdraft.export.attentions import add_bias, widened
 from jetdraft.export.job import Job
 from jetdraft.export.step import CUT, Step
 from jetdraft.export.variants.compaction import write_compaction
 from jetdraft.export.variants.variant import Variant
-from jetdraft.quant.edits import substitute, value_of
+from jetdraft.quant.edits import substitute
 
-_ROWS_BIAS = "rows_bias"
+_ROWS_MASK = "rows_mask"
 
 
 def write(job: Job) -> None:
@@ -58,13 +58,9 @@ def _write_halves(job: Job) -> Halves:
 def _split(model: ir.Model, lower: Path, upper: Path, contract: SplitContract) -> None:
     """Save the halves of a traced graph; both verify branching drafts."""
     graph = model.graph
-    rows_only = next(s for s in contract.lower_inputs if s.name == "attention_bias")
-    bias = value_of(rows_only)
-    bias.name = _ROWS_BIAS
-    graph.inputs.append(bias)
     # With probes, the layers above the cut have a bias for rows and probes already.
-    add_bias(graph, bias)
-    traced = {"hidden": CUT, "attention_bias": _ROWS_BIAS}
+    add_bias(graph, widened(graph, replace(contract.lower, streams=0), _ROWS_MASK))
+    traced = {"hidden": CUT, "draft_mask": _ROWS_MASK}
     _save_part(model, lower, contract.lower_inputs, contract.lower_outputs, traced)
     # The upper half does not get these inputs, so it counts its rows by positions.
     tokens, positions = graph.inputs[:2]
@@ -72,7 +68,7 @@ def _split(model: ir.Model, lower: Path, upper: Path, contract: SplitContract) -
     for parents in (value for value in graph.inputs if value.name == PARENTS.name):
         _count_by(graph, parents, 0, positions)
     if contract.whole.streams:
-        del traced["attention_bias"]
+        del traced["draft_mask"]
     below = len(contract.lower.kv_shapes)
     traced |= {
         spec.name: f"{kind}.{int(layer) + below}"

@@ -14,11 +14,11 @@ from jetdraft.bundle import STREAMS, TARGET
 from jetdraft.checkpoints.attention import HandThrough, attending
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streamed import LOSSLESS, SHARED, Streamed, stream_weights
-from jetdraft.contract import PARENTS, SCORES, StepContract
+from jetdraft.contract import HIDDEN, PARENTS, SCORES, StepContract
 from jetdraft.errors import OptionError, PairError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.job import Job
-from jetdraft.export.step import CUT, Step, answers, count, presents, state_of
+from jetdraft.export.step import CUT, Step, answers, count, dtype_of, presents, state_of
 from jetdraft.export.variants.variant import Variant
 
 
@@ -48,7 +48,8 @@ class StreamStep(Step):
         cursor: torch.Tensor,
         total_length: torch.Tensor,
         answer_rows: torch.Tensor,
-        attention_bias: torch.Tensor,
+        draft_mask: torch.Tensor,
+        draft_start: torch.Tensor,
         probe_rows: torch.Tensor,
         probe_ids: torch.Tensor,
         past: list[torch.Tensor],
@@ -63,7 +64,7 @@ class StreamStep(Step):
 
         def entered() -> None:
             state.last_row = state.last_row + count(probe_rows[None])
-            state.bias = attention_bias
+            state.bias = _widened(draft_mask, draft_start, self.contract)
 
         self.model.entered = entered
         with attending(state):
@@ -87,6 +88,15 @@ class StreamStep(Step):
         )
         scores = _scores(early.float(), input_ids, parents)
         return [*row_answers, *probe_answers, *presents(state), hidden, scores]
+
+
+def _widened(
+    mask: torch.Tensor, start: torch.Tensor, contract: StepContract
+) -> torch.Tensor:
+    """The bias of all slots that a mask means, see `attentions.widened`."""
+    slots = torch.arange(1, contract.slots + 1)
+    lines = (slots - start.to(torch.int64)).clamp(0, contract.draft_slots)
+    return (mask.to(dtype_of(contract)) * HIDDEN)[lines].T[None, None]
 
 
 def _rows(answer: torch.Tensor, start: int, end: int | None) -> torch.Tensor:

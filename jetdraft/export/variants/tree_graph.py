@@ -1,4 +1,4 @@
-"""The graph for branching drafts: a chain graph with a bias."""
+"""The graph for branching drafts: a chain graph with a mask."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import onnx_ir as ir
 
 from jetdraft.contract import StepContract
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.attentions import add_bias, has_windows
+from jetdraft.export.attentions import add_bias, bias_of, has_windows, widened
 from jetdraft.export.job import Job
 from jetdraft.export.variants.compaction import write_compaction
 from jetdraft.export.variants.variant import Variant
-from jetdraft.quant.edits import initializer, value_of
+from jetdraft.quant.edits import initializer
 
 
 def write(job: Job) -> None:
     """Write the tree graph, which shares the chain graph's weights, and its compaction.
 
     For a model with sliding windows it writes nothing, or raises
-    `UnsupportedModelError` if the chain graph itself needs a bias.
+    `UnsupportedModelError` if the chain graph itself needs a mask.
     """
     model = ir.load(job.file)
     if has_windows(model.graph):
-        if job.contract.biased:
+        if job.contract.masked:
             raise UnsupportedModelError(
                 f"{job.checkpoint.source} attends in sliding windows; streams need "
                 "plain attention"
@@ -41,14 +41,12 @@ def write(job: Job) -> None:
 def _bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
     """The attention bias of the rows.
 
-    It is a new input of the graph. If the graph has a bias already, for rows and
-    probes, it is the part of the rows.
+    A mask is a new input of the graph. If the graph has a bias already, for rows and
+    probes, the part of the rows is taken.
     """
-    if not contract.biased:
-        bias = value_of(contract.bias)
-        graph.inputs.append(bias)
-        return bias
-    full_bias = next(v for v in graph.inputs if v.name == contract.bias.name)
+    full_bias = bias_of(graph)
+    if full_bias is None:
+        return widened(graph, replace(contract, tree=True))
     rows = ir.node("Shape", [graph.inputs[0]], {"start": 1, "end": 2})
     start, axis = (
         initializer(graph, f"rows_of_bias.{name}", np.array([number], np.int64))
@@ -56,7 +54,9 @@ def _bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
     )
     cut = ir.node("Slice", [full_bias, start, rows.outputs[0], axis])
     cut.outputs[0].name = "rows_of_bias"
-    graph.insert_before(graph[0], [rows, cut])
+    producer = full_bias.producer()
+    assert producer is not None
+    graph.insert_after(producer, [rows, cut])
     return cut.outputs[0]
 
 

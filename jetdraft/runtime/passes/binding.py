@@ -8,16 +8,19 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from jetdraft.contract import HIDDEN, TensorSpec
+from jetdraft.contract import TensorSpec
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.passes.tensor import HOST, Memory, Tensor
 
 VisibleSlots = Sequence[Sequence[int]]
 """For each row of a draft, the slots that it attends to, without its own slot."""
 
-STEADY = ("answer_rows", "probe_rows", "probe_ids", "attention_bias")
+_Shown = tuple[tuple[tuple[int, ...], ...], int]
+"""The visible slots of a mask, and how many slots earlier passes have filled."""
+
+STEADY = ("answer_rows", "probe_rows", "probe_ids", "draft_mask")
 """Inputs that most passes do not change."""
 
 ON_REQUEST = ("logits", "probe_logits")
@@ -72,9 +75,7 @@ class Bound:
         self._copies = None
         if memory.copies:
             self._copies = _Copies(self.tensors, {spec.name for spec in inputs})
-        bias = self.arrays.get("attention_bias")
-        self._bias = None if bias is None else bias[0, 0]
-        self._hidden = slice(0)
+        self._shown: _Shown | None = None
         # To set an item of a view takes a tenth of the time of a numpy call.
         self.cursor = self.view("cursor")
         self.total_length = self.view("total_length")
@@ -95,18 +96,10 @@ class Bound:
                 self._copies.download()
             return time.perf_counter() - start
 
-    def _set_bias(self, slots: slice, values: Float32s | int) -> None:
-        """Set the bias of all rows at some slots."""
-        assert self._bias is not None
-        self._bias[:, slots] = values
-        if self._copies is not None:
-            self._copies.changed.add("attention_bias")
-
     def show_all(self) -> None:
         """Let every row attend to all slots before it."""
-        if self._bias is not None and self._hidden.stop:
-            self._set_bias(self._hidden, 0)
-            self._hidden = slice(0)
+        if self._shown is not None:
+            self._show(None)
 
     def show_only(self, visible: VisibleSlots, cursor: int, filled: int = 0) -> None:
         """Hide the slots from the cursor on, except those in `visible` for each row.
@@ -114,9 +107,20 @@ class Bound:
         Slots are numbered from the cursor. Earlier passes wrote the first `filled`
         slots.
         """
-        self.show_all()
-        self._hidden = slice(cursor, cursor + filled + len(visible))
-        self._set_bias(self._hidden, _bias_of(tuple(map(tuple, visible)), filled))
+        self.arrays["draft_start"][0] = cursor
+        shown = (tuple(map(tuple, visible)), filled)
+        if shown != self._shown:
+            self._show(shown)
+
+    def _show(self, shown: _Shown | None) -> None:
+        mask = self.arrays["draft_mask"]
+        mask[:] = 0
+        if shown is not None:
+            lines = _mask_of(*shown)
+            mask[1 : 1 + len(lines)] = lines
+        self._shown = shown
+        if self._copies is not None:
+            self._copies.changed.add("draft_mask")
 
 
 class _Copies:
@@ -152,9 +156,11 @@ class _Copies:
 
 
 @lru_cache(maxsize=256)
-def _bias_of(visible: tuple[tuple[int, ...], ...], filled: int) -> Float32s:
-    """The attention bias of a draft's slots, float32 [rows, filled + rows]."""
-    bias = np.full((len(visible), filled + len(visible)), HIDDEN, np.float32)
+def _mask_of(
+    visible: tuple[tuple[int, ...], ...], filled: int
+) -> npt.NDArray[np.uint8]:
+    """1 where a slot of the draft is hidden, [filled + rows, rows]."""
+    mask = np.ones((filled + len(visible), len(visible)), np.uint8)
     for row, slots in enumerate(visible):
-        bias[row, [*slots, filled + row]] = 0
-    return bias
+        mask[[*slots, filled + row], row] = 0
+    return mask

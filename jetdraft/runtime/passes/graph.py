@@ -165,7 +165,7 @@ class Graph:
 
     def _run(self, binding: _Binding, cursor: int) -> Answer:
         size = binding.size
-        length = self._length(cursor + size.width, binding.biased)
+        length = self._length(cursor + size.width, binding.masked)
         binding.cursor[0] = cursor
         binding.total_length[0] = length
         options = None
@@ -177,9 +177,9 @@ class Graph:
         self.passes += 1
         return binding.answer
 
-    def _length(self, filled: int, biased: bool) -> int:
+    def _length(self, filled: int, masked: bool) -> int:
         """The `total_length` of a pass that fills `filled` rows of the buffers."""
-        if biased:
+        if masked:
             return self.contract.slots
         return next((length for length in self.lengths if length >= filled), filled)
 
@@ -222,7 +222,7 @@ class _Binding(Bound):
             graph.memory,
         )
         self.size = size
-        self.biased = contract.biased
+        self.masked = contract.masked
         self.input_ids = self.view("input_ids")
         self.position_ids = self.view("position_ids")
         first = size.width - size.answers

@@ -275,7 +275,7 @@ class Halves:
         return answer_of(bound.tensors, self.split.upper, probes)
 
     def _place(self, bound: Bound, rows: Rows, padding: int, probes: Probes) -> None:
-        """Set the positions and the attention bias of a pass, and run it."""
+        """Set the positions and the mask of a pass, and run it."""
         cursor = self.cache.length
         depths = [*rows.depths, *[0] * padding]
         bound.arrays["position_ids"][0] = [cursor + depth for depth in depths]

@@ -23,6 +23,7 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
+from jetdraft.runtime.passes.tensor import Tensor
 from tests.tiny import drafter_config, llama_config, save_checkpoint, save_streams
 
 PROMPT = np.random.default_rng(3).integers(0, 288, 12).tolist()
@@ -268,17 +269,31 @@ def test_memory_does_not_grow(model):
         assert resident() - before < 300 * 64e3
 
 
-def test_only_candidates_cross(model):
-    """What a round copies to the host: at most 64 candidates for each row."""
+@pytest.mark.parametrize("branching", [False, True])
+def test_only_candidates_cross(model, branching, monkeypatch):
+    """What a round copies, either way, is less than 64 candidates for each row."""
     graph = model.parts.target
-    graph.cache.rewind(0)
-    answer = graph.run(PROMPT[:3])
-    assert answer._source.stale
-    bindings = [b for size, b in graph._bindings.items() if size.width == 3]
-    assert bindings
-    for binding in bindings:
-        copied = sum(tensor.array.nbytes for tensor in binding._copies._downloads)
-        assert copied <= 3 * (64 * (8 + 4) + 4)
+    crossed = {"upload": 0, "download": 0}
+    for way in crossed:
+        plain = getattr(Tensor, way)
+
+        def counted(tensor, plain=plain, way=way):
+            crossed[way] += tensor.array.nbytes
+            plain(tensor)
+
+        monkeypatch.setattr(Tensor, way, counted)
+    for cursor in (0, 7):  # the first pass also uploads what stays as it is
+        graph.cache.rewind(0)
+        graph.cache.advance(cursor)
+        crossed |= {"upload": 0, "download": 0}
+        if branching:
+            answer = graph.run_branches(*TREE)
+        else:
+            answer = graph.run(PROMPT[: len(TREE[0])])
+        bound = len(TREE[0]) * (64 * (8 + 4) + 4)
+        assert answer._source.stale
+        assert 0 < crossed["upload"] <= bound
+        assert 0 < crossed["download"] <= bound
 
 
 def test_auto_leaves_a_software_adapter_alone(adapter, bundle):
