@@ -116,13 +116,8 @@ class Model:
     def template(self) -> ChatTemplate:
         """The checkpoint's chat template; raises `OptionError` if it is missing."""
         if self._template is None:
-            ends, text = self.bundle.eos_token_ids, self.parts.text
             self._template = ChatTemplate(
-                read_template(self.bundle.chat_template),
-                {
-                    "bos_token": text.bos_token,
-                    "eos_token": text.token(ends[0]) if ends else "",
-                },
+                read_template(self.bundle.chat_template), self.bundle.special_tokens
             )
         return self._template
 
