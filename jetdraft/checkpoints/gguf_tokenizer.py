@@ -126,7 +126,9 @@ def ends_of_text(field: Field) -> list[int]:
 def special_tokens(field: Field) -> dict[str, str]:
     """The texts of the special tokens that a file names, by transformers' names."""
     tokens = field("tokenizer.ggml.tokens") or []
-    ids = {name: field(f"tokenizer.ggml.{own}_token_id") for name, own in _NAMES.items()}
+    ids = {
+        name: field(f"tokenizer.ggml.{own}_token_id") for name, own in _NAMES.items()
+    }
     return {
         name: tokens[i]
         for name, i in ids.items()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cache
-from os.path import commonprefix
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -155,7 +154,9 @@ class TextStream:
             for ids in (shown, self._ids[self._anchor :])
         )
         if before.endswith(_INCOMPLETE):
-            return before, whole, len(commonprefix([before, whole]))
+            pairs = enumerate(zip(before, whole, strict=False))
+            place = (at for at, (old, new) in pairs if old != new)
+            return before, whole, next(place, min(len(before), len(whole)))
         return before, whole, len(before)
 
 

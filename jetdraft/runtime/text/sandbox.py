@@ -38,7 +38,7 @@ MOST_IN_ALL = 2**26
 MOST_BITS = 2**14
 """Bits of an integer."""
 
-MOST_SECONDS = 10.0
+MOST_SECONDS = 5.0
 """Time of the thread for one prompt."""
 
 _STEP, _WEIGH, _JOIN = "(step)", "(weigh)", "(join)"
@@ -168,35 +168,22 @@ class GenerationTag(Extension):
 class _Counted(NodeTransformer):
     """Counts what no hook of the sandbox sees: loops, `~`, slices, and literals."""
 
-    def visit_For(self, node: nodes.For) -> nodes.For:
-        """Each round counts, with the template's own text in it."""
-        size = sum(len(text.data) for text in node.find_all(nodes.TemplateData))
+    def visit(self, node: nodes.Node, *args: Any, **more: Any) -> Any:
+        """The node, in a filter that counts if it needs one."""
         node = self.generic_visit(node)
-        step = _filter(nodes.Const(1 + size), _STEP, node.lineno)
-        node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
+        match node:
+            case nodes.For():  # each round, with the template's own text in it
+                size = sum(len(text.data) for text in node.find_all(nodes.TemplateData))
+                step = _filter(nodes.Const(1 + size), _STEP, node.lineno)
+                node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
+            case nodes.Concat():
+                values = nodes.List(node.nodes, lineno=node.lineno)
+                return _filter(values, _JOIN, node.lineno)
+            case nodes.Getitem(arg=nodes.Slice()) | nodes.List() | nodes.Dict():
+                return _filter(node, _WEIGH, node.lineno)
+            case nodes.Tuple(ctx="load"):
+                return _filter(node, _WEIGH, node.lineno)
         return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """`~` joins texts."""
-        node = self.generic_visit(node)
-        items = nodes.List(node.nodes, lineno=node.lineno)
-        return _filter(items, _JOIN, node.lineno)
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        """A slice is a copy."""
-        is_slice = isinstance(node.arg, nodes.Slice)
-        node = self.generic_visit(node)
-        return _filter(node, _WEIGH, node.lineno) if is_slice else node
-
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        """A list may hold a list twice, and that a list twice, and so on."""
-        return _filter(self.generic_visit(node), _WEIGH, node.lineno)
-
-    visit_Dict = visit_List
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        """A tuple holds things as a list does, unless it is assigned to."""
-        return node if node.ctx == "store" else self.visit_List(node)  # type: ignore[arg-type]
 
 
 class _Dict:

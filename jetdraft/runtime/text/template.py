@@ -35,9 +35,12 @@ class ChatTemplate:
         try:
             self._template = self._sandbox.from_string(source)
         except Exception as error:  # also SyntaxError and RecursionError of Python
-            line = getattr(error, "lineno", None)
+            # A line of a SyntaxError is in the code that Jinja makes.
+            is_python = isinstance(error, SyntaxError)
+            line = None if is_python else getattr(error, "lineno", None)
+            where = "" if line is None else f" in line {line}"
             raise OptionError(
-                f"the chat template is broken in line {line} ({_reason(error)}); fix "
+                f"the chat template is broken{where} ({_reason(error)}); fix "
                 "chat_template.jinja in the checkpoint and export it again",
                 "messages",
             ) from error
