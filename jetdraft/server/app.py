@@ -23,11 +23,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.pool import Pool
+from jetdraft.runtime.text.tools import BEGIN
 from jetdraft.server.desk import Desk, Job
 from jetdraft.server.generation_request import GenerationRequest, RequestError
 from jetdraft.server.metrics import Metrics
 from jetdraft.server.reply import Reply
-from jetdraft.server.tools import BEGIN
 
 T = TypeVar("T")
 

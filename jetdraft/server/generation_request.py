@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from jetdraft.errors import JetdraftError, OptionError
+from jetdraft.errors import JetdraftError
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.text.template import Message, check_messages
+from jetdraft.runtime.text.tools import Tools
 from jetdraft.runtime.text_stream import Stream
-from jetdraft.server.tools import Tools
 
 Body = Mapping[str, Any]
 
@@ -123,13 +123,7 @@ class GenerationRequest:
             ids = model.chat_prompt(self.messages)
             return model.stream(token_ids=ids, **self.options)
         ids = model.chat_prompt(self.messages, tools=self.tools.functions)
-        options = {**self.options, "grammar": self.tools.grammar()}
-        try:
-            return model.stream(token_ids=ids, **options)
-        except OptionError as error:
-            if error.field == "grammar":
-                self.tools.check(model.vocabulary)  # names the tool
-            raise
+        return model.stream_calls(self.tools, ids, **self.options)
 
 
 def _tools(body: Body, options: dict[str, Any], marked: bool) -> Tools | None:
