@@ -19,7 +19,6 @@ from click.testing import CliRunner
 
 from jetdraft.bundle import CHAT_TEMPLATE, MANIFEST
 from jetdraft.cli import main
-from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.testing import toy_bundle
 from tests.cli.running import assert_refused
 from tests.server.serving import started, until
@@ -29,18 +28,6 @@ LONG = {
     "seed": 1, "method": "none", "ignore_eos": True,
 }  # fmt: skip
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}]}
-
-
-@pytest.fixture
-def slow(monkeypatch):
-    """Every token takes 20 ms more: a long text takes 8 seconds."""
-    choose = Chooser.choose
-
-    def slowly(*arguments):
-        time.sleep(0.02)
-        return choose(*arguments)
-
-    monkeypatch.setattr(Chooser, "choose", slowly)
 
 
 def connect(address, body, path="/v1/completions"):

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from jetdraft.server.app import Service, is_loopback
+from jetdraft.server.admission import is_loopback
+from jetdraft.server.app import Service
 from tests.server.serving import served
 
 GOOD = {"model": "toy", "prompt": "a", "max_tokens": 2}
