@@ -182,7 +182,9 @@ class Connection(H11Protocol):
         if cycle.response_started or self.transport.is_closing():
             return  # the answer itself finds it out
         if cycle.scope["http_version"] != "1.0":
-            probe = h11.InformationalResponse(status_code=102, headers=[])
+            probe = h11.InformationalResponse(
+                status_code=102, headers=[], reason=b"Processing"
+            )
             self.transport.write(self.conn.send(probe) or b"")
         self.loop.call_later(PROBE_SECONDS, self._probe)
 

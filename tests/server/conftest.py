@@ -27,6 +27,12 @@ def service(toy):
         yield Service(pool, "toy", LIMITS)
 
 
+@pytest.fixture
+def fresh(service):
+    """Another service over the same models; a service serves once."""
+    return Service(service.pool, "toy", LIMITS)
+
+
 @pytest.fixture(scope="module")
 def address(service):
     with served(service) as address:

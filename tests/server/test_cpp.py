@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from jetdraft.server.app import Service
 from jetdraft.server.listener import listening_at
+from tests.server.conftest import LIMITS
 from tests.server.serving import served, until
 
 SOURCE = Path(__file__).parents[2] / "examples" / "cpp" / "client.cpp"
@@ -22,7 +24,9 @@ def builds():
     if not shutil.which("c++"):
         return False
     command = ["c++", "-fsyntax-only", "-include", "curl/curl.h", "-x", "c++", "-"]
-    return not subprocess.run(command, input=b"", capture_output=True).returncode
+    return not subprocess.run(
+        command, check=False, input=b"", capture_output=True
+    ).returncode
 
 
 pytestmark = pytest.mark.skipif(
@@ -43,20 +47,23 @@ def program(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["tcp", "uds"])
 def door(request, service, tmp_path_factory):
-    """The arguments that lead to a server, before and after the prompt."""
+    """A service, and the arguments before and after the prompt that lead to it."""
     path = tmp_path_factory.mktemp("socket") / "s"
-    with listening_at(path) as listener, served(service, listener) as address:
+    own = Service(service.pool, "toy", LIMITS)
+    with listening_at(path) as listener, served(own, listener) as address:
         if request.param == "tcp":
-            yield address, []
+            yield own, address, []
         else:
-            yield "http://localhost", ["--uds", str(path)]
+            yield own, "http://localhost", ["--uds", str(path)]
 
 
 def run(program, door, *words):
     """The JSON objects that the client prints."""
-    address, more = door
+    _, address, more = door
     command = [program, address, PROMPT, *more, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -74,7 +81,8 @@ def test_a_text_as_it_comes(program, door, model):
     assert text == model.generate(PROMPT, max_new_tokens=64).text
 
 
-def test_who_closes_the_connection_ends_the_text(program, door, service, slow):
+def test_who_closes_the_connection_ends_the_text(program, door, slow):
+    service = door[0]
     before = service.desk.total.new_tokens
     events = run(program, door, "--cancel", "2")
     assert len(events) == 2
@@ -83,8 +91,10 @@ def test_who_closes_the_connection_ends_the_text(program, door, service, slow):
 
 
 def test_a_refusal_is_an_error(program, door):
-    address, more = door
+    _, address, more = door
     command = [program, address, "a" * 100_000, *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 1
     assert json.loads(done.stdout)["error"]["param"] is None  # the body is too long

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from urllib.parse import urlsplit
 
 import httpx
