@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -80,20 +81,16 @@ def end_of(line):
 
 def test_who_reads_nothing_for_long_is_dropped(fresh, monkeypatch):
     monkeypatch.setattr(connection, "UNREAD_SECONDS", 0.3)
+    dropped, drop = threading.Event(), connection.Connection.drop
+    monkeypatch.setattr(
+        connection.Connection, "drop", lambda self: [drop(self), dropped.set()]
+    )
     with served(fresh) as address, connect(address) as line:
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         many = {"stream": True, "logprobs": 20, "max_tokens": 400}
-        for _ in range(30):
-            try:
-                line.sendall(request({**BODY, **many}))
-            except OSError:
-                break
-        until(lambda: dropped(line))
-
-
-def dropped(line):
-    """Whether the other end has reset a connection."""
-    return line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+        line.sendall(request({**BODY, **many}) * 30)
+        assert dropped.wait(60)
+        with suppress(ConnectionResetError):
+            assert read(line).count(b"[DONE]") < 30
 
 
 class Fake:

@@ -117,7 +117,7 @@ def test_wrong_completions(address, body, words):
         ({"tools": [TOOL, WRONG]}, "tool 'g': the JSON schema is refused at /prop"),
         ({"messages": [{"role": "user", "tool_calls": 5}]}, "must be a list"),
         ({"messages": [{"role": "\ud800", "content": "a"}]}, "surrogate"),
-        ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "surrogate"),
+        ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "lone"),
         (
             {"messages": [{"role": "user", "tool_calls": [
                 {"function": {"name": "f", "arguments": '"\\ud800"'}}]}]},
