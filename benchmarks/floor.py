@@ -28,6 +28,7 @@ from jetdraft.bundle import Bundle
 
 WIDTHS = (1, 2, 4, 8)
 TURNS = 12
+LOADS = 3
 SETTLING = 8.0
 """Seconds in which an idle model moves its weights into huge pages."""
 FILLED = 256
@@ -67,8 +68,10 @@ def weight_bytes(file: Path) -> dict[str, int]:
 def account(bundle: Path, width: int, threads: int) -> dict[str, Any]:
     """Milliseconds of a pass, and of its operators."""
     with tempfile.TemporaryDirectory() as name, profiled(Path(name)):
-        graph = jetdraft.load(bundle, threads=threads).parts.target
+        model = jetdraft.load(bundle, threads=threads)
+        graph = model.parts.target
         time.sleep(SETTLING)
+        model.parts._idle.paused().__enter__()  # nothing else runs from here on
         graph.run([1] * 64)
         graph.cache.rewind(0)
         graph.cache.advance(FILLED)
@@ -90,6 +93,12 @@ def account(bundle: Path, width: int, threads: int) -> dict[str, Any]:
     }
 
 
+def quietest(bundle: Path, width: int, threads: int) -> dict[str, Any]:
+    """The account of the fastest of a few loads: pages lie otherwise in each."""
+    accounts = [account(bundle, width, threads) for _ in range(LOADS)]
+    return min(accounts, key=lambda one: float(one["pass_ms"]))
+
+
 @click.command()
 @click.argument("bundle", type=click.Path(exists=True, path_type=Path))
 @click.option("--threads", default=2, show_default=True)
@@ -107,7 +116,7 @@ def main(bundle: Path, threads: int, output: Path | None) -> None:
         "weight_bytes": weights,
         "kv_bytes": kv_bytes,
         "floor_ms": floor_ms,
-        "widths": {width: account(bundle, width, threads) for width in WIDTHS},
+        "widths": {width: quietest(bundle, width, threads) for width in WIDTHS},
     }
     print(f"{speed:.1f} GB/s, weights {weights}, KV {kv_bytes}: {floor_ms:.1f} ms")
     for width, row in report["widths"].items():

@@ -63,7 +63,9 @@ class TextCodec:
                 "the bundle has no tokenizer; give the prompt as token_ids", "prompt"
             )
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+            # Unlike `encode`, a batch lets other threads run meanwhile.
+            batch = self._tokenizer.encode_batch([text], add_special_tokens=special)
+            return list(batch[0].ids)
         except TypeError as error:
             raise OptionError(
                 "the prompt is not valid Unicode; give valid UTF-8", "prompt"
