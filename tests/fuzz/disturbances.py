@@ -1,0 +1,109 @@
+"""What may happen to a model before a generation, and must not change its text."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from unittest import mock
+
+from jetdraft.errors import JetdraftError, OptionError
+from jetdraft.runtime.model import Model
+from jetdraft.runtime.sampling.chooser import Chooser
+from tests.fuzz.requests import draw_drafting, draw_options, draw_verifier
+
+
+class Disturbances:
+    """Leaves a model in some state; prefixes are kept in `folder`.
+
+    Disturbances(folder).one(draw, model, prompt)    # "cancelled"
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._saved: dict[str, list[Path]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """All kinds."""
+        own = (name for name in vars(type(self)) if name.startswith("_do_"))
+        return [name.removeprefix("_do_") for name in own]
+
+    def one(self, draw: Random, model: Model, prompt: list[int]) -> str:
+        """Disturb a model with a prompt; gives the kind."""
+        kind = draw.choice(self.names)
+        with suppress(OptionError):  # some drawn options contradict each other
+            getattr(self, f"_do_{kind}")(draw, model, prompt)
+        return kind
+
+    def _options(self, draw: Random, model: Model) -> dict[str, object]:
+        return {**draw_options(draw, model), **draw_drafting(draw)}
+
+    def _do_finished(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        model.generate(token_ids=prompt, **self._options(draw, model))
+
+    def _do_inexact(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        options = {**self._options(draw, model), "exact": False}
+        model.generate(token_ids=prompt, **options)
+
+    def _do_verifier(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        options = {**draw_options(draw, model), **draw_verifier(draw)}
+        model.generate(token_ids=prompt, **options)
+
+    def _do_left(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        stream = model.stream(token_ids=prompt, **self._options(draw, model))
+        for _ in range(draw.randint(0, 3)):
+            next(stream, None)
+
+    def _do_cancelled(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        stream = model.stream(token_ids=prompt, **self._options(draw, model))
+        next(stream, None)
+        model.cancel()
+        if stream.result().finish_reason == "":
+            raise AssertionError("a cancelled generation has no finish reason")
+
+    def _do_deadline(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        options = self._options(draw, model)
+        model.generate(token_ids=prompt, **options, max_seconds=1e-6)
+
+    def _do_interrupted(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        left, choose = [draw.randint(0, 5)], Chooser.choose
+
+        def interrupted(*arguments: object) -> list[int]:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return choose(*arguments)  # type: ignore[arg-type]
+
+        options = self._options(draw, model)
+        with (
+            mock.patch.object(Chooser, "choose", interrupted),
+            suppress(KeyboardInterrupt),
+        ):
+            model.generate(token_ids=prompt, **options)
+
+    def _do_forgotten(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        model.forget()
+
+    def _do_busy(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        with model.stream(token_ids=prompt, max_new_tokens=40, method="none") as stream:
+            if next(stream, None) is None:
+                return
+            try:
+                model.generate(token_ids=prompt)
+            except JetdraftError:
+                return
+        if stream.stats.finish_reason == "cancelled":
+            raise AssertionError("two generations used the same buffers")
+
+    def _do_prefix_saved(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        owner = str(model.bundle.path)
+        files = self._saved.setdefault(owner, [])
+        file = self.folder / f"prefix-{len(self._saved)}-{len(files) % 8}.npz"
+        model.save_prefix(file, prompt)
+        files.append(file)
+
+    def _do_prefix_loaded(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        files = self._saved.get(str(model.bundle.path), [])
+        if files:
+            model.load_prefix(draw.choice(files))

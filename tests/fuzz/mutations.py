@@ -1,0 +1,192 @@
+"""Damage to files: to their bytes, to values in JSON, to arrays in an npz."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import fields, is_dataclass
+from io import BytesIO
+from pathlib import Path
+from random import Random
+from typing import Any
+from zipfile import ZipFile
+
+import numpy as np
+
+from jetdraft.bundle import GraphEntry, Halves
+from jetdraft.contract import StepContract
+from jetdraft.recipe import Recipe
+
+DEEP = "@deep@"
+"""Becomes brackets that are nested too deeply to be written by Python."""
+
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2**31, 2**32, 2**63, 2**64, 10**400),
+    *(0.5, -0.5, 1e308, float("inf"), float("-inf"), float("nan")),
+    *("", "x", "1", "float3a", "../outside/secret", "/etc/hostname", "\ud800", "\0"),
+    *("a" * 10_000, "\x1b[2J", [], [[]], [None], [1] * 1000, ["a"], {}, {"": None}),
+    DEEP,
+)
+
+Route = tuple[str | int, ...]
+"""The keys and indices that lead to a value in JSON."""
+
+
+def damaged_bytes(draw: Random, data: bytes) -> bytes:
+    """Bytes with flips, without an end, with more, or other bytes altogether."""
+    kind = draw.choice(("flip", "flip", "flip", "flips", "cut", "more", "zeros", "no"))
+    changed = bytearray(data)
+    if kind == "flip" and changed:
+        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+    elif kind == "flips" and changed:
+        for _ in range(draw.randint(2, 50)):
+            changed[draw.randrange(len(changed))] = draw.randrange(256)
+    elif kind == "cut":
+        del changed[draw.randrange(len(changed) + 1) :]
+    elif kind == "more":
+        changed += bytes(draw.randrange(256) for _ in range(draw.randint(1, 99)))
+    elif kind == "zeros":
+        start = draw.randrange(len(changed) + 1)
+        length = min(draw.randint(1, 4096), len(changed) - start)
+        changed[start : start + length] = bytes(length)
+    else:
+        changed = bytearray(draw.choice((b"", b"\0" * 100, b"{}", b"PK\x03\x04")))
+    return bytes(changed)
+
+
+def routes(value: Any, before: Route = ()) -> Iterator[Route]:
+    """The routes to all values inside a JSON value."""
+    pairs: Any = ()
+    if isinstance(value, dict):
+        pairs = value.items()
+    elif isinstance(value, list):
+        pairs = enumerate(value[:20])
+    for key, inner in pairs:
+        yield (*before, key)
+        yield from routes(inner, (*before, key))
+
+
+def manifest_routes(manifest: dict[str, Any]) -> list[Route]:
+    """The routes to all fields of a manifest, also those that it leaves out.
+
+    They come from the dataclasses that read it, so a new field is attacked too.
+    """
+    known = set(routes(manifest))
+    for name in manifest["graphs"]:
+        graph: Route = ("graphs", name)
+        for where, kind in (
+            (graph, GraphEntry),
+            ((*graph, "contract"), StepContract),
+            ((*graph, "halves"), Halves),
+            ((*graph, "quantization"), Recipe),
+        ):
+            assert is_dataclass(kind)
+            known |= {(*where, field.name) for field in fields(kind)}
+    return sorted(known, key=str)
+
+
+def damaged_json(draw: Random, value: Any, places: list[Route]) -> str:
+    """The text of a JSON value with one change at one of the places."""
+    changed, kind = deepcopy(value), draw.choice(("set",) * 6 + ("drop", "add", "text"))
+    route = draw.choice(places)
+    parent = _parent(changed, route)
+    if kind == "drop" and isinstance(parent, dict):
+        parent.pop(route[-1], None)
+    elif kind == "add" and isinstance(parent, dict):
+        parent[draw.choice(("", "more", "__class__", "\ud800"))] = draw.choice(VALUES)
+    elif kind == "text":
+        text = json.dumps(changed)
+        return damaged_bytes(draw, text.encode()).decode("utf-8", "surrogateescape")
+    elif parent is not None:
+        parent[route[-1]] = draw.choice(VALUES)
+    depth = draw.choice((90, 5_000, 200_000))
+    text = json.dumps(changed, indent=draw.choice((None, 2)))
+    return text.replace(f'"{DEEP}"', "[" * depth + "]" * depth)
+
+
+def _parent(value: Any, route: Route) -> Any:
+    """What holds the end of a route; what is missing on the way becomes objects."""
+    for key in route[:-1]:
+        if isinstance(value, dict):
+            if not isinstance(value.get(key), (dict, list)):
+                value[key] = {}
+        elif not isinstance(value, list) or not isinstance(key, int):
+            return None
+        value = value[key]
+    inside = isinstance(value, list) and isinstance(route[-1], int)
+    return value if inside or isinstance(value, dict) else None
+
+
+def write_json(file: Path, text: str) -> None:
+    """Write a text that may hold bytes which are no text."""
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+
+
+def damaged_npz(draw: Random, data: bytes) -> bytes:
+    """An npz with damaged bytes, or with arrays of other values, types or shapes."""
+    if draw.random() < 0.4:
+        return damaged_bytes(draw, data)
+    if draw.random() < 0.15:
+        return _marked_encrypted(data)
+    with np.load(BytesIO(data), allow_pickle=False) as stored:
+        arrays: dict[str, Any] = {name: stored[name] for name in stored.files}
+    name = draw.choice(sorted(arrays))
+    array = arrays[name]
+    kind = draw.choice(("drop", "nan", "zeros", "type", "shape", "objects", "values"))
+    if kind == "drop":
+        del arrays[name]
+    elif kind == "nan" and array.dtype.kind == "f":
+        arrays[name] = np.full_like(array, draw.choice((np.nan, np.inf, 1e30)))
+    elif kind == "zeros" and array.dtype.kind in "iuf":
+        arrays[name] = np.zeros_like(array)
+    elif kind == "type":
+        arrays[name] = draw.choice(
+            (array.astype(str), np.array("text"), np.zeros(array.shape, complex))
+        )
+    elif kind == "shape":
+        arrays[name] = draw.choice((array[None], array.ravel()[:1], array.ravel()[:0]))
+    elif kind == "objects":
+        arrays[name] = np.array([Explodes()], dtype=object)
+    elif array.dtype.kind in "iu" and array.size:
+        limits = np.iinfo(array.dtype)
+        arrays[name] = np.full_like(array, draw.choice((limits.min, limits.max, 1)))
+    else:
+        return _huge(data, name)
+    file = BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+class Explodes:
+    """Its pickle makes a folder when it is read."""
+
+    MARK = "/tmp/jetdraft-pickle-was-read"
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.MARK,)
+
+
+def _marked_encrypted(data: bytes) -> bytes:
+    """An npz that says it has a password."""
+    changed = bytearray(data)
+    for mark, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        at = changed.find(mark)
+        if at >= 0:
+            changed[at + offset] |= 1
+    return bytes(changed)
+
+
+def _huge(data: bytes, name: str) -> bytes:
+    """An npz with an array that says it has a billion rows."""
+    header = BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "<f4", "fortran_order": False, "shape": (1 << 30, 64)}
+    )
+    output = BytesIO()
+    with ZipFile(BytesIO(data)) as old, ZipFile(output, "w") as new:
+        for entry in old.namelist():
+            whole = header.getvalue() if entry == f"{name}.npy" else old.read(entry)
+            new.writestr(entry, whole)
+    return output.getvalue()

@@ -1,0 +1,152 @@
+"""Any request gives the text of plain decoding, whatever is drafted and was before."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from jetdraft.errors import BundleError, OptionError, StoreError
+from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.piece import Result
+from jetdraft.train.table import count
+from tests.fuzz.disturbances import Disturbances
+from tests.fuzz.requests import TEXTS, draw_drafting, draw_options, draw_prompt, words
+from tests.fuzz.subject import Fault, Subject
+from tests.fuzz.worlds import World, other_worlds, toy_worlds
+
+REFUSALS = (OptionError, StoreError, BundleError)
+"""What a draft may be refused with: contradicting options, a missing head."""
+
+
+class SameText(Subject):
+    """Compares tokens, text, finish reason and log probabilities.
+
+    The bundles and providers at hand join the toy bundles, unless it is `light`.
+    """
+
+    name = "same-text"
+    seconds = 120.0
+
+    def __init__(self, folder: Path, light: bool = False) -> None:
+        super().__init__(folder, light)
+        self.worlds = list(toy_worlds(folder))
+        if not light:
+            self.worlds += other_worlds(folder)
+        self.disturbances = Disturbances(folder)
+        self.table = _table(folder, self.worlds[0])
+        self._verbose = bool(os.environ.get("JETDRAFT_FUZZ_VERBOSE"))
+        self._earlier: list[int] = []
+        self._run = Graph._run
+        Graph._run = _checked(Graph._run)  # type: ignore[method-assign]
+
+    def run(self, draw: Random) -> str:
+        """Disturb a model up to three times, then compare up to three ways to draft."""
+        world = draw.choices(self.worlds, [world.share for world in self.worlds])[0]
+        for _ in range(draw.choice((0, 0, 1, 1, 2, 3))):
+            self.disturb(draw, world)
+        return self.compare(draw, world)
+
+    def disturb(self, draw: Random, world: World) -> None:
+        """Do something to a world's model."""
+        prompt = draw_prompt(draw, world.model, self._earlier)
+        self._say(f"disturbed: {self.disturbances.one(draw, world.model, prompt)}")
+        if draw.random() < 0.5:
+            self._earlier = prompt
+
+    def compare(self, draw: Random, world: World) -> str:
+        """Compare a drawn request with plain decoding, with one to three methods."""
+        ids = draw_prompt(draw, world.model, self._earlier)
+        options = draw_options(draw, world.model)
+        self._say(f"{world.name}: token_ids={ids}, {words(options)}")
+        try:
+            plain = world.plain(ids, _plainly(options))
+        except OptionError:
+            return "refused"
+        self._earlier = ids + plain.token_ids
+        outcomes = [
+            self._one(world, ids, options, draw_drafting(draw, self._table_of(world)))
+            for _ in range(draw.randint(1, 3))
+        ]
+        return "same" if "same" in outcomes else "refused"
+
+    def _one(
+        self,
+        world: World,
+        ids: list[int],
+        options: dict[str, Any],
+        drafting: dict[str, Any],
+    ) -> str:
+        self._say(f"  {words(drafting)}")
+        try:
+            result = world.model.generate(token_ids=ids, **options, **drafting)
+        except REFUSALS as error:
+            self._say(f"  refused: {error}")
+            return "refused"
+        plain = world.plain(ids, _plainly(options))
+        for name, value in _compared(plain).items():
+            other = _compared(result)[name]
+            if value != other:
+                raise Fault(
+                    f"another {name} on {world.name}: model.generate(token_ids={ids}, "
+                    f"{words({**options, **drafting})}): {other!r} instead of {value!r}"
+                )
+        self.facts["generations compared"] += 1
+        self.facts["drafted tokens"] += result.stats.drafted_tokens
+        return "same"
+
+    def _table_of(self, world: World) -> Path | None:
+        return self.table if world.name.startswith("toy") else None
+
+    def refresh(self) -> None:
+        """Start afresh in all worlds that were used."""
+        self._earlier = []
+        for world in self.worlds:
+            if "model" in vars(world):
+                world.model.forget()
+
+    def _say(self, line: str) -> None:
+        if self._verbose:
+            print(line, flush=True)
+
+    def close(self) -> None:
+        """Close all models."""
+        Graph._run = self._run  # type: ignore[method-assign]
+        for world in self.worlds:
+            world.close()
+
+
+def _checked(run: Any) -> Any:
+    """`Graph._run`, which refuses a pass that reaches past the buffers."""
+
+    def checked(graph: Graph, binding: Any, cursor: int) -> Any:
+        end = cursor + binding.size.width + binding.size.probes.total
+        if end > graph.contract.capacity:
+            raise Fault(f"a pass ends at {end} of {graph.contract.capacity} rows")
+        return run(graph, binding, cursor)
+
+    return checked
+
+
+def _plainly(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of plain decoding: the seed is a number of Python."""
+    seed = {"seed": int(options["seed"])} if "seed" in options else {}
+    return {**options, **seed}
+
+
+def _compared(result: Result) -> dict[str, object]:
+    return {
+        "tokens": result.token_ids,
+        "text": result.text,
+        "finish reason": result.finish_reason,
+        "logprobs": result.logprobs,
+    }
+
+
+def _table(folder: Path, world: World) -> Path:
+    """A table of trigrams that knows some of the texts."""
+    corpus = folder / "corpus.txt"
+    corpus.write_text("\n".join([*TEXTS] * 3), encoding="utf-8")
+    count([corpus], world.reference.bundle, folder / "table.npz")
+    return folder / "table.npz"

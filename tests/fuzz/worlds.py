@@ -1,0 +1,113 @@
+"""The bundles at hand, loaded once: what generations are compared on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jetdraft
+from jetdraft.devices.providers import PROVIDERS, presence
+from jetdraft.errors import JetdraftError
+from jetdraft.runtime.piece import Result
+from jetdraft.testing import toy_bundle
+from tests.fuzz.resized import resized
+
+SIZES = ((16, 2), (17, 3), (64, 5), (40, 16), (200, 33))
+"""Capacity and width of the toy bundle's siblings."""
+
+BUNDLES = "JETDRAFT_FUZZ_BUNDLES"
+"""The variable with more bundles, divided by colons."""
+
+EXPORTED = Path(__file__).parents[2] / "bundles"
+"""Where scripts/demo puts a trained pair."""
+
+MOST_KEPT = 4000
+"""Plain texts that are kept."""
+
+
+@dataclass
+class World:
+    """A bundle with two models: one is attacked, the other only decodes plainly.
+
+    `plain` gives the text to compare with; an equal request is decoded once.
+    """
+
+    name: str
+    bundle: Path
+    store: Path | None = None
+    provider: str | None = None
+    share: int = 10
+    _kept: dict[str, Result] = field(default_factory=dict)
+
+    @cached_property
+    def model(self) -> jetdraft.Model:
+        """The model that is attacked."""
+        return jetdraft.load(
+            self.bundle, threads=1, store=self.store, provider=self.provider
+        )
+
+    @cached_property
+    def reference(self) -> jetdraft.Model:
+        """Another model, without a store, that nothing disturbs."""
+        return jetdraft.load(self.bundle, threads=1, provider=self.provider)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit into the buffers."""
+        return self.reference.bundle.target.contract.capacity
+
+    def plain(self, ids: list[int], options: dict[str, Any]) -> Result:
+        """The result of plain decoding."""
+        key = repr((ids, sorted(options.items(), key=lambda pair: pair[0])))
+        if key not in self._kept:
+            self.reference.forget()
+            result = self.reference.generate(token_ids=ids, method="none", **options)
+            if len(self._kept) >= MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = result
+        return self._kept[key]
+
+    def close(self) -> None:
+        """Close both models, if they were loaded."""
+        for name in ("model", "reference"):
+            if name in vars(self):
+                with suppress(JetdraftError):
+                    vars(self).pop(name).close()
+
+
+def toy_worlds(folder: Path) -> Iterator[World]:
+    """The toy bundle and its siblings; only the toy has a store."""
+    toy = toy_bundle(folder / "toy")
+    yield World("toy", toy, folder / "store.sqlite", share=40)
+    for capacity, width in SIZES:
+        name = f"toy-{capacity}-{width}"
+        yield World(name, resized(toy, folder / name, capacity, width))
+
+
+def other_worlds(folder: Path) -> Iterator[World]:
+    """Bundles that were named or exported, and all worlds on other providers."""
+    named = [Path(path) for path in os.environ.get(BUNDLES, "").split(":") if path]
+    for bundle in named or sorted(EXPORTED.glob("*")):
+        if (bundle / "bundle.json").is_file():
+            # Profiles are written, and the caller's are not ours.
+            copy = Path(shutil.copytree(bundle, folder / f"copy-of-{bundle.name}"))
+            yield World(bundle.name, copy, folder / f"{bundle.name}.sqlite", share=5)
+            yield from _on_other_providers(World(bundle.name, copy, share=1))
+    yield from _on_other_providers(World("toy", folder / "toy", share=2))
+
+
+def _on_other_providers(world: World) -> Iterator[World]:
+    for name in PROVIDERS:
+        if name == jetdraft.Bundle.open(world.bundle).provider:
+            continue
+        if presence(name).runs:
+            other = World(f"{world.name}-{name}", world.bundle, provider=name, share=2)
+            with suppress(JetdraftError):  # graphs of another flavour
+                other.model  # noqa: B018
+                yield other
