@@ -180,7 +180,8 @@ class Conversation:
 def _result(call: ToolCall, result: object) -> Message:
     """A message with the result of a call."""
     try:
-        text: Any = result if isinstance(result, str) else json.dumps(result)
+        is_text = isinstance(result, str)
+        text: Any = result if is_text else json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise OptionError(
             f"the result of {call.name!r} is not JSON ({error}); give a text", "results"

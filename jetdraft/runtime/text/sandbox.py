@@ -210,7 +210,7 @@ def weight(value: Any) -> int:
         item = rest.pop()
         total += len(item) if isinstance(item, _SIZED) else 1
         if isinstance(item, Namespace):
-            item = item._Namespace__attrs  # type: ignore[attr-defined]
+            item = item._Namespace__attrs
         if isinstance(item, dict):
             rest += [*item.keys(), *item.values()]
         elif isinstance(item, (list, tuple, set, frozenset)):

@@ -53,7 +53,8 @@ class ChatTemplate:
         """
         from jetdraft.runtime.text.sandbox import MOST
 
-        variables = {"tools": None, "documents": None, "add_generation_prompt": True}
+        variables: dict[str, Any] = {"tools": None, "documents": None}
+        variables["add_generation_prompt"] = True
         try:
             variables |= {**self._tokens, **_plain(more)}
             variables["messages"] = list(map(_as_transformers_does, _plain(messages)))

@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+import jetdraft
 from jetdraft.errors import OptionError
 from jetdraft.runtime.text.constraint import Constraint
 from jetdraft.runtime.text.tools import Tools
+from jetdraft.testing import toy_bundle
 
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 G = {
@@ -18,6 +20,11 @@ G = {
 CALL = '{"name": "f", "arguments": {}}'
 MARKED = f"<tool_call>\n{CALL}\n</tool_call>"
 OTHER = '<tool_call>{"name": "g", "arguments": {"mark": "</tool_call>"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return jetdraft.load(toy_bundle(tmp_path_factory.mktemp("tools")), threads=1)
 
 
 def allowed(model, tools, text):
