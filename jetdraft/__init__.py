@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jetdraft.errors import DeviceError as DeviceError
     from jetdraft.errors import DraftingError as DraftingError
     from jetdraft.errors import JetdraftError as JetdraftError
+    from jetdraft.errors import LengthError as LengthError
     from jetdraft.errors import OptionError as OptionError
     from jetdraft.errors import OutputError as OutputError
     from jetdraft.errors import PairError as PairError
@@ -60,7 +61,8 @@ _MODULES = {
     "bundle": ("Bundle",),
     "errors": (
         *("BundleError", "CheckError", "CheckpointError", "ContractError", "DataError"),
-        *("DeviceError", "DraftingError", "JetdraftError", "OptionError"),
+        *("DeviceError", "DraftingError", "JetdraftError", "LengthError"),
+        "OptionError",
         *("OutputError", "PairError", "ProviderError", "StoreError", "TrainingError"),
         "UnsupportedModelError",
     ),
