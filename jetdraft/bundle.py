@@ -374,7 +374,7 @@ def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
             "exported at another adapter scale; give a file for this bundle's base"
         )
     own_weights = _read_arrays(bundle.path / STREAMS)
-    del own_weights["base"]
+    own_weights.pop("base", None)
     for name in sorted(own_weights.keys() | weights.keys()):
         old, new = (
             (arrays[name].shape, arrays[name].dtype) if name in arrays else None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 import warnings
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import click
@@ -13,6 +15,10 @@ import click
 from jetdraft import __version__
 from jetdraft.errors import JetdraftError
 from jetdraft.terminal.command import LazyGroup
+from jetdraft.untrusted.printable import printable
+
+LONGEST = 2000
+"""The most characters of an error or a warning."""
 
 VERBS = {
     "export": "Export checkpoints to a bundle.",
@@ -52,15 +58,29 @@ class Verbs(LazyGroup):
         except JetdraftError as error:
             _fail(str(error))
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno not in _OUTPUT_ERRORS:
                 raise
-            _fail("the disk is full; free some space")
+            _drop_output()
+            _fail(_OUTPUT_ERRORS[error.errno])
         except (click.Abort, KeyboardInterrupt):
             click.echo("interrupted", err=True)
             sys.exit(130)
         finally:
             signal.signal(signal.SIGTERM, before)
         sys.exit(result if isinstance(result, int) else 0)
+
+
+_OUTPUT_ERRORS = {
+    errno.ENOSPC: "the disk is full; free some space",
+    errno.EDQUOT: "the disk quota is used up; free some space",
+    errno.EPIPE: "nobody reads the output any more",
+}
+
+
+def _drop_output() -> None:
+    """Let what could not be written go, or Python's end would fail once more."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
@@ -72,12 +92,16 @@ def _show_warning(
 ) -> None:
     """Print jetdraft's own warnings in one line; drop warnings of other packages."""
     if category is UserWarning:
-        click.echo(f"warning: {' '.join(str(message).split())}", err=True)
+        click.echo(f"warning: {_line(str(message))}", err=True)
 
 
 def _fail(message: str) -> NoReturn:
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    click.echo(f"error: {_line(message)}", err=True)
     sys.exit(2)
+
+
+def _line(message: str) -> str:
+    return printable(" ".join(message.split()), LONGEST)
 
 
 @click.group(cls=Verbs)
