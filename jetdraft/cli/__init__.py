@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
 import sys
 import warnings
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import click
@@ -58,29 +56,15 @@ class Verbs(LazyGroup):
         except JetdraftError as error:
             _fail(str(error))
         except OSError as error:
-            if error.errno not in _OUTPUT_ERRORS:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            _drop_output()
-            _fail(_OUTPUT_ERRORS[error.errno])
+            _fail("the disk is full; free some space")
         except (click.Abort, KeyboardInterrupt):
             click.echo("interrupted", err=True)
             sys.exit(130)
         finally:
             signal.signal(signal.SIGTERM, before)
         sys.exit(result if isinstance(result, int) else 0)
-
-
-_OUTPUT_ERRORS = {
-    errno.ENOSPC: "the disk is full; free some space",
-    errno.EDQUOT: "the disk quota is used up; free some space",
-    errno.EPIPE: "nobody reads the output any more",
-}
-
-
-def _drop_output() -> None:
-    """Let what could not be written go, or Python's end would fail once more."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
