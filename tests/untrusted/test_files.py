@@ -224,6 +224,9 @@ def test_recall_of_repeated_tokens_takes_no_seconds(toy, tmp_path):
     for kind in ([7], [7, 8], list(range(7))):
         one, other = (kind * 1900)[:1900], (kind * 1900)[:1800]
         adapted([1, *one, 2], [7] * 1000, [3, *other, 4])
+    one = [token for step in range(4000) for token in (step, 10_000 + step % 3)]
+    other = [token for step in range(4000) for token in (step, 20_000 + step)]
+    adapted(one, one, other)
     assert time.monotonic() - start < 1
 
 

@@ -37,6 +37,10 @@ LONGEST_SLOT = 32
 MOST_CHANGES = 64
 """The most places at which a response is adapted."""
 
+MOST_COMPARED = 1024
+"""The most tokens from the first to the last difference of two requests; the time to
+compare them grows with the square."""
+
 MOST_PAIRS = 1 << 16
 """The most pairs of equal tokens in two requests that are compared; equal beginnings
 and ends aside."""
@@ -150,14 +154,15 @@ def adapted(
 def _changes(one: list[int], other: list[int]) -> list[tuple[list[int], list[int]]]:
     """What stands in one text and what in its place in the other.
 
-    Nothing, if tokens repeat so often that the comparison would take seconds.
+    Nothing, if the comparison would take seconds.
     """
     start = common_length(one, other)
     one, other = one[start:], other[start:]
     end = common_length(one[::-1], other[::-1])
     one, other = one[: len(one) - end], other[: len(other) - end]
     counts = Counter(other)
-    if sum(counts[token] for token in one) > MOST_PAIRS:
+    pairs = sum(counts[token] for token in one)
+    if pairs > MOST_PAIRS or len(one) > MOST_COMPARED:
         return []
     matcher = SequenceMatcher(None, one, other, autojunk=False)
     return [
@@ -169,15 +174,12 @@ def _changes(one: list[int], other: list[int]) -> list[tuple[list[int], list[int
 
 def _replaced(tokens: list[int], old: list[int], new: list[int]) -> list[int]:
     """The tokens, with `new` at every place where `old` was."""
-    result, place = list[int](), 0
-    while place < len(tokens):
-        if tokens[place : place + len(old)] == old:
-            result += new
-            place += len(old)
-        else:
-            result.append(tokens[place])
-            place += 1
-    return result
+    result, done = list[int](), 0
+    for start in [i for i, token in enumerate(tokens) if token == old[0]]:
+        if start >= done and tokens[start : start + len(old)] == old:
+            result += tokens[done:start] + new
+            done = start + len(old)
+    return result + tokens[done:]
 
 
 def _lacks(bundle: Bundle) -> str:
