@@ -22,11 +22,11 @@ Usage:
 
 from __future__ import annotations
 
-import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -37,10 +37,15 @@ from jetdraft.files import read_array, read_arrays
 from jetdraft.manifest import (
     MANIFEST,
     SCHEMA_VERSION,
+    SEAL,
+    VERSION,
     check_files,
     read_manifest,
+    seal_of,
     sha256_of,
 )
+from jetdraft.recipe import Recipe
+from jetdraft.untrusted.record import Count, Rule, Size, one_of, read_fields
 
 CONTRIB, STANDARD, SCATTERED = FLAVOURS = "contrib", "standard", "standard-scatternd"
 """Graphs with onnxruntime's own operators; graphs with operators of ai.onnx only; and
@@ -59,6 +64,47 @@ SPECIAL_TOKENS = (
 )
 """The names of tokens that a chat template may use, as transformers names them."""
 
+FileName = Annotated[
+    str, Rule("a plain file name", lambda n: n == Path(n).name and n.isprintable())
+]
+Provider = Annotated[
+    str, Rule("a provider's name", lambda n: bool(re.fullmatch("[a-z0-9-]{1,32}", n)))
+]
+
+
+class FileRecord(TypedDict):
+    """What the manifest says of a file: its size and hash."""
+
+    bytes: Annotated[int, Rule("0 or more", lambda size: size >= 0)]
+    sha256: str
+
+
+class Quantization(TypedDict, total=False):
+    """What the manifest says of a graph's weights: a recipe and what became of it."""
+
+    scheme: str
+    block_size: Count
+    algorithm: str
+    head: str | None
+    kv: str | None
+    raised: tuple[Count, ...]
+    packed: str
+    kept: dict[str, Count]
+    others: Count
+    kl: float
+
+
+class StreamRecord(TypedDict):
+    """What the manifest says of a target's streams."""
+
+    gamma: Size
+    layers: Size
+    mode: str
+    lora_rank: Size
+    prune_rank: Size
+    positions: str
+    base: str
+
 
 @dataclass(frozen=True)
 class Halves:
@@ -68,12 +114,12 @@ class Halves:
     half has an early exit.
     """
 
-    lower: str
-    upper: str
-    lower_compaction: str
-    upper_compaction: str
-    layers: int
-    hidden_size: int
+    lower: FileName
+    upper: FileName
+    lower_compaction: FileName
+    upper_compaction: FileName
+    layers: Size
+    hidden_size: Size
     scores: bool
 
     @property
@@ -92,16 +138,24 @@ class GraphEntry:
     of a head, see `Bundle.draft_vocabulary`.
     """
 
-    file: str
+    file: FileName
     contract: StepContract
-    quantization: dict[str, Any]
+    quantization: Annotated[dict[str, Any], Quantization]
     source: str
-    parameters: int
-    tree_file: str | None = None
-    compaction_file: str | None = None
-    streams: dict[str, Any] | None = None
+    parameters: Annotated[int, Rule("0 or more", lambda count: count >= 0)]
+    tree_file: FileName | None = None
+    compaction_file: FileName | None = None
+    streams: Annotated[dict[str, Any], StreamRecord] | None = None
     halves: Halves | None = None
-    vocabulary_file: str | None = None
+    vocabulary_file: FileName | None = None
+
+    def check(self) -> None:
+        """Raise `BundleError` or `ValueError` if the fields contradict each other."""
+        Recipe.from_json(self.quantization)
+        if self.halves is not None:
+            self.split_contract  # noqa: B018  # raises if malformed
+        if bool(self.contract.draft_vocab) != (self.vocabulary_file is not None):
+            raise ValueError("a draft vocabulary and its file come together")
 
     @property
     def files(self) -> list[str]:
@@ -134,25 +188,9 @@ class GraphEntry:
         return self.contract if self.tree_file is None else self.tree_contract
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads."""
+        """A JSON object that `read_record` reads."""
         halves = asdict(self.halves) if self.halves else None
         return {**self.__dict__, "contract": self.contract.to_json(), "halves": halves}
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> GraphEntry:
-        """Read `to_json`'s object.
-
-        Raises `ContractError`, or `KeyError`, `TypeError` or `ValueError` for another
-        malformed object.
-        """
-        contract = StepContract.from_json(fields["contract"])
-        halves = Halves(**fields["halves"]) if fields["halves"] else None
-        entry = cls(**{**fields, "contract": contract, "halves": halves})
-        if entry.halves is not None:
-            entry.split_contract.upper_inputs  # noqa: B018  # raises if malformed
-        if bool(contract.draft_vocab) != (entry.vocabulary_file is not None):
-            raise ValueError("a draft vocabulary and its file come together")
-        return entry
 
 
 @dataclass(frozen=True)
@@ -171,14 +209,18 @@ class Bundle:
 
     path: Path
     graphs: dict[str, GraphEntry]
-    eos_token_ids: tuple[int, ...]
-    provider: str
+    eos_token_ids: tuple[Count, ...]
+    provider: Provider
     tools: dict[str, str]
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    flavour: str = CONTRIB
-    drafter_provider: str | None = None
-    generation: dict[str, float] = field(default_factory=dict)
-    special_tokens: dict[str, str] = field(default_factory=dict)
+    files: dict[FileName, FileRecord] = field(default_factory=dict)
+    flavour: Annotated[str, one_of(*FLAVOURS)] = CONTRIB
+    drafter_provider: Provider | None = None
+    generation: dict[Annotated[str, one_of(*GENERATION)], float] = field(
+        default_factory=dict
+    )
+    special_tokens: dict[Annotated[str, one_of(*SPECIAL_TOKENS)], str] = field(
+        default_factory=dict
+    )
 
     @property
     def target(self) -> GraphEntry:
@@ -214,9 +256,8 @@ class Bundle:
 
     @property
     def sha256(self) -> str:
-        """One hash over all files' hashes."""
-        listing = json.dumps(self.files, sort_keys=True)
-        return hashlib.sha256(listing.encode()).hexdigest()
+        """One hash over the manifest, and so over all files' hashes."""
+        return seal_of(self.to_json())
 
     @classmethod
     def open(cls, path: str | Path, again: bool = False) -> Bundle:
@@ -261,58 +302,28 @@ class Bundle:
 
     @classmethod
     def _parse(cls, folder: Path, manifest: dict[str, Any]) -> Bundle:
+        fields = {n: v for n, v in manifest.items() if n not in (VERSION, SEAL)}
         try:
-            graphs = manifest["graphs"].items()
-            bundle = cls(
-                path=folder,
-                graphs={name: GraphEntry.from_json(entry) for name, entry in graphs},
-                eos_token_ids=tuple(manifest["eos_token_ids"]),
-                provider=manifest["provider"],
-                tools=manifest["tools"],
-                files=manifest["files"],
-                flavour=manifest["flavour"],
-                drafter_provider=manifest["drafter_provider"],
-                generation=manifest["generation"],
-                special_tokens=manifest["special_tokens"],
-            )
-            bundle._check_types()
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            bundle = cls(path=folder, **read_fields(cls, fields, but="path"))
+            for entry in bundle.graphs.values():
+                entry.check()
+            bundle._check_names()
+        except ValueError as error:
             raise BundleError(
                 f"{folder / MANIFEST} is malformed ({error}); export the bundle again"
             ) from error
         return bundle
 
-    def _check_types(self) -> None:
-        """Check the fields of the manifest.
-
-        Raises `ValueError`, `TypeError`, `KeyError` or `AttributeError`.
-        """
-        names = [self.provider, self.drafter_provider or ""]
-        if self.flavour not in FLAVOURS:
-            raise ValueError(f"unknown flavour {self.flavour!r}")
+    def _check_names(self) -> None:
+        """Raise `ValueError` unless there is a target, and all graphs are listed."""
         listed = {file for entry in self.graphs.values() for file in entry.files}
-        for name, file in self.files.items():
-            if Path(name).name != name:
-                raise ValueError(f"{name!r} is not a plain file name")
-            names.append(file["sha256"])
-            int(file["bytes"])
-        if not all(isinstance(name, str) for name in (*names, *self.tools.values())):
-            raise ValueError("a name or hash must be text")
-        if not all(isinstance(token, int) for token in self.eos_token_ids):
-            raise ValueError("end-of-text ids must be integers")
-        for name, value in self.generation.items():
-            if name not in GENERATION or type(value) not in (int, float):
-                raise ValueError(f"{name!r} cannot have the default {value!r}")
-        for name, token in self.special_tokens.items():
-            if name not in SPECIAL_TOKENS or not isinstance(token, str):
-                raise ValueError(f"{name!r} cannot be the token {token!r}")
         if TARGET not in self.graphs or not listed <= set(self.files):
             raise ValueError("a graph or its file is not listed")
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest."""
-        return {
-            "schema_version": SCHEMA_VERSION,
+        """The manifest, with its own hash."""
+        fields = {
+            VERSION: SCHEMA_VERSION,
             "graphs": {name: graph.to_json() for name, graph in self.graphs.items()},
             "eos_token_ids": list(self.eos_token_ids),
             "provider": self.provider,
@@ -323,6 +334,7 @@ class Bundle:
             "tools": self.tools,
             "files": self.files,
         }
+        return {**fields, SEAL: seal_of(fields)}
 
     def save(self) -> None:
         """Hash the files in `path`, then write the manifest."""
@@ -372,7 +384,7 @@ def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
             "exported at another adapter scale; give a file for this bundle's base"
         )
     own_weights = _read_arrays(bundle.path / STREAMS)
-    del own_weights["base"]
+    own_weights.pop("base", None)
     for name in sorted(own_weights.keys() | weights.keys()):
         old, new = (
             (arrays[name].shape, arrays[name].dtype) if name in arrays else None

@@ -45,9 +45,10 @@ rows between them.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from jetdraft.errors import ContractError
+from jetdraft.untrusted.record import Count, Size, in_range, one_of
 
 CANDIDATES = 64
 """K: how many candidates a graph returns for a row, or the whole vocabulary."""
@@ -122,20 +123,20 @@ class StepContract:
         [spec.name for spec in contract.inputs]
     """
 
-    vocab_size: int
-    capacity: int
-    max_width: int
-    dtype: str
-    kv_shapes: tuple[tuple[int, int], ...]
+    vocab_size: Size
+    capacity: Size
+    max_width: Size
+    dtype: Annotated[str, one_of("float32", "float16")]
+    kv_shapes: tuple[tuple[Size, Size], ...]
     tree: bool = False
-    streams: int = 0
-    hidden_size: int = 0
-    kv_bits: int = 0
-    feature_size: int = 0
-    feature_input: int = 0
-    carried_size: int = 0
-    draft_vocab: int = 0
-    spare_slots: int = 0
+    streams: Annotated[int, in_range(0, 1024)] = 0
+    hidden_size: Count = 0
+    kv_bits: Annotated[int, one_of(0, 8)] = 0
+    feature_size: Count = 0
+    feature_input: Count = 0
+    carried_size: Count = 0
+    draft_vocab: Count = 0
+    spare_slots: Count = 0
 
     def __post_init__(self) -> None:
         for is_wrong, fact in (
@@ -272,31 +273,8 @@ class StepContract:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads."""
+        """A JSON object that `read_record` reads."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> StepContract:
-        """Read `to_json`'s object; raise `ContractError` if it is malformed."""
-        try:
-            fields = {"spare_slots": 0, **fields}  # bundles before 2026-11-23 lack it
-            numbers = {name: int(fields[name]) for name in _NUMBERS}
-            numbers["kv_bits"] = {0: 0, 8: 8}[numbers["kv_bits"]]
-            shapes = tuple((int(h), int(d)) for h, d in fields["kv_shapes"])
-            others = {"tree": bool(fields["tree"]), "kv_shapes": shapes}
-            return cls(**{**fields, **numbers, **others})
-        except (KeyError, TypeError, ValueError) as error:
-            raise ContractError(
-                f"the graph contract in bundle.json is malformed ({error}); "
-                "export the bundle again"
-            ) from error
-
-
-_NUMBERS = [
-    name
-    for name, field in StepContract.__dataclass_fields__.items()
-    if field.type == "int"
-]
 
 
 def _optional(name: str, axis: str, size: int) -> tuple[TensorSpec, ...]:

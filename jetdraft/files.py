@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +15,19 @@ import numpy.typing as npt
 from jetdraft.errors import JetdraftError, OutputError
 
 
+def check_name(file: Path) -> None:
+    """Raise `OSError` for a name that no file can have, with a NUL or a surrogate.
+
+    check_name(Path("a.npz"))
+    """
+    try:
+        is_possible = b"\0" not in os.fsencode(file)
+    except UnicodeError:
+        is_possible = False
+    if not is_possible:
+        raise OSError(errno.EINVAL, "no file can have this name")
+
+
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
     """Give a path to write to; it becomes `file` when the block succeeds.
@@ -22,6 +35,7 @@ def replacing(file: Path) -> Iterator[Path]:
     with replacing(Path("table.npz")) as partial:
         partial.write_bytes(b"...")
     """
+    check_name(file)
     file = file.resolve()  # a link stays a link
     # Another process may be writing the same file.
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
@@ -63,7 +77,11 @@ def write_arrays(file: Path, arrays: Mapping[str, Any]) -> None:
 def read_arrays(file: Path, refusal: JetdraftError) -> dict[str, npt.NDArray[Any]]:
     """All arrays of an npz by name; raises `refusal` for any other file."""
     try:
-        with np.load(file, allow_pickle=False) as stored:
+        # numpy leaves files open that it cannot read, but not those of others.
+        with file.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:
+            sizes = [entry.file_size for entry in stored.zip.infolist()]
+            if sum(sizes) > file.stat().st_size:  # nobody here compresses arrays
+                raise refusal
             return {name: stored[name] for name in stored.files}
     except _UNREADABLE as error:
         raise refusal from error
@@ -78,4 +96,5 @@ def read_array(file: Path, refusal: JetdraftError) -> npt.NDArray[Any]:
         raise refusal from error
 
 
-_UNREADABLE = (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile)
+_UNREADABLE = Exception
+"""zipfile and numpy raise errors of a dozen types for damaged files."""

@@ -10,12 +10,22 @@ from typing import Any
 
 from jetdraft.errors import BundleError
 from jetdraft.files import replacing
+from jetdraft.untrusted.json_text import read_json_file
+from jetdraft.untrusted.printable import printable
 
 MANIFEST = "bundle.json"
 STAMPS = Path("profiles", "checked.json")
 """The hashes that were checked, with the sizes, inodes and times of the files."""
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
+VERSION, SEAL = "schema_version", "sha256"
+"""The fields of a manifest with its schema, and with the hash of all others."""
+
+
+def seal_of(manifest: dict[str, Any]) -> str:
+    """The hash of a manifest's other fields, which shows an edit."""
+    rest = {name: value for name, value in manifest.items() if name != SEAL}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -23,8 +33,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise BundleError(f"no bundle at {folder}; make one with jetdraft export")
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        version = manifest["schema_version"]
+        manifest = dict(read_json_file(folder / MANIFEST))
+        version = manifest[VERSION]
     except FileNotFoundError as error:
         raise BundleError(
             f"{folder} has no {MANIFEST}; make a bundle with jetdraft export"
@@ -44,10 +54,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             else "export the bundle again"
         )
         raise BundleError(
-            f"{folder} has bundle schema {version}, this jetdraft reads "
+            f"{folder} has bundle schema {printable(version, 20)}, this jetdraft reads "
             f"{SCHEMA_VERSION}; {advice}"
         )
-    return dict(manifest)
+    if manifest.get(SEAL) != seal_of(manifest):
+        raise BundleError(
+            f"{folder / MANIFEST} was altered (its sha256 differs); export or copy the "
+            "bundle again"
+        )
+    return manifest
 
 
 def check_files(folder: Path, files: dict[str, Any], again: bool = False) -> None:
@@ -76,7 +91,7 @@ def check_files(folder: Path, files: dict[str, Any], again: bool = False) -> Non
 
 def _read_stamps(file: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        return dict(read_json_file(file))
     except (OSError, ValueError, TypeError):
         return {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -34,7 +33,8 @@ from jetdraft.checkpoints.streamed import (
     read_settings,
 )
 from jetdraft.checkpoints.streamed import WEIGHTS as STREAM_WEIGHTS
-from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.errors import CheckpointError, JetdraftError, UnsupportedModelError
+from jetdraft.untrusted.printable import printable
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Checkpoint:
             model=model,
             tokenizer=tokenizer and tokenizer.backend_tokenizer.to_str(),
             chat_template=_chat_template(tokenizer),
-            eos_token_ids=_eos_token_ids(model),
+            eos_token_ids=_eos_token_ids(source, model),
             packed=packed and replace(packed, floats={}),
             streams=read_settings(checkpoint_folder(source)),
             generation=generation,
@@ -99,7 +99,7 @@ class Checkpoint:
             model=model,
             tokenizer=contents.tokenizer,
             chat_template=contents.chat_template,
-            eos_token_ids=_eos_token_ids(model),
+            eos_token_ids=_eos_token_ids(source, model),
             # Without integers it is a checkpoint of floats like any other.
             packed=replace(packed, floats={}) if packed.blocks else None,
             special_tokens=contents.special_tokens,
@@ -211,8 +211,8 @@ def weights_sha256(folder: Path) -> str:
 
 def _load_config(source: str) -> Any:
     with _as_checkpoint_error(source):
-        config = transformers.AutoConfig.from_pretrained(source)
-    _check_config(source, config)
+        config = transformers.AutoConfig.from_pretrained(source, **_OWN_CODE)
+        _check_config(source, config)
     return config
 
 
@@ -272,6 +272,9 @@ def _stored_dtype(source: str) -> torch.dtype:
     )
 
 
+_OWN_CODE = {"trust_remote_code": False}
+"""Otherwise transformers asks on the terminal whether to run a checkpoint's code."""
+
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -299,7 +302,7 @@ def _load_model(
         if packed is not None:
             # from_pretrained of a family needs a folder, and would load its weights.
             with no_init_weights():
-                model_class = type(model_class.from_config(config))
+                model_class = type(model_class.from_config(config, **_OWN_CODE))
         model, info = model_class.from_pretrained(
             None if packed else source,
             config=config,
@@ -308,6 +311,7 @@ def _load_model(
             output_loading_info=True,
             # Otherwise the reason goes to a log, which is silenced here.
             ignore_mismatched_sizes=True,
+            **_OWN_CODE,
         )
     _check_loaded(source, model, info)
     if packed is not None:
@@ -315,7 +319,7 @@ def _load_model(
     if packed is not None and not is_gguf(source):
         with contextlib.suppress(OSError):  # the file is optional
             model.generation_config = transformers.GenerationConfig.from_pretrained(
-                source
+                source, **_OWN_CODE
             )
     model.set_attn_implementation(IMPLEMENTATION)
     model.requires_grad_(False)
@@ -350,7 +354,7 @@ def _load_tokenizer(source: str) -> Any:
     if path.is_dir() and not any((path / name).is_file() for name in names):
         return None
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_OWN_CODE)
     except Exception as error:  # tokenizers raises bare exceptions
         raise CheckpointError(
             f"the tokenizer of {source} cannot be read ({_first_line(error)}); check "
@@ -376,11 +380,20 @@ def _chat_template(tokenizer: Any) -> str | None:
     return f"{{% if tools is not none %}}{tools}{{% else %}}{default}{{% endif %}}"
 
 
-def _eos_token_ids(model: Any) -> tuple[int, ...]:
+def _eos_token_ids(source: str, model: Any) -> tuple[int, ...]:
+    """The ends of text; ids beyond the vocabulary, often -1, cannot occur."""
     for config in (model.generation_config, model.config):
         ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+        if ids is None:
+            continue
+        ids = ids if isinstance(ids, list) else [ids]
+        if not all(type(token) is int for token in ids):
+            raise CheckpointError(
+                f"the eos_token_id of {source} is {printable(ids, 40)}; correct its "
+                "config.json or generation_config.json"
+            )
+        size = model.get_output_embeddings().weight.shape[0]
+        return tuple(token for token in ids if 0 <= token < size)
     return ()
 
 
@@ -393,7 +406,9 @@ def _as_checkpoint_error(source: str) -> Iterator[None]:
         raise CheckpointError(
             f"the weights of {source} are damaged ({error}); fetch them again"
         ) from error
-    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+    except JetdraftError:
+        raise
+    except Exception as error:  # pickle and transformers raise whatever they stumble on
         raise CheckpointError(
             f"cannot load {source} ({_first_line(error)}); check the folder or the "
             "hub id"
@@ -402,7 +417,7 @@ def _as_checkpoint_error(source: str) -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return printable(lines[0] if lines else type(error).__name__)
 
 
 @contextlib.contextmanager

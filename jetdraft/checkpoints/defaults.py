@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import transformers
 
 from jetdraft.errors import CheckpointError
+from jetdraft.untrusted.json_text import read_json_file
 
 FILE = "generation_config.json"
 
@@ -37,7 +37,7 @@ def read_defaults(source: str) -> dict[str, float]:
     if file is None:
         return {}
     try:
-        fields = dict(json.loads(Path(file).read_text(encoding="utf-8")))
+        fields = dict(read_json_file(Path(file)))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{FILE} of {source} cannot be read ({error}); fetch it again"

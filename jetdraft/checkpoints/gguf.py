@@ -151,7 +151,7 @@ class GgufFile:
         """The config that transformers makes of the file, with what it leaves out."""
         folder = self.path.absolute().parent
         config = transformers.AutoConfig.from_pretrained(
-            str(folder), gguf_file=self.path.name
+            str(folder), gguf_file=self.path.name, trust_remote_code=False
         )
         size = self.field(f"{self.family}.attention.key_length")
         if size is not None and getattr(config, "head_dim", size) is not None:
@@ -230,7 +230,9 @@ class GgufFile:
             config=config.to_dict()
         )
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, trust_remote_code=False
+            )
         names = get_gguf_hf_weights_map(model, processor)
         packed = PackedWeights("gguf", {}, {}, {})
         for tensor in self._needed(config):

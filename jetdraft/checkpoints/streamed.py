@@ -19,7 +19,6 @@ p + j.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,6 +35,8 @@ from jetdraft.errors import (
     OptionError,
     UnsupportedModelError,
 )
+from jetdraft.untrusted.json_text import read_json_file
+from jetdraft.untrusted.record import read_record
 
 SETTINGS = "streams.json"
 UNFINISHED = ".unfinished"
@@ -347,9 +348,10 @@ def read_settings(folder: Path) -> StreamSettings | None:
             )
         return None
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = read_json_file(file)
         names = StreamSettings.__dataclass_fields__
-        return StreamSettings(**{name: fields[name] for name in names})
+        settings = {name: fields[name] for name in names}
+        return read_record(StreamSettings, settings)  # type: ignore[no-any-return]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{file} cannot be read ({error}); train the streams again"

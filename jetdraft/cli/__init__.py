@@ -10,8 +10,13 @@ from typing import Any, NoReturn
 
 import click
 
+from jetdraft import __version__
 from jetdraft.errors import JetdraftError
 from jetdraft.terminal.command import LazyGroup
+from jetdraft.untrusted.printable import printable
+
+LONGEST = 2000
+"""The most characters of an error or a warning."""
 
 VERBS = {
     "export": "Export checkpoints to a bundle.",
@@ -51,7 +56,7 @@ class Verbs(LazyGroup):
         except JetdraftError as error:
             _fail(str(error))
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             _fail("the disk is full; free some space")
         except (click.Abort, KeyboardInterrupt):
@@ -71,11 +76,11 @@ def _show_warning(
 ) -> None:
     """Print jetdraft's own warnings in one line; drop warnings of other packages."""
     if category is UserWarning:
-        click.echo(f"warning: {' '.join(str(message).split())}", err=True)
+        click.echo(f"warning: {_line(str(message))}", err=True)
 
 
 def _fail(message: str) -> NoReturn:
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    click.echo(f"error: {_line(message)}", err=True)
     sys.exit(2)
 
 
@@ -84,8 +89,12 @@ def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> No
         # onnxruntime takes a quarter of a second, which no other verb should pay.
         from jetdraft.terminal.version import version_text
 
-        click.echo(version_text())
+        click.echo(version_text(__version__))
         ctx.exit()
+
+
+def _line(message: str) -> str:
+    return printable(" ".join(message.split()), LONGEST)
 
 
 @click.group(cls=Verbs)

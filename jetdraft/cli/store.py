@@ -14,6 +14,7 @@ from jetdraft.runtime.history.store import ResponseStore
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.terminal.command import Command
 from jetdraft.terminal.flags import PATH, bundle_argument, json_option, user_option
+from jetdraft.untrusted.printable import printable
 
 file_argument = click.argument("file", type=PATH)
 
@@ -65,5 +66,4 @@ def _open(bundle: Bundle, file: Path, user: str) -> ResponseStore:
 
 
 def _shorten(text: str, width: int = 36) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= width else f"{line[: width - 3]}..."
+    return printable(" ".join(text.split()), width)

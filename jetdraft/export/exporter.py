@@ -39,6 +39,7 @@ from jetdraft.quant.sensitivity import Limit
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import Recipe
 from jetdraft.staging import check_output, writing
+from jetdraft.untrusted.printable import printable
 
 __all__ = ["ExportOptions", "Limit", "export"]
 
@@ -206,7 +207,7 @@ def _job(folder: Path, name: str, checkpoint: Checkpoint, measures: Measures) ->
         quantization=recipe.to_json()
         | _kept(checkpoint)
         | ({"kl": kl} if kl is not None else {}),
-        source=checkpoint.source,
+        source=printable(checkpoint.source, 1000),
         parameters=checkpoint.parameters,
     )
     quantization = Quantization(

@@ -16,6 +16,7 @@ from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.text.template import Message, check_messages, user
 from jetdraft.runtime.text.tools import ToolCall, Tools
 from jetdraft.runtime.text_stream import Stream
+from jetdraft.untrusted.json_text import read_json_file
 
 KEPT = 0.75
 """How much of the capacity the remaining turns may fill after turns were dropped. Then
@@ -140,7 +141,7 @@ class Conversation:
     def load(self, file: str | Path) -> None:
         """Go on with the messages of a file that `save` wrote."""
         try:
-            messages = json.loads(Path(file).read_text(encoding="utf-8"))
+            messages = read_json_file(Path(file), most_bytes=1 << 26)
         except (OSError, ValueError) as error:
             raise OptionError(
                 f"{file} is not a saved conversation ({error}); give a file of `save`",

@@ -10,6 +10,10 @@ from jetdraft.bundle import Bundle, GraphEntry
 from jetdraft.contract import StepContract
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.planning.registry import methods_of
+from jetdraft.untrusted.printable import printable
+
+LONGEST = 1000
+"""The most characters of a line, which may hold a long path."""
 
 
 def describe(bundle: Bundle) -> str:
@@ -17,7 +21,7 @@ def describe(bundle: Bundle) -> str:
 
     describe(Bundle.open("bundle"))
     """
-    return "\n".join(_lines(bundle))
+    return "\n".join(printable(line, LONGEST) for line in _lines(bundle))
 
 
 def _lines(bundle: Bundle) -> Iterator[str]:
@@ -33,16 +37,19 @@ def _lines(bundle: Bundle) -> Iterator[str]:
     yield f"capacity    {contract.capacity} tokens, {contract.max_width} rows"
     for name, entry in bundle.graphs.items():
         yield from _graph_lines(name, entry)
-    yield "\nfiles"
+    yield ""
+    yield "files"
     for name, file in bundle.files.items():
         yield f"  {name:22} {file['bytes']:>13,}  {file['sha256'][:12]}"
     versions = ", ".join(f"{tool} {version}" for tool, version in bundle.tools.items())
-    yield f"\nmade with {versions}"
+    yield ""
+    yield f"made with {versions}"
 
 
 def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
     contract = entry.contract
-    yield f"\n{name}  {entry.file} from {entry.source}"
+    yield ""
+    yield f"{name}  {entry.file} from {entry.source}"
     if entry.tree_file is None:
         yield "  trees         none: the model attends in sliding windows"
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 from jetdraft.untrusted.printable import printable
@@ -55,6 +56,19 @@ def read_json(
     if _SURROGATE.search(text):
         _check_text(value)
     return value
+
+
+def read_json_file(file: Path, most_bytes: int = 1_000_000) -> Any:
+    """The value in a JSON file, see `read_json`; raises `OSError` or `JsonError`.
+
+    Reads no more than `most_bytes`, and no device or pipe, which might never end.
+
+    read_json_file(Path("bundle/bundle.json"))
+    """
+    if file.exists() and not file.is_file():
+        raise JsonError("no regular file")
+    with file.open("rb") as handle:
+        return read_json(handle.read(most_bytes + 1), most_bytes=most_bytes)
 
 
 def _utf8(data: bytes | bytearray | str, most_bytes: int) -> str:

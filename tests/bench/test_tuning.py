@@ -91,7 +91,7 @@ def test_times_that_cannot_be_are_left_out(own, field, value):
     stored["curve"]["trees"] = {}
     stored["curve"][field] = value
     file.write_text(json.dumps(stored))
-    with pytest.warns(UserWarning, match="its times are missing or out of range"):
+    with pytest.warns(UserWarning, match=r"its times are missing or out of range|NaN"):
         jetdraft.load(own, threads=1)
 
 

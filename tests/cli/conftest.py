@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 import jetdraft
-from jetdraft.bundle import MANIFEST
 from jetdraft.terminal import progress
+from tests import manifests
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,10 +36,10 @@ def copied_bundle(bundle: Path, tmp_path: Path) -> Path:
 def lone_bundle(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The target alone, as if it had been exported without a drafter."""
     copy = shutil.copytree(bundle, tmp_path_factory.mktemp("lone") / "bundle")
-    manifest = json.loads((copy / MANIFEST).read_text())
+    manifest = manifests.read(copy)
     del manifest["graphs"]["drafter"]
     for file in copy.glob("drafter*"):
         file.unlink()
         del manifest["files"][file.name]
-    (copy / MANIFEST).write_text(json.dumps(manifest))
+    manifests.write(copy, manifest)
     return copy

@@ -17,10 +17,11 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from jetdraft.bundle import CHAT_TEMPLATE, MANIFEST
+from jetdraft.bundle import CHAT_TEMPLATE
 from jetdraft.cli import main
 from jetdraft.server.app import Service
 from jetdraft.testing import toy_bundle
+from tests import manifests
 from tests.cli.running import assert_refused
 from tests.server.conftest import LIMITS
 from tests.server.serving import served, started, until
@@ -219,12 +220,12 @@ def test_wrong_options_of_the_command(toy, tmp_path):
     broken = toy_bundle(tmp_path / "broken")
     template = b"{% for m in messages %}"
     (broken / CHAT_TEMPLATE).write_bytes(template)
-    manifest = json.loads((broken / MANIFEST).read_text())
+    manifest = manifests.read(broken)
     manifest["files"][CHAT_TEMPLATE] = {
         "bytes": len(template),
         "sha256": hashlib.sha256(template).hexdigest(),
     }
-    (broken / MANIFEST).write_text(json.dumps(manifest))
+    manifests.write(broken, manifest)
     assert_refused(serve(broken), "chat template is broken")
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.untrusted.json_text import read_json_file
 
 CONFIG = "config.json"
 STATE_BYTES = 4
@@ -56,7 +56,7 @@ class Dimensions:
                 "config.json of the model"
             )
         try:
-            config = json.loads(file.read_text(encoding="utf-8"))
+            config = read_json_file(file)
         except OSError as error:
             raise CheckpointError(
                 f"cannot read {file} ({error.strerror}); give a config.json"

@@ -30,6 +30,9 @@ MOST_USERS = 64
 """The most users whose entries are kept in memory."""
 
 _SECONDS_PER_DAY = 86400.0
+_NEVER = 1e11
+"""A time in the year 5138. Texts and blobs are larger, as SQLite compares them."""
+_MOST_BYTES = 4 * MOST_TOKENS
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,9 @@ class ResponseStore:
         with self._store_file.connect() as database:
             rows = database.execute(
                 "select id, used, prompt, response, vector from entries"
-                " where user = ? and used >= ? order by used desc limit ?",
-                (self.user, self._oldest(), self.most_entries),
+                " where user = ? and used between ? and ? and"
+                " length(prompt) + length(response) <= ? order by used desc limit ?",
+                (self.user, self._oldest(), _NEVER, _MOST_BYTES, self.most_entries),
             ).fetchall()
         entries = (_entry(*row) for row in rows)
         return [entry for entry in entries if entry and self._is_in_vocabulary(entry)]
@@ -121,8 +125,11 @@ class ResponseStore:
         return time.time() - self.most_days * _SECONDS_PER_DAY
 
     def _delete_old(self, database: sqlite3.Connection) -> None:
-        """Delete the entries of all users that are too old."""
-        database.execute("delete from entries where used < ?", (self._oldest(),))
+        """Delete the entries of all users that are too old, or of no possible time."""
+        database.execute(
+            "delete from entries where used not between ? and ?",
+            (self._oldest(), _NEVER),
+        )
 
     def _is_in_vocabulary(self, entry: Entry) -> bool:
         """Whether a drafter can read it; a poisoned entry must not cause an error."""

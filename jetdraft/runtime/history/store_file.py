@@ -8,9 +8,12 @@ import sqlite3
 import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from jetdraft.errors import StoreError
+from jetdraft.files import check_name
+from jetdraft.untrusted.printable import printable
 
 DAMAGE = (sqlite3.Error, UnicodeDecodeError)
 """The exceptions that reading a damaged file raises."""
@@ -100,13 +103,15 @@ class StoreFile:
 def _create_or_check_owner(path: Path) -> None:
     """Create an empty file for its owner only; refuse another program's file."""
     try:
+        check_name(path)
         if not path.exists():
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         if not path.is_file() or not _is_ours(path):
             raise StoreError(f"{path} is not a store of responses; choose another file")
     except OSError as error:
         raise StoreError(
-            f"cannot write the store {path} ({error.strerror}); choose another file"
+            f"cannot write the store {printable(path)} ({error.strerror}); choose "
+            "another file"
         ) from error
 
 
@@ -120,8 +125,10 @@ def _is_ours(path: Path) -> bool:
     """Whether the file has jetdraft's application id, or is empty or all zeros."""
     with path.open("rb") as handle:
         header = handle.read(_ID_OFFSET + 4)
-    is_marked = header[_ID_OFFSET:] == _APPLICATION_ID.to_bytes(4, "big")
-    return is_marked or not header.strip(b"\0")
+        if header[_ID_OFFSET:] == _APPLICATION_ID.to_bytes(4, "big"):
+            return True
+        parts = iter(partial(handle.read, 1 << 20), b"")
+        return not any(part.strip(b"\0") for part in itertools.chain([header], parts))
 
 
 def _is_inaccessible(error: Exception) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jetdraft.contract import WIDEST
 from jetdraft.runtime.measured.stats import Round
+from jetdraft.untrusted.record import Size, read_record
 
 LEAST_PROBE_MS = 1e-3
 """A lower bound: `_followed` could never raise an estimate of 0."""
@@ -36,8 +37,8 @@ class Curve:
         Curve({1: 20.0, 4: 26.0}).pass_ms(2)    # 22.0
     """
 
-    passes: dict[int, float]
-    trees: dict[int, float] = field(default_factory=dict)
+    passes: dict[Size, float]
+    trees: dict[Size, float] = field(default_factory=dict)
     compaction: float = 0.0
     probe: float = 0.0
     drafter: float = 0.0
@@ -96,19 +97,12 @@ class Curve:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Curve:
+    def from_json(cls, fields: Any) -> Curve:
         """Read `to_json`'s object; JSON turned the widths into text.
 
-        Raises `ValueError`, `KeyError` or `TypeError` where it is malformed.
+        Raises `ValueError` where it is malformed.
         """
-        curve = cls(
-            passes={int(w): float(ms) for w, ms in fields["passes"].items()},
-            trees={int(w): float(ms) for w, ms in fields["trees"].items()},
-            compaction=float(fields["compaction"]),
-            probe=float(fields["probe"]),
-            drafter=float(fields["drafter"]),
-            drafts={str(name): float(ms) for name, ms in fields["drafts"].items()},
-        )
+        curve: Curve = read_record(cls, fields)
         passes = [*curve.passes.values(), *curve.trees.values()]
         others = [curve.compaction, curve.probe, curve.drafter, *curve.drafts.values()]
         plausible = [0 < ms < LONGEST_MS for ms in passes]

@@ -11,9 +11,13 @@ from jetdraft.bundle import Bundle
 from jetdraft.devices.cpu import processor_features, processor_name
 from jetdraft.devices.detection import detect
 from jetdraft.files import replacing
+from jetdraft.manifest import SEAL, seal_of
 from jetdraft.ort import ort
 from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.measured.widths import Widths
+from jetdraft.untrusted.json_text import read_json_file
+
+MOST_THREADS = 1024
 
 _MALFORMED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
@@ -45,8 +49,8 @@ class Profiles:
     def stored(self) -> tuple[Widths, Curve] | None:
         """What was measured on this machine before; None if the file is not whole."""
         try:
-            fields = json.loads(self.file.read_text(encoding="utf-8"))
-            if fields["machine"] != self.machine:
+            fields = read_json_file(self.file)
+            if fields["machine"] != self.machine or fields[SEAL] != seal_of(fields):
                 return None
             return Widths.from_json(fields["widths"]), Curve.from_json(fields["curve"])
         except _MALFORMED:
@@ -54,7 +58,10 @@ class Profiles:
 
     def keep_survey(self, widths: Widths, curve: Curve) -> None:
         """Write what is known of widths and times, for later loads."""
-        self.keep(self.file, widths=widths.to_json(), curve=curve.to_json())
+        fields = {"widths": widths.to_json(), "curve": curve.to_json()}
+        # As JSON has them: widths that are keys become text.
+        whole = json.loads(json.dumps({"machine": self.machine, **fields}))
+        self.keep(self.file, **fields, **{SEAL: seal_of(whole)})
 
     def tuned(self) -> Curve | None:
         """The curve that `jetdraft tune` measured; None where it never ran.
@@ -64,7 +71,7 @@ class Profiles:
         if not self.tuning_file.exists():
             return None
         try:
-            fields = json.loads(self.tuning_file.read_text(encoding="utf-8"))
+            fields = read_json_file(self.tuning_file)
             machine, curve = fields["machine"], Curve.from_json(fields["curve"])
             if machine == self.machine:
                 return curve
@@ -80,11 +87,12 @@ class Profiles:
     def drafter_threads(self) -> int | None:
         """How many threads `jetdraft tune` chose for the drafter; None without it."""
         try:
-            fields = json.loads(self.tuning_file.read_text(encoding="utf-8"))
+            fields = read_json_file(self.tuning_file)
             chosen, machine = fields["drafter_threads"], fields["machine"]
         except _MALFORMED:
             return None
-        return chosen if type(chosen) is int and machine == self.machine else None
+        is_usable = type(chosen) is int and 1 <= chosen <= MOST_THREADS
+        return chosen if is_usable and machine == self.machine else None
 
     def keep(self, file: Path, **fields: Any) -> None:
         """Write fields and facts of this machine to a file; warn if that fails."""

@@ -46,6 +46,7 @@ FIRST_MS = 1500.0
 PROBE_TURNS, DRAFTER_TURNS = 5, 3
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
+_LARGEST = float(np.finfo(np.float32).max)
 
 Way = tuple[Probing, bool]
 """How to run a chain: the probes of its rows, and whether the pass is one for trees."""
@@ -265,6 +266,7 @@ class Survey:
             if not np.array_equal(logits, others):
                 # NaN and differences below the smallest number count too.
                 gap = max(gap, float(np.nanmax(np.abs(logits - others))), _SMALLEST)
+                gap = min(gap, _LARGEST)  # JSON has no infinity
         return gap
 
     def _logits(self, start: int, rows: int, width: int) -> np.ndarray:

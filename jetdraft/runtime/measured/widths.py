@@ -8,9 +8,12 @@ cannot depend on how rows were grouped into passes.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from jetdraft.contract import WIDEST, StepContract
+from jetdraft.untrusted.record import in_range, read_record
+
+Width = Annotated[int, in_range(1, WIDEST)]
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,10 @@ class Widths:
         Widths([[1], [2, 3, 4]], {1: 0.01, 2: 0.0, 3: 0.0, 4: 0.0}).exact    # [2, 3, 4]
     """
 
-    classes: list[list[int]]
-    gaps: dict[int, float]
-    base: int | None = None
-    untried: tuple[int, ...] = ()
+    classes: list[list[Width]]
+    gaps: dict[Width, float]
+    base: Width | None = None
+    untried: tuple[Width, ...] = ()
     probes_agree: bool = True
     trees_agree: bool = True
     prefills_agree: bool | None = None
@@ -57,28 +60,19 @@ class Widths:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Widths:
+    def from_json(cls, fields: Any) -> Widths:
         """Read `to_json`'s object; JSON turned the widths into text.
 
-        Raises `ValueError`, `KeyError` or `TypeError` where it is malformed.
+        Raises `ValueError` where it is malformed.
         """
-        gaps = {int(width): float(gap) for width, gap in fields["gaps"].items()}
-        classes = [[int(width) for width in members] for members in fields["classes"]]
-        base, untried = fields["base"], tuple(int(w) for w in fields["untried"])
-        if sorted(width for members in classes for width in members) != sorted(gaps):
+        known: Widths = read_record(cls, fields)
+        widths = [width for members in known.classes for width in members]
+        if sorted(widths) != sorted(known.gaps) or not all(known.classes):
             raise ValueError("the classes do not hold every measured width once")
-        if not gaps or {*untried} & {*gaps} or (base is not None and base not in gaps):
+        base, untried = known.base, {*known.untried}
+        if not widths or untried & {*widths} or base not in (None, *widths):
             raise ValueError("the base or the untried widths do not fit the classes")
-        prefills = fields["prefills_agree"]
-        return cls(
-            classes,
-            gaps,
-            base,
-            untried,
-            bool(fields["probes_agree"]),
-            bool(fields["trees_agree"]),
-            None if prefills is None else bool(prefills),
-        )
+        return known
 
 
 def prefill_widths(contract: StepContract) -> list[int]:

@@ -19,6 +19,10 @@ from jetdraft.runtime.passes.captures import Captures
 from jetdraft.runtime.passes.step_sessions import StepSession, StepSessions
 from jetdraft.runtime.passes.tensor import HOST, Memory
 
+MOST_WIDE = 8
+"""The most sizes of passes over prompts that stay bound; a prompt may have any length.
+"""
+
 SHORTEST = 256
 """The smallest `total_length` of captured graphs."""
 
@@ -53,6 +57,7 @@ class Graph:
         self.seconds = 0.0
         self.passes = 0
         self._bindings: dict[_Size, _Binding] = {}
+        self._wide_bindings: dict[_Size, _Binding] = {}
 
     def prepare(self, exact: bool) -> None:
         """Choose the `total_length`s of the next generation.
@@ -158,10 +163,17 @@ class Graph:
                 f"a pass of {size.width} rows does not fit: {room} rows of room, "
                 f"{self.contract.max_width} at most"
             )
-        if size not in self._bindings:
+        # Narrow passes have few sizes, and captured graphs need their memory.
+        is_wide = size.width > WIDEST
+        bindings = self._wide_bindings if is_wide else self._bindings
+        binding = bindings.pop(size, None)
+        if binding is None:
+            if is_wide and len(bindings) == MOST_WIDE:
+                del bindings[next(iter(bindings))]
             session = self.sessions.of(size.width, size.branching)
-            self._bindings[size] = _Binding(self, session, size)
-        return self._bindings[size]
+            binding = _Binding(self, session, size)
+        bindings[size] = binding  # the last to be dropped
+        return binding
 
     def _run(self, binding: _Binding, cursor: int) -> Answer:
         size = binding.size

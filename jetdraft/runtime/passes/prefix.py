@@ -10,18 +10,21 @@ use rows that an inexact generation left. A prefix can be saved to a file.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from jetdraft.errors import BundleError
 from jetdraft.files import read_arrays, write_arrays
 from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.target import Target
+from jetdraft.untrusted.json_text import read_json
 
 
 class Prefix:
@@ -68,7 +71,7 @@ def common_length(one: Sequence[int] | Int64s, other: Sequence[int] | Int64s) ->
     return int(differ[0]) if len(differ) else length
 
 
-TOKENS, IDENTITY = "tokens", "identity"
+TOKENS, IDENTITY, DIGEST = "tokens", "identity", "sha256"
 
 
 def save_prefix(
@@ -85,7 +88,20 @@ def save_prefix(
     for owner, cache in caches.items():
         stored = cache.stored(len(tokens))
         arrays |= {f"{owner}/{name}": rows for name, rows in stored.items()}
-    write_arrays(file, arrays)
+    write_arrays(file, {**arrays, DIGEST: np.array(digest_of(arrays))})
+
+
+def digest_of(arrays: Mapping[str, npt.NDArray[Any]]) -> str:
+    """A hash over the names, types, shapes and numbers of all arrays but the hash.
+
+    digest_of({"tokens": np.arange(3)})
+    """
+    digest = hashlib.sha256()
+    for name in sorted(arrays.keys() - {DIGEST}):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
 def load_prefix(
@@ -94,25 +110,33 @@ def load_prefix(
     """Put saved rows into all caches.
 
     Gives their tokens, and whether this machine computed them. Raises `BundleError` for
-    rows of another bundle.
+    rows of another bundle, and for a file that was altered or does not fit the buffers.
     """
     refusal = BundleError(f"{file} is not a saved prefix; save it again")
     arrays = read_arrays(file, refusal)
     try:
-        origin = json.loads(str(arrays[IDENTITY]))
-        tokens: list[int] = arrays[TOKENS].tolist()
+        ids, digest = arrays[TOKENS], str(arrays[DIGEST])
+        origin = read_json(str(arrays[IDENTITY]))
     except (KeyError, ValueError) as error:
         raise refusal from error
+    if ids.dtype != np.int64 or ids.ndim != 1 or digest != digest_of(arrays):
+        raise refusal
+    tokens: list[int] = ids.tolist()
     if not isinstance(origin, dict) or origin.get("bundle") != identity["bundle"]:
         raise BundleError(
             f"{file} was saved with another bundle; save it again with this one"
         )
-    shapes = {
-        f"{owner}/{name}": (*buffer.shape()[:2], len(tokens), buffer.shape()[3])
+    forms = {
+        f"{owner}/{name}": (
+            (*buffer.shape()[:2], len(tokens), buffer.shape()[3]),
+            buffer.numpy().dtype,
+        )
         for owner, cache in caches.items()
         for name, buffer in cache.buffers.items()
     }
-    if any(name not in arrays or arrays[name].shape != shapes[name] for name in shapes):
+    stored = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+    is_too_long = any(len(tokens) > cache.capacity for cache in caches.values())
+    if is_too_long or any(stored.get(name) != forms[name] for name in forms):
         raise refusal
     for owner, cache in caches.items():
         rows = {name: arrays[f"{owner}/{name}"] for name in cache.buffers}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jetdraft.contract import WIDEST
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
@@ -58,7 +59,9 @@ class Follower:
         The rows of the guess stay in the cache until a context differs from them.
         """
         self._keep(context)
-        if len(context) + len(guess) - len(self._fed) > self.graph.contract.max_width:
+        # A prompt is read without the logits of all its rows.
+        widest = min(WIDEST, self.graph.contract.max_width)
+        if len(context) + len(guess) - len(self._fed) > widest:
             self.follow(context[:-1])
         fresh = len(context) - len(self._fed)
         answer = self.feed([*context[len(self._fed) :], *guess], last_only=False)

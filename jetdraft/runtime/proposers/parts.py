@@ -105,7 +105,10 @@ class Parts:
             self._opener, self._drafter_opener = like._opener, like._drafter_opener
         self.provider = self._opener.provider.name
         self.store = self._open_store()
-        self.similarity = Similarity(bundle.similarity) if bundle.similarity else None
+        self.similarity = None
+        if bundle.similarity is not None:
+            vocab_size = bundle.target.contract.vocab_size
+            self.similarity = Similarity(bundle.similarity, vocab_size)
         self._early, self._late = self._stream_weights()
         with ThreadPoolExecutor(1) as thread:  # half a second for 150,000 tokens
             reading = thread.submit(

@@ -9,6 +9,7 @@ differs, the proposer searches the response for the last tokens of the output.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
@@ -17,7 +18,8 @@ from jetdraft.contract import WIDEST
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.history.similarity import Similarity
-from jetdraft.runtime.history.store import ResponseStore
+from jetdraft.runtime.history.store import MOST_TOKENS, ResponseStore
+from jetdraft.runtime.passes.prefix import common_length
 from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
@@ -31,6 +33,17 @@ MOST_ALIKE = 4
 
 LONGEST_SLOT = 32
 """The most tokens that a replacement takes out or puts in."""
+
+MOST_CHANGES = 64
+"""The most places at which a response is adapted."""
+
+MOST_COMPARED = 1024
+"""The most tokens from the first to the last difference of two requests; the time to
+compare them grows with the square."""
+
+MOST_PAIRS = 1 << 16
+"""The most pairs of equal tokens in two requests that are compared; equal beginnings
+and ends aside."""
 
 LONGEST_ENDING = 3
 """The most last tokens of the output that are searched for in a response."""
@@ -132,25 +145,41 @@ def adapted(
 
     adapted([1, 2, 9], [5, 2, 5], [1, 3, 9])    # [5, 3, 5]
     """
-    matcher = SequenceMatcher(None, prompt, list(new_prompt), autojunk=False)
-    for kind, start, end, new_start, new_end in matcher.get_opcodes():
-        if kind == "replace" and max(end - start, new_end - new_start) <= LONGEST_SLOT:
-            new_words = list(new_prompt[new_start:new_end])
-            response = _replaced(response, prompt[start:end], new_words)
+    for old, new in _changes(prompt, list(new_prompt))[:MOST_CHANGES]:
+        if max(len(old), len(new)) <= LONGEST_SLOT and len(response) <= MOST_TOKENS:
+            response = _replaced(response, old, new)
     return response
+
+
+def _changes(one: list[int], other: list[int]) -> list[tuple[list[int], list[int]]]:
+    """What stands in one text and what in its place in the other.
+
+    Nothing, if the comparison would take seconds.
+    """
+    start = common_length(one, other)
+    one, other = one[start:], other[start:]
+    end = common_length(one[::-1], other[::-1])
+    one, other = one[: len(one) - end], other[: len(other) - end]
+    counts = Counter(other)
+    pairs = sum(counts[token] for token in one)
+    if pairs > MOST_PAIRS or len(one) > MOST_COMPARED:
+        return []
+    matcher = SequenceMatcher(None, one, other, autojunk=False)
+    return [
+        (one[first:last], other[new_first:new_last])
+        for kind, first, last, new_first, new_last in matcher.get_opcodes()
+        if kind == "replace"
+    ]
 
 
 def _replaced(tokens: list[int], old: list[int], new: list[int]) -> list[int]:
     """The tokens, with `new` at every place where `old` was."""
-    result, place = list[int](), 0
-    while place < len(tokens):
-        if tokens[place : place + len(old)] == old:
-            result += new
-            place += len(old)
-        else:
-            result.append(tokens[place])
-            place += 1
-    return result
+    result, done = list[int](), 0
+    for start in [i for i, token in enumerate(tokens) if token == old[0]]:
+        if start >= done and tokens[start : start + len(old)] == old:
+            result += tokens[done:start] + new
+            done = start + len(old)
+    return result + tokens[done:]
 
 
 def _lacks(bundle: Bundle) -> str:

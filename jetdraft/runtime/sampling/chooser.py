@@ -53,6 +53,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_ranges(self, _RANGES)
+        # The noise calculates modulo 2**64, where numpy's integers overflow.
+        object.__setattr__(self, "seed", int(self.seed))
 
 
 GREEDY_DRAFT_TEMPERATURE = 0.4

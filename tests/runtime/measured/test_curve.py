@@ -32,7 +32,9 @@ NAN, INFINITY = float("nan"), float("inf")
 @pytest.mark.parametrize("ms", [0.0, -1.0, LONGEST_MS, NAN, INFINITY])
 @pytest.mark.parametrize("field", ["passes", "trees"])
 def test_passes_that_take_no_time_or_for_ever(field, ms):
-    with pytest.raises(ValueError, match="its times are missing or out of range"):
+    with pytest.raises(
+        ValueError, match=r"its times are missing or out of range|must be"
+    ):
         Curve.from_json(written(**{field: {"1": 2.0, "2": ms}}))
 
 
@@ -40,15 +42,21 @@ def test_passes_that_take_no_time_or_for_ever(field, ms):
 @pytest.mark.parametrize("field", ["compaction", "probe", "drafter", "drafts"])
 def test_other_times_that_cannot_be(field, ms):
     value = {"lookup": ms} if field == "drafts" else ms
-    with pytest.raises(ValueError, match="its times are missing or out of range"):
+    with pytest.raises(
+        ValueError, match=r"its times are missing or out of range|must be"
+    ):
         Curve.from_json(written(**{field: value}))
 
 
 def test_a_curve_without_passes_is_refused():
     """Branching passes alone say nothing of a chain."""
-    with pytest.raises(ValueError, match="its times are missing or out of range"):
+    with pytest.raises(
+        ValueError, match=r"its times are missing or out of range|must be"
+    ):
         Curve.from_json(written(passes={}, trees={}))
-    with pytest.raises(ValueError, match="its times are missing or out of range"):
+    with pytest.raises(
+        ValueError, match=r"its times are missing or out of range|must be"
+    ):
         Curve.from_json(written(passes={}))
 
 
@@ -56,7 +64,7 @@ def test_a_curve_without_passes_is_refused():
 def test_a_missing_or_malformed_field_is_refused(field):
     fields = written()
     del fields[field]
-    with pytest.raises(KeyError, match=field):
+    with pytest.raises(ValueError, match=f"{field} is missing"):
         Curve.from_json(fields)
     with pytest.raises((ValueError, TypeError, AttributeError)):
         Curve.from_json(written(**{field: "soon"}))

@@ -194,9 +194,9 @@ def test_the_largest_class_is_used_if_there_is_no_base():
 def test_widths_are_read_as_they_were_written(measured):
     stored = json.loads(json.dumps(measured.widths.to_json()))
     assert Widths.from_json(stored) == measured.widths
-    with pytest.raises(ValueError, match="do not fit the classes"):
+    with pytest.raises(ValueError, match=r"do not fit the classes|must be 1 to"):
         Widths.from_json({**stored, "base": 99})
-    with pytest.raises(ValueError, match="do not fit the classes"):
+    with pytest.raises(ValueError, match=r"do not fit the classes|must be 1 to"):
         Widths.from_json({**stored, "untried": [2]})
     stored["classes"][0] = stored["classes"][0][1:]
     with pytest.raises(ValueError, match="every measured width once"):

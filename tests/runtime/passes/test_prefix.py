@@ -13,7 +13,7 @@ from jetdraft.errors import BundleError, OutputError
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.measured.widths import prefill_widths
-from jetdraft.runtime.passes.prefix import common_length
+from jetdraft.runtime.passes.prefix import common_length, digest_of
 from jetdraft.runtime.planning.options import Options
 
 RANDOM = np.random.default_rng(4)
@@ -152,12 +152,17 @@ def test_a_prefix_of_another_machine_is_not_exact(bundle, kept, tmp_path):
         arrays = dict(stored)
     machine = json.loads(str(arrays["identity"]))
     arrays["identity"] = np.array(json.dumps({**machine, "threads": 99}))
-    np.savez(file, **arrays)
+    np.savez(file, **sealed(arrays))
     kept.load_prefix(file)
     assert kept.generate(token_ids=IDS, **OPTIONS).stats.reused_tokens == 0
     kept.load_prefix(file)
     loose = kept.generate(token_ids=IDS, **OPTIONS, exact=False)
     assert loose.stats.reused_tokens == 90
+
+
+def sealed(arrays):
+    """With the hash that the arrays have now."""
+    return {**arrays, "sha256": np.array(digest_of(arrays))}
 
 
 def test_prefixes_that_are_none_are_refused(kept, tmp_path):
@@ -175,7 +180,7 @@ def test_prefixes_that_are_none_are_refused(kept, tmp_path):
         ({"identity": np.array("{")}, "is not a saved prefix"),
         ({"tokens": arrays["tokens"][:5]}, "is not a saved prefix"),
     ):
-        np.savez(file, **{**arrays, **change})
+        np.savez(file, **sealed({**arrays, **change}))
         with pytest.raises(BundleError, match=words):
             kept.load_prefix(file)
     with pytest.raises(OutputError, match="cannot write"):

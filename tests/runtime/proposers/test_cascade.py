@@ -64,7 +64,7 @@ def test_right_guesses_save_passes(model):
     cascade = CascadeProposer(Follower(graph(model)), Told(truth, 9))
     cascade.begin(PROMPT, chooser)
     cascade.propose(PROMPT, REVIEWED)
-    assert cascade.graph.passes == 1
+    assert cascade.graph.passes == 2, "the prompt, then all guesses at once"
     assert alone.graph.passes == 12
 
 

@@ -1,0 +1,25 @@
+"""Manifests that are changed as somebody would who knows their hash."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jetdraft.manifest import MANIFEST, SEAL, seal_of
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The manifest of a bundle."""
+    return json.loads((folder / MANIFEST).read_text())
+
+
+def write(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write a manifest with the right hash of its own."""
+    sealed = {**manifest, SEAL: seal_of(manifest)}
+    (folder / MANIFEST).write_text(json.dumps(sealed, indent=2))
+
+
+def edit(folder: Path, **changes: object) -> None:
+    """Change fields of the manifest."""
+    write(folder, {**read(folder), **changes})

@@ -1,0 +1,130 @@
+"""Checkpoints of strangers: their code does not run, and damage is one line."""
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.errors import CheckpointError
+
+EVIL = """
+import pathlib
+pathlib.Path({mark!r}).write_text("ran")
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+class EvilConfig(PretrainedConfig):
+    model_type = "evil"
+class EvilTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A tiny checkpoint without a tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "whole"
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "checkpoint")
+
+
+def edit(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def load(folder):
+    return Checkpoint.load(str(folder), torch.float32)
+
+
+@pytest.mark.parametrize("part", ["config", "tokenizer"])
+def test_a_checkpoint_s_code_does_not_run_whatever_the_terminal_says(
+    folder, tmp_path, part
+):
+    mark = tmp_path / "mark"
+    (folder / "evil.py").write_text(EVIL.format(mark=str(mark)))
+    if part == "config":
+        edit(folder, model_type="evil", auto_map={"AutoConfig": "evil.EvilConfig"})
+    else:
+        classes = {"AutoTokenizer": [None, "evil.EvilTokenizer"]}
+        tokenizer = {"tokenizer_class": "EvilTokenizer", "auto_map": classes}
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    command = [sys.executable, "-m", "jetdraft", "export", folder]
+    ended = subprocess.run(
+        [*command, "-o", tmp_path / "bundle", "--quantize", "none"],
+        check=False,
+        input="y\n" * 50,
+        capture_output=True,
+        text=True,
+    )
+    assert not mark.exists()
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in ended.stderr
+
+
+class Call:
+    def __reduce__(self):
+        return print, ("ran",)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x02garbage", b"PK\x03\x04", pickle.dumps(Call())]
+)
+def test_a_damaged_pickle_is_one_line(folder, content):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"cannot load|are damaged") as refused:
+        load(folder)
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": "16"},
+        {"num_attention_heads": None},
+        {"num_hidden_layers": [1]},
+        {"vocab_size": {}},
+        {"rms_norm_eps": "small"},
+        {"rope_parameters": 5},
+        {"model_type": 5},
+        {"quantization_config": 5},
+        {"eos_token_id": "x"},
+        {"eos_token_id": [[1]]},
+        {"architectures": 5},
+    ],
+)
+def test_a_config_of_wrong_types_is_one_line(folder, changes):
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    edit(folder, **changes)
+    try:
+        load(folder)
+    except CheckpointError as error:
+        assert str(error).isprintable()  # noqa: PT017
+    else:
+        assert "architectures" in changes, "transformers does not need it"
+
+
+def test_an_end_of_text_that_cannot_occur_is_left_out(folder):
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    edit(folder, eos_token_id=[-1, 2, 99])
+    assert load(folder).eos_token_ids == (2,)
