@@ -2,7 +2,8 @@
 
     JetdraftError
     ├── OptionError        an option cannot be used; `field` names it
-    │   └── DraftingError  its field is "drafting"
+    │   ├── DraftingError  its field is "drafting"
+    │   └── ConstraintError  a constraint takes too much, or no text can follow
     ├── CheckpointError    a checkpoint cannot be read
     │   └── UnsupportedModelError   its architecture cannot be exported
     ├── PairError          target and drafter do not belong together
@@ -45,6 +46,10 @@ class DraftingError(OptionError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "drafting")
+
+
+class ConstraintError(OptionError):
+    """A constraint takes too much time or memory, or no text can follow it."""
 
 
 class CheckpointError(JetdraftError):

@@ -124,7 +124,8 @@ class Job:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Piece | Result | BaseException] = asyncio.Queue()
         self._stream: Stream | None = None
-        self._cancelled = self._running = False
+        self._cancelled = False
+        self._model: Model | None = None
         self._task = asyncio.create_task(self._run())
 
     async def next(self) -> Piece | Result:
@@ -145,14 +146,16 @@ class Job:
         self._cancelled = True
         if self._stream is not None:
             self._stream.cancel()
-        elif not self._running:
+        elif self._model is not None:
+            self._model.cancel()  # a constraint that is being compiled
+        else:
             self._task.cancel()
 
     async def _run(self) -> None:
         """Take a model and generate; an error becomes an event."""
         try:
             async with self._desk.take(self._client) as model:
-                self._running = True
+                self._model = model
                 await self._loop.run_in_executor(
                     self._desk.threads, self._generate, model
                 )

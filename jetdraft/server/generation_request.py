@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from jetdraft.errors import JetdraftError, OptionError
+from jetdraft.errors import ConstraintError, JetdraftError, OptionError
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.text.template import Message, check_messages
@@ -38,8 +38,9 @@ IGNORED = (
 )
 """Fields of OpenAI that mean nothing on a device; they are accepted and unused."""
 
-MOST_SOURCE = 8000
-"""The most characters of a grammar; the time to read it may grow with their cube."""
+MOST_SOURCE = 64_000
+"""The most characters of a constraint, and of all tools. What is short but takes too
+much time or memory is refused while it is compiled, see `Matcher`."""
 
 
 class RequestError(JetdraftError):
@@ -126,6 +127,11 @@ class GenerationRequest:
         options = {**self.options, "grammar": self.tools.grammar()}
         try:
             return model.stream(token_ids=ids, **options)
+        except ConstraintError as error:
+            raise OptionError(
+                "the tools take too much time or memory; make their schemas simpler",
+                "tools",
+            ) from error
         except OptionError as error:
             if error.field == "grammar":
                 self.tools.check(model.vocabulary)  # names the tool
@@ -134,6 +140,7 @@ class GenerationRequest:
 
 def _tools(body: Body, options: dict[str, Any], marked: bool) -> Tools | None:
     """Read the tools; takes the JSON schema out of the options, for their grammar."""
+    _check_size("tools", body.get("tools", []))
     tools = Tools.of(
         body.get("tools", []),
         body.get("tool_choice", "auto"),
@@ -160,12 +167,8 @@ def _flag(body: Body, name: str, default: bool = False) -> bool:
 def _options(body: Body, chat: bool, most: int) -> dict[str, Any]:
     """Return the keyword arguments of `Model.stream`."""
     options = {name: body[name] for name in OPTIONS if name in body}
-    for name in ("regex", "grammar"):
-        if len(str(options.get(name, ""))) > MOST_SOURCE:
-            raise RequestError(
-                f"the {name} is longer than {MOST_SOURCE} characters; make it simpler",
-                name,
-            )
+    for name in ("regex", "grammar", "json_schema"):
+        _check_size(name, options.get(name, ""))
     wanted = body.get("max_completion_tokens", body.get("max_tokens"))
     if wanted is None:
         wanted = most if chat else min(16, most)  # OpenAI's defaults
@@ -183,8 +186,23 @@ def _options(body: Body, chat: bool, most: int) -> dict[str, Any]:
         options["logprobs"] = body["logprobs"]
     schema = _schema(body.get("response_format", {"type": "text"}))
     if schema is not None:
+        _check_size("response_format", schema)
         options["json_schema"] = schema
     return options
+
+
+def _check_size(name: str, value: object) -> None:
+    """Refuse a constraint or tools of too many characters."""
+    try:
+        size = len(value if isinstance(value, str) else json.dumps(value))
+    except RecursionError as error:
+        raise RequestError(
+            f"the {name} is nested too deeply; make it simpler", name
+        ) from error
+    if size > MOST_SOURCE:
+        raise RequestError(
+            f"the {name} is longer than {MOST_SOURCE} characters; make it simpler", name
+        )
 
 
 def _biases(field: object) -> dict[int, Any]:
