@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jetdraft.errors import BundleError as BundleError
     from jetdraft.errors import CheckError as CheckError
     from jetdraft.errors import CheckpointError as CheckpointError
+    from jetdraft.errors import ConstraintError as ConstraintError
     from jetdraft.errors import ContractError as ContractError
     from jetdraft.errors import DataError as DataError
     from jetdraft.errors import DeviceError as DeviceError
@@ -60,9 +61,9 @@ __version__ = "0.1.0"
 _MODULES = {
     "bundle": ("Bundle",),
     "errors": (
-        *("BundleError", "CheckError", "CheckpointError", "ContractError", "DataError"),
-        *("DeviceError", "DraftingError", "JetdraftError", "LengthError"),
-        "OptionError",
+        *("BundleError", "CheckError", "CheckpointError", "ConstraintError"),
+        *("ContractError", "DataError", "DeviceError", "DraftingError"),
+        *("JetdraftError", "LengthError", "OptionError"),
         *("OutputError", "PairError", "ProviderError", "StoreError", "TrainingError"),
         "UnsupportedModelError",
     ),

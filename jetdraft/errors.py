@@ -3,7 +3,8 @@
     JetdraftError
     ├── OptionError        an option cannot be used; `field` names it
     │   ├── DraftingError  its field is "drafting"
-    │   └── LengthError    a prompt is longer than the buffers
+    │   ├── LengthError    a prompt is longer than the buffers
+    │   └── ConstraintError  a constraint takes too much, or no text can follow
     ├── CheckpointError    a checkpoint cannot be read
     │   └── UnsupportedModelError   its architecture cannot be exported
     ├── PairError          target and drafter do not belong together
@@ -53,6 +54,10 @@ class LengthError(OptionError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "prompt")
+
+
+class ConstraintError(OptionError):
+    """A constraint takes too much time or memory, or no text can follow it."""
 
 
 class CheckpointError(JetdraftError):

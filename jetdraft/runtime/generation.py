@@ -28,7 +28,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from jetdraft.errors import OptionError
+from jetdraft.errors import ConstraintError, OptionError
 from jetdraft.runtime.drafts.probes import NO_PROBING, Probing
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.measured.stats import Round, Stats
@@ -86,19 +86,21 @@ class Generation:
         _check_options(options, parts)
         drafting, ending = options.drafting, options.ending
         self.parts, self.planner, self.options = parts, planner, options
-        matcher = None
-        if options.constraint is not None:
-            matcher = parts.vocabulary.matcher(options.constraint, len(prompt))
-        lineup = planner.lineup(drafting, matcher)
-        self.proposers, self.controller = lineup.proposers, lineup.controller
-        self.verifier = lineup.verifier
-        self.chooser = Chooser(options.sampling, self._processors(prompt, matcher))
         self.watcher = StopWatcher(
             parts.text.stream(prompt),
             () if ending.ignore_eos else parts.bundle.eos_token_ids,
             ending.stops,
             ending.max_seconds,
         )
+        self._matcher: Matcher | None = None
+        if options.constraint is not None:
+            self._matcher = parts.vocabulary.matcher(
+                options.constraint, len(prompt), self.watcher.must_end
+            )
+        lineup = planner.lineup(drafting, self._matcher)
+        self.proposers, self.controller = lineup.proposers, lineup.controller
+        self.verifier = lineup.verifier
+        self.chooser = Chooser(options.sampling, self._processors(prompt))
         self.widths = planner.widths(drafting)
         self.stats = Stats(
             method=drafting.method,
@@ -113,14 +115,27 @@ class Generation:
         self._carried: list[int] = []
         self._target: Target = parts.target
 
-    def _processors(
-        self, prompt: list[int], matcher: Matcher | None
-    ) -> list[LogitsProcessor]:
+    def prepare(self) -> None:
+        """Compile the constraint, in time; `run` does it if nobody did it before.
+
+        Raises `OptionError`, but not if the generation is cancelled meanwhile.
+        """
+        if self._matcher is None or self.watcher.cancelled.is_set():
+            return
+        self.parts.vocabulary.start()
+        self.watcher.restart()  # no text waits for the vocabulary but the first
+        try:
+            self._matcher.prepare()
+        except ConstraintError:
+            if not self.watcher.cancelled.is_set():
+                raise
+
+    def _processors(self, prompt: list[int]) -> list[LogitsProcessor]:
         """What changes the logits before a token is chosen."""
         processors: list[LogitsProcessor] = []
         if self.options.penalties.changes:
             processors.append(PenaltyProcessor(self.options.penalties, prompt))
-        return processors if matcher is None else [*processors, matcher]
+        return processors + ([] if self._matcher is None else [self._matcher])
 
     def run(self) -> Generator[Piece, None, None]:
         """Give piece after piece, alone on the buffers; `stats` fills up on the way."""
@@ -146,6 +161,7 @@ class Generation:
 
     def _run(self) -> Iterator[Piece]:
         """Read the prompt, then give a piece for each round."""
+        self.prepare()
         parts, exact = self.parts, self.options.drafting.exact
         self._target = self.planner.target(self.options.drafting)
         if self.verifier.name != WALK and parts.follower is not None:
@@ -213,7 +229,12 @@ class Generation:
         wanted = len(sequence) + self.options.ending.max_new_tokens
         limit, first_seconds = min(cache.capacity, longest, wanted), 0.0
         while len(sequence) < limit and not (watcher.reason or watcher.must_end()):
-            round_, piece = self._round(sequence, limit)
+            try:
+                round_, piece = self._round(sequence, limit)
+            except ConstraintError:
+                if watcher.must_end():  # so the constraint was given up
+                    return
+                raise
             tokens = watcher.keep(piece.token_ids[: limit - len(sequence)])
             count = len(tokens)
             sequence.extend(tokens)

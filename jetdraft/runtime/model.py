@@ -10,7 +10,7 @@ from typing import Any, Unpack, cast
 
 from jetdraft.bundle import Bundle
 from jetdraft.devices.memory import gather_meanwhile
-from jetdraft.errors import JetdraftError, OptionError
+from jetdraft.errors import ConstraintError, JetdraftError, OptionError
 from jetdraft.runtime.async_stream import AsyncStream
 from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.generation import Generation
@@ -22,7 +22,7 @@ from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.planning.registry import AUTO
 from jetdraft.runtime.proposers.parts import LoadOptions, Parts
-from jetdraft.runtime.text.constraint import Constraint, Vocabulary
+from jetdraft.runtime.text.constraint import Constraint
 from jetdraft.runtime.text.prompt import check_ids
 from jetdraft.runtime.text.template import (
     ChatTemplate,
@@ -31,6 +31,7 @@ from jetdraft.runtime.text.template import (
     read_template,
 )
 from jetdraft.runtime.text.tools import BEGIN, Tools
+from jetdraft.runtime.text.vocabulary import Vocabulary
 from jetdraft.runtime.text_stream import Stream
 
 
@@ -112,7 +113,9 @@ class Model:
     @property
     def vocabulary(self) -> Vocabulary:
         """The vocabulary that constraints need; raises `OptionError` without it."""
-        return self.parts.vocabulary
+        vocabulary = self.parts.vocabulary
+        vocabulary.start()
+        return vocabulary
 
     @property
     def template(self) -> ChatTemplate:
@@ -152,15 +155,10 @@ class Model:
             print(piece.text, end="")
         stream.stats.tokens_per_pass
         """
-        if options is None:
-            fields.setdefault("method", self.method)
-            options = Options.of(**fields)
-        elif fields or not isinstance(options, Options):
-            raise OptionError(
-                "give either an Options object or options by their names", "options"
-            )
-        ids: list[int] = self.prompt(prompt, token_ids).tolist()
-        return Stream(Generation(self.parts, self.planner, ids, options))
+        generation = self._generation(prompt, options, token_ids, fields)
+        with self.parts.claim.preparing(generation.watcher):
+            generation.prepare()
+        return Stream(generation)
 
     def astream(
         self,
@@ -172,10 +170,31 @@ class Model:
     ) -> AsyncStream:
         """`stream` for asyncio: rounds run in a thread of their own.
 
+        A constraint is compiled there too, so the first piece raises its errors.
+
         async for piece in model.astream("def fib(n):"):
             print(piece.text, end="")
         """
-        return AsyncStream(self.stream(prompt, options, token_ids=token_ids, **fields))
+        generation = self._generation(prompt, options, token_ids, fields)
+        return AsyncStream(Stream(generation))
+
+    def _generation(
+        self,
+        prompt: str | None,
+        options: Options | None,
+        token_ids: Sequence[int] | Int64s | None,
+        fields: GenerateOptions,
+    ) -> Generation:
+        """A generation whose options are checked, but for what a constraint means."""
+        if options is None:
+            fields.setdefault("method", self.method)
+            options = Options.of(**fields)
+        elif fields or not isinstance(options, Options):
+            raise OptionError(
+                "give either an Options object or options by their names", "options"
+            )
+        ids: list[int] = self.prompt(prompt, token_ids).tolist()
+        return Generation(self.parts, self.planner, ids, options)
 
     def chat(
         self,
@@ -225,6 +244,11 @@ class Model:
             fields["grammar"] = grammar.source
         try:
             return self.stream(None, options, token_ids=token_ids, **fields)
+        except ConstraintError as error:
+            raise OptionError(
+                "the tools take too much time or memory; make their schemas simpler",
+                "tools",
+            ) from error
         except OptionError as error:
             if error.field == "grammar":
                 tools.check(self.vocabulary)  # names the tool
@@ -291,7 +315,10 @@ class Model:
         self.planner.forget()
 
     def cancel(self) -> None:
-        """End the running generation at its next round; any thread may call this."""
+        """End the running generation at its next round; any thread may call this.
+
+        It also ends a constraint's compilation in `stream`, whose text is empty then.
+        """
         parts = self._parts  # another thread may close the model meanwhile
         if parts is not None:
             parts.claim.cancel()

@@ -141,7 +141,8 @@ class Job:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Piece | Result | BaseException] = asyncio.Queue()
         self._stream: Stream | None = None
-        self._cancelled = self._running = False
+        self._cancelled = False
+        self._model: Model | None = None
         self._task = asyncio.create_task(self._run())
         desk.jobs.add(self)
         self._task.add_done_callback(lambda task: desk.jobs.discard(self))
@@ -162,15 +163,17 @@ class Job:
     def cancel(self) -> None:
         """Leave the queue, or end the generation at its next round."""
         self._cancelled = True
-        self.due = min(self.due, time.monotonic()) if self._running else inf
+        self.due = min(self.due, time.monotonic()) if self._model is not None else inf
         if self._stream is not None:
             self._stream.cancel()
-        elif not self._running:
+        elif self._model is not None:
+            self._model.cancel()  # a constraint that is being compiled
+        else:
             self._task.cancel()
 
     def end(self) -> None:
         """End the text, which is then the answer; refuse a request that waits."""
-        if not self._running:
+        if self._model is None:
             self._events.put_nowait(RequestError("the server is ending", status=503))
         self.cancel()
 
@@ -178,7 +181,7 @@ class Job:
         """Take a model and generate; an error becomes an event."""
         try:
             async with self._desk.take(self._client) as model:
-                self._running = True
+                self._model = model
                 self.due = time.monotonic() + self._request.seconds
                 await self._loop.run_in_executor(
                     self._desk.threads, self._generate, model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
@@ -45,8 +46,9 @@ MOST_STOPS, LONGEST_STOP = 16, 1000
 CHARACTERS_PER_TOKEN = 64
 """A prompt with more characters for each token of the capacity is not even encoded."""
 
-MOST_SOURCE = 8000
-"""The most characters of a grammar; the time to read it may grow with their cube."""
+MOST_SOURCE = 64_000
+"""The most characters of a constraint, and of all tools. What is short but takes too
+much time or memory is refused while it is compiled, see `Matcher`."""
 
 
 class RequestError(JetdraftError):
@@ -162,6 +164,7 @@ def _characters(value: object) -> int:
 
 def _tools(body: Body, options: dict[str, Any], marked: bool) -> Tools | None:
     """Read the tools; takes the JSON schema out of the options, for their grammar."""
+    _check_size("tools", body.get("tools", []))
     tools = Tools.of(
         body.get("tools", []),
         body.get("tool_choice", "auto"),
@@ -188,12 +191,8 @@ def _flag(body: Body, name: str, default: bool = False) -> bool:
 def _options(body: Body, chat: bool, most: int) -> dict[str, Any]:
     """Return the keyword arguments of `Model.stream`."""
     options = {name: body[name] for name in OPTIONS if name in body}
-    for name in ("regex", "grammar"):
-        if len(str(options.get(name, ""))) > MOST_SOURCE:
-            raise RequestError(
-                f"the {name} is longer than {MOST_SOURCE} characters; make it simpler",
-                name,
-            )
+    for name in ("regex", "grammar", "json_schema"):
+        _check_size(name, options.get(name, ""))
     _check_stops(options.get("stop"))
     wanted = body.get("max_completion_tokens", body.get("max_tokens"))
     if wanted is None:
@@ -212,6 +211,7 @@ def _options(body: Body, chat: bool, most: int) -> dict[str, Any]:
         options["logprobs"] = body["logprobs"]
     schema = _schema(body.get("response_format", {"type": "text"}))
     if schema is not None:
+        _check_size("response_format", schema)
         options["json_schema"] = schema
     return options
 
@@ -225,6 +225,15 @@ def _check_stops(stop: object) -> None:
             f"stop has {len(stops)} texts of up to {longest} characters; give at most "
             f"{MOST_STOPS} of {LONGEST_STOP}",
             "stop",
+        )
+
+
+def _check_size(name: str, value: object) -> None:
+    """Refuse a constraint or tools of too many characters."""
+    size = len(value if isinstance(value, str) else json.dumps(value))
+    if size > MOST_SOURCE:
+        raise RequestError(
+            f"the {name} is longer than {MOST_SOURCE} characters; make it simpler", name
         )
 
 

@@ -29,6 +29,7 @@ class Claim:
         self._idle = idle
         self._lock = Lock()
         self._holder: StopWatcher | None = None
+        self._preparing: StopWatcher | None = None
         self._is_closed = False
 
     @contextmanager
@@ -50,6 +51,15 @@ class Claim:
             self._lock.release()
             self._idle.start()
 
+    @contextmanager
+    def preparing(self, watcher: StopWatcher) -> Iterator[None]:
+        """Let `cancel` reach a generation that needs no buffers yet."""
+        self._preparing = watcher
+        try:
+            yield
+        finally:
+            self._preparing = None
+
     def check_free(self) -> None:
         """Raise `JetdraftError` while a generation uses the buffers.
 
@@ -66,6 +76,6 @@ class Claim:
 
     def cancel(self) -> None:
         """End the running generation at its next round; any thread may call this."""
-        holder = self._holder
-        if holder is not None:
-            holder.cancelled.set()
+        for watcher in (self._holder, self._preparing):
+            if watcher is not None:
+                watcher.cancelled.set()

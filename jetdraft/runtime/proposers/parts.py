@@ -31,7 +31,7 @@ from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.session import default_threads, threads_of_pair
 from jetdraft.runtime.proposers.follower import Follower
 from jetdraft.runtime.text.codec import TextCodec
-from jetdraft.runtime.text.constraint import Vocabulary
+from jetdraft.runtime.text.vocabulary import Vocabulary
 
 LARGE_DRAFTER = 30_000_000
 """Parameters from which on a drafter gets all threads, unless `tune` measured."""
@@ -176,7 +176,7 @@ class Parts:
     def vocabulary(self) -> Vocabulary:
         """The vocabulary that constraints need; raises `OptionError` without it."""
         size, ends = self.target.contract.vocab_size, self.bundle.eos_token_ids
-        return self.text.vocabulary(size, tuple(ends))
+        return self.text.vocabulary(size, ends)
 
     @property
     def caches(self) -> dict[str, Cache]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from jetdraft.errors import BundleError, OptionError
-from jetdraft.runtime.text.constraint import Vocabulary
+from jetdraft.runtime.text.vocabulary import Vocabulary
 
 
 class TextCodec:
@@ -25,6 +24,7 @@ class TextCodec:
     def __init__(self, file: Path | None) -> None:
         self._file = file
         self._tokenizer: Tokenizer | None = None
+        self._vocabulary: Vocabulary | None = None
         if file is not None:
             try:
                 self._tokenizer = Tokenizer.from_file(str(file))
@@ -33,10 +33,11 @@ class TextCodec:
                     f"{file} is not a tokenizer ({error}); export the bundle again"
                 ) from error
 
-    @cache  # noqa: B019 (a codec lives as long as its models)
-    def vocabulary(self, size: int, ends: tuple[int, ...]) -> Vocabulary:
-        """The `size` tokens as constraints need them; read at the first call."""
-        return Vocabulary(self._file, size, list(ends))
+    def vocabulary(self, size: int, ends: Sequence[int]) -> Vocabulary:
+        """The `size` tokens as constraints need them, the same at each call."""
+        if self._vocabulary is None:
+            self._vocabulary = Vocabulary(self._file, size, ends)
+        return self._vocabulary
 
     @property
     def readable(self) -> bool:

@@ -7,21 +7,27 @@ same seed gives the same text with every draft.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.errors import OptionError
+from jetdraft.errors import ConstraintError, OptionError
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.processor import ENOUGH, changed, ordered
+from jetdraft.runtime.text.constraint import Constraint
+from jetdraft.runtime.text.link import EndedError, Link, MustEnd
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
+COMPILE_SECONDS, STEP_SECONDS = 5.0, 2.0
+"""How long a constraint may take to be compiled, and each look at a text after that.
+Useful constraints take milliseconds, or 200 for 1000 optional properties."""
+
+MOST_ITEMS, MOST_STATES = 500, 50_000
+"""Limits of the library's parser and lexer; a state takes up to 2 kB."""
 
 NEVER = np.float32(-1e30)
 """The logit of a forbidden token: finite, but so low that no noise makes it win."""
@@ -35,99 +41,87 @@ much as to search the whole row."""
 class Matcher:
     """Follows one generation whose prompt has `start` tokens; a `LogitsProcessor`.
 
-    `size` is the size of the vocabulary, `ends` are the ids that end a text. Methods
-    raise `OptionError` if no text can follow or the library's limits are reached.
+    `size` is the size of the vocabulary; `connect` gives the process that does the
+    work, which ends with this object. Methods raise `ConstraintError` if no text can
+    follow, if the limits of time or memory are reached, or if `must_end` says so while
+    the process works.
 
         matcher.process(answer, rows, context)   # forbidden tokens get `NEVER`
         matcher.forced(context, 8)               # the tokens that must come
     """
 
     def __init__(
-        self, inner: LLMatcher, size: int, ends: frozenset[int], start: int
+        self,
+        connect: Callable[[], Link],
+        constraint: Constraint,
+        size: int,
+        start: int,
+        must_end: MustEnd,
     ) -> None:
-        from llguidance.numpy import allocate_token_bitmask
-
-        self._inner, self._size, self._ends = inner, size, ends
-        # The library has read `_committed` tokens, and after them the tokens `_path`.
+        self._connect, self._constraint = connect, constraint
+        self._size, self._must_end = size, must_end
+        self._link: Link | None = None
+        # The process has read `_committed` tokens for good.
         self._committed = start
-        self._path: list[int] = []
-        self._bits = allocate_token_bitmask(1, size)
+
+    def prepare(self) -> None:
+        """Compile the constraint, unless that is done; raises `OptionError`."""
+        if self._link is not None:
+            return
+        link, kind = self._connect(), self._constraint.kind
+        limits = {"max_items_in_row": MOST_ITEMS, "max_lexer_states": MOST_STATES}
+        request = ("compile", limits, kind, self._constraint.source)
+        try:
+            reply, _ = link.ask(COMPILE_SECONDS, self._must_end, *request)
+        except EndedError as error:
+            raise ConstraintError(
+                f"the {kind} takes too much time or memory; make it simpler",
+                self._constraint.field,
+            ) from error
+        if reply:
+            where = f"the {kind} is refused at {reply['error']}; fix it"
+            raise OptionError(where, self._constraint.field)
+        self._link = link
 
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """The answer with forbidden tokens masked; `context` ends with the root."""
-        self._commit(context)
-        masks = [self._mask() if self._reach(p) else _FREE for p in rows.paths]
-        return changed(answer, masks)
+        fresh = list(context[self._committed :])
+        allowed, bits = self._ask("masks", fresh, rows.tokens, rows.parents)
+        self._committed += len(fresh)
+        masks = np.frombuffer(bits, np.uint8).reshape(sum(allowed), -1)
+        rows_bits = np.unpackbits(masks, axis=1, count=self._size, bitorder="little")
+        following = map(Mask, rows_bits.view(np.bool_))
+        return changed(answer, [next(following) if a else _FREE for a in allowed])
 
     def forced(self, context: Sequence[int], count: int) -> list[int]:
         """The next tokens while only one token is allowed; at most `count`."""
-        if not self._reach(context[self._committed :]):
-            return []
-        return list(self._inner.compute_ff_tokens())[:count]
+        tokens: list[int] = self._ask("forced", list(context[self._committed :]))[0]
+        return tokens[:count]
 
     def allowed(self, rows: Rows, context: Sequence[int]) -> Rows:
         """The rows that the constraint allows, in a tree below the end of `context`."""
-        fresh, paths, kept_rows = context[self._committed :], rows.paths, [0]
-        for row in range(1, len(rows)):
-            parent = rows.parents[row]
-            if parent in kept_rows and self._reach([*fresh, *paths[parent]]):
-                kept_rows += [row] * self._allows(rows.tokens[row])
-        return rows.only(kept_rows)
+        if not rows.drafted:
+            return rows
+        path = list(context[self._committed :])
+        return rows.only(self._ask("allowed", path, rows.tokens, rows.parents)[0])
 
-    def _allows(self, token: int) -> bool:
-        """Whether a token may come after the tokens that the library has read."""
-        if token in self._ends:
-            return bool(self._inner.is_accepting())
-        return bool(self._inner.validate_tokens([token]))
+    def _ask(self, *request: Any) -> tuple[Any, bytearray]:
+        """The reply of the process."""
+        self.prepare()
+        assert self._link is not None
+        try:
+            value, masks = self._link.ask(STEP_SECONDS, self._must_end, *request)
+        except EndedError as error:
+            raise _unfollowed("it takes too much time or memory") from error
+        if isinstance(value, dict):
+            raise _unfollowed(value["error"])
+        return value, masks
 
-    def _commit(self, context: Sequence[int]) -> None:
-        """Read the newly committed tokens, which are never taken back."""
-        fresh = context[self._committed :]
-        if not self._reach(fresh):
-            raise self._error()
-        self._committed += len(fresh)
-        self._path.clear()
 
-    def _check(self) -> None:
-        """Raise `OptionError` if the library has reached its limits.
-
-        Its masks would end the text then.
-        """
-        if self._inner.is_error():
-            raise self._error()
-
-    def _error(self) -> OptionError:
-        problem = self._inner.get_error() or "no token of the vocabulary fits"
-        return OptionError(
-            f"the constraint cannot be followed ({problem.splitlines()[0]}); make it "
-            "simpler",
-            "constraint",
-        )
-
-    def _reach(self, path: Sequence[int]) -> bool:
-        """Read `path` after the committed tokens; whether the constraint allows it."""
-        same, read = 0, self._path
-        while same < min(len(path), len(read)) and path[same] == read[same]:
-            same += 1
-        if same < len(read):
-            self._inner.rollback(len(read) - same)
-            del read[same:]
-            self._check()
-        fresh = list(path[same:])
-        if not self._ends.isdisjoint(fresh):
-            return False  # nothing comes after the end
-        count = self._inner.try_consume_tokens(fresh) if fresh else 0
-        read += fresh[:count]
-        return count == len(fresh)
-
-    def _mask(self) -> Mask:
-        """Which tokens may come next."""
-        from llguidance.numpy import fill_next_token_bitmask
-
-        fill_next_token_bitmask(self._inner, self._bits, 0)
-        self._check()
-        bits = np.unpackbits(self._bits[0].view(np.uint8), bitorder="little")
-        return Mask(bits[: self._size].view(np.bool_))
+def _unfollowed(problem: str) -> ConstraintError:
+    return ConstraintError(
+        f"the constraint cannot be followed ({problem}); make it simpler", "constraint"
+    )
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 from jetdraft.errors import OptionError
-from jetdraft.runtime.text.constraint import SPACING, Constraint, Vocabulary
+from jetdraft.runtime.text.constraint import Constraint
+from jetdraft.runtime.text.matcher import COMPILE_SECONDS
+from jetdraft.runtime.text.vocabulary import Vocabulary
+from jetdraft.runtime.text.worker import SPACING
 from jetdraft.untrusted.json_text import read_json
 
 Schema = dict[str, Any]
@@ -140,11 +144,18 @@ class Tools:
         return f"start: {start}\n{answer}\n{rules}\none: {_json(self._schema())}\n"
 
     def check(self, vocabulary: Vocabulary) -> None:
-        """Raise `OptionError` for the first function with a refused schema."""
+        """Raise `OptionError` for the first function with a refused schema.
+
+        It looks at them for `COMPILE_SECONDS` in all.
+        """
+        end = time.monotonic() + COMPILE_SECONDS
         for tool in self.functions:
             schema = json.dumps(_call_schema(tool["function"]))
             try:
-                vocabulary.matcher(Constraint("JSON schema", schema), 0)
+                constraint = Constraint("JSON schema", schema)
+                vocabulary.matcher(
+                    constraint, 0, lambda: time.monotonic() > end
+                ).prepare()
             except OptionError as error:
                 name = tool["function"]["name"]
                 raise OptionError(f"tool {name!r}: {error}", "constraint") from error

@@ -15,8 +15,9 @@ from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.constrained import ForcedProposer
-from jetdraft.runtime.text.constraint import Constraint, Vocabulary
+from jetdraft.runtime.text.constraint import Constraint
 from jetdraft.runtime.text.matcher import NEVER
+from jetdraft.runtime.text.vocabulary import Vocabulary
 from tests.tiny import END_OF_TEXT, save_tokenizer
 
 ROBOT = {
@@ -246,7 +247,7 @@ def test_wrong_constraints_are_refused_at_once(model, wrong, error, words):
 
 @pytest.mark.parametrize("method", ["none", "lookup", "draft"])
 def test_the_library_s_limits_end_in_an_error_and_no_text(model, monkeypatch, method):
-    monkeypatch.setattr("jetdraft.runtime.text.constraint.MOST_STATES", 60)
+    monkeypatch.setattr("jetdraft.runtime.text.matcher.MOST_STATES", 60)
     with pytest.raises(OptionError, match=r"cannot be followed|refused"):
         model.generate("a", regex="[ -~]*a[ -~]{40}!", method=method)
     assert model.generate("a", max_new_tokens=3).token_ids
@@ -269,7 +270,7 @@ def test_without_a_tokenizer_or_an_end_nothing_can_be_constrained(tmp_path):
     with pytest.raises(OptionError, match="no end-of-text"):
         Vocabulary(file, 300, [])
     with pytest.raises(OptionError, match="cannot be constrained"):
-        Vocabulary(file, 9, [0])
+        Vocabulary(file, 9, [0]).start()
 
 
 def test_without_the_library_it_says_what_to_install(bundle):

@@ -1,0 +1,312 @@
+"""The program that follows constraints, in processes apart from the runtime's.
+
+A grammar of 600 characters can take all memory and never end, while it is read or while
+any token is checked, and nothing but the end of its process stops the library. So this
+program reads the vocabulary once and then forks a process for each text. That process
+ends by itself when its memory or the time of a request is used up, or when the other
+end of its socket is closed, even in the middle of a request.
+
+It runs as a script and imports nothing of jetdraft. `vocabulary.py` starts it and
+`link.py` speaks with it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON on one line, with the spaces that are usual. The "x-guidance" of a schema
+overrides this."""
+
+LONGEST = 400
+"""The most characters of an error; the library may repeat a whole expression."""
+
+Reply = tuple[Any, bytes]
+"""What is sent back: a value for JSON, and masks."""
+
+
+class RefusalError(Exception):
+    """What is wrong with a constraint or with the text so far, in one line."""
+
+
+class Reader:
+    """Reads tokens of one text, and goes back when tokens are withdrawn.
+
+    A path is the list of tokens after those that `masks` has committed. Raises
+    `RefusalError` if no text can follow or the library's limits are reached.
+    """
+
+    def __init__(self, inner: LLMatcher, ends: frozenset[int]) -> None:
+        self._inner, self._ends = inner, ends
+        self._path: list[int] = []
+
+    def masks(self, fresh: list[int], tokens: list[int], parents: list[int]) -> Reply:
+        """Commit `fresh`; which rows below it may come, and what may follow them.
+
+        A mask has a bit for each token of the vocabulary; rows that may not come have
+        none.
+        """
+        if not self._reach(fresh):
+            raise self._error()
+        self._path.clear()
+        masks = [self._mask(path) for path in _paths(tokens, parents)]
+        return [mask is not None for mask in masks], b"".join(filter(None, masks))
+
+    def forced(self, path: list[int]) -> Reply:
+        """The tokens that must follow a path; none after a path that may not come."""
+        return (self._inner.compute_ff_tokens() if self._reach(path) else []), b""
+
+    def allowed(self, path: list[int], tokens: list[int], parents: list[int]) -> Reply:
+        """The rows below a path that may come, the root first."""
+        paths, kept_rows = _paths(tokens, parents), [0]
+        for row in range(1, len(tokens)):
+            parent = parents[row]
+            if parent in kept_rows and self._reach([*path, *paths[parent]]):
+                kept_rows += [row] * self._allows(tokens[row])
+        return kept_rows, b""
+
+    def _allows(self, token: int) -> bool:
+        if token in self._ends:
+            return self._inner.is_accepting()
+        return bool(self._inner.validate_tokens([token]))
+
+    def _mask(self, path: list[int]) -> bytes | None:
+        if not self._reach(path):
+            return None
+        mask = self._inner.compute_bitmask()
+        self._check()
+        return mask
+
+    def _reach(self, path: Sequence[int]) -> bool:
+        """Read `path` after the committed tokens; whether the constraint allows it."""
+        same, read = 0, self._path
+        while same < min(len(path), len(read)) and path[same] == read[same]:
+            same += 1
+        if same < len(read):
+            self._inner.rollback(len(read) - same)
+            del read[same:]
+            self._check()
+        fresh = list(path[same:])
+        if not self._ends.isdisjoint(fresh):
+            return False  # nothing comes after the end
+        count = self._inner.try_consume_tokens(fresh) if fresh else 0
+        read += fresh[:count]
+        return count == len(fresh)
+
+    def _check(self) -> None:
+        """Its masks would end the text where the library has reached its limits."""
+        if self._inner.is_error():
+            raise self._error()
+
+    def _error(self) -> RefusalError:
+        problem = self._inner.get_error() or "no token of the vocabulary fits"
+        return RefusalError(problem.splitlines()[0])
+
+
+class Compiler:
+    """Makes the library's matchers of constraints; `limits` are those of its parser.
+
+    Compiler(tokenizer, {"max_items_in_row": 500}).matcher("regex", "[0-9]+ km")
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, limits: dict[str, Any]) -> None:
+        self._tokenizer, self._limits = tokenizer, limits
+
+    def matcher(self, kind: str, source: str) -> LLMatcher:
+        """The matcher; raises `RefusalError` with the place of the problem."""
+        inner = self._library_matcher(kind, source)
+        if problem := inner.get_error():
+            raise RefusalError(self._place(kind, source, problem))
+        return inner
+
+    def _library_matcher(self, kind: str, source: str) -> LLMatcher:
+        """The library's matcher; its `get_error` says what is wrong with the source."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        if kind == "regex":
+            grammar = LLMatcher.grammar_from_regex(source)
+        elif kind == "grammar":
+            grammar = LLMatcher.grammar_from_lark(source)
+        else:
+            schema = json.loads(source)
+            spacing = {**SPACING, **schema.get("x-guidance", {})}
+            schema = {**schema, "x-guidance": spacing}
+            grammar = LLMatcher.grammar_from_json_schema(schema)
+        limits = LLParserLimits(**self._limits, verbose_errors=False)
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+
+    def _place(self, kind: str, source: str, problem: str) -> str:
+        """Where a source is wrong, and what is wrong there."""
+        if kind == "JSON schema":
+            return f"{self._path(json.loads(source), problem) or 'its root'}: " + _line(
+                problem
+            )
+        lines = problem.splitlines()
+        caret_lines = (line for line in lines[1:] if line and not line.strip(" ^"))
+        caret = next(caret_lines, None)
+        if kind == "regex" and caret is not None:
+            # The library indents the expression by four spaces.
+            return f"character {caret.index('^') - 3}: {_line(problem)}"
+        return lines[0].rstrip(":").removeprefix("at ")
+
+    def _path(self, schema: Any, problem: str) -> str:
+        """The path to the innermost part of a schema that has the same problem."""
+        for path, part in _parts(schema):
+            inner = self._library_matcher("JSON schema", json.dumps(part))
+            if inner.get_error() == problem:
+                return path + self._path(part, problem)
+        return ""
+
+
+def _paths(tokens: list[int], parents: list[int]) -> list[list[int]]:
+    """The tokens from below the root down to each row."""
+    paths: list[list[int]] = [[]]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        paths.append([*paths[parent], token])
+    return paths
+
+
+def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
+    """The schemas directly inside a schema, as pairs of a path and a schema."""
+    for key, value in schema.items() if isinstance(schema, dict) else ():
+        has_names = key in ("properties", "$defs", "definitions", "patternProperties")
+        if isinstance(value, list):
+            parts = {f"/{key}/{index}": part for index, part in enumerate(value)}
+        elif has_names and isinstance(value, dict):
+            parts = {f"/{key}/{name}": part for name, part in value.items()}
+        else:
+            parts = {f"/{key}": value}
+        yield from (item for item in parts.items() if isinstance(item[1], dict))
+
+
+def _line(problem: str) -> str:
+    """The line of the library's message that says what is wrong."""
+    lines = problem.splitlines()
+    return next((line[7:] for line in lines if line.startswith("error: ")), lines[0])
+
+
+class Worker:
+    """Answers the requests of one text over a socket, within its limits."""
+
+    def __init__(
+        self, link: socket.socket, tokenizer: LLTokenizer, ends: list[int]
+    ) -> None:
+        self._link, self._tokenizer, self._ends = link, tokenizer, frozenset(ends)
+        self._flags = fcntl.fcntl(link, fcntl.F_GETFL)
+        fcntl.fcntl(link, fcntl.F_SETOWN, os.getpid())
+        self._reader: Reader | None = None
+
+    def run(self) -> None:
+        """Answer until the other end is closed."""
+        while header := self._link.recv(4, socket.MSG_WAITALL):
+            size = struct.unpack("<I", header)[0]
+            seconds, name, *request = json.loads(self._link.recv(size, _ALL))
+            self._guard(seconds)
+            try:
+                value, masks = self._answer(name, request)
+            except (RefusalError, ValueError) as error:
+                value, masks = {"error": _short(str(error))}, b""
+            self._unguard()
+            _send(self._link, value, masks)
+
+    def _answer(self, name: str, request: list[Any]) -> Reply:
+        if name == "compile":
+            limits, *constraint = request
+            compiler = Compiler(self._tokenizer, limits)
+            self._reader = Reader(compiler.matcher(*constraint), self._ends)
+            return [], b""
+        reply: Reply = getattr(self._reader, name)(*request)
+        return reply
+
+    def _guard(self, seconds: float) -> None:
+        """Let the system end this process after `seconds`, or with the other end."""
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        fcntl.fcntl(self._link, fcntl.F_SETFL, self._flags | os.O_ASYNC)
+        with suppress(BlockingIOError):
+            # An end that was closed before sends no signal any more.
+            if not self._link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                os._exit(0)
+
+    def _unguard(self) -> None:
+        fcntl.fcntl(self._link, fcntl.F_SETFL, self._flags)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+_ALL = socket.MSG_WAITALL
+
+
+def _short(problem: str) -> str:
+    """One line that UTF-8 can encode."""
+    line = " ".join(problem[: 2 * LONGEST].split())[:LONGEST]
+    return line.encode("utf-8", "replace").decode("utf-8")
+
+
+def _send(link: socket.socket, value: object, masks: bytes = b"") -> None:
+    text = json.dumps(value).encode()
+    link.sendall(struct.pack("<II", len(text), len(masks)) + text + masks)
+
+
+def _confine(most_bytes: int) -> None:
+    """Limit the memory that this process may take from now on."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + most_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _obey() -> None:
+    """End with the sockets only: who started this ends its texts in good order."""
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(ignored, signal.SIG_IGN)
+    for ending in (signal.SIGIO, signal.SIGALRM):
+        signal.signal(ending, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    with suppress(OSError):  # where memory is short, rather this than the model
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def main(control: socket.socket, tokenizer: str, size: int, ends: list[int]) -> None:
+    """Read the vocabulary, then fork a worker for each socket that comes."""
+    _obey()
+    try:
+        from llguidance import LLTokenizer
+
+        text = Path(tokenizer).read_text(encoding="utf-8")
+        vocabulary = LLTokenizer(text, size, ends)
+    except (ImportError, OSError, ValueError) as error:
+        _send(control, {"error": _short(str(error))})
+        return
+    _send(control, [])
+    while True:
+        sent, descriptors, *_ = socket.recv_fds(control, 8, 1)
+        if not descriptors:
+            return
+        with socket.socket(fileno=descriptors[0]) as link, suppress(OSError):
+            if os.fork() == 0:
+                try:
+                    control.close()
+                    _confine(int.from_bytes(sent, "little"))
+                    Worker(link, vocabulary, ends).run()
+                finally:
+                    os._exit(0)
+
+
+if __name__ == "__main__":
+    setting = json.loads(sys.argv[2])
+    sys.path[:] = setting.pop("path")
+    main(socket.socket(fileno=int(sys.argv[1])), **setting)

@@ -1,0 +1,257 @@
+"""Constraints that take too much, in processes that end: whatever happens to whom."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import jetdraft
+from jetdraft.errors import ConstraintError, JetdraftError, OptionError
+from jetdraft.runtime.text import matcher, vocabulary
+from jetdraft.testing import toy_bundle
+from tests.server.serving import until
+
+# 575 characters that take a process for ever, and all memory.
+FOREVER = "start: T\nT: " + " & ".join(
+    f"/(.|\\n)*a(.|\\n){{{i}}}/" for i in range(1, 26)
+)
+REFUSED = {
+    "intersection": {"grammar": FOREVER},
+    "complement": {"grammar": FOREVER.replace("/(.", "~/(.")},
+    "long pattern": {
+        "json_schema": {"type": "string", "pattern": "^" + "(ab|cd)?" * 50_000 + "$"}
+    },
+    "properties": {
+        "json_schema": {
+            "type": "object",
+            "properties": {f"name{i}": {"type": "string"} for i in range(10_000)},
+        }
+    },
+    "quantifiers": {"regex": "((((a{0,50}){0,50}){0,50}){0,50}){0,50}b"},
+    "deep expression": {"regex": "(" * 9000 + "a" + ")" * 9000},
+    "deep grammar": {"grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000},
+}
+
+
+@pytest.fixture
+def toy(tmp_path):
+    return toy_bundle(tmp_path / "toy")
+
+
+@pytest.fixture
+def model(toy):
+    with jetdraft.load(toy, threads=1) as model:
+        yield model
+
+
+def workers(parents):
+    """The processes below some processes that follow constraints."""
+    below = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, parent = (
+                folder.joinpath("stat").read_text().rsplit(")")[1].split()[:2]
+            )
+            command = folder.joinpath("cmdline").read_bytes()
+            if int(parent) in parents and b"text/worker.py" in command and state != "Z":
+                below.add(int(folder.name))
+    return below | workers(below) if below else below
+
+
+def own_workers():
+    return workers({os.getpid()})
+
+
+def is_alive(process):
+    try:
+        return f"/proc/{process}/stat" and (
+            Path(f"/proc/{process}/stat").read_text().rsplit(")")[1].split()[0] != "Z"
+        )
+    except OSError:
+        return False
+
+
+def test_a_grammar_that_never_ends_is_ended(model):
+    start = time.monotonic()
+    with pytest.raises(ConstraintError, match="too much time or memory") as found:
+        model.generate("a", grammar=FOREVER, max_seconds=2, max_new_tokens=4)
+    assert found.value.field == "grammar"
+    assert time.monotonic() - start < 4
+    until(lambda: len(own_workers()) == 1, 2)  # it waits for the next constraint
+    assert model.generate("a", regex="yes").text == "yes"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_takes_too_much_is_refused_in_time(model, monkeypatch, name):
+    monkeypatch.setattr(matcher, "COMPILE_SECONDS", 0.5)
+    start = time.monotonic()
+    with pytest.raises(OptionError):
+        model.generate("a", **REFUSED[name], max_new_tokens=4)
+    assert time.monotonic() - start < 3
+    assert model.generate("a", regex="yes").text == "yes"
+
+
+def test_memory_has_a_limit(model, monkeypatch):
+    model.vocabulary.start()
+    monkeypatch.setattr(vocabulary, "MOST_BYTES", 16 << 20)
+    start = time.monotonic()
+    with pytest.raises(ConstraintError, match="too much time or memory"):
+        model.generate("a", grammar=FOREVER)
+    assert time.monotonic() - start < matcher.COMPILE_SECONDS
+
+
+def test_a_step_that_takes_too_long_ends_the_text(model, monkeypatch):
+    stream = model.stream("a", regex="[a-z]{1,50}", method="none", ignore_eos=False)
+    monkeypatch.setattr(matcher, "STEP_SECONDS", 0.2)
+    (text,) = own_workers() - workers_of_vocabulary(model)
+    os.kill(text, signal.SIGSTOP)
+    monkeypatch.setattr("jetdraft.runtime.text.link.GRACE_SECONDS", 0.1)
+    start = time.monotonic()
+    with pytest.raises(ConstraintError, match="cannot be followed .*too much time"):
+        stream.result()
+    assert time.monotonic() - start < 1
+    os.kill(text, signal.SIGCONT)
+    assert model.generate("a", regex="yes").text == "yes"
+    until(lambda: not is_alive(text), 2)
+
+
+def workers_of_vocabulary(model):
+    return {model.vocabulary._process.pid}
+
+
+@pytest.mark.parametrize("whose", ["text", "vocabulary"])
+def test_a_worker_that_dies_ends_one_text(model, whose):
+    stream = model.stream("a", regex="[a-z]{40}", max_new_tokens=100)
+    other = model.twin().stream("a", regex="[b-c]{4}")
+    next(stream)
+    first = workers_of_vocabulary(model)
+    texts = own_workers() - first
+    assert len(texts) == 2
+    if whose == "text":
+        os.kill(min(texts), signal.SIGKILL)
+        with pytest.raises(ConstraintError, match="cannot be followed"):
+            stream.result()
+    else:
+        os.kill(*first, signal.SIGKILL)
+        assert len(stream.result().text) == 40
+    assert len(other.result().text) == 4
+    assert model.generate("a", regex="yes").text == "yes"
+
+
+def test_cancel_ends_a_compilation(model):
+    timer = threading.Timer(0.3, model.cancel)
+    timer.start()
+    start = time.monotonic()
+    result = model.generate("a", grammar=FOREVER)
+    assert time.monotonic() - start < 2
+    assert (result.text, result.finish_reason) == ("", "cancelled")
+    timer.join()
+
+
+def test_the_event_loop_is_free_while_a_constraint_is_compiled(model):
+    async def main():
+        ticks = 0
+
+        async def tick():
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        with pytest.raises(ConstraintError):
+            await model.astream("a", grammar=FOREVER, max_seconds=0.5).result()
+        stream = model.astream("a", grammar=FOREVER)
+        waiting = asyncio.create_task(stream.result())
+        await asyncio.sleep(0.2)
+        stream.cancel()
+        assert (await waiting).finish_reason == "cancelled"
+        ticking.cancel()
+        return ticks
+
+    assert asyncio.run(main()) > 20
+    assert model.generate("a", regex="yes").text == "yes"
+
+
+@pytest.mark.parametrize("grammar", [FOREVER, 'start: "yes"'])
+def test_no_worker_survives_its_program(toy, grammar):
+    code = (
+        "import sys, jetdraft\n"
+        "model = jetdraft.load(sys.argv[1], threads=1)\n"
+        "model.vocabulary\n"
+        "print('read', flush=True)\n"
+        "stream = model.stream('a', grammar=sys.argv[2])\n"
+        "sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, str(toy), grammar]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as program:
+        assert program.stdout is not None
+        program.stdout.readline()
+        until(lambda: len(workers({program.pid})) == 2, 10)
+        orphans = workers({program.pid})
+        program.kill()
+        program.wait()
+        until(lambda: not any(map(is_alive, orphans)), 2)
+
+
+def test_nothing_is_left_of_models_that_are_closed(toy):
+    codecs = []
+    for _ in range(10):
+        with jetdraft.load(toy, threads=1) as model:
+            assert model.generate("a", regex="yes").text == "yes"
+            codecs.append(weakref.ref(model.parts.text))
+        del model
+    gc.collect()
+    assert not any(codec() for codec in codecs)
+    assert not own_workers()
+
+
+def circular():
+    schema = {"type": "object"}
+    schema["properties"] = {"a": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (circular(), "not JSON .*[Cc]ircular"),
+        ({"const": {1, 2}}, "not JSON .*set is not JSON serializable"),
+        ({"const": float("nan")}, "not JSON"),
+        ({"maximum": 18446744073709551616}, "does not fit in 64 bits"),
+        ({"maximum": 10**5000}, "not JSON"),
+        ({"properties": {"\ud800": {"type": "x"}}}, "lone surrogate"),
+        ({"\ud800": "\ud800"}, "lone surrogate"),
+        ('{"a": "\ud800"}', "not a text"),
+        ("[" * 100_000, "nested deeper"),
+        ({"properties": {"\n" * 3: {"type": "strin"}}}, "Invalid type"),
+    ],
+)
+def test_schemas_that_json_cannot_hold_are_refused(model, schema, words):
+    with pytest.raises(OptionError, match=words) as found:
+        model.stream("a", json_schema=schema)
+    message = str(found.value)
+    assert message.encode()
+    assert "\n" not in message
+    assert found.value.field == "json_schema"
+    assert len(json.dumps(message)) < 1000
+
+
+def test_closed_models_start_nothing(model):
+    model.close()
+    with pytest.raises(JetdraftError, match="closed"):
+        model.stream("a", regex="b")
