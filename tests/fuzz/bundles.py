@@ -27,8 +27,8 @@ from jetdraft.manifest import MANIFEST, sha256_of
 from jetdraft.testing import toy_bundle
 from jetdraft.train.table import count
 from tests.fuzz.mutations import (
-    Route,
     Explodes,
+    Route,
     damaged_bytes,
     damaged_json,
     damaged_npz,

@@ -347,8 +347,11 @@ def _counted(work: Callable[[], None]) -> str:
         events += event in CHANGES
 
     sys.addaudithook(audited)
-    with suppress(SystemExit):  # of a verb that is done
+    try:
         work()
+    except SystemExit as ended:  # of a verb that is done
+        if ended.code:
+            raise
     seconds, total = time.perf_counter() - start, events
     # To count the calls of C takes long, and about so many lie between two events.
     return json.dumps([40 * total, total, seconds])

@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import warnings
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -276,9 +277,18 @@ class Streams(Job):
         _verb(*command, *options, "-o", place / "streamed")
 
     def state(self, place: Path) -> str:
-        if not (place / "streamed" / "streams.json").exists():
+        from safetensors.numpy import load_file
+
+        folder = place / "streamed"
+        if not folder.exists():
             return NOTHING
-        self.run(place)  # goes on, or says that it is done
+        if (folder / "streams.json").exists() and not (folder / "training.pt").exists():
+            assert json.loads((folder / "streams.json").read_text())
+            assert load_file(folder / "streams.safetensors")
+            return NEW
+        with suppress(SystemExit):  # goes on where it was
+            self.run(place)
+        assert not (folder / "training.pt").exists()
         return NEW
 
 
