@@ -7,7 +7,8 @@
 Each version runs in a process of its own, which waits while the other decodes, so that
 noise hits both alike. Each exports its own bundle of the same checkpoints. The rows are
 ratios new / old of the same prompt and turn: tokens per second, and milliseconds per
-round outside `session.run`. The texts must be the same.
+round outside `session.run`. The texts must be the same. `--old-python` compares two
+versions of onnxruntime; tune both bundles first, so that no survey runs meanwhile.
 """
 
 from __future__ import annotations
@@ -64,15 +65,9 @@ def work() -> None:
 class Version:
     """One version of the package at work in a process."""
 
-    def __init__(self, tree: Path, bundle: Path, threads: int) -> None:
-        self.tree = tree.resolve()
-        command = [
-            sys.executable,
-            __file__,
-            "work",
-            str(bundle.resolve()),
-            str(threads),
-        ]
+    def __init__(self, tree: Path, bundle: Path, threads: int, python: str) -> None:
+        self.tree, self._python = tree.resolve(), python
+        command = [python, __file__, "work", str(bundle.resolve()), str(threads)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -101,7 +96,7 @@ class Version:
         """The shortest import in ms, and the modules of the package and in all."""
         runs = [
             subprocess.run(
-                [sys.executable, "-c", IMPORT],
+                [self._python, "-c", IMPORT],
                 check=True,
                 capture_output=True,
                 text=True,
@@ -152,6 +147,7 @@ class Pairs:
 @click.command()
 @click.option("--old", required=True, type=click.Path(path_type=Path))
 @click.option("--new", default=".", type=click.Path(path_type=Path))
+@click.option("--old-python", default=sys.executable, help="The old one's Python.")
 @click.option("--old-bundle", required=True, type=click.Path(path_type=Path))
 @click.option("--new-bundle", required=True, type=click.Path(path_type=Path))
 @click.option("--prompts", required=True, type=click.Path(path_type=Path))
@@ -163,6 +159,7 @@ class Pairs:
 def main(
     old: Path,
     new: Path,
+    old_python: str,
     old_bundle: Path,
     new_bundle: Path,
     prompts: Path,
@@ -176,8 +173,8 @@ def main(
     lines = prompts.read_text(encoding="utf-8").splitlines()[:count]
     texts = [json.loads(line)["prompt"] for line in lines]
     versions = {
-        "old": Version(old, old_bundle, threads),
-        "new": Version(new, new_bundle, threads),
+        "old": Version(old, old_bundle, threads, old_python),
+        "new": Version(new, new_bundle, threads, sys.executable),
     }
     report: dict[str, Any] = {"import": {}, "load_seconds": {}, "rows": {}}
     for name, version in versions.items():

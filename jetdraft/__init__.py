@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from jetdraft.runtime.sampling.penalties import Penalties as Penalties
     from jetdraft.runtime.text.constraint import Constraint as Constraint
     from jetdraft.runtime.text.stops import Ending as Ending
+    from jetdraft.runtime.text.tools import ToolCall as ToolCall
+    from jetdraft.runtime.text.tools import Tools as Tools
     from jetdraft.runtime.text_stream import Stream as Stream
 
 __version__ = "0.1.0"
@@ -78,6 +80,7 @@ _MODULES = {
     "runtime.sampling.penalties": ("Penalties",),
     "runtime.text.constraint": ("Constraint",),
     "runtime.text.stops": ("Ending",),
+    "runtime.text.tools": ("ToolCall", "Tools"),
     "runtime.text_stream": ("Stream",),
 }
 

@@ -53,6 +53,11 @@ TARGET = "target"
 DRAFTER = "drafter"
 GENERATION = ("temperature", "top_p", "top_k", "repetition_penalty")
 """Options of a generation whose defaults a checkpoint may give."""
+SPECIAL_TOKENS = (
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
+    "mask_token",
+)
+"""The names of tokens that a chat template may use, as transformers names them."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,8 @@ class Bundle:
     tools to their versions. `flavour` is one of `FLAVOURS`. `drafter_provider` is None
     if the drafter runs on the target's provider. `generation` has the checkpoint's
     sampling defaults by option, see `GENERATION`; options without a default are left
-    out.
+    out. `special_tokens` are the texts of the tokenizer's special tokens, see
+    `SPECIAL_TOKENS`, for the chat template.
 
         Bundle.open("bundle").generation  # {"temperature": 0.6, "top_p": 0.95}
     """
@@ -172,6 +178,7 @@ class Bundle:
     flavour: str = CONTRIB
     drafter_provider: str | None = None
     generation: dict[str, float] = field(default_factory=dict)
+    special_tokens: dict[str, str] = field(default_factory=dict)
 
     @property
     def target(self) -> GraphEntry:
@@ -266,6 +273,7 @@ class Bundle:
                 flavour=manifest["flavour"],
                 drafter_provider=manifest["drafter_provider"],
                 generation=manifest["generation"],
+                special_tokens=manifest["special_tokens"],
             )
             bundle._check_types()
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -295,6 +303,9 @@ class Bundle:
         for name, value in self.generation.items():
             if name not in GENERATION or type(value) not in (int, float):
                 raise ValueError(f"{name!r} cannot have the default {value!r}")
+        for name, token in self.special_tokens.items():
+            if name not in SPECIAL_TOKENS or not isinstance(token, str):
+                raise ValueError(f"{name!r} cannot be the token {token!r}")
         if TARGET not in self.graphs or not listed <= set(self.files):
             raise ValueError("a graph or its file is not listed")
 
@@ -308,6 +319,7 @@ class Bundle:
             "flavour": self.flavour,
             "drafter_provider": self.drafter_provider,
             "generation": self.generation,
+            "special_tokens": self.special_tokens,
             "tools": self.tools,
             "files": self.files,
         }

@@ -2,7 +2,8 @@
 
     JetdraftError
     ├── OptionError        an option cannot be used; `field` names it
-    │   └── DraftingError  its field is "drafting"
+    │   ├── DraftingError  its field is "drafting"
+    │   └── LengthError    a prompt is longer than the buffers
     ├── CheckpointError    a checkpoint cannot be read
     │   └── UnsupportedModelError   its architecture cannot be exported
     ├── PairError          target and drafter do not belong together
@@ -45,6 +46,13 @@ class DraftingError(OptionError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "drafting")
+
+
+class LengthError(OptionError):
+    """A prompt is longer than the buffers of the bundle."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "prompt")
 
 
 class CheckpointError(JetdraftError):

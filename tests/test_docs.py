@@ -1,15 +1,264 @@
-"""The tables of methods in the documents are those of the registry."""
+"""What README.md and docs/ say: their tables, their commands and their programs."""
 
 from __future__ import annotations
 
+import argparse
+import ctypes
+import glob
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import click
 import pytest
 
+import jetdraft
+from jetdraft.cli import main
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import MethodOptions
+from jetdraft.testing import toy_bundle
+from tests.cli.running import jetdraft as run_jetdraft
+from tests.cli.test_help import COMMANDS
+from tests.documents import (
+    DOCUMENTS,
+    PYTHON,
+    ROOT,
+    SHELL,
+    blocks,
+    commands,
+    phrases,
+    words_of,
+)
+from tests.server.serving import started
 
-ROOT = Path(__file__).parents[1]
+ONLY_PARSED = {
+    "jetdraft export": "takes minutes and torch; tests/export, scripts/demo",
+    "jetdraft recipes": "exports a checkpoint several times; tests/cli/test_recipes.py",
+    "jetdraft train streams": "takes a quarter of an hour; tests/train",
+    "jetdraft generate bundles/streams": "needs a trained bundle; tests/runtime",
+    "jetdraft doctor": "ends with 2 on a machine with faults; tests/devices",
+    "jetdraft check bundle --for": "ends with 2, the toy is in float; tests/devices",
+    "jetdraft serve": "does not end; test_a_client_asks_the_server starts it",
+    "python benchmarks/": "takes minutes alone on a machine; tests/benchmarks",
+    "python examples/real/fetch.py": "downloads gigabytes; tests/test_fetch.py",
+}
+"""How commands begin that are held against the real parser but not run, and why."""
+
+OF_THE_SHELL = {"python3 -m venv", "source"}
+"""What no program of ours reads. `pip` and `scripts/` have tests of their own below."""
+
+NO_COMMAND = {
+    "docs/architecture.md": ["cli/generate.py ", "row = root", "[project.entry-points"],
+    "docs/devices.md": ["ms(width) = ", "bandwidth 0.818"],
+    "docs/quantization.md": ["target: int8-rtn-b64"],
+    "docs/streaming.md": ["rows      the root", '{"prompt": '],
+}
+"""How blocks begin that show a picture, a formula, a file or an output."""
+
+PEERS = ["xllamacpp"]
+"""Packages that a benchmark compares with; its options need none of them."""
+
+OTHER_OPTIONS = {"--extra-index-url": "pip", "--text": "benchmarks/human_eval.py"}
+"""Options in sentences that belong to other programs."""
+
+ROBOT = {"type": "object", "properties": {"go": {"type": "boolean"}}}
+NAMES = {"jetdraft": jetdraft, "schema": ROBOT, "lark": 'start: "left" | "right"'}
+"""What the programs of the documents take for granted, beside `model`."""
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """A reader's folder: the repository's examples, and bundles of the toy pair."""
+    folder = tmp_path_factory.mktemp("reader")
+    for name in ("examples", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "TARGET").symlink_to(ROOT / "examples/pycode/target")
+    (folder / "DRAFTER").symlink_to(ROOT / "examples/pycode/drafter")
+    # docs/devices.md plans a model of another name: any config will do.
+    (folder / "Qwen3-1.7B").symlink_to(ROOT / "examples/pycode/target")
+    (folder / "bundles").mkdir()
+    toy_bundle(folder / "bundles/pycode")
+    toy_bundle(folder / "bundle")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(reader):
+    with jetdraft.load(reader / "bundles/pycode", threads=1) as model:
+        yield model
+
+
+def parse(words):
+    """Let the command line read the words of a command, and do nothing."""
+    command, rest = main, list(words)
+    while isinstance(command, click.Group):
+        name = rest.pop(0)
+        command = command.get_command(click.Context(command), name)
+        assert command, f"no command {name!r}"
+    command.make_context(command.name, rest)
+
+
+class ParsedError(Exception):
+    """Ends a program when its words were read."""
+
+
+def parse_script(file, words, monkeypatch):
+    """Let a program of the repository read its words, and do nothing."""
+    name = f"documented_{Path(file).stem}"
+    spec = importlib.util.spec_from_file_location(name, ROOT / file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    for peer in PEERS:
+        monkeypatch.setitem(sys.modules, peer, MagicMock())
+    monkeypatch.setattr(ctypes, "CDLL", MagicMock())  # a peer's library
+    spec.loader.exec_module(module)
+    if isinstance(module.main, click.Command):
+        # The files of a command that is not run need not be here.
+        monkeypatch.setattr(click.Path, "convert", lambda self, value, *rest: value)
+        module.main.make_context(name, list(words))
+        return
+    if not hasattr(module, "argparse"):
+        assert not words, f"{file} takes no arguments"
+        return
+    read = argparse.ArgumentParser.parse_args
+
+    def stop(parser):
+        read(parser, list(words))
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    with pytest.raises(ParsedError):
+        module.main()
+
+
+def run(words):
+    """Run a command in this folder; it must succeed and say something."""
+    expanded = [name for word in words for name in glob.glob(word) or [word]]
+    if expanded[0] == "jetdraft":
+        result = run_jetdraft(*expanded[1:])
+        assert result.exit_code == 0, result.output
+        assert result.output.strip()
+        return
+    done = subprocess.run(
+        [sys.executable, *expanded[1:]], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def starts(words, beginnings):
+    line = " ".join(words)
+    return any(line.startswith(beginning) for beginning in beginnings)
+
+
+def check_scripts(words):
+    """A script of the repository, or an extra that pip installs, is there."""
+    if words[0] == "pip":
+        [wanted] = re.findall(r"\[(.*)\]", words[-1])
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        assert {*wanted.split(",")} <= {*project["optional-dependencies"]}
+        assert words[1:-1] == ["install"]
+        return True
+    if words[0].startswith("scripts/"):
+        assert os.access(ROOT / words[0], os.X_OK)
+        return True
+    return starts(words, OF_THE_SHELL)
+
+
+def test_every_block_is_a_command_a_program_or_known():
+    others = [
+        (block.place, block.text.partition("\n")[0])
+        for document in DOCUMENTS
+        for block in blocks(document)
+        if block.language not in {SHELL, PYTHON}
+        and not starts([block.text], NO_COMMAND.get(document, ()))
+    ]
+    assert not others
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_do_what_they_say(document, reader, monkeypatch):
+    """In their order, since some read what others wrote."""
+    monkeypatch.chdir(reader)
+    for place, words in commands(document):
+        try:
+            if check_scripts(words):
+                continue
+            if not starts(words, ONLY_PARSED):
+                run(words)
+            elif words[0] == "jetdraft":
+                parse(words[1:])
+            else:
+                parse_script(words[1], words[2:], monkeypatch)
+        except BaseException as error:
+            error.add_note(f"{place}: {' '.join(words)}")
+            raise
+
+
+def test_each_reason_has_a_command():
+    lines = [words for document in DOCUMENTS for _, words in commands(document)]
+    for beginning in [*ONLY_PARSED, *OF_THE_SHELL]:
+        assert any(starts(words, [beginning]) for words in lines), beginning
+
+
+def option_names(command):
+    params = command.params
+    return {name for one in params for name in (*one.opts, *one.secondary_opts)}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_options_in_sentences_exist(document):
+    known = {name for verb in COMMANDS.values() for name in option_names(verb)}
+    for phrase in phrases(document):
+        of_verb = known | {*OTHER_OPTIONS}
+        if verb := re.match(r"jetdraft (train \w+|store \w+|[a-z]+)", phrase):
+            if verb[1] in ("train X", "store"):
+                continue
+            assert verb[1] in COMMANDS, phrase
+            of_verb = option_names(COMMANDS[verb[1]])
+        elif not phrase.startswith("--"):
+            continue
+        assert {w for w in phrase.split() if w.startswith("--")} <= of_verb, phrase
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_benchmarks_in_sentences_exist(document, monkeypatch):
+    for phrase in phrases(document):
+        if phrase.startswith("python "):
+            _, file, *words = words_of(phrase)
+            parse_script(file, words, monkeypatch)
+
+
+PROGRAMS = {
+    block.place: block
+    for document in DOCUMENTS
+    for block in blocks(document)
+    if block.language == PYTHON
+}
+CLIENT = next(place for place in PROGRAMS if place.startswith("docs/server.md"))
+
+
+@pytest.mark.parametrize("place", [place for place in PROGRAMS if place != CLIENT])
+def test_programs_run(place, reader, model, monkeypatch):
+    monkeypatch.chdir(reader)
+    names = {**NAMES, "model": model}
+    exec(compile(PROGRAMS[place].text, place, "exec"), names)
+    assert names.keys() > {*NAMES, "model"} or "model.generate" in PROGRAMS[place].text
+
+
+def test_a_client_asks_the_server(reader, monkeypatch):
+    monkeypatch.chdir(reader)
+    [words] = [words for _, words in commands("docs/server.md") if "serve" in words]
+    with started(*words[2:]) as (_, address):
+        text = PROGRAMS[CLIENT].text.replace("http://127.0.0.1:8080", address)
+        assert address in text
+        names = {}
+        exec(compile(f"{text}\nclient.close()", CLIENT, "exec"), names)
+    assert names["client"].is_closed()
 
 
 def table(file: str) -> dict[str, list[str]]:

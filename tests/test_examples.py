@@ -22,10 +22,11 @@ import pytest
 
 import jetdraft
 from jetdraft.runtime.sampling.chooser import Chooser
+from jetdraft.server.http_server import END_SECONDS
 from jetdraft.testing import toy_bundle
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-UNIT = EXAMPLES / "service" / "jetdraft.service"
+UNIT = EXAMPLES.parent / "deploy" / "jetson" / "jetdraft.service"
 KEY = "a-key-of-this-test"
 
 
@@ -258,7 +259,9 @@ def test_the_unit_gives_texts_time_to_end_and_keeps_to_loopback():
     [command], [stop], [environment] = map(
         unit, ("ExecStart", "TimeoutStopSec", "EnvironmentFile")
     )
-    assert int(stop) > int(re.search(r"--drain (\d+)", command)[1])
+    assert int(stop) > int(re.search(r"--drain (\d+)", command)[1]) + END_SECONDS
+    assert unit("Type") == ["notify"]
+    assert int(unit("WatchdogSec")[0]) >= 30  # a pass over a long prompt takes its time
     assert "--host 127.0.0.1 " in command
     assert "--api-key" not in command  # anyone can read a command line
     assert not environment.startswith("-")

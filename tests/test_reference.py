@@ -1,7 +1,8 @@
-"""What scripts/reference writes."""
+"""The reference of the Python API that scripts/site writes."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from pdoc.doc import Class, Function, Module
 import jetdraft
 from jetdraft.export import request
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "reference"
-COMMAND = SCRIPT.read_text().replace("\\\n", "").partition('"$output"')[2]
+SCRIPT = Path(__file__).parents[1] / "scripts" / "site"
+[COMMAND] = re.findall(
+    r"pdoc --output-directory \S+ (.+)", SCRIPT.read_text().replace("\\\n", "")
+)
 MODULES = shlex.split(COMMAND)
 EXPORT = "export"
 """The one public name that is a package too, with a page of its own."""

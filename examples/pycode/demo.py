@@ -6,6 +6,7 @@ python examples/pycode/demo.py bundles/pycode
 from __future__ import annotations
 
 import statistics
+import sys
 from typing import Any
 
 import click
@@ -39,7 +40,10 @@ def decode(model: jetdraft.Model, **options: Any) -> tuple[jetdraft.Result, floa
 @click.command()
 @click.argument("bundle")
 def main(bundle: str) -> None:
-    """Compare plain and speculative decoding of one prompt over BUNDLE."""
+    """Compare plain and speculative decoding of one prompt over BUNDLE.
+
+    Exits with 1 if an exact way gives another text.
+    """
     model = jetdraft.load(bundle)
     ways: dict[str, dict[str, Any]] = {
         "plain (width 1, not exact)": {"method": "none", "exact": False},
@@ -65,6 +69,9 @@ def main(bundle: str) -> None:
         "the drafter\ngains little or loses here; README.md has the figures with a "
         "target of 400 M."
     )
+    exact = [results[name][0] for name, way in ways.items() if way.get("exact", True)]
+    if any(result.token_ids != plain.token_ids for result in exact):
+        sys.exit("error: the texts differ")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ def unpack(file: Path, output: Path) -> None:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": contents.chat_template,
+        **contents.special_tokens,
     }
     (output / "tokenizer_config.json").write_text(json.dumps(settings))
 

@@ -43,7 +43,7 @@ class Checkpoint:
 
     `tokenizer` is the text of a tokenizer.json and `chat_template` a Jinja text; both
     are None for a checkpoint without them. `generation` has sampling defaults, see
-    `read_defaults`.
+    `read_defaults`, and `special_tokens` the tokenizer's, see `Bundle`.
 
         checkpoint = Checkpoint.load("examples/pycode/target", torch.float32)
     """
@@ -56,6 +56,7 @@ class Checkpoint:
     packed: PackedWeights | None = None
     streams: StreamSettings | None = None
     generation: dict[str, float] = field(default_factory=dict)
+    special_tokens: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, source: str, dtype: torch.dtype) -> Checkpoint:
@@ -77,11 +78,12 @@ class Checkpoint:
             source=source,
             model=model,
             tokenizer=tokenizer and tokenizer.backend_tokenizer.to_str(),
-            chat_template=getattr(tokenizer, "chat_template", None),
+            chat_template=_chat_template(tokenizer),
             eos_token_ids=_eos_token_ids(model),
             packed=packed and replace(packed, floats={}),
             streams=read_settings(checkpoint_folder(source)),
             generation=generation,
+            special_tokens=tokenizer.special_tokens_map if tokenizer else {},
         )
 
     @classmethod
@@ -100,6 +102,7 @@ class Checkpoint:
             eos_token_ids=_eos_token_ids(model),
             # Without integers it is a checkpoint of floats like any other.
             packed=replace(packed, floats={}) if packed.blocks else None,
+            special_tokens=contents.special_tokens,
         )
 
     @property
@@ -358,6 +361,19 @@ def _load_tokenizer(source: str) -> Any:
             f"the tokenizer of {source} has no tokenizer.json form; convert it first"
         )
     return tokenizer
+
+
+def _chat_template(tokenizer: Any) -> str | None:
+    """The chat template; of several, the default and beside it that for tools."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not isinstance(template, dict):
+        return template
+    default, tools = template.get("default"), template.get("tool_use")
+    if default is None or tools is None:
+        return default
+    # Jinja drops the newline after a tag, and one at the end of a template.
+    tools, default = (text.removesuffix("\n") for text in (tools, default))
+    return f"{{% if tools is not none %}}{tools}{{% else %}}{default}{{% endif %}}"
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:

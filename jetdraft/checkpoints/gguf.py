@@ -25,7 +25,11 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
-from jetdraft.checkpoints.gguf_tokenizer import ends_of_text, read_tokenizer
+from jetdraft.checkpoints.gguf_tokenizer import (
+    ends_of_text,
+    read_tokenizer,
+    special_tokens,
+)
 from jetdraft.checkpoints.gguf_types import TYPES
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.errors import CheckpointError, JetdraftError, UnsupportedModelError
@@ -61,6 +65,7 @@ class GgufContents:
     dtype: torch.dtype
     tokenizer: str | None
     chat_template: str | None
+    special_tokens: dict[str, str]
 
 
 def is_gguf(source: str) -> bool:
@@ -81,6 +86,7 @@ def read_gguf(source: str) -> GgufContents:
             dtype=file.dtype(),
             tokenizer=file.tokenizer(),
             chat_template=template if isinstance(template, str) else None,
+            special_tokens=special_tokens(file.field),
         )
 
 

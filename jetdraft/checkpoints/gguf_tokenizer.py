@@ -56,6 +56,13 @@ _ENDS = (
 )
 """Tokens that end a turn or a text in the chat templates of known models."""
 
+_NAMES = {
+    **{"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown"},
+    **{"sep_token": "seperator", "pad_token": "padding"},  # spelled so in GGUF
+    **{"cls_token": "cls", "mask_token": "mask"},
+}
+"""The special tokens of transformers, and their names in a file."""
+
 Field = Callable[[str], Any]
 """The value of a field by its name; None for a field that the file lacks."""
 
@@ -114,6 +121,19 @@ def ends_of_text(field: Field) -> list[int]:
         if token in _ENDS and number in (_CONTROL, _USER_DEFINED):
             ids.append(i)
     return list(dict.fromkeys(int(i) for i in ids if i is not None))
+
+
+def special_tokens(field: Field) -> dict[str, str]:
+    """The texts of the special tokens that a file names, by transformers' names."""
+    tokens = field("tokenizer.ggml.tokens") or []
+    ids = {
+        name: field(f"tokenizer.ggml.{own}_token_id") for name, own in _NAMES.items()
+    }
+    return {
+        name: tokens[i]
+        for name, i in ids.items()
+        if i is not None and 0 <= i < len(tokens)
+    }
 
 
 def _byte_level(source: str, ids: Mapping[str, int], field: Field) -> Tokenizer:

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import click
 
-from jetdraft import __version__
 from jetdraft.errors import JetdraftError
 from jetdraft.terminal.command import LazyGroup
 
@@ -87,7 +86,23 @@ def _fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
+def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        # onnxruntime takes a quarter of a second, which no other verb should pay.
+        from jetdraft.terminal.version import version_text
+
+        click.echo(version_text())
+        ctx.exit()
+
+
 @click.group(cls=Verbs)
-@click.version_option(__version__, prog_name="jetdraft")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Print the versions of jetdraft and onnxruntime, and the providers.",
+)
 def main() -> None:
     """Decode several tokens per pass on small devices, with the same text."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
@@ -38,9 +40,14 @@ from jetdraft.terminal.flags import (
 )
 @option(
     "server",
+    "--uds",
+    type=click.Path(path_type=Path),
+    help="A socket in the file system, beside the port, for this user's programs.",
+)
+@option(
+    "server",
     "--api-key",
     envvar="JETDRAFT_API_KEY",
-    default="",
     help="The key that clients must send; required unless --host is loopback.",
 )
 @option(
@@ -102,7 +109,8 @@ def command(
     bundle: Path,
     host: str,
     port: int,
-    api_key: str,
+    uds: Path | None,
+    api_key: str | None,
     name: str | None,
     models: int,
     max_new_tokens: int,
@@ -116,9 +124,15 @@ def command(
     runtime: LoadOptions,
 ) -> None:
     """Answer requests for BUNDLE's model over HTTP until SIGTERM or Ctrl-C."""
-    server = extra_module("jetdraft.server.listener", "serving", "serve")
     app = extra_module("jetdraft.server.app", "serving", "serve")
-    if not app.is_loopback(host) and not api_key:
+    admission = extra_module("jetdraft.server.admission", "serving", "serve")
+    sockets = extra_module("jetdraft.server.listener", "serving", "serve")
+    server = extra_module("jetdraft.server.http_server", "serving", "serve")
+    # click takes an empty variable for none, but who set it meant to have a key.
+    key = os.environ.get("JETDRAFT_API_KEY") if api_key is None else api_key
+    if key is not None:
+        admission.check_key(key)
+    elif not admission.is_loopback(host):
         raise OptionError(
             f"anyone could use a server on {host}; give --api-key, or set "
             "JETDRAFT_API_KEY"
@@ -126,9 +140,14 @@ def command(
     limits = app.Limits(
         max_body_bytes, max_new_tokens, max_waiting, max_wait, max_seconds
     )
-    with server.listening(host, port) as listener:
+    with ExitStack() as listeners:
+        listener = listeners.enter_context(sockets.listening(host, port))
+        own = (
+            [] if uds is None else [listeners.enter_context(sockets.listening_at(uds))]
+        )
         runtime["store"] = store
         pool = Pool(bundle, models, method, **runtime)
-        service = app.Service(pool, name or bundle.resolve().name, limits, api_key)
-        click.echo(f"{service.name} answers at {server.url(listener)}", err=True)
-        server.run(service, listener, host, drain)
+        service = app.Service(pool, name or bundle.resolve().name, limits, key or "")
+        places = [sockets.url(listener), *([] if uds is None else [str(uds)])]
+        click.echo(f"{service.name} answers at {' and '.join(places)}", err=True)
+        server.run(service, [listener, *own], host, drain)

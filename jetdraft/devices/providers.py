@@ -199,6 +199,27 @@ def _obstacle(provider: Provider, graphs: list[tuple[str, str]]) -> str:
     return state.reason and f"{state.reason}; {AT_HAND}"
 
 
+def installed() -> list[str]:
+    """The names of the providers that are installed, the fastest first.
+
+    Nothing is run, so a provider may be here that lacks a library or a GPU: see
+    `presence`. Raises `ProviderError` if onnxruntime is missing.
+
+        installed()    # ["webgpu", "cpu"]
+    """
+    return [name for name in PROVIDERS if not _absence(name)]
+
+
+def _absence(name: str) -> str:
+    """Why a provider is not installed; empty if it is."""
+    if name == "webgpu":
+        return webgpu.MISSING if find_spec(webgpu.PLUGIN) is None else ""
+    full = PROVIDERS[name].full
+    if full in ort.get_available_providers():
+        return ""
+    return f"this onnxruntime was built without {full}"
+
+
 @dataclass(frozen=True)
 class Presence:
     """Whether a provider is compiled in and runs; `reason` says why not, in a line.
@@ -221,14 +242,9 @@ def presence(name: str) -> Presence:
 
     presence("cuda").reason
     """
+    if reason := _absence(name):
+        return Presence(name, False, False, reason)
     full = PROVIDERS[name].full
-    if name == "webgpu":
-        if find_spec(webgpu.PLUGIN) is None:
-            return Presence(name, False, False, webgpu.MISSING)
-    elif full not in ort.get_available_providers():
-        return Presence(
-            name, False, False, f"this onnxruntime was built without {full}"
-        )
     command = [sys.executable, "-m", "jetdraft.devices.trial", full]
     try:
         done = subprocess.run(

@@ -80,6 +80,7 @@ def export(
             flavour=options.flavour_made,
             drafter_provider=options.drafter_provider,
             generation=checkpoints[TARGET].generation,
+            special_tokens=checkpoints[TARGET].special_tokens,
             tools=_versions(),
         )
         _write_texts(folder, checkpoints[TARGET])

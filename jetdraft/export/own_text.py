@@ -64,7 +64,7 @@ def _prompts(checkpoint: Checkpoint) -> list[list[int]]:
     if checkpoint.tokenizer is None:
         return [[row % checkpoint.vocab_size] for row in range(len(QUESTIONS))]
     encoder = Tokenizer.from_str(checkpoint.tokenizer)
-    texts = _chats(checkpoint, encoder)
+    texts = _chats(checkpoint)
     special = texts is None  # a template names them itself
     prompts = [
         encoder.encode(t, add_special_tokens=special) for t in texts or QUESTIONS
@@ -72,19 +72,12 @@ def _prompts(checkpoint: Checkpoint) -> list[list[int]]:
     return [prompt.ids or [0] for prompt in prompts]
 
 
-def _chats(checkpoint: Checkpoint, encoder: Tokenizer) -> list[str] | None:
+def _chats(checkpoint: Checkpoint) -> list[str] | None:
     """The questions in the chat template; None where it takes no lone message."""
     if checkpoint.chat_template is None:
         return None
-    beginning = encoder.encode("").ids
-    ids = {"bos_token": beginning, "eos_token": checkpoint.eos_token_ids}
-    tokens = {
-        name: encoder.id_to_token(first) or ""
-        for name, some in ids.items()
-        for first in some[:1]
-    }
     try:
-        template = ChatTemplate(checkpoint.chat_template, tokens)
+        template = ChatTemplate(checkpoint.chat_template, checkpoint.special_tokens)
         return [template.render([user(question)]) for question in QUESTIONS]
     except OptionError:
         return None

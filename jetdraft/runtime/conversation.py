@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.files import write_text
@@ -13,6 +14,7 @@ from jetdraft.runtime.model import Model
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.text.template import Message, check_messages, user
+from jetdraft.runtime.text.tools import ToolCall, Tools
 from jetdraft.runtime.text_stream import Stream
 
 KEPT = 0.75
@@ -25,7 +27,8 @@ class Conversation:
 
     The keyword arguments are those of `Model.generate`. Where the turns would exceed
     the buffers, `drop_oldest` drops whole turns, oldest first; without it `OptionError`
-    is raised.
+    is raised. The model may call `tools`: then a piece may be part of a call, `calls`
+    holds the calls of the last reply, and `answer` gives their results.
 
         talk = Conversation(model, system="Be brief.", max_new_tokens=64)
         for piece in talk.say("Hello"):
@@ -37,10 +40,12 @@ class Conversation:
         model: Model,
         system: str | None = None,
         drop_oldest: bool = False,
+        tools: Tools | None = None,
         **options: Unpack[GenerateOptions],
     ) -> None:
         self.model = model
         self.drop_oldest = drop_oldest
+        self.tools = None if tools is None else model.fitted(tools)
         self.options = options
         self._opening = [{"role": "system", "content": system}] if system else []
         self.messages: list[Message] = list(self._opening)
@@ -57,10 +62,40 @@ class Conversation:
             raise OptionError(
                 f"{text!r} is not a text; give what the user says", "prompt"
             )
-        messages = [*self.messages, user(text)]
+        return self._next([user(text)], options)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The calls in the last reply."""
+        return [] if self.last is None else self.last.calls
+
+    def answer(
+        self, *results: object, **options: Unpack[GenerateOptions]
+    ) -> Iterator[Piece]:
+        """Give the results of all `calls`, in order, and the reply to them like `say`.
+
+        A result is a text or what JSON can hold.
+
+        for piece in talk.answer({"battery": 80}):
+            print(piece.text, end="")
+        """
+        if len(results) != len(self.calls) or not results:
+            raise OptionError(
+                f"the last reply has {len(self.calls)} calls, not {len(results)}; give "
+                "a result for each",
+                "results",
+            )
+        pairs = zip(self.calls, results, strict=True)
+        return self._next([_result(call, result) for call, result in pairs], options)
+
+    def _next(self, added: list[Message], options: GenerateOptions) -> Iterator[Piece]:
+        """The reply after some more messages."""
         fields: GenerateOptions = {**self.options, **options}
-        messages, prompt = self._fitting(messages, fields)
-        self._stream = self.model.stream(token_ids=prompt, **fields)
+        messages, ids = self._fitting([*self.messages, *added], fields)
+        if self.tools is None:
+            self._stream = self.model.stream(token_ids=ids, **fields)
+        else:
+            self._stream = self.model.stream_calls(self.tools, ids, **fields)
         return self._reply(messages, self._stream)
 
     def _reply(self, messages: list[Message], stream: Stream) -> Iterator[Piece]:
@@ -78,7 +113,13 @@ class Conversation:
         """End a reply, and keep the part that was given."""
         stream.close()
         self.last = stream.result()
-        reply = {"role": "assistant", "content": self.last.text}
+        reply: Message = {"role": "assistant", "content": self.last.text}
+        if self.tools is not None and (calls := self.tools.calls(self.last.text)):
+            self.last = replace(self.last, calls=calls)
+            reply["content"] = self.last.text[
+                : self.tools.shown(self.last.text)
+            ].strip()
+            reply["tool_calls"] = [call.for_template() for call in calls]
         self.messages = [*messages, reply]
         self._stream = None
 
@@ -114,9 +155,10 @@ class Conversation:
         capacity = self.model.bundle.target.contract.capacity
         reply_tokens = Options.of(**options).ending.max_new_tokens
         first = len(self._opening)
+        variables = {} if self.tools is None else {"tools": self.tools.functions}
         room = capacity
         while True:
-            prompt = self.model.chat_prompt(messages)
+            prompt = self.model.chat_prompt(messages, **variables)
             tokens = len(prompt) + (reply_tokens if self.drop_oldest else 0)
             turns = [
                 i for i, m in enumerate(messages[first:], first) if m["role"] == "user"
@@ -133,3 +175,14 @@ class Conversation:
                 )
             messages = messages[:first] + messages[turns[1] :]
             room = int(KEPT * capacity)
+
+
+def _result(call: ToolCall, result: object) -> Message:
+    """A message with the result of a call."""
+    try:
+        text: Any = result if isinstance(result, str) else json.dumps(result)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(
+            f"the result of {call.name!r} is not JSON ({error}); give a text", "results"
+        ) from error
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack, cast
 
@@ -21,7 +22,7 @@ from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.planning.registry import AUTO
 from jetdraft.runtime.proposers.parts import LoadOptions, Parts
-from jetdraft.runtime.text.constraint import Vocabulary
+from jetdraft.runtime.text.constraint import Constraint, Vocabulary
 from jetdraft.runtime.text.prompt import check_ids
 from jetdraft.runtime.text.template import (
     ChatTemplate,
@@ -29,6 +30,7 @@ from jetdraft.runtime.text.template import (
     check_messages,
     read_template,
 )
+from jetdraft.runtime.text.tools import BEGIN, Tools
 from jetdraft.runtime.text_stream import Stream
 
 
@@ -116,13 +118,8 @@ class Model:
     def template(self) -> ChatTemplate:
         """The checkpoint's chat template; raises `OptionError` if it is missing."""
         if self._template is None:
-            ends, text = self.bundle.eos_token_ids, self.parts.text
             self._template = ChatTemplate(
-                read_template(self.bundle.chat_template),
-                {
-                    "bos_token": text.bos_token,
-                    "eos_token": text.token(ends[0]) if ends else "",
-                },
+                read_template(self.bundle.chat_template), self.bundle.special_tokens
             )
         return self._template
 
@@ -185,18 +182,53 @@ class Model:
         messages: Sequence[Message],
         options: Options | None = None,
         *,
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Tools | None = None,
         **fields: Unpack[GenerateOptions],
     ) -> Result:
         """The assistant's next message; see `Conversation` for several turns.
 
-        The template shows `tools`, in OpenAI's form, to the model.
+        It may call `tools`; the result's `calls` are its calls.
 
         model.chat([{"role": "user", "content": "Hello"}], max_new_tokens=32).text
         """
-        variables = {"tools": list(tools)} if tools else {}
-        ids = self.chat_prompt(messages, **variables)
-        return self.generate(None, options, token_ids=ids, **fields)
+        if tools is None:
+            ids = self.chat_prompt(messages)
+            return self.generate(None, options, token_ids=ids, **fields)
+        tools = self.fitted(tools)
+        ids = self.chat_prompt(messages, tools=tools.functions)
+        result = self.stream_calls(tools, ids, options, **fields).result()
+        return replace(result, calls=tools.calls(result.text))
+
+    def fitted(self, tools: Tools) -> Tools:
+        """The tools, whose calls are marked where the chat template marks calls.
+
+        model.fitted(tools).calls(text)
+        """
+        return replace(tools, marked=BEGIN in self.template.source)
+
+    def stream_calls(
+        self,
+        tools: Tools,
+        token_ids: Sequence[int] | Int64s,
+        options: Options | None = None,
+        **fields: Unpack[GenerateOptions],
+    ) -> Stream:
+        """`stream` of a text that may call tools, which must be `fitted`.
+
+        ids = model.chat_prompt(messages, tools=tools.functions)
+        model.stream_calls(model.fitted(tools), ids)
+        """
+        grammar = Constraint("grammar", tools.grammar())
+        if options is not None:
+            options = replace(options, constraint=grammar)
+        else:
+            fields["grammar"] = grammar.source
+        try:
+            return self.stream(None, options, token_ids=token_ids, **fields)
+        except OptionError as error:
+            if error.field == "grammar":
+                tools.check(self.vocabulary)  # names the tool
+            raise
 
     def chat_prompt(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """The ids of messages in the checkpoint's template, which reads `variables`.

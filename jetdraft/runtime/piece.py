@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.sampling.logprobs import Logprob
+from jetdraft.runtime.text.tools import ToolCall
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Result:
     `from_draft` says of each token whether it had been drafted. `finish_reason` is
     "stop" (end of text or a stop string), "length", "cancelled", "deadline" or
     "interrupted". If a stop string ended the text, the last token completed the string.
+    `calls` are the calls in the text, where `Model.chat` had tools.
 
         model.generate("def fib(n):").text
     """
@@ -40,6 +42,7 @@ class Result:
     stats: Stats
     from_draft: list[bool]
     logprobs: list[Logprob] | None = None
+    calls: list[ToolCall] = field(default_factory=list)
 
     @classmethod
     def of(cls, pieces: list[Piece], stats: Stats, with_logprobs: bool) -> Result:

@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import ipaddress
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from jetdraft.errors import JetdraftError, OptionError
-from jetdraft.runtime.piece import Result
 from jetdraft.runtime.pool import Pool
+from jetdraft.runtime.text.tools import BEGIN
+from jetdraft.server.admission import Admission
 from jetdraft.server.desk import Desk, Job
+from jetdraft.server.events import Events, unless_gone
 from jetdraft.server.generation_request import GenerationRequest, RequestError
 from jetdraft.server.metrics import Metrics
+from jetdraft.server.refusal import refusal
 from jetdraft.server.reply import Reply
-from jetdraft.server.tools import BEGIN
-
-T = TypeVar("T")
+from jetdraft.untrusted.json_text import JsonError, read_json
 
 RECEIVE_SECONDS = 30.0
 """The most seconds that a body may take to arrive."""
 
-COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics")
-KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+CHAT = "/v1/chat/completions"
+COUNTED = ("/v1/completions", CHAT, "/v1/models", "/metrics")
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,10 @@ class Service:
         self, pool: Pool, name: str, limits: Limits = Limits(), api_key: str = ""
     ) -> None:
         self.pool, self.name, self.limits = pool, name, limits
-        self._key, self._local = api_key.encode(), True
+        self._key, self._admission = api_key, Admission(api_key)
         self.desk = Desk(pool.models, limits.waiting, limits.wait_seconds)
         self.metrics = Metrics(self.desk)
+        self._keeps = pool.models[0].parts.store is not None
         template = pool.models[0].bundle.chat_template
         # Reading the template here refuses a broken one before the first request.
         self._defaults = pool.models[0].defaults
@@ -76,8 +75,7 @@ class Service:
 
     def app(self, host: str = "127.0.0.1") -> Starlette:
         """Return the ASGI application for a server that listens on `host`."""
-        # Without a key only local names may reach the server; see `_admit`.
-        self._local = is_loopback(host) and not self._key
+        self._admission = Admission(self._key, host)
         return Starlette(
             routes=[
                 Route("/", self._page),
@@ -86,7 +84,7 @@ class Service:
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
                 Route("/v1/completions", self._completions, methods=["POST"]),
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route(CHAT, self._chat, methods=["POST"]),
             ],
             exception_handlers={
                 JetdraftError: self._refuse,
@@ -102,24 +100,24 @@ class Service:
         self.desk.threads.shutdown(wait=False)
 
     async def _page(self, request: Request) -> Response:
-        self._admit(request, keyed=False)
+        self._admission.check(request, keyed=False)
         return HTMLResponse(files("jetdraft.server").joinpath("page.html").read_text())
 
     async def _health(self, request: Request) -> Response:
-        self._admit(request, keyed=False)
+        self._admission.check(request, keyed=False)
         state = {"generating": self.desk.generating, "waiting": self.desk.waiting}
         return JSONResponse({"status": "ok", **state})
 
     async def _metrics(self, request: Request) -> Response:
-        self._admit(request)
+        self._admission.check(request)
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: Request) -> Response:
-        self._admit(request)
+        self._admission.check(request)
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def _model(self, request: Request) -> Response:
-        self._admit(request)
+        self._admission.check(request)
         self._check_name(request.path_params["name"])
         return JSONResponse(self._card())
 
@@ -141,7 +139,7 @@ class Service:
         return await self._answer(request, chat=True)
 
     async def _answer(self, request: Request, chat: bool) -> ASGIApp:
-        self._admit(request)
+        self._admission.check(request)
         body = await self._body(request)
         self._check_name(body.get("model", self.name))
         wanted = GenerationRequest.of(
@@ -150,23 +148,23 @@ class Service:
         seconds = wanted.options.get("max_seconds", self.limits.seconds)
         wanted.options["max_seconds"] = min(seconds, self.limits.seconds)
         reply = Reply(wanted, self.name, self.pool.models[0].parts.text)
-        job = Job(self.desk, wanted, self._client(request, wanted.user))
+        client = request.client.host if request.client else ""
+        if self._keeps:
+            wanted.options["drafting"] = {"user": client}  # nobody else's responses
+        job = Job(self.desk, wanted, client)
         if wanted.streamed:
-            first = await _unless_gone(request.receive, job, job.next())
+            first = await unless_gone(request.receive, job, job.next())
             return Events(job, reply, first, partial(self._count, request))
-        result = await _unless_gone(request.receive, job, job.result())
+        result = await unless_gone(request.receive, job, job.result())
         self._count(request, 200)
         return JSONResponse(reply.whole(result))
-
-    def _client(self, request: Request, user: str) -> str:
-        """Return the name under which a request waits for its turn."""
-        host = request.client.host if request.client else ""
-        return f"{host} {user}"
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """Return the JSON object in the body."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip()
-        if kind != "application/json":  # a foreign page cannot send JSON unasked
+        if (
+            kind.lower() != "application/json"
+        ):  # a foreign page cannot send JSON unasked
             raise RequestError(
                 f"content type {kind!r} is not application/json", status=415
             )
@@ -178,8 +176,8 @@ class Service:
         except ClientDisconnect:
             raise RequestError("the client has gone", status=499) from None
         try:
-            body = json.loads(data)
-        except (ValueError, RecursionError) as error:
+            body = read_json(data, most_bytes=self.limits.body_bytes)
+        except JsonError as error:
             raise RequestError(f"the body is not JSON ({error})") from error
         if not isinstance(body, dict):
             raise RequestError("the body must be a JSON object")
@@ -196,150 +194,30 @@ class Service:
                 )
         return data
 
-    def _admit(self, request: Request, keyed: bool = True) -> None:
-        """Refuse a foreign host name and, where `keyed`, a missing or wrong key."""
-        name = request.url.hostname or ""
-        if self._local and not is_loopback(name):
-            # A foreign page can point a host name of its own to this address.
-            raise RequestError(f"{name!r} is not this server; ask for localhost")
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(key.strip().encode(), self._key)
-        if keyed and self._key and not (right and scheme.lower() == "bearer"):
-            raise RequestError(
-                "the API key is missing or wrong; send Authorization: Bearer KEY",
-                status=401,
-            )
-
     def _check_name(self, name: object) -> None:
         if name != self.name:
             raise RequestError(
-                f"there is no model {name!r}; ask for {self.name!r}", "model", 404
+                f"there is no model {name!r}; ask for {self.name!r}",
+                "model",
+                404,
+                "model_not_found",
             )
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
         status = error.status if isinstance(error, RequestError) else 400
         self._count(request, status)
-        return _error(error, status)
+        return refusal(error, status, request.url.path == CHAT)
 
     async def _refuse_http(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         self._count(request, error.status_code)
-        return _error(f"{request.url.path}: {error.detail}", error.status_code)
+        return refusal(f"{request.url.path}: {error.detail}", error.status_code)
 
     async def _fail(self, request: Request, error: Exception) -> Response:
         self._count(request, 500)
-        return _error("the server failed; its log says why", 500)
+        return refusal("the server failed; its log says why", 500)
 
     def _count(self, request: Request, status: int) -> None:
         path = request.url.path
         label = path if path in COUNTED else "other"  # clients can invent paths
         self.metrics.answered[label, status] += 1
-
-
-class Events:
-    """Server-sent events: a job's pieces as they come, until the client goes away.
-
-    `first` is the job's first piece or its result; `done` is called with the status at
-    the end.
-    """
-
-    def __init__(
-        self, job: Job, reply: Reply, first: Any, done: Callable[[int], None]
-    ) -> None:
-        self._job, self._reply, self._first, self._done = job, reply, first, done
-        self._status = 499
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, as an ASGI application."""
-        sending = asyncio.create_task(self._send(send))
-        gone = asyncio.create_task(_gone(receive))
-        try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._job.cancel()
-            gone.cancel()
-            sending.cancel()
-            sent, _ = await asyncio.gather(sending, gone, return_exceptions=True)
-            self._done(500 if isinstance(sent, Exception) else self._status)
-        if isinstance(sent, Exception):
-            raise sent
-
-    async def _send(self, send: Send) -> None:
-        headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-store"),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for line in self._lines():
-            await send(_part(line, more=True))
-        await send(_part("", more=False))
-
-    async def _lines(self) -> AsyncIterator[str]:
-        reply, piece = self._reply, self._first
-        for chunk in reply.first():
-            yield json.dumps(chunk)
-        try:
-            while not isinstance(piece, Result):
-                for chunk in reply.piece(piece):
-                    yield json.dumps(chunk)
-                piece = await self._job.next()
-            for chunk in reply.last(piece):
-                yield json.dumps(chunk)
-            self._status = 200
-        except JetdraftError as error:
-            self._status = 500
-            yield json.dumps(_error_fields(error, 500))
-        yield "[DONE]"
-
-
-def _part(line: str, more: bool) -> Message:
-    data = f"data: {line}\n\n".encode() if line else b""
-    return {"type": "http.response.body", "body": data, "more_body": more}
-
-
-async def _unless_gone(receive: Receive, job: Job, wanted: Awaitable[T]) -> T:
-    """Wait for `wanted` of a job; cancel the job if the client goes away."""
-    waiting = asyncio.ensure_future(wanted)
-    gone = asyncio.create_task(_gone(receive))
-    try:
-        await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
-            job.cancel()
-            raise RequestError("the client has gone", status=499)
-        return waiting.result()
-    except asyncio.CancelledError:
-        job.cancel()
-        raise
-    finally:
-        gone.cancel()
-        waiting.cancel()
-
-
-async def _gone(receive: Receive) -> None:
-    """Return when the client goes away."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _error(error: object, status: int) -> Response:
-    headers = {"Retry-After": "1"} if status in (429, 503) else {}
-    return JSONResponse(_error_fields(error, status), status, headers)
-
-
-def _error_fields(error: object, status: int) -> dict[str, Any]:
-    """Return an error in OpenAI's form."""
-    kind = KINDS.get(
-        status, "invalid_request_error" if status < 500 else "server_error"
-    )
-    param = getattr(error, "param", None) or getattr(error, "field", None) or None
-    return {
-        "error": {"message": str(error), "type": kind, "param": param, "code": None}
-    }
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

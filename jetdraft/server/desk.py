@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from math import inf
 
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
@@ -31,6 +33,7 @@ class Desk:
         self.total = Stats("", exact=True, prompt_tokens=0)
         self._free = list(models)
         self._waiting: dict[str, deque[asyncio.Future[Model]]] = {}
+        self.jobs: set[Job] = set()
 
     @property
     def waiting(self) -> int:
@@ -41,6 +44,17 @@ class Desk:
     def generating(self) -> int:
         """Return the number of models in use."""
         return len(self.models) - len(self._free)
+
+    @property
+    def overdue(self) -> float:
+        """Return for how many seconds a text goes on that should have ended."""
+        now = time.monotonic()
+        return max((now - job.due for job in self.jobs), default=0.0)
+
+    def end(self) -> None:
+        """End the running texts, and refuse the requests that wait."""
+        for job in list(self.jobs):
+            job.end()
 
     @asynccontextmanager
     async def take(self, client: str) -> AsyncIterator[Model]:
@@ -117,7 +131,10 @@ class Job:
     """The generation of one request, in a thread; it goes on while nobody reads it.
 
     `next` returns its pieces one by one and then its `Result`, or raises its error.
+    `due` is when the text must have ended, in seconds of `time.monotonic`.
     """
+
+    due = inf
 
     def __init__(self, desk: Desk, request: GenerationRequest, client: str) -> None:
         self._desk, self._request, self._client = desk, request, client
@@ -126,6 +143,8 @@ class Job:
         self._stream: Stream | None = None
         self._cancelled = self._running = False
         self._task = asyncio.create_task(self._run())
+        desk.jobs.add(self)
+        self._task.add_done_callback(lambda task: desk.jobs.discard(self))
 
     async def next(self) -> Piece | Result:
         """Wait for the next piece, or the result."""
@@ -143,16 +162,24 @@ class Job:
     def cancel(self) -> None:
         """Leave the queue, or end the generation at its next round."""
         self._cancelled = True
+        self.due = min(self.due, time.monotonic()) if self._running else inf
         if self._stream is not None:
             self._stream.cancel()
         elif not self._running:
             self._task.cancel()
+
+    def end(self) -> None:
+        """End the text, which is then the answer; refuse a request that waits."""
+        if not self._running:
+            self._events.put_nowait(RequestError("the server is ending", status=503))
+        self.cancel()
 
     async def _run(self) -> None:
         """Take a model and generate; an error becomes an event."""
         try:
             async with self._desk.take(self._client) as model:
                 self._running = True
+                self.due = time.monotonic() + self._request.seconds
                 await self._loop.run_in_executor(
                     self._desk.threads, self._generate, model
                 )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Self
 
-from jetdraft.errors import JetdraftError, OptionError
+from jetdraft.errors import JetdraftError, LengthError
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.text.template import Message, check_messages
+from jetdraft.runtime.text.tools import Tools
 from jetdraft.runtime.text_stream import Stream
-from jetdraft.server.tools import Tools
+from jetdraft.untrusted.json_text import JsonError, read_json
 
 Body = Mapping[str, Any]
 
@@ -27,29 +28,38 @@ STREAMED = "stream"
 """The field that asks for the answer in chunks."""
 
 READ = (
-    *("model", STREAMED, "stream_options", "include_drafted", "user", "logit_bias"),
+    *("model", STREAMED, "stream_options", "include_drafted", "logit_bias"),
     *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n"),
     *("prompt", "echo", "suffix", "best_of"),
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
 )
 IGNORED = (
     *("metadata", "store", "service_tier", "verbosity", "reasoning_effort"),
-    *("safety_identifier", "prompt_cache_key"),
+    *("safety_identifier", "prompt_cache_key", "user"),
 )
 """Fields of OpenAI that mean nothing on a device; they are accepted and unused."""
+
+MOST_STOPS, LONGEST_STOP = 16, 1000
+"""The most stop strings, and their most characters: each token is compared with all."""
+
+CHARACTERS_PER_TOKEN = 64
+"""A prompt with more characters for each token of the capacity is not even encoded."""
 
 MOST_SOURCE = 8000
 """The most characters of a grammar; the time to read it may grow with their cube."""
 
 
 class RequestError(JetdraftError):
-    """A bad request; `status` is the HTTP status, `param` the field at fault."""
+    """A bad request; `status` is the HTTP status, `param` the field at fault.
+
+    `code` is OpenAI's name for the error, if it has one.
+    """
 
     def __init__(
-        self, message: str, param: str | None = None, status: int = 400
+        self, message: str, param: str | None = None, status: int = 400, code: str = ""
     ) -> None:
         super().__init__(message)
-        self.param, self.status = param, status
+        self.param, self.status, self.code = param, status, code
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,6 @@ class GenerationRequest:
     streamed: bool
     usage: bool
     drafted: bool
-    user: str
 
     @classmethod
     def of(
@@ -110,11 +119,16 @@ class GenerationRequest:
             streamed=_flag(body, STREAMED),
             usage=isinstance(chunks, dict) and bool(chunks.get("include_usage")),
             drafted=_flag(body, "include_drafted"),
-            user=str(body.get("user", "")),
         )
+
+    @property
+    def seconds(self) -> float:
+        """Return the most seconds that the text may take."""
+        return float(self.options.get("max_seconds", inf))
 
     def stream(self, model: Model) -> Stream:
         """Start the generation."""
+        self._check_length(model.parts.target.contract.capacity)
         if isinstance(self.prompt, str):
             return model.stream(self.prompt, **self.options)
         if self.prompt is not None:
@@ -123,13 +137,27 @@ class GenerationRequest:
             ids = model.chat_prompt(self.messages)
             return model.stream(token_ids=ids, **self.options)
         ids = model.chat_prompt(self.messages, tools=self.tools.functions)
-        options = {**self.options, "grammar": self.tools.grammar()}
-        try:
-            return model.stream(token_ids=ids, **options)
-        except OptionError as error:
-            if error.field == "grammar":
-                self.tools.check(model.vocabulary)  # names the tool
-            raise
+        return model.stream_calls(self.tools, ids, **self.options)
+
+    def _check_length(self, capacity: int) -> None:
+        """Refuse a text that cannot fit, before the time that encoding it takes."""
+        functions = [] if self.tools is None else self.tools.functions
+        count = _characters([self.prompt, self.messages, functions])
+        most = CHARACTERS_PER_TOKEN * capacity
+        if count > most:
+            raise LengthError(
+                f"the prompt has {count} characters, at most {most} are read for a "
+                f"capacity of {capacity} tokens; shorten it"
+            )
+
+
+def _characters(value: object) -> int:
+    """Return the number of characters in the texts of a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(_characters(key) + _characters(item) for key, item in value.items())
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
 def _tools(body: Body, options: dict[str, Any], marked: bool) -> Tools | None:
@@ -166,6 +194,7 @@ def _options(body: Body, chat: bool, most: int) -> dict[str, Any]:
                 f"the {name} is longer than {MOST_SOURCE} characters; make it simpler",
                 name,
             )
+    _check_stops(options.get("stop"))
     wanted = body.get("max_completion_tokens", body.get("max_tokens"))
     if wanted is None:
         wanted = most if chat else min(16, most)  # OpenAI's defaults
@@ -187,9 +216,23 @@ def _options(body: Body, chat: bool, most: int) -> dict[str, Any]:
     return options
 
 
+def _check_stops(stop: object) -> None:
+    """Refuse stop strings that would take longer than the text."""
+    stops = stop if isinstance(stop, list) else [stop]
+    longest = max((len(s) for s in stops if isinstance(s, str)), default=0)
+    if len(stops) > MOST_STOPS or longest > LONGEST_STOP:
+        raise RequestError(
+            f"stop has {len(stops)} texts of up to {longest} characters; give at most "
+            f"{MOST_STOPS} of {LONGEST_STOP}",
+            "stop",
+        )
+
+
 def _biases(field: object) -> dict[int, Any]:
     try:
-        return {int(token): bias for token, bias in dict(field).items()}  # type: ignore[call-overload]
+        if not isinstance(field, dict):
+            raise TypeError(field)
+        return {int(token): bias for token, bias in field.items()}
     except (TypeError, ValueError) as error:
         raise RequestError(
             "logit_bias must be an object from token ids to numbers", "logit_bias"
@@ -262,10 +305,10 @@ def _call(call: Any) -> Any:
     match call:
         case {"function": {"name": str(), "arguments": str(arguments)} as function}:
             try:
-                parsed = json.loads(arguments or "{}")
-            except (ValueError, RecursionError) as error:
+                parsed = read_json(arguments or "{}")
+            except JsonError as error:
                 raise RequestError(
-                    "the arguments of a tool call are not JSON", "messages"
+                    f"the arguments of a tool call are not JSON ({error})", "messages"
                 ) from error
             return {**call, "function": {**function, "arguments": parsed}}
     return call

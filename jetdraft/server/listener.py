@@ -1,19 +1,15 @@
-"""A listening socket, and the server on it."""
+"""Listening sockets."""
 
 from __future__ import annotations
 
-import logging
+import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-
-import uvicorn
+from pathlib import Path
 
 from jetdraft.errors import OptionError
-from jetdraft.server.app import Service
-
-SPARE = 64
-"""Connections accepted beyond those of waiting requests: idle ones, and /health."""
 
 
 @contextmanager
@@ -45,17 +41,56 @@ def url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run(service: Service, listener: socket.socket, host: str, drain: int) -> None:
-    """Serve until SIGTERM or Ctrl-C; then running texts have `drain` seconds to end."""
-    config = uvicorn.Config(
-        service.app(host),
-        log_level="warning",
-        lifespan="on",
-        timeout_graceful_shutdown=drain,
-        limit_concurrency=service.limits.waiting + SPARE,
+@contextmanager
+def listening_at(path: Path) -> Iterator[socket.socket]:
+    """Give a listening socket in the file system that only this user may open.
+
+    A socket that nobody listens on any more is replaced. Raises `OptionError` if
+    anything else is there, or nothing can be made there.
+
+        with listening_at(Path("/run/jetdraft/socket")) as listener: ...
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with listener:
+        try:
+            _remove_stale(path)
+            mask = os.umask(0o177)  # never open to others, not even for a moment
+            try:
+                listener.bind(str(path))
+            finally:
+                os.umask(mask)
+            own = os.lstat(path)
+            listener.listen(128)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise OptionError(
+                f"cannot listen on {path} ({reason}); choose another --uds", "uds"
+            ) from error
+        try:
+            yield listener
+        finally:
+            with suppress(OSError):
+                if os.path.samestat(own, os.lstat(path)):
+                    path.unlink()
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket of a server that is gone; raise `OptionError` otherwise."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise OptionError(f"{path} is there and no socket; choose another --uds", "uds")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.setblocking(False)
+        try:
+            line.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except BlockingIOError:
+            pass  # so many connect that its queue is full
+    raise OptionError(
+        f"another server listens on {path}; end it, or choose another --uds", "uds"
     )
-    # asyncio logs a warning for each write to a client that has gone.
-    logging.getLogger("asyncio").setLevel(logging.ERROR)
-    # uvicorn raises the signal again after the last answer.
-    with suppress(KeyboardInterrupt, SystemExit):
-        uvicorn.Server(config).run(sockets=[listener])

@@ -10,8 +10,8 @@ from uuid import uuid4
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.sampling.logprobs import Logprob
 from jetdraft.runtime.text.codec import TextCodec, TextStream
+from jetdraft.runtime.text.tools import Tools
 from jetdraft.server.generation_request import GenerationRequest
-from jetdraft.server.tools import Tools
 
 Json = dict[str, Any]
 
@@ -116,7 +116,8 @@ class Reply:
 
     def _calls(self, text: str) -> list[Json]:
         tools: Tools | None = self.request.tools
-        return tools.calls(text) if self.chat and tools is not None else []
+        calls = tools.calls(text) if self.chat and tools is not None else []
+        return [call.for_openai() for call in calls]
 
     def _drafted(self, ids: Sequence[int], flags: Sequence[bool]) -> list[Json]:
         """Return the text that each token completed, and whether it was drafted."""

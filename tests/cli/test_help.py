@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import onnxruntime
 import pytest
 
 import jetdraft as package
 from jetdraft.cli import main
 from jetdraft.cli.generate import command as generate
+from jetdraft.devices.providers import installed
+from jetdraft.ort import _Missing
 from jetdraft.terminal.command import GROUPS, Option, option
 from tests.cli.running import assert_refused, jetdraft
 
@@ -161,10 +164,25 @@ def test_old_verbs_are_gone(name):
     assert_refused(jetdraft(name), f"No such command '{name}'")
 
 
-def test_version_is_printed():
+def test_version_names_onnxruntime_and_its_providers_too():
     result = jetdraft("--version")
     assert result.exit_code == 0
-    assert package.__version__ in result.stdout
+    first, second, third = result.stdout.splitlines()
+    assert first == f"jetdraft {package.__version__}"
+    assert second == f"onnxruntime {onnxruntime.__version__}"
+    kind, _, names = third.partition(" ")
+    assert (kind, names.split(", ")) == ("providers", installed())
+    assert names.endswith("cpu")
+
+
+def test_version_is_printed_without_onnxruntime(monkeypatch):
+    monkeypatch.setattr("jetdraft.devices.providers.ort", _Missing())
+    result = jetdraft("--version")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        f"jetdraft {package.__version__}",
+        "onnxruntime is not installed",
+    ]
 
 
 @pytest.mark.parametrize("arguments", [["magic"], ["--magic"], ["generate"]])

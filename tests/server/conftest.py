@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from openai import OpenAI
 
 from jetdraft import Pool
+from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.server.app import Limits, Service
 from jetdraft.testing import toy_bundle
 from tests.server.serving import served
@@ -24,6 +27,12 @@ def service(toy):
         yield Service(pool, "toy", LIMITS)
 
 
+@pytest.fixture
+def fresh(service):
+    """Another service over the same models; a service serves once."""
+    return Service(service.pool, "toy", LIMITS)
+
+
 @pytest.fixture(scope="module")
 def address(service):
     with served(service) as address:
@@ -40,3 +49,15 @@ def client(address):
 def model(service):
     """The same bundle, to ask without a server."""
     return service.pool.models[0].twin()
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Every token takes 20 ms more: a long text takes 8 seconds."""
+    choose = Chooser.choose
+
+    def slowly(*arguments):
+        time.sleep(0.02)
+        return choose(*arguments)
+
+    monkeypatch.setattr(Chooser, "choose", slowly)

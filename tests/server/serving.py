@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -11,9 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import uvicorn
-
 from jetdraft.server.app import Service
+from jetdraft.server.http_server import HttpServer
 from jetdraft.server.listener import listening, url
 
 # Slow enough to be interrupted, and with signals as a terminal would have them.
@@ -32,12 +32,13 @@ main(sys.argv[1:])
 
 
 @contextmanager
-def served(service: Service) -> Iterator[str]:
-    """The address of a service."""
+def served(service: Service, *more: socket.socket) -> Iterator[str]:
+    """The address of a service, which may listen on further sockets."""
     with listening("127.0.0.1", 0) as listener:
-        config = uvicorn.Config(service.app(), log_level="critical", lifespan="on")
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        server = HttpServer(service, "127.0.0.1")
+        thread = threading.Thread(
+            target=server.run, kwargs={"sockets": [listener, *more]}
+        )
         thread.start()
         try:
             until(lambda: server.started)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import httpx
@@ -19,28 +19,17 @@ from click.testing import CliRunner
 
 from jetdraft.bundle import CHAT_TEMPLATE, MANIFEST
 from jetdraft.cli import main
-from jetdraft.runtime.sampling.chooser import Chooser
+from jetdraft.server.app import Service
 from jetdraft.testing import toy_bundle
 from tests.cli.running import assert_refused
-from tests.server.serving import started, until
+from tests.server.conftest import LIMITS
+from tests.server.serving import served, started, until
 
 LONG = {
     "model": "toy", "prompt": "The robot sees", "max_tokens": 380, "temperature": 0.9,
     "seed": 1, "method": "none", "ignore_eos": True,
 }  # fmt: skip
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}]}
-
-
-@pytest.fixture
-def slow(monkeypatch):
-    """Every token takes 20 ms more: a long text takes 8 seconds."""
-    choose = Chooser.choose
-
-    def slowly(*arguments):
-        time.sleep(0.02)
-        return choose(*arguments)
-
-    monkeypatch.setattr(Chooser, "choose", slowly)
 
 
 def connect(address, body, path="/v1/completions"):
@@ -128,6 +117,67 @@ def test_sigterm_lets_texts_end(toy):
         assert counts == {60, 20}
         assert process.wait(60) == 0
         assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_longer_than_the_drain_is_cut_and_answered(toy, stream):
+    """Who waits is refused: there is no time to begin with another text."""
+    with started(toy, "--drain", "1", slow=0.05) as (process, address):
+        answers = []
+        threads = [asked(address, answers, {**LONG, "stream": stream})]
+        until(lambda: httpx.get(f"{address}/health").json()["generating"] == 1)
+        threads.append(asked(address, answers, LONG))
+        until(lambda: httpx.get(f"{address}/health").json()["waiting"] == 1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        for thread in threads:
+            thread.join(60)
+        refused, cut = sorted(answers, key=lambda a: a.status_code == 200)
+        assert refused.status_code == 503
+        assert "ending" in refused.json()["error"]["message"]
+        assert cut.status_code == 200
+        assert '"finish_reason":"length"' in cut.text.replace(" ", "")
+        assert cut.text.rstrip().endswith("[DONE]") == stream
+        assert process.stderr.read() == ""
+
+
+def test_who_waits_too_long_is_refused(service, slow):
+    own = Service(service.pool, "toy", replace(LIMITS, wait_seconds=0.2))
+    with served(own) as address:
+        lines = [connect(address, LONG) for _ in range(2)]
+        until(lambda: own.desk.generating == 2)
+        answer = httpx.post(f"{address}/v1/completions", json=LONG, timeout=60)
+        assert answer.status_code == 503
+        error = answer.json()["error"]
+        assert (error["type"], error["param"]) == ("server_error", None)
+        assert error["message"].startswith("no model was free for 0.2 s")
+        assert answer.headers["retry-after"] == "1"
+        for line in lines:
+            line.close()
+        until(lambda: own.desk.generating == 0)
+
+
+def test_a_store_shows_nobody_what_others_asked(toy, tmp_path):
+    """Each peer drafts from its own responses; `user` makes nobody another."""
+    body = {**LONG, "max_tokens": 60, "temperature": 0, "method": "recall"}
+
+    def accepted(client, **more):
+        answer = client.post("/v1/completions", json={**body, **more}).json()
+        details = answer["usage"]["completion_tokens_details"]
+        return details["accepted_prediction_tokens"]
+
+    path = tmp_path / "socket"
+    words = ["--store", tmp_path / "said.sqlite", "--uds", path]
+    door = httpx.HTTPTransport(uds=str(path))
+    with (
+        started(toy, *words) as (_, address),
+        httpx.Client(base_url=address, timeout=60) as one,
+        httpx.Client(base_url="http://localhost", transport=door, timeout=60) as other,
+    ):
+        assert accepted(one) == 0
+        assert accepted(one, user="else") > 10
+        assert accepted(other, user="else") == 0
+        assert accepted(other) > 10
 
 
 def test_a_kill_in_mid_stream_loses_nothing_else(toy, model):

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import httpx
+import openai
 import pytest
 
-from jetdraft.server.app import Service, is_loopback
+from jetdraft.runtime.text.codec import TextCodec
+from jetdraft.server.admission import is_loopback
+from jetdraft.server.app import Service
+from tests.server.conftest import LIMITS
 from tests.server.serving import served
 
 GOOD = {"model": "toy", "prompt": "a", "max_tokens": 2}
@@ -69,8 +76,20 @@ def assert_error(response, status, words):
         ({**GOOD, "method": "stream"}, "no method 'stream'"),
         ({**GOOD, "regex": "a(b"}, "character 2"),
         ({**GOOD, "regex": "a" * 8001}, "longer than 8000"),
-        ({**GOOD, "regex": "\udc80"}, "not a text"),
-        ({**GOOD, "\udc80": 1}, "unknown field"),
+        ({**GOOD, "regex": "\udc80"}, "lone surrogate"),
+        ({**GOOD, "\udc80": 1}, "lone surrogate"),
+        ({**GOOD, "logit_bias": [[1, 1]]}, "must be an object from token ids"),
+        ('{"prompt": "a", "logit_bias": [[Infinity, 1]]}', "not JSON"),
+        ('{"prompt": "a", "logit_bias": {"5": %s}}' % ("9" * 400), "not JSON"),
+        ('{"prompt": "a", "temperature": 1e999}', "not JSON"),
+        ({**GOOD, "logit_bias": {"5": 1e300}}, "not a number of 32 bits"),
+        ({**GOOD, "stop": ["a"] * 17}, "stop has 17 texts"),
+        ({**GOOD, "stop": "a" * 1001}, "stop has 1 texts of up to 1001 characters"),
+        (
+            {**GOOD, "json_schema": {"properties": {"\ud800": {"type": "x"}}}},
+            "surrogate",
+        ),
+        ({**GOOD, "json_schema": {"maximum": 2**64}}, "64 bits"),
         ({**GOOD, "json_schema": {"x-guidance": 5}}, "not an object"),
         ({**GOOD, "response_format": {"type": "xml"}}, "json_schema"),
         ({**GOOD, "json_schema": {"type": "x"}, "regex": "a"}, "exclude each other"),
@@ -97,6 +116,13 @@ def test_wrong_completions(address, body, words):
         ({"tools": [TOOL], "json_schema": "{}"}, "must be an object"),
         ({"tools": [TOOL, WRONG]}, "tool 'g': the JSON schema is refused at /prop"),
         ({"messages": [{"role": "user", "tool_calls": 5}]}, "must be a list"),
+        ({"messages": [{"role": "\ud800", "content": "a"}]}, "surrogate"),
+        ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "lone"),
+        (
+            {"messages": [{"role": "user", "tool_calls": [
+                {"function": {"name": "f", "arguments": '"\\ud800"'}}]}]},
+            "surrogate",
+        ),
         (
             {"messages": [{"role": "user", "tool_calls": [
                 {"function": {"name": "f", "arguments": "[" * 9000}}]}]},
@@ -132,7 +158,69 @@ def test_other_errors(address):
         page = httpx.get(f"{address}/", headers={"Host": host})
         assert_error(page, 400, "ask for localhost")
     assert post(address, {**GOOD, "model": None}).status_code == 200
+    cased = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert post(address, GOOD, **cased).status_code == 200
     assert post(address, GOOD).status_code == 200, "nothing else was lost"
+
+
+def error(response):
+    return response.json()["error"]
+
+
+@pytest.mark.parametrize("length", [2000, 19_000])
+def test_a_prompt_that_is_too_long_has_openais_code(service, length, monkeypatch):
+    """The longer one is not even encoded: that would take its time in vain."""
+    limits = replace(LIMITS, body_bytes=1_000_000)
+    text = "a b " * length
+    if length == 19_000:
+        monkeypatch.setattr(TextCodec, "encode", None)
+    with served(Service(service.pool, "toy", limits)) as address:
+        answer = error(post(address, {**GOOD, "prompt": text}))
+        assert (answer["code"], answer["param"]) == (
+            "context_length_exceeded",
+            "prompt",
+        )
+        body = {**CHAT, "messages": [{"role": "user", "content": text}]}
+        answer = error(post(address, body, "chat/completions"))
+        assert answer["code"] == "context_length_exceeded"
+        assert answer["param"] == "messages"
+        with (
+            pytest.raises(openai.BadRequestError) as refused,
+            openai.OpenAI(
+                base_url=f"{address}/v1", api_key="none", max_retries=0
+            ) as client,
+        ):
+            client.completions.create(**{**GOOD, "prompt": text})
+        assert refused.value.code == "context_length_exceeded"
+
+
+def test_codes_and_params(service, address):
+    answer = error(post(address, {**GOOD, "model": "x"}))
+    assert (answer["code"], answer["param"]) == ("model_not_found", "model")
+    answer = error(post(address, {**GOOD, "top_p": 7}))
+    assert (answer["code"], answer["param"]) == (None, "top_p")
+    answer = error(post(address, {**GOOD, "max_tokens": 0}))
+    assert answer["param"] == "max_tokens"
+    locked = Service(service.pool, "toy", api_key="sesame")
+    with served(locked) as other:
+        assert error(post(other, GOOD))["code"] == "invalid_api_key"
+
+
+def test_encoding_lets_other_threads_run(model):
+    """A long prompt must not stop the event loop."""
+    text, count, done = "The robot sees a box. " * 20_000, 0, threading.Event()
+
+    def encode():
+        model.parts.text.encode(text)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    while not done.is_set():
+        count += 1
+        time.sleep(0.001)
+    thread.join()
+    assert count > 10
 
 
 def test_a_body_that_lies_about_its_length_is_cut_off(address):

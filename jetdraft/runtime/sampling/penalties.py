@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
 
 import numpy as np
 
@@ -56,9 +55,10 @@ class Penalties:
                 raise OptionError(
                     f"logit bias of {token!r}: give ids of tokens", "logit_bias"
                 )
-            if not isinstance(bias, (int, float)) or not isfinite(bias):
+            if not isinstance(bias, (int, float)) or not abs(bias) < 3e38:
                 raise OptionError(
-                    f"logit bias {bias!r} is not a number; give a number", "logit_bias"
+                    f"logit bias of {token} is not a number of 32 bits; give a number",
+                    "logit_bias",
                 )
         check_ranges(self, _RANGES)
 

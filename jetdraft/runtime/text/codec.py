@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -47,11 +48,10 @@ class TextCodec:
         name = self._tokenizer.id_to_token(id) if self._tokenizer else None
         return name or ""
 
-    @property
-    def bos_token(self) -> str:
-        """The token that the tokenizer puts before every text; "" if there is none."""
-        ids = self.encode("") if self._tokenizer else []
-        return self.token(ids[0]) if ids else ""
+    def _byte(self, id: int) -> int:
+        """The byte that a token like <0xE2> stands for; 0 for other tokens."""
+        name = _BYTE.fullmatch(self.token(id))
+        return int(name[1], 16) if name else 0
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a prompt; `special` adds tokens such as beginning-of-text.
@@ -63,7 +63,9 @@ class TextCodec:
                 "the bundle has no tokenizer; give the prompt as token_ids", "prompt"
             )
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+            # Unlike `encode`, a batch lets other threads run meanwhile.
+            batch = self._tokenizer.encode_batch([text], add_special_tokens=special)
+            return list(batch[0].ids)
         except TypeError as error:
             raise OptionError(
                 "the prompt is not valid Unicode; give valid UTF-8", "prompt"
@@ -76,9 +78,34 @@ class TextCodec:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
-        """An incremental decoder for the tokens after `prompt`."""
-        return TextStream(self._tokenizer, list(prompt[-_TAIL:]))
+        """An incremental decoder for the tokens after `prompt`.
 
+        The character that a prompt ends in belongs to the text after it.
+        """
+        tail = list(prompt[-_TAIL:])
+        tokens = [self._byte(token) for token in tail]
+        first = next((i for i, byte in enumerate(tokens) if not _goes_on(byte)), 0)
+        begun = _begun(tokens)
+        return TextStream(self._tokenizer, tail[-begun:] if begun else tail[first:])
+
+
+def _goes_on(byte: int) -> bool:
+    """Whether a byte is inside a character of UTF-8, not its first."""
+    return 0x80 <= byte < 0xC0
+
+
+def _begun(tokens: Sequence[int]) -> int:
+    """How many bytes at the end are the beginning of a character that lacks some."""
+    for count, byte in enumerate(reversed(tokens), start=1):
+        if not _goes_on(byte):
+            size = (byte >= 0xC0) + (byte >= 0xE0) + (byte >= 0xF0) + 1
+            return count if count < size else 0
+    return 0
+
+
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+"""The name of a token that is a byte. Such tokens in a row are decoded together, and if
+a byte is missing at either end, none of them becomes a character."""
 
 _TAIL = 8
 """Tokens of the prompt that are decoded with the output: some decoders treat the first
@@ -103,27 +130,36 @@ class TextStream:
     def push(self, ids: Sequence[int]) -> str:
         """The text that these tokens complete; "" without a tokenizer."""
         self._ids += ids
-        before, whole = self._texts()
-        if whole.endswith(_INCOMPLETE) or len(whole) <= len(before):
+        before, whole, start = self._texts()
+        if whole.endswith(_INCOMPLETE) or len(whole) <= start:
             return ""
-        self._anchor, self._shown = self._shown, len(self._ids)
-        return whole[len(before) :]
+        if start == len(before):  # else a character goes on there
+            self._anchor = self._shown
+        self._shown = len(self._ids)
+        return whole[start:]
 
     def rest(self) -> str:
         """The remaining text, when no more tokens come."""
-        before, whole = self._texts()
-        return whole[len(before) :]
+        _, whole, start = self._texts()
+        return whole[start:]
 
-    def _texts(self) -> tuple[str, str]:
-        """The text from the anchor to `_shown`, and from the anchor to the end."""
+    def _texts(self) -> tuple[str, str, int]:
+        """The text from the anchor to `_shown`, and from the anchor to the end.
+
+        With them, the place in the latter where the new text starts.
+        """
         if self._tokenizer is None:
-            return "", ""
+            return "", "", 0
         shown = self._ids[self._anchor : self._shown]
         before, whole = (
             self._tokenizer.decode(ids, skip_special_tokens=True)
             for ids in (shown, self._ids[self._anchor :])
         )
-        return before, whole
+        if before.endswith(_INCOMPLETE):
+            pairs = enumerate(zip(before, whole, strict=False))
+            place = (at for at, (old, new) in pairs if old != new)
+            return before, whole, next(place, min(len(before), len(whole)))
+        return before, whole, len(before)
 
 
 _INCOMPLETE = "\ufffd"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jetdraft.contract import StepContract
-from jetdraft.errors import OptionError
+from jetdraft.errors import LengthError, OptionError
 from jetdraft.runtime.drafts.arrays import Int64s
 
 
@@ -23,10 +23,9 @@ def check_ids(token_ids: Any, contract: StepContract) -> Int64s:
         raise OptionError("token_ids must be a list of integers", "prompt")
     ids = array.astype(np.int64)
     if len(ids) > contract.capacity:
-        raise OptionError(
+        raise LengthError(
             f"the prompt has {len(ids)} tokens, the capacity is "
-            f"{contract.capacity}; shorten it or export with a larger --capacity",
-            "prompt",
+            f"{contract.capacity}; shorten it or export with a larger --capacity"
         )
     if ids.min() < 0 or ids.max() >= contract.vocab_size:
         wrong_id = ids[(ids < 0) | (ids >= contract.vocab_size)][0]

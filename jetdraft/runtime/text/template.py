@@ -3,46 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from jetdraft.errors import OptionError
+from jetdraft.untrusted.printable import printable
 
 Message = dict[str, Any]
 """A dict with a `role` and a `content`, as templates of transformers expect."""
 
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The names of what a model thought, in different programs."""
+
 
 class ChatTemplate:
-    """Renders messages with a Jinja template, in a sandbox where it can change nothing.
+    """Renders messages with a Jinja template, in a `Sandbox`.
 
-    `tokens` are the special tokens that a template may name, for example `bos_token`.
+    `tokens` are the tokenizer's special tokens by name, for example `bos_token`.
     Raises `OptionError` if the template is broken or refuses the messages.
 
         ChatTemplate(source, {"eos_token": "</s>"}).render([user("Hello")])
     """
 
-    def __init__(self, source: str, tokens: dict[str, str]) -> None:
-        from jinja2 import TemplateError as JinjaError
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        from jetdraft.runtime.text.sandbox import Sandbox
 
         self.source = source
-        self._tokens = tokens
-        self._error = JinjaError
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = _now
+        self._tokens = dict(tokens)
+        self._sandbox = Sandbox()
         try:
-            self._template = environment.from_string(source)
-        except JinjaError as error:
-            line = getattr(error, "lineno", None)
+            self._template = self._sandbox.from_string(source)
+        except Exception as error:  # also SyntaxError and RecursionError of Python
+            # A line of a SyntaxError is in the code that Jinja makes.
+            is_python = isinstance(error, SyntaxError)
+            line = None if is_python else getattr(error, "lineno", None)
+            where = "" if line is None else f" in line {line}"
             raise OptionError(
-                f"the chat template is broken in line {line} ({error}); fix "
+                f"the chat template is broken{where} ({_reason(error)}); fix "
                 "chat_template.jinja in the checkpoint and export it again",
                 "messages",
             ) from error
@@ -50,34 +48,44 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], **more: Any) -> str:
         """The prompt for the assistant's next message.
 
-        `more` are further variables of the template, for example `tools`.
+        `more` are further variables of the template, for example `tools`. As in
+        transformers, `tools` and `documents` are None if they are not given.
         """
+        from jetdraft.runtime.text.sandbox import MOST
+
+        variables = {"tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            return str(
-                self._template.render(
-                    messages=list(messages),
-                    add_generation_prompt=True,
-                    **{**self._tokens, **more},
-                )
-            )
-        except (self._error, TypeError, ValueError, KeyError) as error:
+            variables |= {**self._tokens, **_plain(more)}
+            variables["messages"] = list(map(_as_transformers_does, _plain(messages)))
+            with self._sandbox.bounded():
+                text = self._template.render(variables)
+            if len(text) > MOST:
+                raise ValueError(f"the prompt has more than {MOST} characters")
+        except Exception as error:  # a template may raise anything
             raise OptionError(
-                f"the chat template refuses these messages ({error}); change their "
-                "roles or order",
+                f"the chat template refuses these messages ({_reason(error)}); change "
+                "their roles, order or length",
                 "messages",
             ) from error
+        return text
 
 
-def _raise(message: str) -> NoReturn:
-    raise ValueError(message)
+def _plain(value: Any) -> Any:
+    """A copy that holds nothing but what JSON can hold."""
+    return json.loads(json.dumps(value))
 
 
-def _now(form: str) -> str:
-    return datetime.now().astimezone().strftime(form)
+def _as_transformers_does(message: Message) -> Message:
+    """The message without fields that are none, its reasoning under all names."""
+    fields = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((fields[name] for name in _REASONING if name in fields), None)
+    if reasoning is None:
+        return fields
+    return {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _reason(error: Exception) -> str:
+    return printable(str(error) or type(error).__name__)
 
 
 def check_messages(messages: object) -> list[Message]:

@@ -236,7 +236,7 @@ def test_what_was_drafted_comes_first_in_a_round(model, plain):
 
 @pytest.mark.parametrize("tree", ["best", "rerank"])
 def test_a_tree_of_several_passes_fits_into_a_narrow_mask(tmp_path, tree):
-    """Shapes ask for more rows than a pass has, level by level; the mask has no more."""
+    """Level by level a shape asks for more rows than the mask has."""
     narrow = resized(toy_bundle(tmp_path / "toy"), tmp_path / "narrow", 128, 8)
     with jetdraft.load(narrow, threads=1) as model:
         options = {"max_new_tokens": 40, "ignore_eos": True}

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from jetdraft.errors import OptionError
 from jetdraft.runtime.text.constraint import Constraint
-from jetdraft.server.tools import Tools
+from jetdraft.runtime.text.tools import Tools
 
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 G = {
@@ -70,10 +71,12 @@ def test_what_may_be_written(model, options, texts):
 )
 def test_what_is_a_call(marked, text, names):
     calls = Tools([F, G], marked=marked).calls(text)
-    assert [call["function"]["name"] for call in calls] == names
-    assert len({call["id"] for call in calls}) == len(calls)
+    assert [call.name for call in calls] == names
+    assert len({call.id for call in calls}) == len(calls)
     for call in calls:
-        assert isinstance(json.loads(call["function"]["arguments"]), dict)
+        assert isinstance(call.arguments, dict)
+        assert json.loads(call.for_openai()["function"]["arguments"]) == call.arguments
+        assert call.for_template()["function"]["arguments"] == call.arguments
 
 
 @pytest.mark.parametrize(
@@ -88,3 +91,35 @@ def test_what_is_a_call(marked, text, names):
 )
 def test_what_is_certainly_no_call(marked, text, shown):
     assert text[: Tools([F], marked=marked).shown(text)] == shown
+
+
+def deep(levels):
+    value = {}
+    for _ in range(levels):
+        value = {"items": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [deep(5000), {"const": object()}, {"const": float("nan")}, {"\ud800": {}}],
+)
+def test_tools_that_are_no_json_are_refused(parameters):
+    function = {"name": "f", "parameters": parameters}
+    with pytest.raises(OptionError, match="the tools are not JSON") as caught:
+        Tools([{"type": "function", "function": function}])
+    assert caught.value.field == "tools"
+
+
+@pytest.mark.parametrize(
+    ("functions", "choice"),
+    [([], "auto"), ([{}], "auto"), ("f", "auto"), ([F], "h"), ([F], None), (None, "f")],
+)
+def test_tools_that_cannot_be_used_are_refused(functions, choice):
+    with pytest.raises(OptionError):
+        Tools(functions, choice)
+
+
+def test_a_call_that_is_nested_too_deeply_is_none():
+    text = '{"name": "f", "arguments": ' + "[" * 200_000
+    assert Tools([F]).calls(text) == []

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 from jetdraft.errors import OptionError
 from jetdraft.runtime.text.constraint import SPACING, Constraint, Vocabulary
+from jetdraft.untrusted.json_text import read_json
 
 Schema = dict[str, Any]
 
@@ -33,13 +34,42 @@ TEXT = {
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call that a model wrote: the function's `name` and its `arguments`.
+
+    `arguments` is JSON of the function's schema, mostly a dict. The `id` is random, in
+    the form that all known chat templates take.
+
+        [call] = model.chat(messages, tools=tools).calls
+        call.name, call.arguments    # "read_sensor", {"sensor": "battery"}
+    """
+
+    name: str
+    arguments: Any
+    id: str = field(default_factory=lambda: uuid4().hex[:9])
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates read it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+    def for_openai(self) -> dict[str, Any]:
+        """The call as OpenAI sends it, whose arguments are a JSON text."""
+        function = {"name": self.name, "arguments": json.dumps(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True)
 class Tools:
-    """`functions` in OpenAI's form; `choice` is "auto", "required" or a name.
+    """Functions that a model may call, for `Conversation`, `Model.chat` and the server.
 
-    `marked` says whether calls stand between marks, `parallel` whether a text may then
-    have several calls. `schema` is the JSON schema of an answer without a call.
+    `functions` are in OpenAI's form; `choice` is "auto", "required" (it must call) or
+    the name of the function that it must call. Where a chat template marks calls, a
+    text may have several unless `parallel` is false; `marked` is set by `Model`.
+    `schema` is the JSON schema of an answer without a call. Raises `OptionError`.
 
-        Tools([{"type": "function", "function": {"name": "stop"}}], "auto").grammar()
+        tools = Tools([{"type": "function", "function": {"name": "stop"}}])
+        model.chat(messages, tools=tools).calls
     """
 
     functions: list[dict[str, Any]]
@@ -48,16 +78,32 @@ class Tools:
     parallel: bool = True
     schema: Schema | None = None
 
+    def __post_init__(self) -> None:
+        try:
+            functions, _ = read_json(json.dumps([self.functions, self.schema]))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise OptionError(
+                f"the tools are not JSON ({error}); give dicts, lists, texts and "
+                "numbers",
+                "tools",
+            ) from error
+        if not isinstance(functions, list) or not all(map(_is_function, functions)):
+            raise OptionError(
+                'give tools as [{"type": "function", "function": {"name": ...}}]',
+                "tools",
+            )
+        if not functions:
+            raise OptionError(f"tool_choice {self.choice!r} needs tools; give some")
+        if self.choice not in ("auto", "required", *self.names):
+            names = ", ".join(self.names)
+            raise OptionError(f"tool_choice {self.choice!r} is none of {names}")
+
     @classmethod
     def of(cls, functions: object, choice: object, **more: Any) -> Tools | None:
         """Read a request's `tools` and `tool_choice`; None without tools.
 
         Raises `OptionError`.
         """
-        if not isinstance(functions, list) or not all(map(_is_function, functions)):
-            raise OptionError(
-                'give tools as [{"type": "function", "function": {"name": ...}}]'
-            )
         match choice:
             case {"type": "function", "function": {"name": str(name)}}:
                 choice = name
@@ -67,15 +113,10 @@ class Tools:
                 raise OptionError(
                     'tool_choice must be "auto", "none", "required" or a function'
                 )
-        if not functions and choice not in ("auto", "none"):
-            raise OptionError(f"tool_choice {choice!r} needs tools; give some")
-        if not functions or choice == "none":
+        is_unused = choice in ("auto", "none") and functions == []
+        if is_unused or (choice == "none" and cls(functions)):  # type: ignore[arg-type]
             return None
-        tools = cls(functions, choice, **more)
-        if choice not in ("auto", "required", *tools.names):
-            names = ", ".join(tools.names)
-            raise OptionError(f"tool_choice {choice!r} is none of {names}")
-        return tools
+        return cls(functions, choice, **more)  # type: ignore[arg-type]
 
     @property
     def names(self) -> list[str]:
@@ -108,18 +149,19 @@ class Tools:
                 name = tool["function"]["name"]
                 raise OptionError(f"tool {name!r}: {error}", "constraint") from error
 
-    def calls(self, text: str) -> list[dict[str, Any]]:
-        """Return the calls in a text in OpenAI's form; none if a call is incomplete."""
-        calls, decode = [], json.JSONDecoder().raw_decode
+    def calls(self, text: str) -> list[ToolCall]:
+        """Return the calls in a text; none if a call is incomplete."""
+        calls: list[ToolCall] = []
+        decode = json.JSONDecoder().raw_decode
         at = self._next(text, 0)
         try:
             while at is not None:
                 call, end = decode(text, at)
                 if call["name"] not in self.names:
                     return []
-                calls.append(_call(call["name"], call["arguments"]))
+                calls.append(ToolCall(call["name"], call["arguments"]))
                 at = self._next(text, end)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             return []
         return calls
 
@@ -172,8 +214,3 @@ def _is_function(tool: object) -> bool:
         case {"type": "function", "function": {"name": str()}}:
             return True
     return False
-
-
-def _call(name: str, arguments: object) -> dict[str, Any]:
-    function = {"name": name, "arguments": json.dumps(arguments)}
-    return {"id": f"call_{uuid4().hex}", "type": "function", "function": function}

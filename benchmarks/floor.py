@@ -1,0 +1,130 @@
+"""Where a pass goes, against the time that its bytes take to be read.
+
+    python benchmarks/floor.py BUNDLE --json floor.json
+
+Measures how fast two threads read memory, runs passes of the target at several widths,
+and adds up onnxruntime's profile by operator. The floor is the bytes of the weights and
+of the filled KV rows over the measured bandwidth. Run nothing beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import onnx
+from devices import profiled
+
+import jetdraft
+from jetdraft.bundle import Bundle
+
+WIDTHS = (1, 2, 4, 8)
+TURNS = 12
+LOADS = 3
+SETTLING = 8.0
+"""Seconds in which an idle model moves its weights into huge pages."""
+FILLED = 256
+"""The committed rows that the passes attend to."""
+
+
+def bandwidth(threads: int, mb: int = 1024) -> float:
+    """The GB/s at which threads read memory; the best of five turns."""
+    parts = np.array_split(np.ones(mb << 17), threads)
+    with ThreadPoolExecutor(threads) as pool:
+        seconds = []
+        for _ in range(5):
+            start = time.perf_counter()
+            list(pool.map(np.max, parts))
+            seconds.append(time.perf_counter() - start)
+    return float(sum(part.nbytes for part in parts)) / min(seconds) / 1e9
+
+
+def weight_bytes(file: Path) -> dict[str, int]:
+    """The bytes of the constants by the operator that reads them.
+
+    A gather reads a few rows of the embedding only, so it is left out.
+    """
+    graph = onnx.load(file, load_external_data=False).graph
+    sizes = {
+        constant.name: int(np.prod(constant.dims))
+        * onnx.helper.tensor_dtype_to_np_dtype(constant.data_type).itemsize
+        for constant in graph.initializer
+    }
+    read: Counter[str] = Counter()
+    for node in graph.node:
+        if "Gather" not in node.op_type:
+            read[node.op_type] += sum(sizes.get(name, 0) for name in node.input)
+    return {name: size for name, size in read.most_common() if size > 1e6}
+
+
+def account(bundle: Path, width: int, threads: int) -> dict[str, Any]:
+    """Milliseconds of a pass, and of its operators."""
+    with tempfile.TemporaryDirectory() as name, profiled(Path(name)):
+        model = jetdraft.load(bundle, threads=threads)
+        graph = model.parts.target
+        time.sleep(SETTLING)
+        model.parts._idle.paused().__enter__()  # nothing else runs from here on
+        graph.run([1] * 64)
+        graph.cache.rewind(0)
+        graph.cache.advance(FILLED)
+        seconds = []
+        for _ in range(TURNS):
+            start = time.perf_counter()
+            graph.run([1] * width, width=width)
+            seconds.append(time.perf_counter() - start)
+        file = graph.sessions.chain.session.end_profiling()
+        events = json.loads(Path(file).read_text())
+    kernels = [e for e in events if e["name"].endswith("kernel_time")]
+    per_pass = len(kernels) // (TURNS + 1)
+    by_operator: Counter[str] = Counter()
+    for event in kernels[per_pass:]:  # without the pass that warms up
+        by_operator[event["args"]["op_name"]] += event["dur"]
+    return {
+        "pass_ms": 1e3 * statistics.median(seconds),
+        "operators_ms": {k: v / TURNS / 1e3 for k, v in by_operator.most_common(8)},
+    }
+
+
+def quietest(bundle: Path, width: int, threads: int) -> dict[str, Any]:
+    """The account of the fastest of a few loads: pages lie otherwise in each."""
+    accounts = [account(bundle, width, threads) for _ in range(LOADS)]
+    return min(accounts, key=lambda one: float(one["pass_ms"]))
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(exists=True, path_type=Path))
+@click.option("--threads", default=2, show_default=True)
+@click.option("--json", "output", type=click.Path(path_type=Path))
+def main(bundle: Path, threads: int, output: Path | None) -> None:
+    """Measure the target of BUNDLE on the CPU."""
+    contract = Bundle.open(bundle).target.contract
+    weights = weight_bytes(bundle / Bundle.open(bundle).target.file)
+    buffers = [spec.sized() for spec in contract.buffers("past")]
+    kv_bytes = sum(heads * FILLED * size * 4 for _, heads, _, size in buffers)
+    speed = bandwidth(threads)
+    floor_ms = (sum(weights.values()) + kv_bytes) / speed / 1e6
+    report: dict[str, Any] = {
+        "bandwidth_gb_s": speed,
+        "weight_bytes": weights,
+        "kv_bytes": kv_bytes,
+        "floor_ms": floor_ms,
+        "widths": {width: quietest(bundle, width, threads) for width in WIDTHS},
+    }
+    print(f"{speed:.1f} GB/s, weights {weights}, KV {kv_bytes}: {floor_ms:.1f} ms")
+    for width, row in report["widths"].items():
+        shown = ", ".join(f"{k} {v:.1f}" for k, v in row["operators_ms"].items())
+        print(f"{width} rows: {row['pass_ms']:.1f} ms; {shown}")
+    if output is not None:
+        output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Where chat templates run: they can change nothing, and their work is bounded.
+
+A template comes with a checkpoint, so it is code of strangers. It has what transformers
+gives to templates, and each step is counted: what a loop, a call, an operator or a
+filter makes, and the time of the thread. A step that may make too much at once is
+refused before it starts. Single steps inside C code cannot be stopped, but what they
+work on is no larger than `MOST` characters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from functools import wraps
+from types import BuiltinMethodType
+from typing import Any, NoReturn
+
+from jinja2 import nodes, pass_context
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+MOST = 2**21
+"""Characters and items of a value that a template makes, and of the whole prompt."""
+
+MOST_IN_ALL = 2**26
+"""The same of all values together."""
+
+MOST_BITS = 2**14
+"""Bits of an integer."""
+
+MOST_SECONDS = 5.0
+"""Time of the thread for one prompt."""
+
+_STEP, _WEIGH, _JOIN = "(step)", "(weigh)", "(join)"
+"""Filters that no template can name."""
+
+_WIDE = re.compile(r"\*|\d{5}|:[^}]*\{")
+"""What may make a format's field very wide."""
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja as transformers sets it up for chat templates, with bounds.
+
+    with (sandbox := Sandbox()).bounded():
+        "".join(sandbox.from_string("{{ x }}").generate(x=5))
+    """
+
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[GenerationTag, loopcontrols],
+            finalize=self._weighed,
+        )
+        self._used = threading.local()
+        self.filters["tojson"] = _to_json
+        own = {_WEIGH: lambda value: value, _JOIN: _join}
+        self.filters = {
+            name: self._bounded_filter(name, function)
+            for name, function in {**self.filters, **own}.items()
+        }
+        self.filters[_STEP] = pass_context(lambda context, size: self._count(size))
+        del self.globals["lipsum"]  # makes texts of any length
+        self.globals |= {
+            "raise_exception": _raise,
+            "strftime_now": lambda form: datetime.now().strftime(form),
+            "dict": _Dict(),
+        }
+
+    @contextmanager
+    def bounded(self) -> Iterator[None]:
+        """Bound what this thread renders in the block; raises `TemplateError` there."""
+        self._used.size, self._used.until = 0, time.thread_time() + MOST_SECONDS
+        try:
+            yield
+        finally:
+            self._used.__dict__.clear()
+
+    def _count(self, size: int) -> str:
+        """Count a step that made `size` characters or items."""
+        until = getattr(self._used, "until", None)
+        if until is None:
+            return ""  # the compiler folds constants
+        self._used.size += size
+        if self._used.size > MOST_IN_ALL:
+            raise TemplateError(f"it makes more than {MOST_IN_ALL} characters")
+        if time.thread_time() > until:
+            raise TemplateError(f"it takes more than {MOST_SECONDS:g} s")
+        return ""
+
+    def _weighed(self, value: Any) -> Any:
+        """The value, counted; refused if it is too large with all that it holds."""
+        self._count(len(value) if isinstance(value, _SIZED) else 1)
+        if weight(value) > MOST:
+            raise TemplateError(f"a value has more than {MOST} characters")
+        return value
+
+    def _parse(
+        self, source: str, name: str | None, filename: str | None
+    ) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        return _Counted().visit(tree)  # type: ignore[no-any-return]
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute an operator, unless it makes too much."""
+        if operator == "*" and isinstance(left, _SIZED) | isinstance(right, _SIZED):
+            _check_product(left, right)
+        is_power = operator == "**" and isinstance(left, int) and isinstance(right, int)
+        if is_power and left.bit_length() * right > MOST_BITS:
+            raise TemplateError(f"a number has more than {MOST_BITS} bits")
+        if operator == "%" and isinstance(left, str):
+            _check_format(left)
+            _check_product(left, right)
+        return self._weighed(super().call_binop(context, operator, left, right))
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **more: Any) -> Any:
+        """Call a method, a macro or a function, unless it makes too much."""
+        if isinstance(obj, BuiltinMethodType):
+            _check_product(obj.__self__, *args, *more.values())
+        return self._weighed(super().call(context, obj, *args, **more))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """The sandbox's `format`, without very wide fields."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_format(value.__self__)
+        return wrapped
+
+    def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Any:
+        """A filter, checked like a call."""
+        first = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+        @wraps(function)
+        def bounded(*args: Any, **more: Any) -> Any:
+            if name == "format":
+                _check_format(str(args[first]))
+            if name not in ("default", "d"):
+                _check_product(*args[first:], *more.values())
+            return self._weighed(function(*args, **more))
+
+        return bounded
+
+
+class GenerationTag(Extension):
+    """{% generation %} ... {% endgeneration %}, around what the model says."""
+
+    tags = {"generation"}  # noqa: RUF012 (as jinja2 wants it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The text inside the tags."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _Counted(NodeTransformer):
+    """Counts what no hook of the sandbox sees: loops, `~`, slices, and literals."""
+
+    def visit(self, node: nodes.Node, *args: Any, **more: Any) -> Any:
+        """The node, in a filter that counts if it needs one."""
+        node = self.generic_visit(node)
+        match node:
+            case nodes.For():  # each round, with the template's own text in it
+                size = sum(len(text.data) for text in node.find_all(nodes.TemplateData))
+                step = _filter(nodes.Const(1 + size), _STEP, node.lineno)
+                node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
+            case nodes.Concat():
+                values = nodes.List(node.nodes, lineno=node.lineno)
+                return _filter(values, _JOIN, node.lineno)
+            case nodes.Getitem(arg=nodes.Slice()) | nodes.List() | nodes.Dict():
+                return _filter(node, _WEIGH, node.lineno)
+            case nodes.Tuple(ctx="load"):
+                return _filter(node, _WEIGH, node.lineno)
+        return node
+
+
+class _Dict:
+    """`dict` for templates, without the methods that could change another dict."""
+
+    def __call__(self, *args: Any, **more: Any) -> dict[Any, Any]:
+        return dict(*args, **more)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """A dict with these keys."""
+        return dict.fromkeys(*args)
+
+
+_SIZED = (str, bytes, list, tuple, dict, set, frozenset)
+
+
+def weight(value: Any) -> int:
+    """The characters and items of a value and of all that it holds, up to `MOST`.
+
+    weight(["ab", {"c": 5}])    # 7
+    """
+    total, rest = 0, [value]
+    while rest and total <= MOST:
+        item = rest.pop()
+        total += len(item) if isinstance(item, _SIZED) else 1
+        if isinstance(item, Namespace):
+            item = item._Namespace__attrs  # type: ignore[attr-defined]
+        if isinstance(item, dict):
+            rest += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            rest += item
+        elif isinstance(item, int) and item.bit_length() > MOST_BITS:
+            total = MOST + 1
+    return total
+
+
+def _filter(node: nodes.Node, name: str, line: int) -> nodes.Filter:
+    """A filter applied to an expression."""
+    return nodes.Filter(node, name, [], [], None, None, lineno=line)
+
+
+def _check_product(*factors: Any) -> None:
+    """Refuse what may become as large as the product of the two largest factors.
+
+    An integer may be a width or a count.
+    """
+    sizes = [abs(f) if isinstance(f, int) else weight(f) for f in factors]
+    *_, second, largest = sorted([1, 1, *sizes])
+    if len(factors) > 1 and second * largest > MOST_IN_ALL:
+        raise TemplateError(f"a value may get more than {MOST_IN_ALL} characters")
+
+
+def _check_format(form: str) -> None:
+    """Refuse formats that name a very wide field or take the width from elsewhere."""
+    if _WIDE.search(form):
+        raise TemplateError("a format has a field of any width")
+
+
+def _join(values: list[Any]) -> str:
+    return "".join(map(str, values))
+
+
+def _raise(message: Any) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as transformers writes it; refused as soon as it becomes too large."""
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+    chunks, size = [], 0
+    for chunk in encoder.iterencode(value):
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > MOST:
+            raise TemplateError(f"JSON has more than {MOST} characters")
+    return "".join(chunks)

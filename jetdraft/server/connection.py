@@ -1,0 +1,214 @@
+"""Connections of clients, and the doorkeeper that decides which of them stay."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import socket
+import struct
+from collections import defaultdict
+from ipaddress import IPv6Address, ip_network
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jetdraft.server.refusal import refusal_fields
+
+REQUEST_SECONDS = 10.0
+"""The most seconds until a connection has sent the head of its next request."""
+
+UNREAD_SECONDS = 60.0
+"""The most seconds in which a client reads nothing of an answer that is there."""
+
+PROBE_SECONDS = 0.25
+"""How often a client that has closed its sending half is asked whether it is there."""
+
+CROWDED = 16
+"""Connections beyond the limits that may still ask for /health."""
+
+SPARE_FILES = 128
+"""File descriptors kept for connections that were not counted yet, and for work."""
+
+_USER = "uid "
+
+
+class Doorkeeper:
+    """Limits connections: of each peer, and of all, so that files are left to open.
+
+    A connection beyond a limit takes the place of the connection that has waited
+    longest without a whole request: of the same peer or, if the limit of all is
+    reached, of the peer with the most connections. Where all are at work, it is
+    `crowded`: only /health answers it.
+
+        Doorkeeper(per_peer=128, most=512)
+    """
+
+    def __init__(self, per_peer: int, most: int) -> None:
+        self.most = min(most, _free_files() - SPARE_FILES - CROWDED)
+        self.per_peer = min(per_peer, self.most)
+        self._by_peer: dict[str, list[Connection]] = defaultdict(list)
+        self._crowded: list[Connection] = []
+
+    def enter(self, connection: Connection) -> bool:
+        """Count a new connection; return False if it is crowded."""
+        own = self._by_peer.get(connection.peer, [])
+        full = None
+        if len(own) >= self.per_peer:
+            full = own
+        elif sum(map(len, self._by_peer.values())) >= self.most:
+            full = max(self._by_peer.values(), key=len)
+        if full is None or self._drop_idle(full):
+            self._by_peer[connection.peer].append(connection)
+            return True
+        if len(self._crowded) >= CROWDED:
+            self._crowded[0].drop()
+        self._crowded.append(connection)
+        return False
+
+    def leave(self, connection: Connection) -> None:
+        """Forget a connection; twice does no harm."""
+        own = self._by_peer.get(connection.peer, [])
+        for connections in (own, self._crowded):
+            if connection in connections:
+                connections.remove(connection)
+        if not own:
+            self._by_peer.pop(connection.peer, None)
+
+    def sweep(self, now: float) -> None:
+        """Drop what asks or reads too slowly; `now` is the loop's time."""
+        for connections in [*self._by_peer.values(), self._crowded]:
+            for connection in list(connections):
+                if connection.is_late(now):
+                    connection.drop()
+
+    def _drop_idle(self, connections: list[Connection]) -> bool:
+        idle = [connection for connection in connections if connection.is_idle]
+        if idle:
+            min(idle, key=lambda connection: connection.since).drop()
+        return bool(idle)
+
+
+class Connection(H11Protocol):
+    """One connection of uvicorn's server.
+
+    `peer` is who has to share turns: an IPv4 address, a network of 64 bits of IPv6, or
+    the user at the other end of a socket in the file system. `since` is the loop's time
+    when the connection began to wait for a request.
+
+    A client that closes its sending half after its request gets its answer. Until the
+    answer begins, a 102 response from time to time finds out whether the client left.
+    """
+
+    peer = ""
+
+    def __init__(self, doorkeeper: Doorkeeper, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._doorkeeper = doorkeeper
+        self.since = self._read_at = self.loop.time()
+        self._unread, self._half_closed = 0, False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no whole request is being answered."""
+        return self._is_between_requests or self.cycle.more_body
+
+    @property
+    def _is_between_requests(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def is_late(self, now: float) -> bool:
+        """Whether the client has been silent, or has read nothing, for too long."""
+        unread = self.transport.get_write_buffer_size()
+        if not unread or unread < self._unread:
+            self._read_at = now
+        self._unread = unread
+        if unread:
+            return now - self._read_at > UNREAD_SECONDS
+        return self._is_between_requests and now - self.since > REQUEST_SECONDS
+
+    def drop(self) -> None:
+        """End the connection at once."""
+        self._doorkeeper.leave(self)
+        self.transport.abort()
+
+    def connection_made(  # type: ignore[override]
+        self, transport: asyncio.Transport
+    ) -> None:
+        """Let the client in, or let it ask for /health only."""
+        super().connection_made(transport)
+        self.peer = _peer(transport)
+        self.client = (self.peer, self.client[1] if self.client else 0)
+        if not self._doorkeeper.enter(self):
+            self.app_state = {**self.app_state, "crowded": True}
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Make room."""
+        self._doorkeeper.leave(self)
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Begin to wait for the next request."""
+        self.since = self.loop.time()
+        super().on_response_complete()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether the client can still get an answer."""
+        if self.is_idle:
+            return False
+        if not self._half_closed:
+            self._half_closed = True
+            self.cycle.keep_alive = False
+            self._probe()
+        return True
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, in the form of all refusals."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()  # an answer is under way
+            return
+        content = json.dumps(refusal_fields(msg, 400)).encode()
+        headers = {"content-type": "application/json", "connection": "close"}
+        start = h11.Response(status_code=400, headers=list(headers.items()))
+        for event in (start, h11.Data(data=content), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _probe(self) -> None:
+        """Write something that clients skip: if the client is gone, that fails."""
+        cycle = self.cycle
+        if cycle.response_started or self.transport.is_closing():
+            return  # the answer itself finds it out
+        if cycle.scope["http_version"] != "1.0":
+            probe = h11.InformationalResponse(
+                status_code=102, headers=[], reason=b"Processing"
+            )
+            self.transport.write(self.conn.send(probe) or b"")
+        self.loop.call_later(PROBE_SECONDS, self._probe)
+
+
+def is_local_user(client: tuple[str, int] | None) -> bool:
+    """Return whether a client of a request's scope came by the file system."""
+    return client is not None and client[0].startswith(_USER)
+
+
+def _peer(transport: asyncio.Transport) -> str:
+    line = transport.get_extra_info("socket")
+    if line.family == socket.AF_UNIX:
+        data = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        return f"{_USER}{struct.unpack('3i', data)[1]}"
+    address = transport.get_extra_info("peername")[0]
+    if line.family == socket.AF_INET:
+        return str(address)
+    six = IPv6Address(address.partition("%")[0])
+    if six.ipv4_mapped is not None:
+        return str(six.ipv4_mapped)
+    return "::1" if six.is_loopback else str(ip_network((six, 64), strict=False))
+
+
+def _free_files() -> int:
+    """Return how many files this process may still open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft - len(os.listdir("/proc/self/fd"))

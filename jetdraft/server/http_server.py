@@ -1,0 +1,129 @@
+"""uvicorn's server with limits of its connections, and a watchdog."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import uvicorn
+
+from jetdraft.server.app import Service
+from jetdraft.server.connection import Connection, Doorkeeper
+from jetdraft.server.systemd import Systemd
+
+SPARE = 64
+"""Connections of a client beyond those of waiting requests: idle ones, and /health."""
+
+CLIENTS = 4
+"""How many clients may have all the connections that one may have."""
+
+END_SECONDS = 5
+"""The seconds after the drain for the answers of texts that were ended."""
+
+SWEEP_SECONDS = 0.5
+
+ACCEPTED = 8
+"""Connections accepted at once. They are not counted yet, but have files."""
+
+BACKLOG = 128
+"""Connections that the kernel holds until they are accepted."""
+
+
+class HttpServer(uvicorn.Server):
+    """Serves until SIGTERM or Ctrl-C; then running texts have `drain` seconds to end.
+
+    `host` is the address that the server listens on.
+
+        HttpServer(service, "127.0.0.1", drain=30).run(sockets=[listener])
+    """
+
+    def __init__(self, service: Service, host: str, drain: int = 30) -> None:
+        per_peer = service.limits.waiting + SPARE
+        self.doorkeeper = Doorkeeper(per_peer, CLIENTS * per_peer)
+        self._service, self._drain = service, drain
+        self._systemd, self._told = Systemd(os.environ), 0.0
+        protocol: Any = partial(Connection, self.doorkeeper)
+        config = uvicorn.Config(
+            service.app(host),
+            http=protocol,
+            ws="none",
+            log_level="error",
+            lifespan="on",
+            proxy_headers=False,  # a header must not choose whose turn it is
+            backlog=ACCEPTED,
+            timeout_graceful_shutdown=drain + END_SECONDS,
+        )
+        super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections, and say so."""
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(BACKLOG)
+        asyncio.get_running_loop().set_exception_handler(_Complaints())
+        self._sweeping = asyncio.create_task(self._sweep())
+        self._systemd.tell("READY=1")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Finish the texts under way, and end them when their time is over."""
+        self._systemd.tell("STOPPING=1")
+        loop, desk = asyncio.get_running_loop(), self._service.desk
+        end = loop.call_later(self._drain, desk.end)
+        await super().shutdown(sockets)
+        end.cancel()
+        self._sweeping.cancel()
+
+    async def _sweep(self) -> None:
+        while True:
+            self.doorkeeper.sweep(asyncio.get_running_loop().time())
+            self._tell_alive()
+            await asyncio.sleep(SWEEP_SECONDS)
+
+    def _tell_alive(self) -> None:
+        """Tell the watchdog that the loop runs and no text is long past its end."""
+        seconds, now = self._systemd.watchdog_seconds, time.monotonic()
+        if seconds is None or now < self._told + seconds / 3:
+            return
+        if self._service.desk.overdue <= seconds:
+            self._systemd.tell("WATCHDOG=1")
+            self._told = now
+
+
+class _Complaints:
+    """Errors of the event loop; a lack of files is told once a minute."""
+
+    def __init__(self) -> None:
+        self._silent_until = 0.0
+
+    def __call__(
+        self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]
+    ) -> None:
+        if "accept" not in context.get("message", ""):
+            loop.default_exception_handler(context)
+        elif loop.time() > self._silent_until:
+            self._silent_until = loop.time() + 60.0
+            logging.getLogger("uvicorn.error").error(
+                "no file is left for a new connection (%s); raise `ulimit -n`",
+                context.get("exception"),
+            )
+
+
+def run(
+    service: Service, listeners: Sequence[socket.socket], host: str, drain: int
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; then running texts have `drain` seconds to end.
+
+    run(service, [listener], "127.0.0.1", 30)
+    """
+    # asyncio logs a warning for each write to a client that has gone.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    # uvicorn raises the signal again after the last answer.
+    with suppress(KeyboardInterrupt, SystemExit):
+        HttpServer(service, host, drain).run(sockets=list(listeners))

@@ -1,0 +1,40 @@
+"""Refusals in the form of OpenAI's errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.responses import Response
+
+from jetdraft.errors import LengthError
+
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+CODES = {429: "rate_limit_exceeded"}
+
+
+def refusal(error: object, status: int, chat: bool = False) -> Response:
+    """Return the answer to a request that is refused; `chat` says that it was a chat.
+
+    refusal("the model is gone", 500)
+    """
+    headers = {"Retry-After": "1"} if status in (429, 503) else {}
+    # Escapes, since a message may quote what no encoding can hold.
+    content = json.dumps(refusal_fields(error, status, chat))
+    return Response(content, status, headers, media_type="application/json")
+
+
+def refusal_fields(error: object, status: int, chat: bool = False) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    kind = KINDS.get(
+        status, "invalid_request_error" if status < 500 else "server_error"
+    )
+    param = getattr(error, "param", None) or getattr(error, "field", None) or None
+    if chat and param == "prompt":
+        param = "messages"
+    code = getattr(error, "code", None) or CODES.get(status)
+    if isinstance(error, LengthError):
+        code = "context_length_exceeded"
+    return {
+        "error": {"message": str(error), "type": kind, "param": param, "code": code}
+    }

@@ -1,0 +1,1 @@
+"""What others wrote: JSON that is read with limits, text that is shown safely."""

@@ -1,0 +1,245 @@
+"""Chat templates see what transformers gives them, and their work is bounded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+import jetdraft
+from jetdraft.bundle import Bundle
+from jetdraft.checkpoints.checkpoint import _chat_template
+from jetdraft.checkpoints.gguf_tokenizer import special_tokens
+from jetdraft.errors import BundleError, OptionError
+from jetdraft.runtime.text import sandbox
+from jetdraft.runtime.text.template import ChatTemplate, user
+from jetdraft.testing import toy_bundle
+from tests.runtime.text.chats import (
+    CHATS,
+    TOKENS,
+    TOOLS,
+    own_prompt,
+    transformers_prompt,
+)
+
+TEMPLATES = {
+    # Written for these tests, after what published templates do.
+    "tokens": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}",
+    "none": "{{ tools is not none }}{{ documents is none }}{{ tools is defined }}",
+    "generation": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{{ loop.index }}{% endgeneration %}{% else %}<{{ m.content }}>"
+        "{% endif %}\n{% endfor %}"
+    ),
+    "json": (
+        "{{ (tools or []) | tojson(ensure_ascii=True) }}{{ messages | tojson }}"
+        "{{ messages | tojson(indent=4, separators=(',', ': '), sort_keys=True) }}"
+    ),
+    "missing": (
+        "{% for m in messages %}{{ 'content' in m }}{{ m.name is defined }}"
+        "{{ m.content }}{% endfor %}"
+    ),
+    "thoughts": (
+        "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|"
+        "{% if '</think>' in (m.content or '') %}"
+        "{{ m.content.split('</think>')[-1].lstrip('\n') }}{% endif %}{% endfor %}"
+    ),
+    "loops": (
+        "{% set ns = namespace(last=-1, text='') %}{% for m in messages[::-1] %}"
+        "{% set i = (messages | length - 1) - loop.index0 %}"
+        "{% if m.role == 'user' and ns.last < 0 %}{% set ns.last = i %}{% continue %}"
+        "{% endif %}{% if i == 0 %}{% break %}{% endif %}"
+        "{% set ns.text = ns.text + m.role ~ i ~ '\\n' %}{% endfor %}"
+        "{{ ns.last }}{{ ns.text }}{{ messages[1:] | map(attribute='role') | list }}"
+    ),
+    "macros": (
+        "{% macro show(m, depth=0) %}[{{ m.role }}{{ depth * 2 }}{{ caller() }}]"
+        "{% endmacro %}{% for m in messages %}{% call show(m, loop.index) %}"
+        "{{ '%s-%s' | format(m.role, 'x') }}{{ '{:>5}'.format(loop.index) }}"
+        "{% endcall %}{% endfor %}"
+    ),
+    "dicts": (
+        "{% set d = dict(a=1, **{'b': [1, (2, 3)]}) %}{{ d }}{{ d.items() | list }}"
+        "{% for key, value in d | dictsort %}{{ key }}={{ value }};{% endfor %}"
+        "{{ dict.fromkeys(['x'], 0) }}{% set p, q = 1, 2 %}{{ p ~ q ~ none ~ nothing }}"
+    ),
+    "refusing": (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.role }}"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    ),
+    "lines": (
+        "{% for m in messages %}\n    {% if true %}\n{{ m.role }}\n    {% endif %}\n"
+        "{%- endfor %}\n  end\n"
+    ),
+    "date": "{{ strftime_now('%d %b %Y %Z') }}",
+}
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_it_sees_what_transformers_gives(name, chat):
+    expected = transformers_prompt(TEMPLATES[name], TOKENS, chat)
+    assert own_prompt(TEMPLATES[name], TOKENS, chat) == expected
+    assert expected is not None or name == "refusing"
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return toy_bundle(tmp_path_factory.mktemp("template") / "toy")
+
+
+@pytest.mark.parametrize("chat", CHATS)
+def test_a_bundle_asks_with_the_ids_of_transformers(toy, chat):
+    messages, variables = CHATS[chat]
+    bundle = Bundle.open(toy)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(bundle.tokenizer), **bundle.special_tokens
+    )
+    tokenizer.chat_template = bundle.chat_template.read_text()
+    expected = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, **variables
+    )
+    with jetdraft.load(toy, threads=1) as model:
+        assert model.chat_prompt(messages, **variables) == expected["input_ids"]
+
+
+def test_a_bundle_keeps_the_special_tokens_of_the_tokenizer(bundle):
+    assert Bundle.open(bundle).special_tokens == {"eos_token": "<|endoftext|>"}
+
+
+@pytest.mark.parametrize("tokens", [{"eos_token": 5}, {"x_token": "a"}, "eos", None])
+def test_special_tokens_that_are_none_are_refused(toy, tokens):
+    manifest = {**Bundle.open(toy).to_json(), "special_tokens": tokens}
+    with pytest.raises(BundleError, match="malformed"):
+        Bundle._parse(toy, manifest)
+
+
+def test_the_special_tokens_of_a_gguf_file():
+    fields = {
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.padding_token_id": 9,
+    }
+    assert special_tokens(fields.get) == TOKENS
+
+
+def test_of_several_templates_one_is_for_tools():
+    several = {"default": "{{ 1 }}\n", "tool_use": "{{ tools | length }}s\n"}
+    template = ChatTemplate(_chat_template(SimpleNamespace(chat_template=several)), {})
+    assert template.render([user("a")]) == "1"
+    assert template.render([user("a")], **TOOLS) == "1s"
+    for names, expected in (("default", "{{ 1 }}\n"), ("tool_use", None)):
+        part = {name: several[name] for name in [names]}
+        assert _chat_template(SimpleNamespace(chat_template=part)) == expected
+
+
+GROWING = "{% set ns = namespace(v=X) %}{% for i in range(99) %}STEP{% endfor %}"
+
+
+def growing(start, step):
+    """A template that takes a step again and again."""
+    return GROWING.replace("X", start).replace("STEP", step) + "{{ ns.v }}"
+
+
+LONG = "{% set s = 'a' * 2000000 %}"
+ENDLESS = [
+    "{{ 1 / 0 }}",
+    "{{ 2.0 ** 100000 }}",
+    "{{ range(1000000) }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ 'a' * 2000000000 }}",
+    "{{ 2000000000 * [0] }}",
+    "{{ 10 ** 100000000 }}",
+    "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% for c in r %}"
+    "{% endfor %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ f(60) }}",
+    growing("'a'", "{% set ns.v = ns.v + ns.v %}"),
+    growing("'a'", "{% set ns.v = ns.v ~ ns.v %}"),
+    growing("'a'", "{% set x %}{{ ns.v }}{{ ns.v }}{% endset %}{% set ns.v = x %}"),
+    growing("[0]", "{% set ns.v = [ns.v, ns.v] %}"),
+    growing("[0]", "{% set ns.v = {'a': ns.v, 'b': ns.v} %}"),
+    growing("(0,)", "{% set ns.v = (ns.v, ns.v) %}"),
+    growing("7", "{% set ns.v = ns.v * ns.v %}"),
+    "{{ 'a'.center(2000000000) }}",
+    "{{ 'a' | center(2000000000) }}",
+    "{{ '%2000000000d' % 1 }}",
+    "{{ '%*d' | format(2000000000, 1) }}",
+    "{{ '{:2000000000}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 2000000000) }}",
+    "{{ [[[[1]]]] | tojson(indent=2000000) }}",
+    "{{ lipsum(n=100000000) }}",
+    LONG + "{{ s | replace('a', s) }}",
+    LONG + "{{ s.join(['b'] * 1000) }}",
+    LONG + "{% set l = [s, s, s] %}{{ l }}",
+    LONG + "{% set ns = namespace(l=[]) %}{% for i in range(99999) %}"
+    "{% set ns.l = ns.l + [s[1:]] %}{% endfor %}",
+    "{% for i in range(99999) %}" + "x" * 100_000 + "{% endfor %}",
+    "{{ range(99999) | map('center', 2000000) | join }}",
+]
+
+
+@pytest.mark.parametrize("source", ENDLESS, ids=range(len(ENDLESS)))
+def test_what_cannot_be_computed_is_one_line(source, monkeypatch):
+    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.2)
+    with pytest.raises(OptionError, match="refuses these messages") as caught:
+        ChatTemplate(source, {}).render([user("a")])
+    assert str(caught.value).count("\n") == 0
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ " + "(" * 500 + ")" * 500 + " }}", "{% if 1 %}" * 200 + "{% endif %}" * 200,
+     "{{ " + "1" * 5000 + " }}"],
+)  # fmt: skip
+def test_what_cannot_be_compiled_is_one_line(source):
+    with pytest.raises(OptionError, match="is broken"):
+        ChatTemplate(source, {})
+
+
+def test_a_bound_is_for_one_prompt(monkeypatch):
+    monkeypatch.setattr(sandbox, "MOST_IN_ALL", 20_000)
+    template = ChatTemplate("{% for i in range(1000) %}abc{% endfor %}", {})
+    assert {template.render([user("a")]) for _ in range(9)} == {"abc" * 1000}
+
+
+def test_a_long_chat_is_within_the_bounds():
+    messages = [user("word " * 400), {"role": "assistant", "content": "x" * 400}] * 200
+    for source in TEMPLATES.values():
+        assert ChatTemplate(source, TOKENS).render(messages, **TOOLS)
+
+
+def test_the_messages_stay_as_they_are():
+    messages = [user("a")]
+    with pytest.raises(OptionError):
+        ChatTemplate("{{ dict.update(messages[0], role='x') }}", {}).render(messages)
+    assert messages == [user("a")]
+
+
+def test_the_reason_is_one_line_of_safe_text():
+    with pytest.raises(OptionError) as caught:
+        ChatTemplate("{{ raise_exception('a\n\x1b[2J' * 500) }}", {}).render([user("")])
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("content", [object(), float, {1: {2, 3}}])
+def test_messages_that_are_no_json_are_refused(content):
+    with pytest.raises(OptionError, match="refuses these messages"):
+        ChatTemplate("{{ messages }}", {}).render([{"role": "a", "content": content}])
+
+
+def test_messages_and_tools_that_are_nested_deeply_are_refused(toy):
+    value = []
+    for _ in range(100_000):
+        value = [value]
+    with jetdraft.load(toy, threads=1) as model:
+        with pytest.raises(OptionError):
+            model.chat_prompt([{"role": "user", "content": value}])
+        with pytest.raises(OptionError):
+            model.chat_prompt([user("a")], tools=value)

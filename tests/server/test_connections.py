@@ -1,0 +1,252 @@
+"""Connections that stay silent, are too many, or are closed by half."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from jetdraft.server import connection, http_server
+from jetdraft.server.connection import CROWDED, Doorkeeper, _peer
+from jetdraft.server.listener import listening_at
+from tests.server.serving import served, started, until
+
+BODY = {"model": "toy", "prompt": "The robot sees", "max_tokens": 40, "seed": 1,
+        "method": "none", "ignore_eos": True}  # fmt: skip
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def request(body, version="1.1"):
+    content = json.dumps(body).encode()
+    return (
+        f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    ).encode() + content
+
+
+def connect(address):
+    place = urlsplit(address)
+    return socket.create_connection((place.hostname, place.port), timeout=60)
+
+
+def read(line):
+    """All that a server sends until it closes the connection."""
+    parts = []
+    while part := line.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def test_idle_connections_give_way(service, address):
+    """More of them than the limits allow, half of them in the middle of a request."""
+    with ExitStack() as stack:
+        for number in range(140):
+            line = stack.enter_context(connect(address))
+            line.sendall(HEAD if number % 2 else b"")
+        assert httpx.get(f"{address}/health").status_code == 200
+        assert httpx.post(f"{address}/v1/completions", json=BODY).status_code == 200
+
+
+def test_a_connection_that_does_not_ask_is_closed(fresh, monkeypatch):
+    monkeypatch.setattr(connection, "REQUEST_SECONDS", 0.3)
+    with served(fresh) as address:
+        with connect(address) as silent, connect(address) as slow:
+            for byte in HEAD:  # each of them comes in time, the whole does not
+                try:
+                    slow.sendall(bytes([byte]))
+                except OSError:
+                    break
+                time.sleep(0.05)
+            assert end_of(silent)
+            assert end_of(slow)
+        with connect(address) as line:
+            line.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /")
+            assert b"200 OK" in read(line), "what follows an answer must come in time"
+
+
+def end_of(line):
+    try:
+        return line.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_who_reads_nothing_for_long_is_dropped(fresh, monkeypatch):
+    monkeypatch.setattr(connection, "UNREAD_SECONDS", 0.3)
+    dropped, drop = threading.Event(), connection.Connection.drop
+    monkeypatch.setattr(
+        connection.Connection, "drop", lambda self: [drop(self), dropped.set()]
+    )
+    with served(fresh) as address, connect(address) as line:
+        many = {"stream": True, "logprobs": 20, "max_tokens": 400}
+        line.sendall(request({**BODY, **many}) * 30)
+        assert dropped.wait(60)
+        with suppress(ConnectionResetError):
+            assert read(line).count(b"[DONE]") < 30
+
+
+class Fake:
+    def __init__(self, peer, idle=True, since=0.0):
+        self.peer, self.is_idle, self.since, self.dropped = peer, idle, since, False
+
+    def drop(self):
+        self.dropped = True
+        self.keeper.leave(self)
+
+
+@pytest.fixture
+def enter():
+    def enter(keeper, *arguments, **options):
+        fake = Fake(*arguments, **options)
+        fake.keeper = keeper
+        return fake, keeper.enter(fake)
+
+    return enter
+
+
+def test_a_peer_only_pushes_out_its_own(enter):
+    keeper = Doorkeeper(per_peer=2, most=9)
+    [other, first, second] = [
+        enter(keeper, peer, since=i)[0] for i, peer in enumerate("baa")
+    ]
+    third, let_in = enter(keeper, "a")
+    assert let_in
+    assert [c.dropped for c in (other, first, second, third)] == [0, 1, 0, 0]
+
+
+def test_the_limit_of_all_is_at_the_cost_of_whoever_has_most(enter):
+    keeper = Doorkeeper(per_peer=9, most=3)
+    lines = [enter(keeper, peer, since=i)[0] for i, peer in enumerate("baa")]
+    assert enter(keeper, "c")[1]
+    assert [line.dropped for line in lines] == [0, 1, 0]
+
+
+def test_where_all_work_newcomers_are_crowded_and_bounded(enter):
+    keeper = Doorkeeper(per_peer=2, most=2)
+    busy = [enter(keeper, "a", idle=False)[0] for _ in range(2)]
+    crowd = [enter(keeper, "a") for _ in range(CROWDED + 1)]
+    assert not any(let_in for _, let_in in crowd)
+    assert not any(line.dropped for line in busy)
+    assert [line.dropped for line, _ in crowd] == [1] + [0] * CROWDED
+    keeper.leave(busy[0])
+    assert enter(keeper, "a")[1]
+
+
+def test_health_is_answered_while_all_connections_work(fresh, slow, monkeypatch):
+    monkeypatch.setattr(http_server, "SPARE", -38)  # with 40 that wait: two
+    with served(fresh) as address, ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(connect(address)).sendall(request(BODY))
+        until(lambda: fresh.desk.generating == 2)
+        health = httpx.get(f"{address}/health")
+        assert (health.status_code, health.json()["generating"]) == (200, 2)
+        refused = httpx.post(f"{address}/v1/completions", json=BODY)
+        assert refused.status_code == 503
+        assert "too many connections" in refused.json()["error"]["message"]
+        assert refused.headers["retry-after"]
+
+
+@contextmanager
+def few_files(count):
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_limit_of_files_is_no_end(toy):
+    with few_files(256):
+        context = started(toy)
+        process, address = context.__enter__()
+    try:
+        with ExitStack() as stack:
+            for _ in range(500):
+                stack.enter_context(connect(address))
+            assert httpx.get(f"{address}/health", timeout=60).status_code == 200
+            answer = httpx.post(f"{address}/v1/completions", json=BODY, timeout=60)
+            assert answer.status_code == 200
+            assert len(os.listdir(f"/proc/{process.pid}/fd")) < 256
+        process.terminate()
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
+    finally:
+        context.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_half_closed_client_gets_its_answer(address, slow, stream, version, model):
+    with connect(address) as line:
+        line.sendall(request({**BODY, "stream": stream}, version))
+        line.shutdown(socket.SHUT_WR)
+        answer = read(line)
+    # Before the answer there may be interim responses, which every client skips.
+    interim = b"HTTP/1.1 102 Processing\r\n\r\n"
+    assert answer.replace(interim, b"").startswith(b"HTTP/1.1 200 ")
+    assert (interim in answer) == (version == "1.1")
+    assert b'"finish_reason":' in answer
+    if stream:
+        assert answer.rstrip().endswith((b"[DONE]", b"0"))
+
+
+def test_half_a_request_is_none(address):
+    with connect(address) as line:
+        line.sendall(request(BODY)[:-3])
+        line.shutdown(socket.SHUT_WR)
+        assert read(line) == b""
+
+
+def test_what_is_not_http_is_refused_in_the_usual_form(address):
+    with connect(address) as line:
+        line.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        head, _, content = read(line).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(content)["error"]["type"] == "invalid_request_error"
+
+
+def transport(address, family=socket.AF_INET6):
+    line = SimpleNamespace(family=family)
+    return SimpleNamespace(
+        get_extra_info=lambda name: line if name == "socket" else (address, 1)
+    )
+
+
+def test_a_network_of_ipv6_is_one_client():
+    assert _peer(transport("2001:db8::1")) == _peer(transport("2001:db8::f:2"))
+    assert _peer(transport("2001:db8::1")) != _peer(transport("2001:db8:0:1::1"))
+    assert _peer(transport("::ffff:10.0.0.1")) == "10.0.0.1"
+    assert _peer(transport("fe80::1%eth0")) == "fe80::/64"
+    assert _peer(transport("10.0.0.1", socket.AF_INET)) == "10.0.0.1"
+
+
+def test_turns_go_by_the_connection(fresh, slow, tmp_path):
+    """Neither `user` nor a header makes another client; another door does."""
+    path = tmp_path / "s"
+    headers = {"X-Forwarded-For": "10.0.0.9", "Forwarded": "for=10.0.0.9"}
+    with ExitStack() as stack:
+        listener = stack.enter_context(listening_at(path))
+        address = stack.enter_context(served(fresh, listener))
+        for number in range(4):
+            body = {**BODY, "user": f"user {number}"}
+            line = stack.enter_context(connect(address))
+            extra = "".join(f"{k}: {v}{number}\r\n" for k, v in headers.items())
+            line.sendall(request(body).replace(b"Host", extra.encode() + b"Host"))
+        until(lambda: fresh.desk.waiting == 2)
+        own = stack.enter_context(socket.socket(socket.AF_UNIX))
+        own.connect(str(path))
+        own.sendall(request(BODY))
+        until(lambda: fresh.desk.waiting == 3)
+        waiting = {c: len(queue) for c, queue in fresh.desk._waiting.items()}
+        assert waiting == {"127.0.0.1": 2, f"uid {os.getuid()}": 1}
+    until(lambda: fresh.desk.generating == 0)

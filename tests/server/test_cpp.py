@@ -1,0 +1,100 @@
+"""The client of examples/cpp, built and run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jetdraft.server.app import Service
+from jetdraft.server.listener import listening_at
+from tests.server.conftest import LIMITS
+from tests.server.serving import served, until
+
+SOURCE = Path(__file__).parents[2] / "examples" / "cpp" / "client.cpp"
+PROMPT = 'The "robot" sees\n'
+
+
+def builds():
+    """Whether a compiler and the headers of libcurl are here."""
+    if not shutil.which("c++"):
+        return False
+    command = ["c++", "-fsyntax-only", "-include", "curl/curl.h", "-x", "c++", "-"]
+    return not subprocess.run(
+        command, check=False, input=b"", capture_output=True
+    ).returncode
+
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("JETDRAFT_NEEDS_CURL") and not builds(),
+    reason="no C++ compiler, or no headers of libcurl",
+)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    program = tmp_path_factory.mktemp("cpp") / "client"
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run(
+        ["c++", *flags, str(SOURCE), "-lcurl", "-o", str(program)], check=True
+    )
+    return program
+
+
+@pytest.fixture(scope="module", params=["tcp", "uds"])
+def door(request, service, tmp_path_factory):
+    """A service, and the arguments before and after the prompt that lead to it."""
+    path = tmp_path_factory.mktemp("socket") / "s"
+    own = Service(service.pool, "toy", LIMITS)
+    with listening_at(path) as listener, served(own, listener) as address:
+        if request.param == "tcp":
+            yield own, address, []
+        else:
+            yield own, "http://localhost", ["--uds", str(path)]
+
+
+def run(program, door, *words):
+    """The JSON objects that the client prints."""
+    _, address, more = door
+    command = [program, address, PROMPT, *more, *words]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_whole_text(program, door, model):
+    [answer] = run(program, door)
+    expected = model.generate(PROMPT, max_new_tokens=64)
+    assert answer["choices"][0]["text"] == expected.text
+
+
+def test_a_text_as_it_comes(program, door, model):
+    events = run(program, door, "--stream")
+    assert len(events) > 2
+    text = "".join(event["choices"][0]["text"] for event in events)
+    assert text == model.generate(PROMPT, max_new_tokens=64).text
+
+
+def test_who_closes_the_connection_ends_the_text(program, door, slow):
+    service = door[0]
+    before = service.desk.total.new_tokens
+    events = run(program, door, "--cancel", "2")
+    assert len(events) == 2
+    until(lambda: service.desk.generating == 0)
+    assert service.desk.total.new_tokens - before < 64
+
+
+def test_a_refusal_is_an_error(program, door):
+    _, address, more = door
+    command = [program, address, "a" * 100_000, *more]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["error"]["param"] is None  # the body is too long
