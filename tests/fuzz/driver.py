@@ -166,6 +166,8 @@ def _one_process(
         report.facts.update(facts)
         process.kill()
         process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def _messages(

@@ -273,6 +273,7 @@ class Streams(Job):
     def run(self, place: Path) -> None:
         checkpoint = self.toy.with_name("checkpoint")
         options = ("--steps", "3", "--batch-size", "1", "--sequence-length", "32")
+        options += ("--layers", "1", "--gamma", "2", "--lora-rank", "2")
         command = ("train", "streams", checkpoint, "--data", place / "corpus")
         _verb(*command, *options, "-o", place / "streamed")
 
