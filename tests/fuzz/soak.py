@@ -22,8 +22,8 @@ from tests.fuzz.requests import CONSTRAINTS
 from tests.fuzz.serving import BODIES, Serving
 from tests.fuzz.subject import Fault, Subject
 
-WARM = 30
-"""Cases until all widths, methods and lengths were seen."""
+WARM, LIGHTLY_WARM = 60, 12
+"""Cases until about all widths, methods and lengths were seen; of a light subject."""
 
 MOST_BYTES_MORE = 24_000_000
 """Growth of the memory after the warm cases."""
@@ -48,6 +48,7 @@ class Soak(Subject):
         self.pool = jetdraft.Pool(self.bundle, 2, threads=1)
         (folder / "served").mkdir()
         self.server = Serving(folder / "served")
+        self.warm = LIGHTLY_WARM if light else WARM
         self.cases, self.at_start = 0, ((0, 0, 0), (0, 0, 0))
 
     def run(self, draw: Random) -> str:
@@ -61,7 +62,7 @@ class Soak(Subject):
         if draw.random() < 0.02:
             self._opened(draw)
         self.cases += 1
-        if self.cases == WARM:
+        if self.cases == self.warm:
             self.at_start = self._sizes()
         return "cases"
 
@@ -119,7 +120,7 @@ class Soak(Subject):
 
     def finish(self) -> None:
         """Memory, threads and handles have not grown."""
-        if self.cases <= WARM:
+        if self.cases <= self.warm:
             return
         for who, before, after in zip(
             ("process", "server"), self.at_start, self._sizes(), strict=True

@@ -11,14 +11,14 @@ from tests.fuzz.soak import Soak
 
 
 def test_kills_and_full_disks_leave_old_or_new(capsys):
-    report = supervise(Faults, 0, 40, light=True)
+    report = supervise(Faults, 0, 30, light=True)
     assert not report.faults, capsys.readouterr().out
-    assert report.tried == 40
+    assert report.tried == 30
     assert report.facts["kills"] > 10
 
 
 def test_nothing_grows(capsys):
-    report = supervise(Soak, 0, 50, light=True)
+    report = supervise(Soak, 0, 24, light=True)
     assert not report.faults, capsys.readouterr().out
     assert "MB of the process at last" in report.facts
 
