@@ -42,5 +42,19 @@ def test_a_case_that_is_none_is_refused(case, capsys):
     assert "give, for example" in capsys.readouterr().err
 
 
+def test_words_and_options_may_come_in_any_order(capsys, monkeypatch):
+    asked = []
+
+    def noted(*arguments):
+        asked.append(arguments)
+        return Report(arguments[0])
+
+    monkeypatch.setattr(driver, "supervise", noted)
+    assert driver.main(["25", "--first", "3", "faults", "soak"]) == 0
+    assert asked == [(Faults, 3, 10**9, 25.0), (Soak, 3, 10**9, 25.0)]
+    assert driver.main(["--count", "2500", "soak"]) == 0
+    assert asked[-1] == (Soak, 0, 3, float("inf"))
+
+
 def test_all_subjects_have_a_name():
     assert [*subjects()] == ["same-text", "bundles", "server", "faults", "soak"]
