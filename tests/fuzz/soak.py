@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -14,9 +15,6 @@ from random import Random
 import psutil
 
 import jetdraft
-from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.text.codec import TextCodec
-from jetdraft.runtime.text.constraint import Vocabulary
 from jetdraft.testing import toy_bundle
 from tests.fuzz.requests import CONSTRAINTS
 from tests.fuzz.serving import BODIES, Serving
@@ -28,6 +26,7 @@ WARM, LIGHTLY_WARM = 60, 12
 MOST_BYTES_MORE = 24_000_000
 """Growth of the memory after the warm cases."""
 
+HEAVY = ("Graph", "TextCodec", "Vocabulary")
 METHODS = ("none", "lookup", "draft", "trigram", "cascade", "auto")
 PIECE = 200
 """Tokens of one generation."""
@@ -139,14 +138,10 @@ class Soak(Subject):
 
 
 def _alive() -> dict[str, int]:
-    """How many graphs, codecs and vocabularies there are."""
+    """How many of the objects that hold a bundle's memory there are."""
     gc.collect()
-    kinds = (Graph, TextCodec, Vocabulary)
-    counts = dict.fromkeys((kind.__name__ for kind in kinds), 0)
-    for thing in gc.get_objects():
-        if isinstance(thing, kinds):
-            counts[type(thing).__name__] += 1
-    return counts
+    names = (type(thing).__name__ for thing in gc.get_objects())
+    return dict(Counter(name for name in names if name in HEAVY))
 
 
 async def _read(model: jetdraft.Model, prompt: list[int]) -> None:
