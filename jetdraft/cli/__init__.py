@@ -56,7 +56,7 @@ class Verbs(LazyGroup):
         except JetdraftError as error:
             _fail(str(error))
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not _is_full_disk(error):
                 raise
             _fail("the disk is full; free some space")
         except (click.Abort, KeyboardInterrupt):
@@ -65,6 +65,13 @@ class Verbs(LazyGroup):
         finally:
             signal.signal(signal.SIGTERM, before)
         sys.exit(result if isinstance(result, int) else 0)
+
+
+def _is_full_disk(error: OSError) -> bool:
+    """Whether a write found no room: on the disk, in a quota or below a limit."""
+    if error.errno is None:  # numpy's writes say only how much was written
+        return str(error).endswith(" written")
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _terminate(number: int, frame: object) -> NoReturn:

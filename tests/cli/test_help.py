@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from collections import defaultdict
@@ -128,6 +129,27 @@ def test_a_full_disk_is_one_line():
             stdout=full, stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (
+        2,
+        "error: the disk is full; free some space\n",
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        OSError(errno.EFBIG, "File too large"),
+        OSError("8192 requested and 0 written"),  # numpy's, of an array in an export
+    ],
+)
+def test_a_disk_without_room_is_one_line(error, monkeypatch):
+    def full(root):
+        raise error
+
+    monkeypatch.setattr("jetdraft.cli.doctor.examine", full)
+    result = jetdraft("doctor")
+    assert (result.exit_code, result.stderr) == (
         2,
         "error: the disk is full; free some space\n",
     )

@@ -99,7 +99,8 @@ class Disturbances:
     def _do_prefix_saved(self, draw: Random, model: Model, prompt: list[int]) -> None:
         owner = str(model.bundle.path)
         files = self._saved.setdefault(owner, [])
-        file = self.folder / f"prefix-{len(self._saved)}-{len(files) % 8}.npz"
+        number = list(self._saved).index(owner)
+        file = self.folder / f"prefix-{number}-{len(files) % 8}.npz"
         model.save_prefix(file, prompt)
         files.append(file)
 

@@ -166,6 +166,8 @@ def _one_process(
         report.facts.update(facts)
         process.kill()
         process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def _messages(
@@ -214,7 +216,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--count", type=int, help="cases of each; tokens of a soak")
     parser.add_argument("--case", help="repeat a case, for example same-text:12345")
     parser.add_argument("--first", type=int, help="the number of the first case")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     if options.case is not None:
         return _repeat(parser, options.case)
     names = [word for word in options.what if not word.replace(".", "").isdigit()]

@@ -101,7 +101,8 @@ class Serving(Subject):
         if found is None:
             raise Fault(f"the server does not start: {line}")
         self.port, self.log = int(found[1]), list[str]()
-        threading.Thread(target=self._read_log, daemon=True).start()
+        self._reading = threading.Thread(target=self._read_log, daemon=True)
+        self._reading.start()
         self.tried = 0
         self.good = [self._whole(*body) for body in BODIES[:2]]
 
@@ -347,6 +348,9 @@ class Serving(Subject):
         """Kill the server."""
         self.process.kill()
         self.process.wait()
+        self._reading.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
 
 JSON = {"Content-Type": "application/json"}

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -14,20 +15,18 @@ from random import Random
 import psutil
 
 import jetdraft
-from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.text.codec import TextCodec
-from jetdraft.runtime.text.constraint import Vocabulary
 from jetdraft.testing import toy_bundle
 from tests.fuzz.requests import CONSTRAINTS
 from tests.fuzz.serving import BODIES, Serving
 from tests.fuzz.subject import Fault, Subject
 
-WARM = 30
-"""Cases until all widths, methods and lengths were seen."""
+WARM, LIGHTLY_WARM = 60, 12
+"""Cases until about all widths, methods and lengths were seen; of a light subject."""
 
 MOST_BYTES_MORE = 24_000_000
 """Growth of the memory after the warm cases."""
 
+HEAVY = ("Graph", "TextCodec", "Vocabulary")
 METHODS = ("none", "lookup", "draft", "trigram", "cascade", "auto")
 PIECE = 200
 """Tokens of one generation."""
@@ -48,6 +47,7 @@ class Soak(Subject):
         self.pool = jetdraft.Pool(self.bundle, 2, threads=1)
         (folder / "served").mkdir()
         self.server = Serving(folder / "served")
+        self.warm = LIGHTLY_WARM if light else WARM
         self.cases, self.at_start = 0, ((0, 0, 0), (0, 0, 0))
 
     def run(self, draw: Random) -> str:
@@ -61,7 +61,7 @@ class Soak(Subject):
         if draw.random() < 0.02:
             self._opened(draw)
         self.cases += 1
-        if self.cases == WARM:
+        if self.cases == self.warm:
             self.at_start = self._sizes()
         return "cases"
 
@@ -119,7 +119,7 @@ class Soak(Subject):
 
     def finish(self) -> None:
         """Memory, threads and handles have not grown."""
-        if self.cases <= WARM:
+        if self.cases <= self.warm:
             return
         for who, before, after in zip(
             ("process", "server"), self.at_start, self._sizes(), strict=True
@@ -138,14 +138,10 @@ class Soak(Subject):
 
 
 def _alive() -> dict[str, int]:
-    """How many graphs, codecs and vocabularies there are."""
+    """How many of the objects that hold a bundle's memory there are."""
     gc.collect()
-    kinds = (Graph, TextCodec, Vocabulary)
-    counts = dict.fromkeys((kind.__name__ for kind in kinds), 0)
-    for thing in gc.get_objects():
-        if isinstance(thing, kinds):
-            counts[type(thing).__name__] += 1
-    return counts
+    names = (type(thing).__name__ for thing in gc.get_objects())
+    return dict(Counter(name for name in names if name in HEAVY))
 
 
 async def _read(model: jetdraft.Model, prompt: list[int]) -> None:

@@ -11,14 +11,14 @@ from tests.fuzz.soak import Soak
 
 
 def test_kills_and_full_disks_leave_old_or_new(capsys):
-    report = supervise(Faults, 0, 40, light=True)
+    report = supervise(Faults, 0, 30, light=True)
     assert not report.faults, capsys.readouterr().out
-    assert report.tried == 40
+    assert report.tried == 30
     assert report.facts["kills"] > 10
 
 
 def test_nothing_grows(capsys):
-    report = supervise(Soak, 0, 50, light=True)
+    report = supervise(Soak, 0, 24, light=True)
     assert not report.faults, capsys.readouterr().out
     assert "MB of the process at last" in report.facts
 
@@ -40,6 +40,20 @@ def test_a_case_that_is_none_is_refused(case, capsys):
         driver.main(["--case", case])
     assert ended.value.code == 2
     assert "give, for example" in capsys.readouterr().err
+
+
+def test_words_and_options_may_come_in_any_order(capsys, monkeypatch):
+    asked = []
+
+    def noted(*arguments):
+        asked.append(arguments)
+        return Report(arguments[0])
+
+    monkeypatch.setattr(driver, "supervise", noted)
+    assert driver.main(["25", "--first", "3", "faults", "soak"]) == 0
+    assert asked == [(Faults, 3, 10**9, 25.0), (Soak, 3, 10**9, 25.0)]
+    assert driver.main(["--count", "2500", "soak"]) == 0
+    assert asked[-1] == (Soak, 0, 3, float("inf"))
 
 
 def test_all_subjects_have_a_name():

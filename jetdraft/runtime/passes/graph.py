@@ -129,6 +129,10 @@ class Graph:
         self.cache.advance(proven)
         return proven
 
+    def draft_room(self, filled: int) -> int:
+        """The slots that are left to a draft whose first `filled` slots are taken."""
+        return min(self.cache.room, self.contract.draft_slots) - filled
+
     def run_branches(
         self,
         tokens: Sequence[int],
@@ -146,7 +150,7 @@ class Graph:
         """
         if not self.contract.tree:
             raise ValueError("a chain graph cannot run branches; use a tree graph")
-        rows, cursor, room = len(tokens), self.cache.length, self.cache.room - filled
+        rows, cursor, room = len(tokens), self.cache.length, self.draft_room(filled)
         width = self.sessions.width(max(width, rows), room)
         probes = _fitting(probing, rows, room - width)
         binding = self._binding(_Size(width, width, probes, branching=True), room)

@@ -132,8 +132,8 @@ class TreeProposer(DraftProposer):
         # The slot of each row of the tree in the drafter's cache, from the cursor on.
         slots: dict[int, int] = {}
         while rows := self.shape.grow(tree, answers):
-            # A wide level is cut, and a full buffer ends the draft.
-            room = self.graph.cache.room - len(slots)
+            # A wide level is cut, and a full buffer or mask ends the draft.
+            room = self.graph.draft_room(len(slots))
             rows = rows[: min(self.graph.contract.max_width, room)]
             if not rows:
                 break

@@ -8,6 +8,8 @@ from jetdraft.errors import OptionError
 from jetdraft.methods import Proposer, Rows, Traits
 from jetdraft.runtime.sampling.chooser import Sampling
 from jetdraft.runtime.sampling.verifier import Walk
+from jetdraft.testing import toy_bundle
+from tests.fuzz.resized import resized
 from tests.runtime import fake_method
 
 PROMPT = np.random.default_rng(8).integers(0, 288, 20)
@@ -230,3 +232,16 @@ def test_what_was_drafted_comes_first_in_a_round(model, plain):
         stats.evaluated_by_position, stats.accepted_counts, strict=True
     ):
         assert accepted <= evaluated
+
+
+@pytest.mark.parametrize("tree", ["best", "rerank"])
+def test_a_tree_of_several_passes_fits_into_a_narrow_mask(tmp_path, tree):
+    """Level by level a shape asks for more rows than the mask has."""
+    narrow = resized(toy_bundle(tmp_path / "toy"), tmp_path / "narrow", 128, 8)
+    with jetdraft.load(narrow, threads=1) as model:
+        options = {"max_new_tokens": 40, "ignore_eos": True}
+        plain = model.generate("The robot sees", method="none", **options)
+        drafting = {"method": "draft", "drafting": {"tree": tree}}
+        drafted = model.generate("The robot sees", **drafting, **options)
+    assert drafted.token_ids == plain.token_ids
+    assert sum(drafted.from_draft) > 0

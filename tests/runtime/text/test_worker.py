@@ -119,7 +119,7 @@ def test_a_step_that_takes_too_long_ends_the_text(model, monkeypatch):
     os.kill(text, signal.SIGSTOP)
     monkeypatch.setattr("jetdraft.runtime.text.link.GRACE_SECONDS", 0.1)
     start = time.monotonic()
-    with pytest.raises(ConstraintError, match="cannot be followed .*too much time"):
+    with pytest.raises(ConstraintError, match=r"cannot be followed .*too much time"):
         stream.result()
     assert time.monotonic() - start < 1
     os.kill(text, signal.SIGCONT)
