@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import click
 
+from jetdraft import __version__
 from jetdraft.errors import JetdraftError
 from jetdraft.terminal.command import LazyGroup
 
@@ -84,7 +85,7 @@ def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> No
         # onnxruntime takes a quarter of a second, which no other verb should pay.
         from jetdraft.terminal.version import version_text
 
-        click.echo(version_text())
+        click.echo(version_text(__version__))
         ctx.exit()
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from jetdraft import __version__
 from jetdraft.devices.providers import installed
 from jetdraft.errors import ProviderError
 from jetdraft.ort import ort
 
 
-def version_text() -> str:
-    """jetdraft's version, onnxruntime's, and the providers installed with it.
+def version_text(version: str) -> str:
+    """jetdraft's `version`, onnxruntime's, and the providers installed with it.
 
-    version_text().splitlines()[0]    # "jetdraft 0.1.0"
+    version_text("0.1.0").splitlines()[0]    # "jetdraft 0.1.0"
     """
-    first = f"jetdraft {__version__}"
+    first = f"jetdraft {version}"
     try:
         providers = ", ".join(installed())
     except ProviderError:
