@@ -107,33 +107,39 @@ class ParsedError(Exception):
     """Ends a program when its words were read."""
 
 
-def parse_script(file, words, monkeypatch):
+def parse_script(file, words):
     """Let a program of the repository read its words, and do nothing."""
     name = f"documented_{Path(file).stem}"
     spec = importlib.util.spec_from_file_location(name, ROOT / file)
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    for peer in PEERS:
-        monkeypatch.setitem(sys.modules, peer, MagicMock())
-    monkeypatch.setattr(ctypes, "CDLL", MagicMock())  # a peer's library
-    spec.loader.exec_module(module)
-    if isinstance(module.main, click.Command):
-        # The files of a command that is not run need not be here.
-        monkeypatch.setattr(click.Path, "convert", lambda self, value, *rest: value)
-        module.main.make_context(name, list(words))
-        return
-    if not hasattr(module, "argparse"):
-        assert not words, f"{file} takes no arguments"
-        return
+    with pytest.MonkeyPatch.context() as patch:
+        for peer in PEERS:
+            stub = MagicMock(**{f"{peer}.__file__": peer})
+            patch.setitem(sys.modules, peer, stub)
+        patch.setattr(ctypes, "CDLL", MagicMock())  # a peer's library
+        patch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        if isinstance(module.main, click.Command):
+            # The files of a command that is not run need not be here.
+            patch.setattr(click.Path, "convert", lambda self, value, *rest: value)
+            module.main.make_context(name, list(words))
+        elif hasattr(module, "argparse"):
+            parse_arguments(module.main, words, patch)
+        else:
+            assert not words, f"{file} takes no arguments"
+
+
+def parse_arguments(program, words, patch):
+    """The same for a program that reads its words with argparse."""
     read = argparse.ArgumentParser.parse_args
 
     def stop(parser):
         read(parser, list(words))
         raise ParsedError
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    patch.setattr(argparse.ArgumentParser, "parse_args", stop)
     with pytest.raises(ParsedError):
-        module.main()
+        program()
 
 
 def run(words):
@@ -193,7 +199,7 @@ def test_commands_do_what_they_say(document, reader, monkeypatch):
             elif words[0] == "jetdraft":
                 parse(words[1:])
             else:
-                parse_script(words[1], words[2:], monkeypatch)
+                parse_script(words[1], words[2:])
         except BaseException as error:
             error.add_note(f"{place}: {' '.join(words)}")
             raise
@@ -226,11 +232,11 @@ def test_options_in_sentences_exist(document):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_benchmarks_in_sentences_exist(document, monkeypatch):
+def test_benchmarks_in_sentences_exist(document):
     for phrase in phrases(document):
         if phrase.startswith("python "):
             _, file, *words = words_of(phrase)
-            parse_script(file, words, monkeypatch)
+            parse_script(file, words)
 
 
 PROGRAMS = {
