@@ -83,7 +83,11 @@ class Step(torch.nn.Module):
     ) -> list[torch.Tensor]:
         """The outputs in the order of `StepContract.outputs`, then extra outputs."""
         state = state_of(position_ids, cursor, total_length, past)
-        with attending(state), self._watched() as (head, cut):
+        with (
+            attending(state),
+            self._watched() as (head, cut),
+            self.features() as features,
+        ):
             logits = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,
@@ -103,7 +107,13 @@ class Step(torch.nn.Module):
                 "values; models with recurrent or shared layers cannot be exported"
             )
         hidden = [head[0].float()] if self.contract.hidden_size else []
-        return [*answers(logits, self.contract), *hidden, *presents(state), *cut]
+        rows = [*answers(logits, self.contract), *hidden, *features]
+        return [*rows, *presents(state), *cut]
+
+    @contextlib.contextmanager
+    def features(self) -> Iterator[list[torch.Tensor]]:
+        """The features of the rows for a head, filled by the forward pass."""
+        yield []
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
