@@ -52,7 +52,7 @@ class HeadLayers(nn.Module):
 
     def norm(self, width: int) -> nn.Module:
         """A norm as these layers have them, over `width` numbers."""
-        return self.norm_class(width, eps=self.config.rms_norm_eps)  # type: ignore[call-arg]
+        return self.norm_class(width, eps=self.config.rms_norm_eps)
 
     def forward(
         self,
