@@ -6,7 +6,8 @@ Hooks reach the states, so the target's code stays as it is.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,16 +20,24 @@ POST_NORM: tuple[int, ...] = ()
 """The layers of taps that read the state after the final norm, as the LM head does."""
 
 
+Fuse = Callable[[list[Tensor]], Tensor]
+
+
+def join(states: list[Tensor]) -> Tensor:
+    """The states side by side."""
+    return torch.cat(states, -1)
+
+
 class Taps(nn.Module):
     """Reads states of a target and fuses them to `size` features for each row.
 
     `layers` has the numbers of layers, ascending: number j is the residual stream that
     enters layer j, and the number of all layers is the stream that enters the final
-    norm. Without layers it is the state after that norm. `fuse` maps the states, joined
-    in this order, [1, n, layers * h], to features [1, n, size]; by default it changes
-    nothing.
+    norm. Without layers it is the state after that norm. `fuse` maps the list of these
+    states, [1, n, h] each, to features [1, n, size], with the weights of the modules
+    `parts`; by default they are joined.
 
-        taps = Taps((2, 14, 25), size=1024, fuse=head.fuse)
+        taps = Taps((2, 14, 25), 1024, head.fuse, {"fc": head.fc})
         with taps.watching(model) as features:
             model(input_ids=ids)
         features[0]    # [1, n, 1024]
@@ -38,11 +47,12 @@ class Taps(nn.Module):
         self,
         layers: tuple[int, ...],
         size: int,
-        fuse: nn.Module | Callable[[Tensor], Tensor] | None = None,
+        fuse: Fuse = join,
+        parts: Mapping[str, nn.Module] = MappingProxyType({}),
     ) -> None:
         super().__init__()
-        self.layers, self.size = layers, size
-        self.fuse = fuse if fuse is not None else nn.Identity()
+        self.layers, self.size, self.fuse = layers, size, fuse
+        self.parts = nn.ModuleDict(parts)
 
     def check(self, model: Any) -> None:
         """Raise `PairError` for a layer that the model does not have."""
@@ -61,8 +71,8 @@ class Taps(nn.Module):
         features: list[Tensor] = []
 
         def end(_: nn.Module, args: Any, output: Any) -> None:
-            joined = [states[layer] for layer in self.layers] or [output[0]]
-            features.append(self.fuse(torch.cat(joined, -1)).float())
+            tapped = [states[layer] for layer in self.layers] or [output[0]]
+            features.append(self.fuse(tapped).float())
 
         with contextlib.ExitStack() as hooks:
             for layer, module in self._tapped(model).items():

@@ -31,7 +31,12 @@ TREE = Rows(TOKENS[:5], [-1, 0, 0, 1, 2])
 def fused_taps() -> Taps:
     """Three states to one feature vector, as EAGLE-3 joins them."""
     torch.manual_seed(7)
-    return Taps((0, 2, LAYERS), 64, torch.nn.Linear(3 * 64, 64, bias=False))
+    fc = torch.nn.Linear(3 * 64, 64, bias=False)
+
+    def fuse(states):
+        return fc(torch.cat(states, -1).float())
+
+    return Taps((0, 2, LAYERS), 64, fuse, {"fc": fc})
 
 
 def exported(source, output, taps, **options) -> Bundle:
@@ -112,7 +117,7 @@ def test_the_matrix_of_the_fusion_stays_floats(bundles):
     _, fused = bundles
     model = ir.load(fused.path / fused.target.file)
     names = [name for name in model.graph.initializers if name.startswith("features.")]
-    assert names == ["features.fuse.weight"]
+    assert names == ["features.parts.fc.weight"]
 
 
 def states_of(source, tokens):
@@ -132,8 +137,8 @@ def test_every_row_has_the_features_of_the_model(source, tmp_path):
     bundle = exported(source, tmp_path / "bundle", fused_taps(), recipe=Recipe("none"))
     streams, _ = states_of(source, TOKENS)
     with torch.no_grad():
-        joined = torch.cat([streams[layer] for layer in (0, 2, LAYERS)], -1)
-        expected = fused_taps().fuse(joined)[0].numpy()
+        states = [streams[layer] for layer in (0, 2, LAYERS)]
+        expected = fused_taps().fuse(states)[0].numpy()
     answer = graph(bundle).run(TOKENS, last_only=True)
     assert answer.candidates.shape[0] == 1
     assert answer.features.shape == (len(TOKENS), 64)

@@ -29,6 +29,12 @@ class FeatureStep(Step):
         super().__init__(model, contract)
         self.taps = torch.nn.ModuleDict({_PREFIX: taps})
 
+    def dtype_of(self, weight: str) -> torch.dtype:
+        """The fusion stays in single precision, as its states overflow float16."""
+        if weight.startswith(f"{_PREFIX}."):
+            return torch.float32
+        return super().dtype_of(weight)
+
     @contextlib.contextmanager
     def features(self) -> Iterator[list[torch.Tensor]]:
         """The features of the rows, filled by the forward pass."""
