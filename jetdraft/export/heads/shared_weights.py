@@ -66,11 +66,8 @@ def _digest(folder: Path, tensor: onnx.TensorProto) -> tuple[object, ...]:
     return tensor.data_type, tuple(tensor.dims), digest.digest()
 
 
-def _bytes(folder: Path, place: dict[str, str]) -> np.memmap:  # type: ignore[type-arg]
-    return np.memmap(
-        folder / place["location"],
-        np.uint8,
-        "r",
-        int(place["offset"]),
-        int(place["length"]),
-    )
+def _bytes(folder: Path, place: dict[str, str]) -> memoryview:
+    """The bytes of a tensor, read when they are needed."""
+    offset, length = int(place["offset"]), int(place["length"])
+    file = folder / place["location"]
+    return memoryview(np.memmap(file, np.uint8, "r", offset, length))

@@ -20,7 +20,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.runtime.proposers import (
     cascade,
     draft,
-    eagle,
+    head_method,
     lookup,
     recall,
     stream,
@@ -33,7 +33,7 @@ GROUP = "jetdraft.methods"
 AUTO, NONE = "auto", "none"
 """Names in place of a method: the methods that promise most, and plain decoding."""
 
-_MODULES = (lookup, draft, eagle, stream, recall, trigram, cascade)
+_MODULES = (lookup, draft, head_method, stream, recall, trigram, cascade)
 
 
 @cache

@@ -10,6 +10,10 @@ from jetdraft.bench.tuning import tune
 from jetdraft.methods import Method, Proposer, Rows, Traits, registered
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.drafts.rows import Kind
+from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.opener import Opener
+from jetdraft.runtime.passes.step_sessions import StepSessions
+from jetdraft.runtime.passes.tensor import Memory
 from jetdraft.runtime.planning.registry import methods
 from jetdraft.runtime.proposers.lookup import LookupProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
@@ -430,6 +434,23 @@ def test_twins_have_followers_of_their_own(bundle, plain):
             for text, piece in zip(texts, pieces, strict=True):
                 text.extend(piece.token_ids)
         assert texts == [plain[False]] * 2
+
+
+def test_features_cross_to_a_device_and_back(bundle, plain, monkeypatch):
+    """The memory of both graphs is staged as if it were a device's."""
+
+    def staged(self, entry, weights):
+        sessions = StepSessions(self.session(entry.tree_file), entry.widest_contract)
+        compaction = self.compaction(entry.compaction_file)
+        return Graph(sessions, compaction, Memory("cpu", copies=True))
+
+    monkeypatch.setattr(Opener, "_on_cpu", staged)
+    with jetdraft.load(bundle, threads=1) as model:
+        for drafting in ({"num_draft_tokens": 4}, {"drafting": {"tree": "best"}}):
+            result = generate(model, **drafting)
+            assert result.token_ids == plain[False]
+            assert result.stats.tokens_per_pass > 1.4
+            check_rows(model, PROMPT + result.token_ids)
 
 
 def test_without_features_there_is_no_draft(model):
