@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-_ALIGNMENT = 4096
-"""Where a tensor begins in a file of weights, so that a file can be mapped."""
+_PAGE, _LARGE = 4096, 1 << 16
+"""A large tensor begins at a page of its file, so that it can be mapped alone."""
 
 
 def share_weights(file: Path, other: Path) -> None:
@@ -37,7 +37,8 @@ def share_weights(file: Path, other: Path) -> None:
                 _set_place(tensor, _place(twin))
                 continue
             place = _place(tensor)
-            written.write(bytes(-written.tell() % _ALIGNMENT))
+            step = _PAGE if int(place["length"]) >= _LARGE else 64
+            written.write(bytes(-written.tell() % step))
             moved = {**place, "offset": str(written.tell())}
             written.write(_bytes(file.parent, place))
             _set_place(tensor, moved)
