@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-import numpy as np
 import onnx
 
 _PAGE, _LARGE = 4096, 1 << 16
@@ -67,8 +66,8 @@ def _digest(folder: Path, tensor: onnx.TensorProto) -> tuple[object, ...]:
     return tensor.data_type, tuple(tensor.dims), digest.digest()
 
 
-def _bytes(folder: Path, place: dict[str, str]) -> memoryview:
-    """The bytes of a tensor, read when they are needed."""
-    offset, length = int(place["offset"]), int(place["length"])
-    file = folder / place["location"]
-    return memoryview(np.memmap(file, np.uint8, "r", offset, length))
+def _bytes(folder: Path, place: dict[str, str]) -> bytes:
+    """The bytes of a tensor."""
+    with (folder / place["location"]).open("rb") as weights:
+        weights.seek(int(place["offset"]))
+        return weights.read(int(place["length"]))
