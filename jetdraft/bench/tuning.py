@@ -11,13 +11,14 @@ import numpy as np
 
 from jetdraft.devices.providers import PROVIDERS
 from jetdraft.ort import ort
+from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import threads_of_pair
-from jetdraft.runtime.proposers.proposer import Proposer
+from jetdraft.runtime.proposers.proposer import Proposer, Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
 Tick = Callable[[], None]
@@ -88,7 +89,7 @@ def _measure(target: Graph, proposers: Mapping[str, Proposer], tick: Tick) -> Cu
     compaction = _compaction(target) if tree else 0.0
     drafts = {}
     for name, proposer in proposers.items():
-        drafts[name] = _draft_ms(proposer, context)
+        drafts[name] = _draft_ms(proposer, context, target)
         tick()
     target.cache.rewind(0)
     return Curve(passes, trees, compaction, drafts=drafts)
@@ -168,13 +169,26 @@ def _compaction(target: Graph) -> float:
     return min(_ms(move, target.cache) for _ in range(TURNS))
 
 
-def _draft_ms(proposer: Proposer, context: Sequence[int]) -> float:
+def _show(proposer: Proposer, context: Sequence[int], target: Graph) -> None:
+    """Let a proposer observe the target's passes over a context, as a head must."""
+    target.cache.rewind(0)
+    while rest := context[target.cache.length :]:
+        part = list(rest[: target.contract.max_width])
+        answer = target.run(part, last_only=True)
+        target.cache.advance(len(part))
+        length = target.cache.length + 1
+        proposer.observe(Seen(length, Rows.chain(part), range(len(part)), answer))
+
+
+def _draft_ms(proposer: Proposer, context: Sequence[int], target: Graph) -> float:
     """The median milliseconds of a drafted token, in short drafts.
 
     Each draft comes after one more token of the context.
     """
     middle = len(context) // 2
     proposer.begin(context[:middle], Chooser(Sampling()))
+    if target.contract.feature_size:
+        _show(proposer, context, target)
     seconds, drafted = [], 0
     for end in range(middle + 1, len(context) - DRAFTED):
         start = time.perf_counter()

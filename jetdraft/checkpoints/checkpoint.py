@@ -33,6 +33,7 @@ from jetdraft.checkpoints.streamed import (
     read_settings,
 )
 from jetdraft.checkpoints.streamed import WEIGHTS as STREAM_WEIGHTS
+from jetdraft.checkpoints.taps import Taps
 from jetdraft.errors import CheckpointError, JetdraftError, UnsupportedModelError
 from jetdraft.untrusted.printable import printable
 
@@ -43,7 +44,8 @@ class Checkpoint:
 
     `tokenizer` is the text of a tokenizer.json and `chat_template` a Jinja text; both
     are None for a checkpoint without them. `generation` has sampling defaults, see
-    `read_defaults`, and `special_tokens` the tokenizer's, see `Bundle`.
+    `read_defaults`, and `special_tokens` the tokenizer's, see `Bundle`. `taps` are what
+    a head reads of the model's states.
 
         checkpoint = Checkpoint.load("examples/pycode/target", torch.float32)
     """
@@ -57,6 +59,7 @@ class Checkpoint:
     streams: StreamSettings | None = None
     generation: dict[str, float] = field(default_factory=dict)
     special_tokens: dict[str, str] = field(default_factory=dict)
+    taps: Taps | None = None
 
     @classmethod
     def load(cls, source: str, dtype: torch.dtype) -> Checkpoint:

@@ -6,7 +6,7 @@ matrix at a time exists in the type of the computation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,16 @@ def compute_in(model: Any, dtype: torch.dtype) -> None:
     Each module's own weights are converted while it runs.
     """
     _restore_buffers(model, dtype)
+    run_in(model, dtype)
+
+
+def run_in(
+    model: nn.Module, dtype: torch.dtype, others: Collection[int] = frozenset()
+) -> None:
+    """Let modules run in `dtype`, except those with weights whose id is in `others`."""
     for module in model.modules():
-        if any(p.dtype != dtype for p in module.parameters(recurse=False)):
+        own = [p for p in module.parameters(recurse=False) if id(p) not in others]
+        if any(weight.dtype != dtype for weight in own):
             conversion = _Conversion(dtype)
             module.register_forward_pre_hook(conversion.before)
             module.register_forward_hook(conversion.after, always_call=True)

@@ -31,6 +31,12 @@ from jetdraft.terminal.progress import ProgressBars
 @option("checkpoint", "--drafter", help="A small checkpoint with the same tokenizer.")
 @option(
     "checkpoint",
+    "--head",
+    help="A head that reads the target's states, in place of a drafter: the folder or "
+    "hub id of EAGLE-1, 2 or 3, or of the target itself for its MTP module.",
+)
+@option(
+    "checkpoint",
     "--adapter-scale",
     default=1.0,
     show_default=True,
@@ -138,6 +144,7 @@ from jetdraft.terminal.progress import ProgressBars
 def command(
     target: str,
     drafter: str | None,
+    head: str | None,
     output: Path,
     quantize: str | None,
     block_size: str | None,
@@ -161,6 +168,7 @@ def command(
             target,
             output,
             drafter,
+            head=head,
             quantize=quantize,
             quantize_drafter=quantize_drafter,
             block_size=int(block_size) if block_size else None,

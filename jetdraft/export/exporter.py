@@ -7,6 +7,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from jetdraft.contract import StepContract
 from jetdraft.errors import OptionError, PairError
 from jetdraft.export.embeddings import write_similarity
 from jetdraft.export.export_options import DTYPES, ExportOptions
+from jetdraft.export.heads.head_export import head_of, taps_of, write_head
 from jetdraft.export.job import Job, Progress
 from jetdraft.export.kv import cache_scales
 from jetdraft.export.measures import Measures
@@ -50,32 +52,42 @@ def export(
     drafter: str | None = None,
     options: ExportOptions | None = None,
     progress: Progress | None = None,
+    head: str | None = None,
 ) -> Bundle:
     """Export a target, and a drafter beside it, to the bundle folder `output`.
 
-    `target` and `drafter` are local folders, GGUF files or hub ids. Raises
-    `CheckpointError`, `OptionError`, `PairError` or `OutputError` before it writes.
+    `target` and `drafter` are local folders, GGUF files or hub ids. A `head` in place
+    of a drafter reads the target's states. Raises `CheckpointError`, `OptionError`,
+    `PairError` or `OutputError` before it writes.
 
         export("target/", "bundle", drafter="drafter/")
     """
     options = options or ExportOptions()
     report = progress or (lambda stage, done, total: None)
     check_output(Path(output).absolute())
-    if options.drafter_provider and not drafter:
+    if head and drafter:
+        raise OptionError(
+            "a bundle has one drafter; give --drafter or --head, not both"
+        )
+    if options.drafter_provider and not (drafter or head):
         raise OptionError("a drafter's provider needs a drafter; give --drafter too")
     sources = {TARGET: target} | ({DRAFTER: drafter} if drafter else {})
     checkpoints = _load(sources, options, report)
+    reader = head_of(head, checkpoints[TARGET], options) if head else None
+    if reader is not None:
+        checkpoints[TARGET] = replace(checkpoints[TARGET], taps=taps_of(reader))
     contracts = _check(checkpoints, options)
     with silenced(logging.INFO):
         measures = Measures(checkpoints, contracts, options, report)
         options = measures.settled()
     with writing(output) as folder, silenced(logging.INFO):
+        jobs = {n: _job(folder, n, checkpoints[n], measures) for n in checkpoints}
+        graphs = {name: _write_graphs(job) for name, job in jobs.items()}
+        if head and reader is not None:
+            graphs[DRAFTER] = write_head(jobs[TARGET], head, reader)
         bundle = Bundle(
             path=folder,
-            graphs={
-                name: _write_graphs(_job(folder, name, checkpoint, measures))
-                for name, checkpoint in checkpoints.items()
-            },
+            graphs=graphs,
             eos_token_ids=checkpoints[TARGET].eos_token_ids,
             provider=options.provider,
             flavour=options.flavour_made,

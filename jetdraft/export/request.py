@@ -24,6 +24,7 @@ def export(
     output: str | Path,
     drafter: str | Path | None = None,
     *,
+    head: str | Path | None = None,
     quantize: str | None = None,
     quantize_drafter: str | None = None,
     block_size: int | None = None,
@@ -42,6 +43,8 @@ def export(
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Bundle:
     """Export checkpoints, folders, GGUF files or hub ids, to a bundle folder.
+
+    A `head` reads the states of its target; it takes the place of a `drafter`.
 
     `quantize` and `quantize_drafter` are recipes, for example "int4-gptq-b64-head8";
     by default the export measures which keep the target's text, or, if it must be
@@ -80,7 +83,12 @@ def export(
         fast=fast,
     )
     bundle: Bundle = exporter.export(
-        str(target), output, drafter and str(drafter), options, progress
+        str(target),
+        output,
+        drafter and str(drafter),
+        options,
+        progress,
+        head and str(head),
     )
     return bundle
 

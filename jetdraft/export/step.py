@@ -6,11 +6,12 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import onnx_ir
 import torch
+from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.attention import HandThrough, StepState, attending
 from jetdraft.checkpoints.parameters import keep_weights, simplify
@@ -83,7 +84,11 @@ class Step(torch.nn.Module):
     ) -> list[torch.Tensor]:
         """The outputs in the order of `StepContract.outputs`, then extra outputs."""
         state = state_of(position_ids, cursor, total_length, past)
-        with attending(state), self._watched() as (head, cut):
+        with (
+            attending(state),
+            self._watched() as (head, cut),
+            self.features() as features,
+        ):
             logits = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,
@@ -103,7 +108,17 @@ class Step(torch.nn.Module):
                 "values; models with recurrent or shared layers cannot be exported"
             )
         hidden = [head[0].float()] if self.contract.hidden_size else []
-        return [*answers(logits, self.contract), *hidden, *presents(state), *cut]
+        rows = [*answers(logits, self.contract), *hidden, *features]
+        return [*rows, *presents(state), *cut]
+
+    def dtype_of(self, weight: str) -> torch.dtype:
+        """The type that the graph has a weight in, by its name in the module."""
+        return dtype_of(self.contract)
+
+    @contextlib.contextmanager
+    def features(self) -> Iterator[list[torch.Tensor]]:
+        """The features of the rows for a head, filled by the forward pass."""
+        yield []
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
@@ -185,19 +200,12 @@ def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
 
     The tensors are safer than configs, where each architecture has other names.
     """
-    one = torch.ones(1, dtype=torch.int32)
-    state = StepState(cursor=one - 1, last_row=one - 1, total_length=one, past=[])
     row = torch.zeros(1, 1, dtype=torch.long)
-    try:
-        with attending(state), torch.no_grad():
-            model(
-                input_ids=row,
-                position_ids=row,
-                past_key_values=_MakeBuffers(state),
-                use_cache=True,
-            )
-    except Exception as error:  # an unknown architecture may raise anything
-        raise refusal(model, error) from error
+
+    def run(cache: Cache) -> None:
+        model(input_ids=row, position_ids=row, past_key_values=cache, use_cache=True)
+
+    state = one_row(model, run)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(state.past) != layers or sorted(state.present) != list(range(layers)):
         raise UnsupportedModelError(
@@ -205,6 +213,18 @@ def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
             f"its {layers} layers; recurrent and hybrid models cannot be exported"
         )
     return tuple((key.shape[1], key.shape[3]) for key, _ in state.past)
+
+
+def one_row(model: Any, run: Callable[[Cache], object]) -> StepState:
+    """The state after a pass of one row, which makes the buffers of all layers."""
+    one = torch.ones(1, dtype=torch.int32)
+    state = StepState(cursor=one - 1, last_row=one - 1, total_length=one, past=[])
+    try:
+        with attending(state), torch.no_grad():
+            run(_MakeBuffers(state))
+    except Exception as error:  # an unknown architecture may raise anything
+        raise refusal(model, error) from error
+    return state
 
 
 class _MakeBuffers(HandThrough):
@@ -288,7 +308,7 @@ def _exported(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Model:
     past = [_zeros(spec) for spec in contract.buffers("past")]
     extras = [_zeros(spec, _TRACED_ROWS) for spec in step.extra_inputs]
     # Memory that is allocated but never read or written.
-    empty = [torch.empty(w.shape, dtype=dtype_of(contract)) for w in weights.values()]
+    empty = [torch.empty(w.shape, dtype=step.dtype_of(n)) for n, w in weights.items()]
     shapes = _dynamic_shapes(
         contract, (*contract.inputs[: len(example)], *step.extra_inputs)
     )

@@ -33,6 +33,8 @@ class Quantization:
     matrix from a DequantizeLinear, and embeddings are stored as floats. `moments` are
     the result of `calibration.second_moments`, for recipes that need them. `packed` has
     the weights, by name, that the checkpoint quantized; they keep its integers.
+    `borrowed` maps the names of matrices that belong to another model to their names
+    there: they are quantized as `lender` quantizes them.
 
         Quantization(Recipe("int8")).apply(model)
     """
@@ -42,6 +44,8 @@ class Quantization:
     standard: bool = False
     moments: Mapping[str, Floats] = field(default_factory=dict)
     packed: Mapping[str, Blocks] = field(default_factory=dict)
+    borrowed: Mapping[str, str] = field(default_factory=dict)
+    lender: Quantization | None = None
 
     def __post_init__(self) -> None:
         if self.standard:
@@ -65,7 +69,7 @@ class Quantization:
             matrix = _matrix(node)
             assert matrix is not None
             source, transposed = matrix
-            blocks = self._blocks(source, transposed)
+            blocks = self._blocks(source, transposed, _names(source))
             if blocks is not None and blocks.order is not None:
                 _reorder_inputs(graph, node, blocks.order)
             if blocks is None:
@@ -75,17 +79,35 @@ class Quantization:
             else:
                 quantized[source] = _quantize_product(graph, node, source, blocks)
             progress(done, len(products))
-        for node in list(graph):
-            if node.op_type == "Gather" and node.inputs[0] in quantized:
-                _quantize_gather(graph, node, quantized[node.inputs[0]])
+        for node in [node for node in graph if node.op_type == "Gather"]:
+            table = node.inputs[0]
+            if table is None:
+                continue
+            packed = quantized.get(table) or self._packed_table(graph, table)
+            if packed is not None:
+                _quantize_gather(graph, node, packed)
         common.RemoveUnusedNodesPass()(model)
 
-    def _blocks(self, source: ir.Value, transposed: bool) -> Blocks | None:
+    def _packed_table(self, graph: ir.Graph, table: ir.Value) -> Packed | None:
+        """An embedding that its owner has tied to a quantized LM head; else None."""
+        lender, name = self.lender, self.borrowed.get(_names(table)[0])
+        if self.standard or lender is None or name != lender.head:
+            return None
+        blocks = lender._blocks(table, True, [name])
+        if blocks is None:
+            return None
+        packed = f"{table.name}.int{blocks.bits}"
+        return Packed(initializer(graph, packed, blocks.packed), blocks)
+
+    def _blocks(
+        self, source: ir.Value, transposed: bool, names: list[str]
+    ) -> Blocks | None:
         """A matrix as integers with scales; None if it stays a matrix of floats."""
         assert source.const_value is not None
-        names = source.metadata_props.get(PARAMETER, source.name or "").splitlines()
         # Merged weights read the same input and get the recipe of the first weight.
         name = names[0]
+        if self.lender is not None and name in self.borrowed:
+            return self.lender._blocks(source, transposed, [self.borrowed[name]])
         if name in self.packed:
             return self._joined(names, source.const_value.dtype.numpy())
         recipe = self.recipe.of_unit(HEAD if name == self.head else unit_of(name))
@@ -114,6 +136,12 @@ class Quantization:
                 "the standard flavour cannot hold; choose contrib"
             )
         return replace(blocks, scales=blocks.scales.astype(dtype))
+
+
+def _names(source: ir.Value) -> list[str]:
+    """The names of a matrix in its checkpoint; several if matrices were merged."""
+    name = source.name or "unnamed"
+    return source.metadata_props.get(PARAMETER, name).splitlines()
 
 
 @dataclass(frozen=True)

@@ -172,9 +172,12 @@ class Generation:
         for proposer in self.proposers:
             proposer.begin(self._prompt, self.chooser)
         sequence = array("I", self._prompt)
-        self.stats.reused_tokens = prefix.keep(self._prompt, exact)
+        kept = prefix.keep(self._prompt, exact)
+        for proposer in self.proposers:
+            kept = proposer.keep(kept)
+        self.stats.reused_tokens = kept
         try:
-            self._prefill(self.stats.reused_tokens)
+            self._prefill(kept)
             yield from self._decode(sequence, start)
         finally:
             prefix.hold(sequence, exact)

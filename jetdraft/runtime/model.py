@@ -281,7 +281,8 @@ class Model:
         model.save_prefix("system.npz", model.chat_prompt(messages))
         """
         tokens = self.prompt(token_ids=token_ids).tolist()
-        self.generate(token_ids=tokens, method="none", max_new_tokens=1)
+        # All proposers see the prompt, since a head reads the target's features.
+        self.generate(token_ids=tokens, method=AUTO, max_new_tokens=1)
         parts = self.parts
         parts.claim.check_free()  # ends idle work, which needs the buffers too
         if parts.follower is not None:

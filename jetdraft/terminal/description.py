@@ -58,6 +58,9 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
         streams = entry.streams
         layers = f"in the top {streams['layers']} layers"
         yield f"  streams       {streams['gamma']} {layers}, {streams['mode']}"
+    if contract.feature_input:
+        ids = f"{contract.choices:,} of {contract.vocab_size:,} tokens"
+        yield f"  head          features of width {contract.feature_input}, {ids}"
     yield f"  parameters    {entry.parameters:,}"
     yield f"  quantization  {scheme(entry)}; floats are {contract.dtype}"
     shapes = sorted(set(contract.kv_shapes))

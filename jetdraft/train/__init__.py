@@ -2,6 +2,7 @@
 
 TRAINERS = {
     "streams": "Add speculative streams to a checkpoint.",
+    "head": "Train a head that reads the target's hidden states.",
     "acceptance": "Teach a drafter when to stop.",
     "table": "Count a trigram table in text files.",
 }

@@ -27,7 +27,8 @@ class RunFolder:
     """A folder that one training writes, and from which it resumes after a stop.
 
     It holds copies of the target's files, and beside them the trained weights. Each
-    file appears whole or not at all. Raises `OutputError` for any other folder, and for
+    file appears whole or not at all. A head's folder has no copies, and other names for
+    `weights` and `settings`. Raises `OutputError` for any other folder, and for
     the folder of a training that has ended.
 
         folder = RunFolder(Path("output"))
@@ -35,20 +36,27 @@ class RunFolder:
         folder.save(weights, description, state, finished=False)
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self,
+        path: Path,
+        weights: str = WEIGHTS,
+        settings: str = SETTINGS,
+        learned: str = "streams",
+    ) -> None:
         self.path = path
+        self.weights, self.settings, self.learned = weights, settings, learned
         if path.exists() and not (path / UNFINISHED).is_file():
             fact = (
                 "holds a finished training"
                 if self.has_weights
-                else "exists and has no streams"
+                else f"exists and has no {learned}"
             )
             raise OutputError(f"{path} {fact}; choose another folder")
 
     @property
     def has_weights(self) -> bool:
         """Whether a training has saved its weights."""
-        return (self.path / SETTINGS).is_file()
+        return (self.path / self.settings).is_file()
 
     def copy_base(self, source: Path, sha256: str) -> None:
         """Copy the target's files into the folder, which appears whole.
@@ -78,8 +86,8 @@ class RunFolder:
         if not file.is_file():
             if self.has_weights:
                 raise OutputError(
-                    f"{self.path} has streams but no state to resume from; choose "
-                    "another folder"
+                    f"{self.path} has {self.learned} but no state to resume from; "
+                    "choose another folder"
                 )
             return None
         try:
@@ -108,11 +116,21 @@ class RunFolder:
         """Write weights and a description; a finished training keeps no state."""
         text = json.dumps(description, indent=2) + "\n"
         self._replace(STATE, lambda file: torch.save(state, file))
-        self._replace(WEIGHTS, lambda file: file.write_bytes(serialized(weights)))
-        self._replace(SETTINGS, lambda file: file.write_text(text, encoding="utf-8"))
+        self._replace(self.weights, lambda file: file.write_bytes(serialized(weights)))
+        self.write(self.settings, text)
         if finished:
             (self.path / STATE).unlink()
             (self.path / UNFINISHED).unlink(missing_ok=True)
+
+    def create(self) -> None:
+        """Make the folder of a training that needs no files of the target."""
+        with self._writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / UNFINISHED).touch()
+
+    def write(self, name: str, text: str) -> None:
+        """Write a text file, which appears whole."""
+        self._replace(name, lambda file: file.write_text(text, encoding="utf-8"))
 
     def _replace(self, name: str, write: Callable[[Path], Any]) -> None:
         """Write a file that replaces the file of that name when it is whole."""

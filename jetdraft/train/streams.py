@@ -11,7 +11,8 @@ from jetdraft.checkpoints.streamed import StreamSettings
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import PATH, output_option, training_seed_option
 from jetdraft.terminal.progress import ProgressBars
-from jetdraft.train.stream_training import Progress, StreamTraining, TrainingOptions
+from jetdraft.train.stream_training import StreamTraining
+from jetdraft.train.training import Progress, TrainingOptions
 
 
 @click.command("streams", cls=Command)

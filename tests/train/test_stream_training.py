@@ -24,7 +24,8 @@ from jetdraft.recipe import Recipe
 from jetdraft.train import stream_training as training
 from jetdraft.train.data import IGNORED, Corpus, Example, collate
 from jetdraft.train.run_folder import STATE
-from jetdraft.train.stream_training import StreamTraining, TrainingOptions
+from jetdraft.train.stream_training import StreamTraining
+from jetdraft.train.training import TrainingOptions
 from tests.tiny import llama_config, save_checkpoint, tokenizer
 
 SETTINGS = StreamSettings(gamma=3, layers=2, lora_rank=8, prune_rank=2)

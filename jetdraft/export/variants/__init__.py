@@ -1,11 +1,19 @@
 """The kinds of graphs that the exporter writes, in their order."""
 
-from jetdraft.export.variants import chain_graph, half_graphs, stream_graph, tree_graph
+from jetdraft.export.variants import (
+    chain_graph,
+    feature_graph,
+    half_graphs,
+    stream_graph,
+    tree_graph,
+)
 
 VARIANTS = (
-    # Streams change the pass that is traced. The other graphs are made of the chain.
+    # Streams and features change the pass that is traced. The other graphs are made of
+    # the chain.
     # Halves come before trees: they remove the extra outputs of the chain graph.
     stream_graph.VARIANT,
+    feature_graph.VARIANT,
     chain_graph.VARIANT,
     half_graphs.VARIANT,
     tree_graph.VARIANT,

@@ -31,8 +31,10 @@ class Answer:
 
     `candidates` int64 [m, K] best first, `candidate_logits` float32 [m, K],
     `logsumexp` float32 [m], `logits` float32 [m, vocab], and `hidden` float32 [m, h]
-    where the graph gives them. `features` float [n, w] and `carried` float [n, c] have
-    one row per row of the pass, answered or not. `probes` maps each row that carried
+    where the graph gives them. A graph that chooses among a part of the vocabulary can
+    draft its candidates only: their logits are all its `logits`. `features` float
+    [n, w] and `carried` float [n, c] have one row per row of the pass, answered or not.
+    `probes` maps each row that carried
     probes to the answer of its probes. The logits are fetched from the device, or
     computed, when they are first read, and so is a `logsumexp` that the graph did not
     give.
@@ -124,6 +126,9 @@ def answer_of(
         features=_rows_of(tensors, "features"),
         carried=_rows_of(tensors, "carried"),
     )
+    if contract.draft_vocab:
+        # The columns of its logits are not token ids.
+        answer = replace(answer, _logits=answer.candidate_logits, _source=None)
     if not probes.total:
         return answer
     all_probes, per_row = _answer(tensors, "probe_"), probes.streams

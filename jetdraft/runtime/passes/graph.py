@@ -141,12 +141,14 @@ class Graph:
         filled: int = 0,
         width: int = 0,
         probing: Probing = NO_PROBING,
+        features: Float32s | None = None,
     ) -> Answer:
         """Run rows of a branching draft in a tree graph, which answers for all rows.
 
         The draft takes slots from the cursor on; earlier passes have written the first
         `filled` of them. Row i sits `depths[i]` places past the cursor and sees the
-        committed rows, the draft's slots `ancestors[i]` and itself.
+        committed rows, the draft's slots `ancestors[i]` and itself. A head graph reads
+        `features` float [n, w].
         """
         if not self.contract.tree:
             raise ValueError("a chain graph cannot run branches; use a tree graph")
@@ -156,6 +158,8 @@ class Graph:
         binding = self._binding(_Size(width, width, probes, branching=True), room)
         padding = width - rows
         binding.fill(tokens, [cursor + depth for depth in (*depths, *[0] * padding)])
+        if features is not None:
+            binding.fill_features(features)
         seen = [*ancestors, *[[]] * padding]
         binding.show_only([*seen, *probes.seen(seen)], cursor, filled)
         answer = self._run(binding, cursor + filled)

@@ -17,7 +17,15 @@ from types import MappingProxyType
 from typing import Any
 
 from jetdraft.bundle import Bundle
-from jetdraft.runtime.proposers import cascade, draft, lookup, recall, stream, trigram
+from jetdraft.runtime.proposers import (
+    cascade,
+    draft,
+    head_method,
+    lookup,
+    recall,
+    stream,
+    trigram,
+)
 from jetdraft.runtime.proposers.method import Method
 
 GROUP = "jetdraft.methods"
@@ -25,7 +33,7 @@ GROUP = "jetdraft.methods"
 AUTO, NONE = "auto", "none"
 """Names in place of a method: the methods that promise most, and plain decoding."""
 
-_MODULES = (lookup, draft, stream, recall, trigram, cascade)
+_MODULES = (lookup, draft, head_method, stream, recall, trigram, cascade)
 
 
 @cache

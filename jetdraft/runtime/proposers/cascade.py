@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.followers.follower import Follower
 from jetdraft.runtime.proposers.draft import DraftProposer, drafter_of, lacks_drafter
-from jetdraft.runtime.proposers.follower import Follower
 from jetdraft.runtime.proposers.lookup import LookupProposer
 from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.parts import Parts

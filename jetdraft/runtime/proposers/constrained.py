@@ -49,6 +49,10 @@ class ConstrainedProposer(Proposer):
         """Start a new generation."""
         self._inner.begin(prompt, chooser)
 
+    def keep(self, kept: int) -> int:
+        """As the inner proposer says."""
+        return self._inner.keep(kept)
+
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The forced tokens, and below them the inner rows that may come."""
         forced, self.evidence = self._matcher.forced(context, budget), 0

@@ -9,12 +9,12 @@ from jetdraft.bundle import Bundle
 from jetdraft.errors import DraftingError, OptionError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
+from jetdraft.runtime.followers.follower import Follower
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.draft_stops import DRAFT_STOPS, DraftStop, draft_stop
-from jetdraft.runtime.proposers.follower import Follower
 from jetdraft.runtime.proposers.method import Method, check_choice
 from jetdraft.runtime.proposers.parts import Parts
-from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits
 from jetdraft.runtime.proposers.tree_options import TreeOptions
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.trees.shape import Shape, Tree
@@ -90,17 +90,31 @@ class DraftProposer(Proposer):
         self._follower.begin(prompt)
         self._chooser = chooser
 
+    def keep(self, kept: int) -> int:
+        """As its follower says."""
+        return self._follower.keep(kept)
+
+    def observe(self, seen: Seen) -> None:
+        """Let its follower see the accepted rows, whoever proposed them."""
+        path, features = seen.path, seen.answer.features
+        if features is not None:
+            tokens = [seen.rows.tokens[row] for row in path]
+            first = seen.length - 1 - len(path)
+            self._follower.observe(first, tokens, features[list(path)])
+
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """Catch up with the context, then draft token by token."""
         tokens = [context[-1]]
         answer = self._follower.follow(context)
+        if answer is None:
+            return Rows.chain(tokens, self.traits.kind)
         if self.stopping is not None:
             self.stopping.begin()
         for position in range(len(context), len(context) + budget):
             if len(tokens) > 1:
                 if self.stopping is not None and self.stopping.stop(answer):
                     break
-                answer = self._follower.feed(tokens[-1:])
+                answer = self._follower.step(tokens[-1])
             tokens.append(self._choose(answer, position))
         return Rows.chain(tokens, self.traits.kind)
 
@@ -118,9 +132,14 @@ class TreeProposer(DraftProposer):
     """
 
     def __init__(
-        self, follower: Follower, shape: Shape, kind: Kind, ms_per_token: float = 0.0
+        self,
+        follower: Follower,
+        shape: Shape,
+        kind: Kind,
+        ms_per_token: float = 0.0,
+        name: str = NAME,
     ) -> None:
-        super().__init__(follower, ms_per_token, kind=kind)
+        super().__init__(follower, ms_per_token, name=name, kind=kind)
         self.shape = shape
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
@@ -128,6 +147,8 @@ class TreeProposer(DraftProposer):
         root, kind = context[-1], self.traits.kind
         tree = Tree(kind, self._chooser.sampling, len(context), budget, [root])
         answer = self._follower.follow(context)
+        if answer is None:
+            return tree.rows()
         answers = {0: self._chooser.draft_distribution(answer)}
         # The slot of each row of the tree in the drafter's cache, from the cursor on.
         slots: dict[int, int] = {}
@@ -146,7 +167,7 @@ class TreeProposer(DraftProposer):
         """Run rows of the tree; gives the drafter's distributions after them."""
         filled = len(slots)
         ancestors = [[slots[r] for r in tree.path(row)[1:-1]] for row in rows]
-        answer = self.graph.run_branches(
+        answer = self._follower.branch(
             [tree.tokens[row] for row in rows],
             [tree.depths[row] - 1 for row in rows],
             ancestors,
@@ -161,33 +182,46 @@ class TreeProposer(DraftProposer):
 
 def drafter_of(parts: Parts, method: str) -> Follower:
     """The drafter of a bundle; raises `OptionError` if there is no drafter."""
-    if parts.follower is None:
+    follower = parts.follower
+    if follower is None or lacks_drafter(parts.bundle):
         raise OptionError(
             f"{method} needs a drafter; export with --drafter, and do not pass "
             "--drafter-provider off",
             "method",
         )
-    return parts.follower
+    return follower
 
 
 def lacks_drafter(bundle: Bundle) -> str:
     """What an export must add to a bundle for a drafter; "" if nothing."""
-    return "" if bundle.drafter else "export with --drafter"
+    entry = bundle.drafter
+    has_drafter = entry is not None and not entry.contract.feature_input
+    return "" if has_drafter else "export with --drafter"
 
 
-def _make(parts: Parts, options: DraftOptions) -> Proposer:
-    follower, ms = drafter_of(parts, NAME), parts.curve.drafter
+def drafting(
+    parts: Parts, options: DraftOptions, follower: Follower, name: str
+) -> Proposer:
+    """The proposer of a method of that name; raises `OptionError`."""
+    ms = parts.curve.drafter
     if not options.branched:
         stopping = draft_stop(options.stopping, options.stop_threshold, parts)
-        return DraftProposer(follower, ms, stopping)
+        return DraftProposer(follower, ms, stopping, name)
     graphs = (parts.target, follower.graph)
     if not all(graph.contract.tree for graph in graphs):
         raise DraftingError(
             "the bundle verifies chains only, since one of its models attends in "
             "sliding windows; leave the tree out"
         )
-    return TreeProposer(follower, options.shape, options.kind, ms)
+    return TreeProposer(follower, options.shape, options.kind, ms, name)
 
+
+def _make(parts: Parts, options: DraftOptions) -> Proposer:
+    return drafting(parts, options, drafter_of(parts, NAME), NAME)
+
+
+SAMPLES = ({"tree": "best"}, {"tree": "heap"}, {"tree": "comb"})
+"""Options that `jetdraft check` tries beside the defaults."""
 
 METHOD = Method(
     NAME,
@@ -197,5 +231,5 @@ METHOD = Method(
     lacks=lacks_drafter,
     trees=True,
     cost="drafter",
-    samples=({"tree": "best"}, {"tree": "heap"}, {"tree": "comb"}),
+    samples=SAMPLES,
 )

@@ -15,6 +15,7 @@ from jetdraft.contract import EARLY_EXIT
 from jetdraft.devices.memory import gather
 from jetdraft.devices.providers import AUTO, PROVIDERS, Provider, choose
 from jetdraft.errors import DraftingError, OptionError, ProviderError
+from jetdraft.runtime.followers.head_follower import follower_of
 from jetdraft.runtime.history.similarity import Similarity
 from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.measured.claim import Claim
@@ -29,7 +30,6 @@ from jetdraft.runtime.passes.halves import Halves
 from jetdraft.runtime.passes.opener import Opener, Weights
 from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.session import default_threads, threads_of_pair
-from jetdraft.runtime.proposers.follower import Follower
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.vocabulary import Vocabulary
 
@@ -118,7 +118,7 @@ class Parts:
             self.drafter = self._open_drafter()
             self.text = reading.result()
         self.prefix = Prefix(self.target)
-        self.follower = None if self.drafter is None else Follower(self.drafter)
+        self.follower = None if self.drafter is None else follower_of(self.drafter)
         self._halves: Halves | None = None
         if like is None:
             self.survey = Survey(self.target, self.drafter, self.profiles)

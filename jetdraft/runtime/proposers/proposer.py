@@ -82,6 +82,13 @@ class Proposer(ABC):
         `chooser` is the chooser that picks the target's tokens.
         """
 
+    def keep(self, kept: int) -> int:
+        """How many of the first `kept` rows of the prompt it need not observe.
+
+        The target does not run these rows again, since its buffers hold them.
+        """
+        return kept
+
     @abstractmethod
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """At most `budget` >= 1 rows below the root, `context[-1]`.

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.followers.follower import Follower
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import open_session
 from jetdraft.runtime.passes.step_sessions import StepSessions
 from jetdraft.runtime.proposers.cascade import REVIEWED, CascadeProposer
 from jetdraft.runtime.proposers.draft import DraftProposer
-from jetdraft.runtime.proposers.follower import Follower
 from jetdraft.runtime.proposers.lookup import LookupProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 

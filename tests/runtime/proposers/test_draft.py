@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from jetdraft.methods import Method, registered
+from jetdraft.runtime.followers.follower import Follower
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import open_session
 from jetdraft.runtime.passes.step_sessions import StepSessions
 from jetdraft.runtime.proposers.draft import DraftProposer
-from jetdraft.runtime.proposers.follower import Follower
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
 CONTEXT = np.random.default_rng(2).integers(0, 288, 30).tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetdraft.contract import WIDEST
+from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
@@ -43,8 +44,20 @@ class Follower:
         self.graph.cache.rewind(0)
         self._fed.clear()
 
-    def follow(self, context: Sequence[int]) -> Answer:
-        """The answer for the last row of `context`."""
+    def observe(
+        self, first: int, tokens: Sequence[int], features: Float32s | None
+    ) -> None:
+        """The target has run these tokens, from position `first` on.
+
+        Its features float [n, w] are valid until its next pass.
+        """
+
+    def keep(self, kept: int) -> int:
+        """How many of the first `kept` tokens need not be observed again."""
+        return kept
+
+    def follow(self, context: Sequence[int]) -> Answer | None:
+        """The answer for the last row of `context`; None if it cannot be known."""
         self._keep(context)
         widest = self.graph.contract.max_width
         while True:
@@ -67,13 +80,30 @@ class Follower:
         answer = self.feed([*context[len(self._fed) :], *guess], last_only=False)
         return answer.rows(slice(fresh - 1, None))
 
+    def step(self, token: int) -> Answer:
+        """The answer for a drafted token after those that were followed."""
+        return self.feed([token])
+
+    def branch(
+        self,
+        tokens: Sequence[int],
+        depths: Sequence[int],
+        ancestors: Sequence[Sequence[int]],
+        filled: int,
+    ) -> Answer:
+        """The answers for rows of a tree; see `Graph.run_branches`."""
+        return self.graph.run_branches(tokens, depths, ancestors, filled)
+
     def feed(self, tokens: Sequence[int], last_only: bool = True) -> Answer:
         """Run tokens after those in the cache; answers for the last row, or for all."""
-        answer = self.graph.run(tokens, last_only)
+        answer = self._run(tokens, last_only)
         self.graph.cache.advance(len(tokens))
         self._fed += tokens
         self._passes = self.graph.passes
         return answer
+
+    def _run(self, tokens: Sequence[int], last_only: bool) -> Answer:
+        return self.graph.run(tokens, last_only)
 
     def _keep(self, context: Sequence[int]) -> None:
         """Drop the tokens that differ from a context."""

@@ -1,0 +1,1 @@
+"""Heads: drafters that read the target's hidden states, from published checkpoints."""

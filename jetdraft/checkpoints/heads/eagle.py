@@ -1,0 +1,268 @@
+"""Reads EAGLE heads: what their configs and tensors say in each published layout.
+
+EAGLE-1 and 2 share their weights. EAGLE-3 comes from its authors, SpecForge and
+AngelSlim in a flat config, and from speculators in a flat or a nested config.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head_config import EAGLE1, EAGLE3, HeadConfig
+from jetdraft.checkpoints.heads.head_files import HeadFiles
+from jetdraft.checkpoints.heads.head_keys import (
+    EAGLE1_KEYS,
+    EAGLE3_KEYS,
+    SPECULATORS_KEYS,
+    check_keys,
+    number,
+    rope_of,
+)
+from jetdraft.checkpoints.streamed import decoder_layers
+from jetdraft.errors import CheckpointError
+
+FIRST_LAYER = "layers.0."
+
+_RENAMED = {"midlayer.": FIRST_LAYER, "fusion_fc.": "fc."}
+_NEVER_READ = ("t2d", "verifier_", "rotary_emb.")
+
+
+def eagle_tensors(files: HeadFiles) -> dict[str, Tensor]:
+    """The tensors under the names of speculators, whatever wrote the file."""
+    tensors = {}
+    for name, tensor in files.tensors.items():
+        plain = name.removeprefix("model.")
+        for old, new in _RENAMED.items():
+            if plain.startswith(old):
+                plain = new + plain.removeprefix(old)
+        tensors[plain] = tensor
+    return tensors
+
+
+def is_eagle3(tensors: dict[str, Tensor]) -> bool:
+    """Whether the attention reads embedding and feature side by side."""
+    return f"{FIRST_LAYER}hidden_norm.weight" in tensors
+
+
+def read_eagle(
+    files: HeadFiles, target: Checkpoint
+) -> tuple[HeadConfig, dict[str, Tensor], Tensor | None]:
+    """The config, the tensors to load, and the target's id of each row of the LM head.
+
+    The ids are int64 [draft vocabulary], or None if the rows are the target's. Raises
+    `CheckpointError` for a head that does not fit the target.
+    """
+    tensors = eagle_tensors(files)
+    family = EAGLE3 if is_eagle3(tensors) else EAGLE1
+    config = _plain_config(files, family)
+    fields = _layer_fields(files.source, config, tensors)
+    fields["target_hidden_size"] = _target_size(files.source, config, target)
+    fields["vocab_size"] = _vocabulary(files.source, config, target)
+    ids = _ids(files.source, config, tensors, target.vocab_size)
+    fields["draft_vocab_size"] = target.vocab_size if ids is None else len(ids)
+    if family == EAGLE3:
+        layers = len(decoder_layers(target.model))
+        flags = _eagle3_flags(files, config) | {"taps": _taps(files, config, layers)}
+    else:
+        flags = _eagle1_flags(config)
+    head = HeadConfig(family=family, **fields, **flags)
+    _check_fc(files.source, head, tensors)
+    kept = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(_NEVER_READ) and name != "d2t"
+    }
+    if not head.final_norm and not head.carries_normed:
+        kept.pop("norm.weight", None)  # SpecForge saves the norm that it does not use
+    return head, {_module_name(name): tensor for name, tensor in kept.items()}, ids
+
+
+def _plain_config(files: HeadFiles, family: str) -> dict[str, Any]:
+    """One flat config of known keys; a nested config gives its layer's keys too."""
+    outer = dict(files.config)
+    if outer.get("model_type") == "eagle" and isinstance(outer.get("model"), dict):
+        outer = outer["model"]  # as old versions of vLLM wrapped it
+    keys = EAGLE3_KEYS if family == EAGLE3 else EAGLE1_KEYS
+    if not files.is_speculators:
+        check_keys(files.source, outer, keys)
+        return outer
+    if family != EAGLE3:
+        raise CheckpointError(
+            f"{files.source} is an EAGLE-1 head of speculators, which jetdraft does "
+            "not know; give it in the layout of EAGLE's authors"
+        )
+    check_keys(files.source, outer, keys | SPECULATORS_KEYS)
+    layer = outer.get("transformer_layer_config") or {}
+    check_keys(files.source, layer, keys)
+    return {**outer, **layer}
+
+
+def _layer_fields(
+    source: str, config: dict[str, Any], tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    """The fields that say what the layers are.
+
+    Published configs have a wrong head_dim, or the target's number of layers, so the
+    tensors say both.
+    """
+    hidden, heads = (
+        number(source, config, name) for name in ("hidden_size", "num_attention_heads")
+    )
+    layers = {int(name.split(".")[1]) for name in tensors if name.startswith("layers.")}
+    query = tensors.get(f"{FIRST_LAYER}self_attn.q_proj.weight")
+    if query is None or query.shape[0] % heads:
+        raise CheckpointError(
+            f"{source} has no q_proj of {heads} heads in its first layer; fetch it "
+            "again"
+        )
+    return {
+        "hidden_size": hidden,
+        "num_layers": len(layers),
+        "num_heads": heads,
+        "num_kv_heads": number(source, config, "num_key_value_heads", heads),
+        "head_dim": query.shape[0] // heads,
+        "intermediate_size": number(source, config, "intermediate_size"),
+        "hidden_act": config.get("hidden_act") or "silu",
+        "rms_norm_eps": float(config.get("rms_norm_eps") or 1e-6),
+        "rope": rope_of(source, config),
+        "max_positions": number(source, config, "max_position_embeddings", 2048),
+        "attention_bias": bool(config.get("attention_bias")),
+        "mlp_bias": bool(config.get("mlp_bias")),
+        "qk_norm": f"{FIRST_LAYER}self_attn.q_norm.weight" in tensors,
+    }
+
+
+def _target_size(source: str, config: dict[str, Any], target: Checkpoint) -> int:
+    """The target's hidden size, which must be the size that the head reads."""
+    size = target.model.config.get_text_config(decoder=True).hidden_size
+    reads = config.get("target_hidden_size") or number(source, config, "hidden_size")
+    if reads != size:
+        raise CheckpointError(
+            f"{source} reads states of {reads} numbers, but {target.source} has "
+            f"{size}; give the head of this target"
+        )
+    return int(size)
+
+
+def _vocabulary(source: str, config: dict[str, Any], target: Checkpoint) -> int:
+    size = number(source, config, "vocab_size")
+    if size != target.vocab_size:
+        raise CheckpointError(
+            f"{source} is for a vocabulary of {size} tokens, but {target.source} has "
+            f"{target.vocab_size}; give the head of this target"
+        )
+    return size
+
+
+def _eagle1_flags(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "fc_bias": config.get("bias") is not False,  # without the key it has a bias
+        "join_norms": bool(config.get("add_para_norm")),
+        "final_norm": False,
+    }
+
+
+def _eagle3_flags(files: HeadFiles, config: dict[str, Any]) -> dict[str, Any]:
+    """The flags of the numerics; `norm_output` means two things."""
+    nested = "transformer_layer_config" in files.config
+    before_residual = config.get("norm_before_residual")
+    output = config.get("norm_output")
+    return {
+        "norm_before_residual": nested if before_residual is None else before_residual,
+        "norm_before_fc": bool(config.get("norm_before_fc")),
+        "fc_norm": bool(config.get("fc_norm")),
+        # speculators feeds the normed state back; SpecForge norms before the LM head.
+        "carries_normed": files.is_speculators and bool(output),
+        "final_norm": files.is_speculators or output is not False,
+    }
+
+
+def _taps(files: HeadFiles, config: dict[str, Any], layers: int) -> tuple[int, ...]:
+    """The taps as indices of the stream that enters a layer, as the list has them.
+
+    Ids inside `eagle_config` name layers by their output, all others by their input.
+    """
+    nested = config.get("eagle_config") or {}
+    name = "eagle_aux_hidden_state_layer_ids"
+    unknown = nested.keys() - {name, "use_aux_hidden_state"}
+    if unknown or nested.get("use_aux_hidden_state") is False:
+        wrong = sorted(unknown) or ["use_aux_hidden_state=False"]
+        raise CheckpointError(
+            f"the eagle_config of {files.source} has {', '.join(wrong)}, which "
+            "jetdraft does not know; give another head"
+        )
+    ids = config.get(name) or config.get("aux_hidden_state_layer_ids")
+    if nested.get(name):
+        ids = [index + 1 for index in nested[name]]
+    taps = tuple(ids or (2, layers // 2, layers - 3))
+    if any(not 0 <= tap <= layers for tap in taps):
+        raise CheckpointError(
+            f"{files.source} reads the target at {list(taps)}, but its {layers} layers "
+            f"give 0 to {layers}; give the head of this target"
+        )
+    return taps
+
+
+def _check_fc(source: str, head: HeadConfig, tensors: dict[str, Tensor]) -> None:
+    """Raise `CheckpointError` for an fc of another width than the head's inputs."""
+    if "fc.weight" not in tensors:
+        raise CheckpointError(f"{source} has no fc.weight; fetch it again")
+    width = tensors["fc.weight"].shape[1]
+    joined = 2 * head.hidden_size
+    if head.family == EAGLE3:
+        joined = len(head.taps) * head.target_hidden_size
+    if width != joined:
+        raise CheckpointError(
+            f"the fc of {source} reads {width} numbers, but {len(head.taps) or 2} "
+            f"states of this target have {joined}; give the head of this target"
+        )
+
+
+def _ids(
+    source: str, config: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int
+) -> Tensor | None:
+    """The target's id of each row of the LM head; the file has offsets to the row."""
+    rows = config.get("draft_vocab_size") or vocab_size
+    if "d2t" not in tensors:
+        if rows != vocab_size:
+            raise CheckpointError(
+                f"{source} drafts from {rows} of {vocab_size} tokens but has no d2t "
+                "that names them; fetch it again"
+            )
+        return None
+    offsets, marked = tensors["d2t"].long(), tensors.get("t2d")
+    ids = torch.arange(len(offsets)) + offsets
+    in_range = bool(((ids >= 0) & (ids < vocab_size)).all())
+    if len(ids) != rows or not in_range or len(set(ids.tolist())) != len(ids):
+        raise CheckpointError(
+            f"the d2t of {source} does not map {rows} rows to different ids below "
+            f"{vocab_size}; fetch it again"
+        )
+    if marked is not None and not _agree(ids, marked, vocab_size):
+        raise CheckpointError(
+            f"d2t and t2d of {source} name different tokens, so the map was perhaps "
+            "never set; fetch it again"
+        )
+    return ids
+
+
+def _agree(ids: Tensor, marked: Tensor, vocab_size: int) -> bool:
+    expected = torch.zeros(vocab_size, dtype=torch.bool)
+    expected[ids] = True
+    return len(marked) == vocab_size and torch.equal(marked.bool(), expected)
+
+
+def _module_name(name: str) -> str:
+    """The name in `Head` of a tensor under its name in speculators."""
+    renamed = {
+        "embedding_layernorm": "embedding_norm",
+        "hidden_states_layernorm": "hidden_norm",
+    }
+    first, _, rest = name.partition(".")
+    return (
+        f"stack.{name}" if first == "layers" else f"{renamed.get(first, first)}.{rest}"
+    )

@@ -1,0 +1,103 @@
+"""The files of a head: its config and its tensors, from any of the usual formats."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from jetdraft.errors import CheckpointError
+
+_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """The contents of a folder that holds a head.
+
+    `config` is its config.json, `tensors` are all tensors of its weight files by name.
+
+        files = HeadFiles.read("AngelSlim/Qwen3-1.7B_eagle3")
+    """
+
+    source: str
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def read(cls, source: str) -> HeadFiles:
+        """Read a local folder or a hub id; raises `CheckpointError`.
+
+        Files of torch are read without their code (`weights_only`).
+        """
+        folder = _folder(source)
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{source} has no readable config.json ({error}); give the folder of a "
+                "published head"
+            ) from error
+        if not isinstance(config, dict):
+            raise CheckpointError(
+                f"the config.json of {source} is no object; fetch it again"
+            )
+        return cls(source, config, _tensors(source, folder))
+
+    @property
+    def is_speculators(self) -> bool:
+        """Whether the library speculators wrote it, whose flags have own meanings."""
+        return "speculators_model_type" in self.config
+
+
+def _folder(source: str) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        return Path(snapshot_download(source, allow_patterns=["*.json", *_PATTERNS]))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"no head at {source}; give a folder, or a hub id like org/name"
+        ) from error
+
+
+def _tensors(source: str, folder: Path) -> dict[str, Tensor]:
+    """All tensors of the first format of which there are files, sharded or not."""
+    for pattern in _PATTERNS:
+        tensors: dict[str, Tensor] = {}
+        for file in sorted(folder.glob(pattern)):
+            tensors |= _read(file)
+        if tensors:
+            return tensors
+    raise CheckpointError(
+        f"{source} has no weights in a .safetensors, .bin or .pt file; fetch it again"
+    )
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        contents = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        raise CheckpointError(f"{file} is damaged; fetch it again") from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is damaged ({error}); fetch it again") from error
+    except UnpicklingError as error:
+        raise CheckpointError(
+            f"{file} holds code beside its weights, which is never run; give a file of "
+            "tensors only"
+        ) from error
+    if not isinstance(contents, dict):
+        raise CheckpointError(f"{file} holds no table of tensors; fetch it again")
+    return {
+        str(name): value for name, value in contents.items() if torch.is_tensor(value)
+    }

@@ -1,0 +1,109 @@
+"""The keys of a head's config: what is read, what has no effect, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from jetdraft.errors import CheckpointError
+
+_LAYER = {
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+    "vocab_size",
+    "attention_bias",
+    "mlp_bias",
+    "model_type",
+}
+EAGLE1_KEYS = _LAYER | {"bias", "add_para_norm"}
+EAGLE3_KEYS = _LAYER | {
+    "draft_vocab_size",
+    "target_hidden_size",
+    "eagle_config",
+    "fc_norm",
+    "norm_output",
+    "norm_before_residual",
+    "norm_before_fc",
+    "eagle_aux_hidden_state_layer_ids",
+    "aux_hidden_state_layer_ids",
+}
+SPECULATORS_KEYS = {
+    "speculators_model_type",
+    "speculators_version",
+    "speculators_config",
+    "transformer_layer_config",
+    "embed_requires_grad",
+}
+
+_WITHOUT_EFFECT = {
+    "attention_dropout",
+    "auto_map",
+    "bos_token_id",
+    "eos_token_id",
+    "initializer_range",
+    "max_window_layers",  # means nothing without use_sliding_window
+    "num_hidden_layers",  # some files have the target's; the tensors are counted
+    "pad_token_id",
+    "pretraining_tp",
+    "tie_word_embeddings",  # the tensors say it
+    "torch_dtype",
+    "use_cache",
+    "_name_or_path",
+    "name_or_path",
+    *PreTrainedConfig().to_dict(),
+}
+
+_OFF = {"use_sliding_window": False, "sliding_window": None, "qkv_bias": False}
+"""Keys that jetdraft knows and cannot compute, with their values for off."""
+
+
+def check_keys(source: str, config: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise `CheckpointError` for a key that is unknown, by its name."""
+    off = {name for name, value in _OFF.items() if config.get(name, value) == value}
+    unknown = config.keys() - set(known) - _WITHOUT_EFFECT - off - {"layer_types"}
+    if set(config.get("layer_types") or ()) - {"full_attention"}:
+        unknown.add("layer_types")
+    if unknown:
+        names = ", ".join(f"{name}={config[name]!r}" for name in sorted(unknown))
+        raise CheckpointError(
+            f"the config of {source} has {names}, which jetdraft does not know; a head "
+            "is never read in part, so give another head"
+        )
+
+
+def number(source: str, config: Mapping[str, Any], name: str, default: int = 0) -> int:
+    """A positive whole number of a config; 0 as default means that it must be there."""
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        fact = f"{name}={value!r}" if name in config else f"no {name}"
+        raise CheckpointError(
+            f"the config of {source} has {fact}; it needs a whole number from 1 on"
+        )
+    return value
+
+
+def rope_of(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary embedding that a config names, as transformers 5 writes it.
+
+    Without `rope_theta` it is 10000, whatever the target's is.
+    """
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise CheckpointError(
+            f"the config of {source} has rope_scaling={scaling!r}; it must be an object"
+        )
+    rope = {"rope_theta": config.get("rope_theta") or 10000.0, **scaling}
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+    return rope

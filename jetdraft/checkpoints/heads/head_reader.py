@@ -1,0 +1,178 @@
+"""Recognizes a published head and loads it for a target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers.initialization import no_init_weights
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.eagle import FIRST_LAYER, eagle_tensors, read_eagle
+from jetdraft.checkpoints.heads.head import Head
+from jetdraft.checkpoints.heads.head_config import EAGLE3, HeadConfig
+from jetdraft.checkpoints.heads.head_files import HeadFiles
+from jetdraft.checkpoints.heads.hydra import Hydra, is_hydra, read_hydra
+from jetdraft.checkpoints.heads.medusa import Medusa, is_medusa, read_medusa
+from jetdraft.checkpoints.heads.mtp import is_mtp, read_mtp
+from jetdraft.checkpoints.parameters import run_in
+from jetdraft.errors import CheckpointError
+
+AnyHead = Head | Medusa | Hydra
+
+_KINDS = "EAGLE-1, EAGLE-2, EAGLE-3, MTP, Medusa and Hydra"
+_READ = ("eagle", "eagle3")
+"""Values of `speculators_model_type`; others are drafters of another kind."""
+
+
+def load_head(source: str, target: Checkpoint, dtype: torch.dtype) -> AnyHead:
+    """The head in a local folder or a hub repository, which computes in `dtype`.
+
+    Its weights keep the type they are stored in, except the fusion's, which are
+    float32. A head that is a part of the target (MTP) is in the target's own folder.
+    Raises `CheckpointError` for a head that is unknown, damaged or of another target.
+
+        head = load_head("AngelSlim/Qwen3-1.7B_eagle3", target, torch.float32)
+    """
+    files = HeadFiles.read(source)
+    kind = files.config.get("speculators_model_type")
+    if kind is not None and kind not in _READ:
+        raise CheckpointError(
+            f"{source} is a {kind!r} drafter of speculators; jetdraft reads {_KINDS}"
+        )
+    with no_init_weights():
+        head = _built(files, target)
+    _compute_in(head, target, dtype)
+    return head.requires_grad_(False).eval()
+
+
+def _built(files: HeadFiles, target: Checkpoint) -> AnyHead:
+    if is_medusa(files):
+        config, tensors = read_medusa(files, target)
+        medusa = Medusa(config)
+        _fill(files.source, medusa, tensors)
+        return medusa
+    if is_hydra(files):
+        config, tensors = read_hydra(files, target)
+        hydra = Hydra(config, target.model.get_input_embeddings())
+        _fill(files.source, hydra, tensors, taken=("embed_tokens.",))
+        return hydra
+    if is_mtp(files):
+        config, tensors = read_mtp(files, target)
+        return _carrying(files.source, config, tensors, None, target)
+    if f"{FIRST_LAYER}self_attn.q_proj.weight" in eagle_tensors(files):
+        config, tensors, ids = read_eagle(files, target)
+        return _carrying(files.source, config, tensors, ids, target)
+    raise CheckpointError(
+        f"the tensors of {files.source} are no head's; jetdraft reads {_KINDS}"
+    )
+
+
+def _carrying(
+    source: str,
+    config: HeadConfig,
+    tensors: Mapping[str, Tensor],
+    ids: Tensor | None,
+    target: Checkpoint,
+) -> Head:
+    """A head that carries, with its own embedding and LM head where it has them."""
+    head = Head(config, target.model)
+    head.ids = ids
+    taken = ["embed_tokens.", "lm_head."]
+    embedding = tensors.get("embed_tokens.weight")
+    if embedding is not None and not _equal(embedding, head.embed_tokens.weight):
+        head.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        taken.remove("embed_tokens.")
+    rows = tensors.get("lm_head.weight")
+    if rows is not None and (ids is not None or not _equal(rows, head.lm_head.weight)):
+        size = config.draft_vocab_size
+        head.lm_head = nn.Linear(config.hidden_size, size, bias=False)
+        taken.remove("lm_head.")
+    elif ids is not None:
+        head.lm_head = _cut(head.lm_head, ids)
+    _check_width(source, head)
+    _fill(source, head, tensors, tuple(taken))
+    return head
+
+
+def _equal(one: Tensor, other: Tensor | nn.Module) -> bool:
+    assert isinstance(other, Tensor)
+    return one.shape == other.shape and torch.equal(one.float(), other.detach().float())
+
+
+def _cut(lm_head: nn.Module, ids: Tensor) -> nn.Linear:
+    """The rows of these tokens of the target's LM head."""
+    weight = lm_head.weight
+    assert isinstance(weight, Tensor)
+    cut = nn.Linear(weight.shape[1], len(ids), bias=False)
+    cut.weight = nn.Parameter(weight.detach()[ids].clone())
+    return cut
+
+
+def _check_width(source: str, head: Head) -> None:
+    """Raise `CheckpointError` if a matrix of the target has another width."""
+    width = head.config.hidden_size
+    for name in ("embed_tokens", "lm_head"):
+        matrix = getattr(head, name).weight
+        if matrix.shape[1] != width:
+            raise CheckpointError(
+                f"{source} has no {name}.weight, and the target's is "
+                f"{matrix.shape[1]} wide where the head is {width}; fetch it again"
+            )
+
+
+def _fill(
+    source: str,
+    head: nn.Module,
+    tensors: Mapping[str, Tensor],
+    taken: tuple[str, ...] = (),
+) -> None:
+    """Give the head its tensors in the types they are stored in.
+
+    Modules `taken` from the target keep theirs. Raises `CheckpointError` unless every
+    other weight has a tensor of its shape, and every tensor a weight.
+    """
+    wanted = {
+        name: weight
+        for name, weight in head.state_dict().items()
+        if not name.startswith(taken or ("\0",))
+    }
+    given = {n: t for n, t in tensors.items() if not n.startswith(taken or ("\0",))}
+    for fact, names in (
+        ("lacks", wanted.keys() - given.keys()),
+        ("has the unknown", given.keys() - wanted.keys()),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CheckpointError(
+                f"{source} {fact} weight {sorted(names)[0]!r}{more}; give a head that "
+                "is complete and of a known layout"
+            )
+    for name, tensor in given.items():
+        if tensor.shape != wanted[name].shape:
+            raise CheckpointError(
+                f"{name} of {source} is {list(tensor.shape)}, but its config and the "
+                f"target need {list(wanted[name].shape)}; give the head of this target"
+            )
+    # A module that is filled must not lose what it shares with the target.
+    head.load_state_dict(given, strict=False, assign=True)
+
+
+def _compute_in(head: AnyHead, target: Checkpoint, dtype: torch.dtype) -> None:
+    """Let the head's own modules run in `dtype`; the target's do already."""
+    fusion = _fusion(head)
+    for weight in fusion:
+        weight.data = weight.data.float()
+    others = {id(weight) for weight in (*fusion, *target.model.parameters())}
+    run_in(head, dtype, others)
+
+
+def _fusion(head: AnyHead) -> list[Tensor]:
+    """The weights of the fusion of taps, which runs in float32."""
+    if not isinstance(head, Head) or head.config.family != EAGLE3:
+        return []
+    parts: list[nn.Module] = [head.fc]
+    parts += [head.input_norm] if head.config.norm_before_fc else []
+    parts += [head.fc_norm] if head.config.fc_norm else []
+    return [weight for part in parts for weight in part.parameters()]

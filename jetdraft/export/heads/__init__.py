@@ -1,0 +1,1 @@
+"""Heads become the drafter of a bundle."""

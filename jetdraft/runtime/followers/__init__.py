@@ -1,0 +1,1 @@
+"""The graphs of drafters, kept in step with the sequence."""

@@ -1,0 +1,151 @@
+"""A head's graph that keeps up with the states of its target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jetdraft.runtime.drafts.arrays import Float32s
+from jetdraft.runtime.followers.follower import Follower
+from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.prefix import common_length
+
+_NONE = np.zeros((0, 0), np.float32)
+
+
+class HeadFollower(Follower):
+    """Keeps a head's cache in step with the features that the target gives.
+
+    Row t of the head reads token t + 1 and the features of the target's row t, and
+    answers for token t + 2. Features wait until the next token is known. A drafted
+    token has no features of the target: its row reads what the head carried over from
+    the row before, and leaves the cache when the target has spoken.
+
+        follower.observe(0, [5, 8, 9], answer.features)    # float [3, w]
+        follower.follow([5, 8, 9, 3])    # for what comes after 3
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph)
+        self._seen: list[int] = []
+        """The tokens whose features were observed; the head has fed `_fed` of them."""
+        self._features = _NONE
+        """The features of the tokens that are seen and not fed, [seen - fed, w]."""
+        self._last = _NONE
+        """What the last row before a draft carries, [1, w]."""
+        self._carried: dict[int, Float32s] = {}
+        """What the rows of a tree carry, by slot."""
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a new sequence; the rows that the last sequence shares stay.
+
+        At least one row is left to feed, since its answer is the first to be asked for.
+        """
+        if self.graph.passes != self._passes:
+            self.forget()  # somebody else has used the buffers
+            return
+        seen = common_length(self._seen, prompt)
+        fed = common_length(self._fed, prompt[1:])
+        self._cut(max(0, min(fed, seen, len(prompt) - 2)), seen)
+
+    def keep(self, kept: int) -> int:
+        """How many of the first `kept` tokens need not be observed again."""
+        return min(kept, len(self._seen))
+
+    def restore(self, tokens: Sequence[int]) -> None:
+        """Somebody else has put the rows of these tokens into the cache.
+
+        The last of them is not the head's: it has no features.
+        """
+        super().restore(tokens[1:])
+        self._seen, self._features = list(tokens[:-1]), _NONE
+        self.graph.cache.rewind(len(self._fed))
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        super().forget()
+        self._seen, self._features = [], _NONE
+
+    def observe(
+        self, first: int, tokens: Sequence[int], features: Float32s | None
+    ) -> None:
+        """Take the features of tokens, which replace all from position `first` on."""
+        if features is None or first > len(self._seen):
+            return  # what it missed is read again with the next prompt
+        self._cut(min(first, len(self._fed)), first)
+        waiting = [self._features, features] if len(self._features) else [features]
+        self._seen += tokens
+        self._features = np.concatenate(waiting)
+        while len(self._features) > self.graph.contract.max_width:
+            self.feed(self._ready(self._seen))
+
+    def follow(self, context: Sequence[int]) -> Answer | None:
+        """The answer for the last row of `context`; None without features for it.
+
+        Tokens that the target has not run yet are fed like drafted tokens.
+        """
+        self.graph.cache.rewind(len(self._fed))
+        answer = None
+        while tokens := self._ready(context):
+            answer = self.feed(tokens)
+            assert answer.carried is not None
+            self._last = answer.carried[-1:].copy()
+        if answer is not None:
+            for token in context[len(self._seen) + 1 :]:
+                answer = self.step(token)
+        self._carried.clear()
+        return answer
+
+    def step(self, token: int) -> Answer:
+        """The answer for a drafted token; its row is not kept."""
+        answer = self.graph.run([token], features=self._last)
+        self.graph.cache.advance(1)
+        assert answer.carried is not None
+        self._last = answer.carried[-1:].copy()
+        self._passes = self.graph.passes
+        return answer
+
+    def branch(
+        self,
+        tokens: Sequence[int],
+        depths: Sequence[int],
+        ancestors: Sequence[Sequence[int]],
+        filled: int,
+    ) -> Answer:
+        """The answers for rows of a tree, each from what its parent carries."""
+        parents = [self._carried[a[-1]] if a else self._last[0] for a in ancestors]
+        answer = self.graph.run_branches(
+            tokens, depths, ancestors, filled, features=np.stack(parents)
+        )
+        assert answer.carried is not None
+        self._carried.update(enumerate(answer.carried.copy(), filled))
+        self._passes = self.graph.passes
+        return answer
+
+    def _run(self, tokens: Sequence[int], last_only: bool) -> Answer:
+        rows, self._features = np.split(self._features, [len(tokens)])
+        return self.graph.run(tokens, last_only, features=rows)
+
+    def _ready(self, context: Sequence[int]) -> Sequence[int]:
+        """The next tokens whose rows can be fed, as many as a pass holds."""
+        start, widest = len(self._fed) + 1, self.graph.contract.max_width
+        end = min(start + widest, len(self._seen) + 1)
+        return context[start:end]
+
+    def _cut(self, fed: int, seen: int) -> None:
+        """Keep at most `fed` rows in the cache and `seen` tokens.
+
+        The features of the rows that were fed are gone.
+        """
+        if fed < len(self._fed):
+            seen, self._features = fed, _NONE
+        del self._fed[fed:], self._seen[seen:]
+        self._features = self._features[: len(self._seen) - len(self._fed)]
+        self.graph.cache.rewind(fed)
+
+
+def follower_of(graph: Graph) -> Follower:
+    """What feeds a drafter's graph: a head is fed with features too."""
+    return HeadFollower(graph) if graph.contract.feature_input else Follower(graph)

@@ -1,0 +1,44 @@
+"""Drafting with a head on the target's own states (EAGLE, 2401.15077; MTP, 2412.19437).
+
+A head is one layer that reads the features of the target's last row and the next token.
+It hands its own features from one drafted token to the next.
+"""
+
+from __future__ import annotations
+
+from jetdraft.bundle import Bundle
+from jetdraft.errors import OptionError
+from jetdraft.runtime.proposers.draft import SAMPLES, DraftOptions, drafting
+from jetdraft.runtime.proposers.method import Method
+from jetdraft.runtime.proposers.parts import Parts
+from jetdraft.runtime.proposers.proposer import Proposer
+
+NAME = "eagle"
+
+
+def _lacks(bundle: Bundle) -> str:
+    entry = bundle.drafter
+    has_head = entry is not None and entry.contract.carried_size
+    return "" if has_head else "export with --head"
+
+
+def _make(parts: Parts, options: DraftOptions) -> Proposer:
+    if parts.follower is None or _lacks(parts.bundle):
+        raise OptionError(
+            f"{NAME} needs a head; export with --head, and do not pass "
+            "--drafter-provider off",
+            "method",
+        )
+    return drafting(parts, options, parts.follower, NAME)
+
+
+METHOD = Method(
+    NAME,
+    "a head that reads the target's own states",
+    _make,
+    DraftOptions,
+    lacks=_lacks,
+    trees=True,
+    cost="drafter",
+    samples=SAMPLES,
+)

@@ -1,0 +1,147 @@
+"""New heads for a target, and the layouts in which they are published."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head import Head
+from jetdraft.checkpoints.heads.head_config import EAGLE1, EAGLE3, MEDUSA, HeadConfig
+from jetdraft.checkpoints.heads.medusa import Medusa
+
+ARCHITECTURES = {EAGLE1: "LlamaForCausalLMEagle", EAGLE3: "LlamaForCausalLMEagle3"}
+
+
+def new_config(
+    target: Checkpoint, family: str, taps: tuple[int, ...], vocabulary: int, slots: int
+) -> HeadConfig:
+    """The config of a head as wide as the target, with a layer of its sizes."""
+    text = target.model.config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    head_dim = getattr(text, "head_dim", None)
+    return HeadConfig(
+        family=family,
+        hidden_size=text.hidden_size,
+        target_hidden_size=text.hidden_size,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=vocabulary,
+        taps=taps,
+        num_heads=text.num_attention_heads,
+        num_kv_heads=text.num_key_value_heads,
+        head_dim=head_dim or text.hidden_size // text.num_attention_heads,
+        intermediate_size=text.intermediate_size,
+        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
+        # Without the target's scaling: a head reads few rows back.
+        rope={
+            "rope_type": "default",
+            "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        },
+        max_positions=text.max_position_embeddings,
+        final_norm=family == EAGLE3,
+        slots=slots,
+    )
+
+
+def new_head(
+    target: Checkpoint, config: HeadConfig, ids: Tensor | None
+) -> Head | Medusa:
+    """An untrained head.
+
+    LM heads start as the target's rows, and Medusa's blocks at zero (2.2.1), so that
+    its heads begin with the target's own next token.
+    """
+    rows = target.model.get_output_embeddings().weight.detach().float()
+    if config.family == MEDUSA:
+        medusa = Medusa(config)
+        for lm_head in medusa.lm_heads:
+            lm_head.weight.data.copy_(rows)  # type: ignore[union-attr]
+        for weight in medusa.blocks.parameters():
+            nn.init.zeros_(weight)
+        return medusa
+    head = Head(config, target.model)
+    head.ids = ids
+    if config.family == EAGLE3:
+        size = config.draft_vocab_size
+        head.lm_head = nn.Linear(config.hidden_size, size, bias=False)
+        head.lm_head.weight.data.copy_(rows if ids is None else rows[ids])
+    return head
+
+
+def trained_weights(head: Head | Medusa, target: Checkpoint) -> dict[str, Tensor]:
+    """What is trained: all that is not the target's."""
+    of_target = {id(weight) for weight in target.model.parameters()}
+    return {
+        name: weight
+        for name, weight in head.named_parameters()
+        if id(weight) not in of_target
+    }
+
+
+def published(
+    config: HeadConfig, weights: Mapping[str, Tensor], ids: Tensor | None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and tensors as the head's authors publish them."""
+    if config.family == MEDUSA:
+        return _medusa(config, weights)
+    prefix = "midlayer." if config.family == EAGLE3 else "layers.0."
+    tensors = {
+        name.replace("stack.layers.0.", prefix): weight.contiguous()
+        for name, weight in weights.items()
+    }
+    if ids is not None:
+        marked = torch.zeros(config.vocab_size, dtype=torch.bool)
+        marked[ids] = True
+        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": marked}
+    return _eagle_json(config), tensors
+
+
+def _eagle_json(config: HeadConfig) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[config.family]],
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "num_hidden_layers": 1,
+        "hidden_act": config.hidden_act,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope["rope_theta"],
+        "rope_scaling": None,
+        "max_position_embeddings": config.max_positions,
+        "vocab_size": config.vocab_size,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    if config.family == EAGLE1:
+        return fields | {"bias": config.fc_bias}
+    # Ids inside eagle_config name layers by their output.
+    outputs = [tap - 1 for tap in config.taps]
+    return fields | {
+        "draft_vocab_size": config.draft_vocab_size,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": outputs,
+            "use_aux_hidden_state": True,
+        },
+    }
+
+
+def _medusa(
+    config: HeadConfig, weights: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    fields = {"medusa_num_heads": config.slots, "medusa_num_layers": config.blocks}
+    tensors = {}
+    for name, weight in weights.items():
+        kind, head, rest = name.split(".", 2)
+        if kind == "lm_heads":
+            tensors[f"{head}.{config.blocks}.weight"] = weight.contiguous()
+        else:
+            block, part = rest.split(".")
+            tensors[f"{head}.{block}.linear.{part}"] = weight.contiguous()
+    return fields, tensors

@@ -1,0 +1,263 @@
+"""Trains heads: EAGLE-3 with training-time test, EAGLE-1 and Medusa."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetdraft.checkpoints.checkpoint import (
+    Checkpoint,
+    checkpoint_folder,
+    weights_sha256,
+)
+from jetdraft.checkpoints.gguf import is_gguf
+from jetdraft.checkpoints.heads.head_config import EAGLE1, EAGLE3, MEDUSA
+from jetdraft.checkpoints.parameters import convert
+from jetdraft.checkpoints.streamed import decoder_layers
+from jetdraft.errors import CheckpointError, OptionError, TrainingError
+from jetdraft.train.data import Batch, Example
+from jetdraft.train.head.head_layout import (
+    new_config,
+    new_head,
+    published,
+    trained_weights,
+)
+from jetdraft.train.head.head_losses import Objective, Sums, total
+from jetdraft.train.head.regeneration import regenerated
+from jetdraft.train.head.teacher import StateCache, Teacher
+from jetdraft.train.run_folder import RunFolder
+from jetdraft.train.training import Training, TrainingOptions
+
+KINDS = (EAGLE3, EAGLE1, MEDUSA)
+FIGURES = "training.json"
+"""What was trained, for how long, and how often it was right."""
+
+TEXTS = "regenerated.json"
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """What head to train.
+
+    `draft_vocabulary` is the most tokens that an EAGLE-3 head can draft; they are the
+    most frequent in the data. `taps` are what it reads, by default 2, N // 2 and N - 3
+    of N layers. `unrolled` are the steps of its training-time test, or the tokens that
+    Medusa guesses; EAGLE-1 learns one step, and they are its validation's.
+
+        HeadSettings(kind="eagle3", draft_vocabulary=32000, unrolled=7)
+    """
+
+    kind: str = EAGLE3
+    draft_vocabulary: int = 32000
+    taps: tuple[int, ...] = ()
+    unrolled: int = 7
+    regenerate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise OptionError(
+                f"unknown kind {self.kind!r}; choose {', '.join(KINDS[:-1])} or "
+                f"{KINDS[-1]}"
+            )
+        for name, value, most in (
+            ("draft vocabulary", self.draft_vocabulary, 10**7),
+            ("unrolled", self.unrolled, 32),
+        ):
+            if not 1 <= value <= most:
+                raise OptionError(f"{name} {value} is out of range; give 1 to {most}")
+
+
+class HeadTraining(Training):
+    """A training whose output is the folder of a head, in its published layout.
+
+        HeadTraining("target", Path("head"), [Path("notes.txt")]).run(print)
+
+    `cache` is a folder for the target's states; without it they are computed again in
+    each step. `progress` gets a stage, and how many of its texts are written.
+    """
+
+    betas = (0.9, 0.95)
+    most_norm = 0.5
+    module: Objective
+
+    def __init__(
+        self,
+        target: str,
+        output: Path,
+        data: Sequence[Path],
+        settings: HeadSettings | None = None,
+        options: TrainingOptions | None = None,
+        cache: Path | None = None,
+        progress: Callable[[str, int, int], None] = lambda *state: None,
+    ) -> None:
+        self.settings = settings or HeadSettings()
+        folder = RunFolder(output, "model.safetensors", "config.json", "head")
+        super().__init__(folder, options or TrainingOptions())
+        least = self.settings.unrolled + 2
+        if self.options.sequence_length < least:
+            raise OptionError(
+                f"sequences of {self.options.sequence_length} tokens are too short for "
+                f"{self.settings.unrolled} steps; give {least} or more"
+            )
+        if is_gguf(target):
+            raise CheckpointError(
+                f"{target} is a GGUF file, and heads are trained for a folder; give "
+                "the model's Hugging Face folder"
+            )
+        self.target = Checkpoint.load(target, torch.float32)
+        convert(self.target.model, torch.float32)
+        self.target.model.set_attn_implementation("sdpa")
+        self.base = weights_sha256(checkpoint_folder(target))
+        self.check_length(self.target.model)
+        self.taps = self._taps()
+        self.corpus = self.read(self.target, data, least)
+        if self.settings.regenerate:
+            self._regenerate(progress)
+        self.ids = self._draft_vocabulary()
+        self.cache = cache
+        torch.manual_seed(self.options.seed)
+        self._build()
+
+    def _taps(self) -> tuple[int, ...]:
+        """The taps of an EAGLE-3 head; raises `OptionError` for others than layers."""
+        if self.settings.kind != EAGLE3:
+            return ()
+        layers = len(decoder_layers(self.target.model))
+        taps = self.settings.taps or (2, layers // 2, layers - 3)
+        if any(not 0 <= tap < layers for tap in taps):
+            raise OptionError(
+                f"the taps {list(taps)} are not all layers of this target; give "
+                f"--taps with numbers from 0 to {layers - 1}"
+            )
+        return taps
+
+    def _regenerate(self, progress: Callable[[str, int, int], None]) -> None:
+        """Let the target write the texts, or read what it wrote before a stop."""
+        file = self.folder.path / TEXTS
+        identity = json.dumps(self._identity(), sort_keys=True, default=list)
+        try:
+            stored = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            stored = {}
+        if stored.get("run") != identity:
+            parts = ("training", "validation")
+            count = sum(len(getattr(self.corpus, part)) for part in parts)
+            done = itertools.count(1)
+            texts = {
+                part: regenerated(
+                    self.target.model,
+                    getattr(self.corpus, part),
+                    self.target.eos_token_ids,
+                    self.options.batch_size,
+                    self.options.seed,
+                    lambda: progress("regenerate", next(done), count),
+                )
+                for part in parts
+            }
+            stored = {
+                "run": identity,
+                **{part: [asdict(t) for t in own] for part, own in texts.items()},
+            }
+            self.folder.create()
+            self.folder.write(TEXTS, json.dumps(stored))
+        for part in ("training", "validation"):
+            setattr(self.corpus, part, [Example(**text) for text in stored[part]])
+
+    def _draft_vocabulary(self) -> Tensor | None:
+        """The most frequent learned tokens in the order of their ids; None for all."""
+        size, rows = self.settings.draft_vocabulary, self.target.vocab_size
+        if self.settings.kind != EAGLE3 or size >= rows:
+            return None
+        learned = [
+            token
+            for example in self.corpus.training
+            for token, is_learned in zip(example.ids, example.learned, strict=True)
+            if is_learned
+        ]
+        counts = torch.bincount(torch.tensor(learned), minlength=rows)
+        return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+    def _build(self) -> None:
+        """The head and its loss, and what of it is learned."""
+        settings = self.settings
+        vocabulary = self.target.vocab_size if self.ids is None else len(self.ids)
+        self.config = new_config(
+            self.target, settings.kind, self.taps, vocabulary, settings.unrolled
+        )
+        head = new_head(self.target, self.config, self.ids)
+        self.weights = trained_weights(head, self.target)
+        for weight in self.weights.values():
+            weight.requires_grad_(True)
+        self.module = Objective(head, settings.unrolled, settings.kind == EAGLE1)
+        self._teacher: Teacher | None = None
+
+    @property
+    def parameters(self) -> int:
+        """The number of trained weights."""
+        return sum(weight.numel() for weight in self.weights.values())
+
+    def settings_of_run(self) -> dict[str, Any]:
+        """The settings of the head, and the target's hash."""
+        return asdict(self.settings) | {"taps": list(self.taps), "target": self.base}
+
+    def begin(self) -> None:
+        """Make the folder, which holds no copy of the target."""
+        self.folder.create()
+
+    def loss(self, accelerator: Any, module: Any, batch: Batch) -> Tensor:
+        """The decayed sum of the steps' means, over the places of all processes."""
+        sums = module(self._taught(accelerator).lesson(batch))
+        places = accelerator.reduce(sums.places, "sum")
+        # Processes average their gradients, and each has a part of the sum.
+        loss: Tensor = total(sums, places) * accelerator.num_processes
+        return loss
+
+    def _taught(self, accelerator: Any) -> Teacher:
+        """The teacher, on the device of this process."""
+        if self._teacher is None:
+            model = self.target.model.to(accelerator.device)
+            cache = None
+            if self.cache is not None:
+                owner = f"{self.base} {list(self.taps)}"
+                cache = StateCache(self.cache, owner, accelerator.process_index)
+            self._teacher = Teacher(model, self.taps, self.ids, cache)
+        return self._teacher
+
+    def validate(self, accelerator: Any, module: Any) -> dict[str, Any]:
+        """Losses and the share of right tokens, by the place in a draft."""
+        parts: list[Sums] = []
+        teacher = self._taught(accelerator)
+        objective = accelerator.unwrap_model(module)
+        for batch in self.corpus.validation_batches(self.options.batch_size):
+            parts.append(objective(teacher.lesson(batch.to(accelerator.device))))
+        if teacher.cache is not None:
+            teacher.cache.flush()
+        lost, right, places = (
+            torch.stack([getattr(part, name) for part in parts]).sum(0)
+            for name in ("lost", "right", "places")
+        )
+        if not torch.isfinite(lost).all():
+            raise TrainingError(self.failure())
+
+        def shares(counts: Tensor) -> list[float]:
+            return [round(x, 4) for x in (counts / places.clamp(min=1)).tolist()]
+
+        return {"losses": shares(lost), "acceptance": shares(right)}
+
+    def save(
+        self, weights: dict[str, Tensor], state: Any, figures: dict[str, Any] | None
+    ) -> None:
+        """Write the head as its authors publish theirs, and the figures beside it."""
+        fields, tensors = published(self.config, weights, self.ids)
+        run = {**self.settings_of_run(), "step": self.step, "validation": figures}
+        self.folder.write(FIGURES, json.dumps(run, indent=2) + "\n")
+        self.folder.save(tensors, fields, state, self.finished)
+        if self.finished:
+            (self.folder.path / TEXTS).unlink(missing_ok=True)

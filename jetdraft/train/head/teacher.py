@@ -1,0 +1,171 @@
+"""The target as a teacher: its states of texts, computed or read from a disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from jetdraft.errors import DataError, OutputError
+from jetdraft.train.data import IGNORED, Batch
+from jetdraft.train.head.head_losses import Lesson, precision
+
+SHARD = 64
+"""Texts in each file of states."""
+
+
+class Teacher:
+    """Gives the lesson of a batch.
+
+    `taps` are the target's residual streams that the head reads, `ids` int64 [draft
+    vocabulary] the tokens that it can draft, or None for all. With a `cache` each text
+    runs through the target once; its states are kept there in float16, or in float32
+    where they are too large for it.
+
+        lesson = Teacher(model, (2, 4, 6), ids).lesson(batch)
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        taps: Sequence[int],
+        ids: Tensor | None,
+        cache: StateCache | None = None,
+    ) -> None:
+        self.model = model
+        self.taps = tuple(taps)
+        self.ids = ids
+        self.cache = cache
+
+    @torch.no_grad()
+    def lesson(self, batch: Batch) -> Lesson:
+        """What the target says of a batch, on the batch's device."""
+        with precision(batch.ids.device):
+            return self._lesson(batch)
+
+    def _lesson(self, batch: Batch) -> Lesson:
+        states = self._states(batch)
+        *taps, final = states.split(states.shape[-1] // (len(self.taps) + 1), -1)
+        logits = self._logits(final)
+        known = torch.ones_like(batch.ids, dtype=torch.bool)
+        if self.ids is not None:
+            ids = self.ids.to(logits.device)
+            known = torch.isin(logits.argmax(-1), ids)
+            logits = logits[..., ids]
+        return Lesson(
+            batch.ids, batch.labels, list(taps) or [final], final, logits, known
+        )
+
+    def _logits(self, final: Tensor) -> Tensor:
+        """The target's logits [b, T, vocabulary] of states after its final norm."""
+        logits: Tensor = self.model.get_output_embeddings()(final)
+        return logits
+
+    def _states(self, batch: Batch) -> Tensor:
+        """The states at the taps and after the final norm, side by side [b, T, s]."""
+        if self.cache is None:
+            return self._computed(batch.ids)
+        rows = [self.cache.read(key) for key in map(_key, _texts(batch))]
+        if any(row is None for row in rows):
+            states = self._computed(batch.ids)
+            for text, row in zip(_texts(batch), states, strict=True):
+                self.cache.write(_key(text), row[: len(text)])
+            return states
+        states = torch.zeros(*batch.ids.shape, rows[0].shape[-1])  # type: ignore[union-attr]
+        for index, row in enumerate(rows):
+            assert row is not None
+            states[index, : len(row)] = row
+        return states.to(batch.ids.device)
+
+    def _computed(self, ids: Tensor) -> Tensor:
+        outputs = self.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+        streams = outputs.hidden_states  # the last of them is after the final norm
+        return torch.cat([streams[tap] for tap in (*self.taps, -1)], dim=-1).float()
+
+
+def _texts(batch: Batch) -> list[Tensor]:
+    """The ids of each row without padding; the last token of a text is learned."""
+    ends = [int(row.nonzero()[-1]) + 1 for row in batch.labels != IGNORED]
+    return [ids[:end] for ids, end in zip(batch.ids, ends, strict=True)]
+
+
+def _key(text: Tensor) -> str:
+    return hashlib.sha256(text.cpu().numpy().tobytes()).hexdigest()[:32]
+
+
+class StateCache:
+    """States of texts in the shards of a folder, which belongs to one target.
+
+    `owner` is the hash of what the states were computed with. Raises `OutputError` for
+    a folder of another owner, and if it cannot be written.
+
+        cache = StateCache(Path("states"), owner, process=0)
+    """
+
+    def __init__(self, folder: Path, owner: str, process: int = 0) -> None:
+        self.folder = folder
+        self.process = process
+        self._pending: dict[str, Tensor] = {}
+        self._places: dict[str, Path] = {}
+        note = folder / "owner.txt"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if note.exists() and note.read_text(encoding="utf-8") != owner:
+                raise OutputError(
+                    f"{folder} holds states of another target or for other taps; "
+                    "choose another folder"
+                )
+            note.write_text(owner, encoding="utf-8")
+        except OSError as error:
+            raise OutputError(
+                f"cannot write {folder} ({error.strerror}); choose another folder"
+            ) from error
+        for file in sorted(folder.glob("states-*.safetensors")):
+            try:
+                with safe_open(file, "pt") as opened:
+                    self._places |= dict.fromkeys(opened.keys(), file)
+            except (OSError, SafetensorError) as error:
+                raise DataError(f"{file} is damaged ({error}); delete it") from error
+
+    def read(self, key: str) -> Tensor | None:
+        """The states float32 [T, s] of a text, or None."""
+        if key in self._pending:
+            return self._pending[key].float()
+        if key not in self._places:
+            return None
+        with safe_open(self._places[key], "pt") as opened:
+            states: Tensor = opened.get_tensor(key)
+        return states.float()
+
+    def write(self, key: str, states: Tensor) -> None:
+        """Keep the states of a text; a shard is written when it is full."""
+        if key in self._pending or key in self._places:
+            return
+        half = states.cpu().half()
+        fits = bool(torch.isfinite(half).all())
+        self._pending[key] = (half if fits else states.cpu()).contiguous()
+        if len(self._pending) == SHARD:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the texts that are not in a file yet."""
+        if not self._pending:
+            return
+        name = f"states-{self.process}-{len(self._places):08}.safetensors"
+        file, partial = self.folder / name, self.folder / f".{name}.partial"
+        try:
+            save_file(self._pending, partial)
+            partial.rename(file)
+        except (OSError, SafetensorError) as error:
+            raise OutputError(
+                f"cannot write {file} ({error}); free some space or choose another "
+                "folder"
+            ) from error
+        self._places |= dict.fromkeys(self._pending, file)
+        self._pending = {}

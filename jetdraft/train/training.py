@@ -1,0 +1,274 @@
+"""A training that can be stopped and resumed, on one device or several."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.errors import DataError, OptionError, TrainingError
+from jetdraft.train.data import Batch, Corpus
+from jetdraft.train.run_folder import RunFolder
+
+WARM_UP = 0.03
+"""The share of the steps in which the learning rate rises."""
+
+Report = Callable[["Progress"], None]
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How long and how fast to train.
+
+    `sequence_length` is in tokens. The `learning_rate` falls linearly to zero.
+
+    TrainingOptions(steps=200, batch_size=8, sequence_length=256)
+    """
+
+    steps: int = 200
+    batch_size: int = 8
+    sequence_length: int = 256
+    learning_rate: float = 5e-4
+    validation_share: float = 0.05
+    validate_every: int = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, least, most in (
+            ("steps", self.steps, 1, 10**9),
+            ("batch size", self.batch_size, 1, 10**6),
+            ("sequence length", self.sequence_length, 2, 10**6),
+            ("learning rate", self.learning_rate, 0.0, 1.0),
+            ("validation share", self.validation_share, 0.0, 0.5),
+            ("validate every", self.validate_every, 1, 10**9),
+        ):
+            if not least <= value <= most:
+                raise OptionError(
+                    f"{name} {value} is out of range; give {least} to {most}"
+                )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of a training; `validation` has figures after a validation."""
+
+    step: int
+    steps: int
+    loss: float
+    validation: dict[str, Any] | None = None
+
+
+class Training(ABC):
+    """What every training does: steps, validations, saving, stopping and resuming.
+
+    A second run with the same settings resumes where the first run stopped. A trainer
+    gives `module`, which computes losses, and the `weights` that it learns.
+    """
+
+    module: nn.Module
+    weights: dict[str, Tensor]
+    corpus: Corpus
+    betas = (0.9, 0.999)
+    most_norm = 1.0
+    """Gradients of a larger norm are cut to it."""
+
+    def __init__(self, folder: RunFolder, options: TrainingOptions) -> None:
+        self.folder = folder
+        self.options = options
+        self.step = 0
+
+    # --- what a trainer says ----------------------------------------------------------
+
+    @abstractmethod
+    def settings_of_run(self) -> Mapping[str, Any]:
+        """What must not change between the runs, beside the options and the data."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Make the output folder; the main process calls it."""
+
+    @abstractmethod
+    def loss(self, accelerator: Any, module: Any, batch: Batch) -> Tensor:
+        """The loss of a batch."""
+
+    @abstractmethod
+    def validate(self, accelerator: Any, module: Any) -> dict[str, Any]:
+        """Figures of the validation texts; raises `TrainingError` for no numbers."""
+
+    @abstractmethod
+    def save(
+        self, weights: dict[str, Tensor], state: Any, figures: dict[str, Any] | None
+    ) -> None:
+        """Write the weights, in the type of the training, and the state."""
+
+    # --- what every training does -----------------------------------------------------
+
+    def read(self, checkpoint: Checkpoint, data: Sequence[Path], least: int) -> Corpus:
+        """The texts as sequences of at least `least` tokens; raises `DataError`."""
+        if checkpoint.tokenizer is None:
+            raise DataError(
+                f"{checkpoint.source} has no tokenizer to read the data with; add a "
+                "tokenizer"
+            )
+        return Corpus.read(
+            data,
+            Tokenizer.from_str(checkpoint.tokenizer),
+            checkpoint.eos_token_ids,
+            self.options.sequence_length,
+            least,
+            self.options.validation_share,
+            self.options.seed,
+        )
+
+    def check_length(self, model: Any) -> None:
+        """Raise `OptionError` for sequences longer than the target's positions."""
+        length = self.options.sequence_length
+        config = model.config.get_text_config(decoder=True)
+        most: int = config.max_position_embeddings
+        if length > most:
+            raise OptionError(
+                f"sequence length {length} is more than the target's {most} positions; "
+                f"give at most {most}"
+            )
+
+    def run(self, report: Report) -> dict[str, Any]:
+        """Train to the end and return the figures of the last validation.
+
+        Raises `TrainingError` if the loss is no longer a number. A `KeyboardInterrupt`
+        saves the checkpoint first.
+        """
+        accelerator = Accelerator(mixed_precision="bf16")
+        optimizer = torch.optim.AdamW(self.weights.values(), lr=0.0, betas=self.betas)
+        if accelerator.is_main_process:
+            self.begin()
+        accelerator.wait_for_everyone()
+        self._resume(optimizer)
+        module, optimizer = accelerator.prepare(self.module, optimizer)
+        figures: dict[str, Any] = {}
+        try:
+            figures = self._validated(accelerator, module)
+            self._report(accelerator, report, math.nan, figures)
+            while self.step < self.options.steps:
+                loss = self._advance(accelerator, module, optimizer)
+                last = self.step == self.options.steps
+                validates = last or self.step % self.options.validate_every == 0
+                if validates:
+                    figures = self._validated(accelerator, module)
+                    self._save(accelerator, optimizer, figures)
+                self._report(accelerator, report, loss, figures if validates else None)
+        except KeyboardInterrupt:
+            self._save(accelerator, optimizer, None)
+            raise
+        return figures
+
+    def _report(
+        self,
+        accelerator: Any,
+        report: Report,
+        loss: float,
+        figures: dict[str, Any] | None,
+    ) -> None:
+        if accelerator.is_main_process:
+            report(Progress(self.step, self.options.steps, loss, figures))
+
+    def _advance(self, accelerator: Any, module: Any, optimizer: Any) -> float:
+        """Train one step; gives its loss."""
+        batch = self.corpus.batch(
+            self.step,
+            self.options.batch_size,
+            accelerator.process_index,
+            accelerator.num_processes,
+        ).to(accelerator.device)
+        with accelerator.autocast():
+            loss = self.loss(accelerator, module, batch)
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(self.weights.values(), self.most_norm)
+        # An infinite gradient would spoil the weights without a warning.
+        if not (torch.isfinite(loss) and torch.isfinite(norm)):
+            raise TrainingError(self.failure())
+        for group in optimizer.param_groups:
+            group["lr"] = self._rate()
+        optimizer.step()
+        optimizer.zero_grad()
+        self.step += 1
+        return loss.item()
+
+    def _rate(self) -> float:
+        """The learning rate of the next step: a warm-up, then a linear decay."""
+        done = self.step / self.options.steps
+        return self.options.learning_rate * min(
+            1.0, (self.step + 1) / max(1.0, WARM_UP * self.options.steps), 1.0 - done
+        )
+
+    def failure(self) -> str:
+        """The message for a loss that is not a number."""
+        outcome = (
+            f"the last good checkpoint is in {self.folder.path}"
+            if self.folder.has_weights
+            else "nothing had been learned yet"
+        )
+        advice = (
+            "train again into another folder with a lower --learning-rate"
+            if self.step
+            else "check the target, whose own loss on this data is not a number"
+        )
+        return f"the loss of step {self.step + 1} is not a number; {outcome}; {advice}"
+
+    def _validated(self, accelerator: Any, module: Any) -> dict[str, Any]:
+        module.eval()
+        with torch.no_grad(), accelerator.autocast():
+            figures = self.validate(accelerator, module)
+        module.train()
+        return figures
+
+    def _resume(self, optimizer: torch.optim.Optimizer) -> None:
+        """Continue from the state in the output folder, if there is one."""
+        state = self.folder.read_state(self._identity())
+        if state is None:
+            return
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(state["weights"][name])
+        optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+
+    def _identity(self) -> dict[str, Any]:
+        """What must not change between the runs of one training."""
+        return {
+            "settings": dict(self.settings_of_run()),
+            "options": asdict(self.options),
+            "data": self.corpus.sha256,
+        }
+
+    def _save(
+        self,
+        accelerator: Any,
+        optimizer: torch.optim.Optimizer,
+        figures: dict[str, Any] | None,
+    ) -> None:
+        """Save the checkpoint; `figures` are this step's validation, if it had one."""
+        accelerator.wait_for_everyone()
+        if not accelerator.is_main_process:
+            return
+        weights = {name: w.detach().cpu() for name, w in self.weights.items()}
+        state = {
+            "run": self._identity(),
+            "step": self.step,
+            "weights": weights,
+            "optimizer": optimizer.state_dict(),
+        }
+        self.save(weights, state, figures)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done."""
+        return self.step == self.options.steps

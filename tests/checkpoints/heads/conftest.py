@@ -1,0 +1,51 @@
+"""A target, and its states for the heads of these tests."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from tests.checkpoints.heads.layouts import LAYERS
+from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
+
+ROWS = 12
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory):
+    """Seven layers, and frequencies that are not those of any head."""
+    config = llama_config(
+        num_hidden_layers=LAYERS,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        tie_word_embeddings=False,
+    )
+    folder = tmp_path_factory.mktemp("heads") / "target"
+    save_checkpoint(folder, config, tokenizer=False)
+    return Checkpoint.load(str(folder), torch.float32)
+
+
+@pytest.fixture(scope="session")
+def states(target):
+    """What the target says of a text: `streams` [0..N] and the state `final`."""
+    ids = torch.randint(VOCAB_SIZE, (1, ROWS + 1), generator=torch.manual_seed(1))
+    model = target.model
+    model.set_attn_implementation("eager")
+    entered = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args: entered.append(args[0][0]))
+        for layer in (*model.model.layers, model.model.norm)
+    ]
+    with torch.no_grad():
+        out = model(input_ids=ids[:, :ROWS], output_hidden_states=True)
+    for hook in hooks:
+        hook.remove()
+    model.set_attn_implementation("jetdraft")
+    return SimpleNamespace(
+        streams=entered,
+        final=out.hidden_states[-1][0],
+        tokens=ids[0, 1:],
+        positions=torch.arange(ROWS),
+    )

@@ -1,0 +1,208 @@
+"""Tiny random heads, written as each publisher writes its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tests.tiny import VOCAB_SIZE
+
+H, HEADS, KV, D, FF, VD = 64, 4, 2, 16, 96, 100
+LAYERS = 7
+TAPS = (2, 3, 4)
+"""What EAGLE reads of a target of 7 layers: 2, N // 2 and N - 3."""
+
+
+def rand(*shape):
+    return torch.randn(*shape) * shape[-1] ** -0.5
+
+
+def norm(width=H):
+    return 1 + torch.randn(width) * 0.3
+
+
+def layer_tensors(prefix, inputs=H, qk_norm=False, first_norm=True, bias=False):
+    """A Llama layer whose query, key and value read `inputs` numbers."""
+    tensors = {
+        "self_attn.q_proj.weight": 3 * rand(HEADS * D, inputs),
+        "self_attn.k_proj.weight": 3 * rand(KV * D, inputs),
+        "self_attn.v_proj.weight": rand(KV * D, inputs),
+        "self_attn.o_proj.weight": rand(H, HEADS * D),
+        "post_attention_layernorm.weight": norm(),
+        "mlp.gate_proj.weight": rand(FF, H),
+        "mlp.up_proj.weight": rand(FF, H),
+        "mlp.down_proj.weight": rand(H, FF),
+    }
+    if first_norm:
+        tensors["input_layernorm.weight"] = norm()
+    if qk_norm:
+        tensors["self_attn.q_norm.weight"] = norm(D)
+        tensors["self_attn.k_norm.weight"] = norm(D)
+    if bias:
+        for name, size in (("q", HEADS * D), ("k", KV * D), ("v", KV * D)):
+            tensors[f"self_attn.{name}_proj.bias"] = torch.randn(size) * 0.1
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def layer_config(**changes):
+    config = {
+        "hidden_size": H,
+        "intermediate_size": FF,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+        "vocab_size": VOCAB_SIZE,
+    }
+    return {k: v for k, v in {**config, **changes}.items() if v is not ...}
+
+
+def draft_map():
+    """d2t and t2d of `VD` tokens; d2t is the offset of an id to its row."""
+    ids = torch.randperm(VOCAB_SIZE)[:VD].sort().values
+    marked = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
+    marked[ids] = True
+    return {"d2t": ids - torch.arange(VD), "t2d": marked}
+
+
+def write(folder, config, tensors, file="model.safetensors"):
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if file == "shards":
+        names = sorted(tensors)
+        weight_map = {}
+        for part in (0, 1):
+            shard = f"model-0000{part + 1}-of-00002.safetensors"
+            own = {name: tensors[name] for name in names[part::2]}
+            save_file(own, folder / shard)
+            weight_map |= dict.fromkeys(own, shard)
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif file.endswith(".safetensors"):
+        save_file(tensors, folder / file)
+    else:
+        torch.save(tensors, folder / file)
+    return str(folder)
+
+
+def eagle1(fc_bias=True, embedding=True, para_norm=False):
+    config = layer_config(architectures=["LlamaForCausalLM"], model_type="llama")
+    if not fc_bias:
+        config["bias"] = False
+    tensors = {"fc.weight": rand(H, 2 * H)}
+    tensors |= layer_tensors("layers.0.", first_norm=False)
+    if fc_bias:
+        tensors["fc.bias"] = torch.randn(H) * 0.1
+    if embedding:
+        tensors["embed_tokens.weight"] = rand(VOCAB_SIZE, H)
+    if para_norm:
+        config["add_para_norm"] = True
+        tensors["embedding_layernorm.weight"] = norm()
+        tensors["hidden_states_layernorm.weight"] = norm()
+    return config, tensors
+
+
+def eagle3(prefix="midlayer.", **changes):
+    """The layout of EAGLE's authors, SpecForge and AngelSlim."""
+    config = layer_config(
+        architectures=["LlamaForCausalLMEagle3"],
+        model_type="llama",
+        draft_vocab_size=VD,
+        rope_scaling=None,
+        attention_bias=False,
+        tie_word_embeddings=False,
+        torch_dtype="float16",
+        **changes,
+    )
+    tensors = {
+        "fc.weight": rand(H, 3 * H),
+        "norm.weight": norm(),
+        "lm_head.weight": rand(VD, H),
+        f"{prefix}hidden_norm.weight": norm(),
+        **layer_tensors(prefix, inputs=2 * H),
+        **draft_map(),
+    }
+    return config, tensors
+
+
+def speculators(nested=True, taps=3, layers=1, qk_norm=False, **changes):
+    layer = layer_config(
+        model_type="qwen3" if qk_norm else "llama",
+        head_dim=D,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        attention_bias=False,
+        num_hidden_layers=layers,
+    )
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.4.0",
+        "draft_vocab_size": VD,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "embed_requires_grad": False,
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": None,
+        "speculators_config": {"algorithm": "eagle3"},
+        **({"transformer_layer_config": layer} if nested else layer),
+        **changes,
+    }
+    tensors = {
+        "fc.weight": rand(H, taps * H),
+        "norm.weight": norm(),
+        "lm_head.weight": rand(VD, H),
+        "embed_tokens.weight": rand(VOCAB_SIZE, H),
+        "layers.0.hidden_norm.weight": norm(),
+        **layer_tensors("layers.0.", inputs=2 * H, qk_norm=qk_norm),
+        **draft_map(),
+    }
+    for index in range(1, layers):
+        tensors |= layer_tensors(f"layers.{index}.", qk_norm=qk_norm)
+    if config["norm_before_fc"]:
+        tensors["input_norm.weight"] = norm(taps * H)
+    if config["fc_norm"]:
+        tensors |= {f"fc_norm.{i}.weight": norm() for i in range(taps)}
+    return config, tensors
+
+
+def medusa(heads=3, layers=1):
+    config = {"medusa_num_heads": 2, "medusa_num_layers": layers}
+    config["base_model_name_or_path"] = "lmsys/vicuna-7b-v1.3"
+    tensors = {}
+    for head in range(heads):
+        for layer in range(layers):
+            tensors[f"{head}.{layer}.linear.weight"] = rand(H, H)
+            tensors[f"{head}.{layer}.linear.bias"] = torch.randn(H) * 0.1
+        tensors[f"{head}.{layers}.weight"] = rand(VOCAB_SIZE, H)
+    return config, tensors
+
+
+def hydra(heads=3, layers=2):
+    config = {
+        "hydra_num_heads": heads,
+        "hydra_num_layers": layers,
+        "hydra_head_arch": "mlp",
+        "grounded_heads": True,
+        "hidden_state_offset": 0,
+        "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
+    }
+    tensors = {}
+    for head in range(heads):
+        wide = (head + 2) * H
+        first = f"hydra_mlp.{head}.0."
+        for part in ("linear", "res_connection"):
+            tensors[f"{first}{part}.weight"] = rand(H, wide)
+            tensors[f"{first}{part}.bias"] = torch.randn(H) * 0.1
+        for layer in range(1, layers):
+            tensors[f"hydra_mlp.{head}.{layer}.linear.weight"] = rand(H, H)
+            tensors[f"hydra_mlp.{head}.{layer}.linear.bias"] = torch.randn(H) * 0.1
+        tensors[f"hydra_lm_head.{head}.weight"] = rand(VOCAB_SIZE, H)
+    return config, tensors

@@ -1,0 +1,151 @@
+"""What heads compute, written anew from the papers and the code of their authors.
+
+It reads nothing of jetdraft: weights are a table of tensors, positions start at 0, and
+every row is computed from all rows before it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def rms(x, weight, eps=1e-6):
+    return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def rotated(x, positions, theta):
+    """Llama's rotation, half-split: x is [rows, heads, d]."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None, None] / theta ** (torch.arange(half) / half)
+    one, two = x[..., :half], x[..., half:]
+    return torch.cat(
+        [
+            one * angles.cos() - two * angles.sin(),
+            two * angles.cos() + one * angles.sin(),
+        ],
+        -1,
+    )
+
+
+def attention(w, x, positions, theta, d, eps):
+    """Causal attention of one layer over rows x [n, width]."""
+
+    def project(name):
+        out = F.linear(x, w[f"self_attn.{name}_proj.weight"])
+        out = out + w.get(f"self_attn.{name}_proj.bias", 0)
+        out = out.view(len(x), -1, d)
+        if f"self_attn.{name}_norm.weight" in w:
+            out = rms(out, w[f"self_attn.{name}_norm.weight"], eps)
+        return out
+
+    q, k = (rotated(project(name), positions, theta) for name in "qk")
+    groups = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(groups, 1) for t in (k, project("v")))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * d**-0.5
+    hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    mixed = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+    return F.linear(mixed, w["self_attn.o_proj.weight"])
+
+
+def mlp(w, x):
+    gate = F.silu(F.linear(x, w["mlp.gate_proj.weight"]))
+    up = F.linear(x, w["mlp.up_proj.weight"])
+    return F.linear(gate * up, w["mlp.down_proj.weight"])
+
+
+def under(weights, prefix):
+    return {n[len(prefix) :]: t for n, t in weights.items() if n.startswith(prefix)}
+
+
+def plain_layer(w, x, positions, theta, d, eps):
+    y = x + attention(
+        w, rms(x, w["input_layernorm.weight"], eps), positions, theta, d, eps
+    )
+    return y + mlp(w, rms(y, w["post_attention_layernorm.weight"], eps))
+
+
+def eagle1(weights, embedded, f, positions, theta=10000.0, d=16, eps=1e-5):
+    """The predicted feature, which the target's LM head reads as it is."""
+    if "embedding_layernorm.weight" in weights:
+        embedded = rms(embedded, weights["embedding_layernorm.weight"], eps)
+        f = rms(f, weights["hidden_states_layernorm.weight"], eps)
+    x = F.linear(torch.cat([embedded, f], -1), weights["fc.weight"])
+    x = x + weights.get("fc.bias", 0)
+    w = under(weights, "layers.0.")
+    y = x + attention(w, x, positions, theta, d, eps)
+    z = y + mlp(w, rms(y, w["post_attention_layernorm.weight"], eps))
+    return z, z
+
+
+def eagle3_fuse(weights, taps, eps):
+    """The features of rows, from the target's states at the taps."""
+    joined = torch.cat(taps, -1)
+    if "input_norm.weight" in weights:
+        joined = rms(joined, weights["input_norm.weight"], eps)
+    if "fc_norm.0.weight" in weights:
+        parts = joined.split(taps[0].shape[-1], -1)
+        joined = torch.cat(
+            [
+                rms(part, weights[f"fc_norm.{i}.weight"], eps)
+                for i, part in enumerate(parts)
+            ],
+            -1,
+        )
+    return F.linear(joined, weights["fc.weight"])
+
+
+def eagle3(
+    weights,
+    embedded,
+    g,
+    positions,
+    norm_before_residual=False,
+    feeds_normed=False,
+    norms_last=True,
+    theta=10000.0,
+    d=16,
+    eps=1e-5,
+):
+    """The state for the LM head, and the state that the next step gets."""
+    weights = {n.replace("midlayer.", "layers.0."): t for n, t in weights.items()}
+    w = under(weights, "layers.0.")
+    e = rms(embedded, w["input_layernorm.weight"], eps)
+    u = rms(g, w["hidden_norm.weight"], eps)
+    r = u if norm_before_residual else g
+    y = r + attention(w, torch.cat([e, u], -1), positions, theta, d, eps)
+    z = y + mlp(w, rms(y, w["post_attention_layernorm.weight"], eps))
+    index = 1
+    while w := under(weights, f"layers.{index}."):
+        z = plain_layer(w, z, positions, theta, d, eps)
+        index += 1
+    normed = rms(z, weights["norm.weight"], eps)
+    return (normed if norms_last else z), (normed if feeds_normed else z)
+
+
+def medusa(weights, f):
+    """Logits [n, heads, vocabulary]."""
+    logits = []
+    head = 0
+    while w := under(weights, f"{head}."):
+        x, layer = f, 0
+        while f"{layer}.linear.weight" in w:
+            linear = F.linear(x, w[f"{layer}.linear.weight"], w[f"{layer}.linear.bias"])
+            x, layer = x + F.silu(linear), layer + 1
+        logits.append(F.linear(x, w[f"{layer}.weight"]))
+        head += 1
+    return torch.stack(logits, 1)
+
+
+def hydra(weights, head, f, path):
+    """Logits of one head, from the feature and the embeddings of the path [n, k, h]."""
+    x = torch.cat([f, path.flatten(1)], -1)
+    layer = 0
+    while w := under(weights, f"hydra_mlp.{head}.{layer}."):
+        kept = x
+        if "res_connection.weight" in w:
+            kept = F.linear(x, w["res_connection.weight"], w["res_connection.bias"])
+        x = kept + F.silu(F.linear(x, w["linear.weight"], w["linear.bias"]))
+        layer += 1
+    return F.linear(x, weights[f"hydra_lm_head.{head}.weight"])

@@ -1,0 +1,294 @@
+"""Published heads load and compute what their authors' code computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache
+
+from jetdraft.checkpoints.attention import HandThrough, StepState, attending
+from jetdraft.checkpoints.heads.head_reader import load_head
+from tests.checkpoints.heads import layouts, reference
+from tests.checkpoints.heads.conftest import ROWS
+from tests.checkpoints.heads.layouts import TAPS, VD, write
+from tests.tiny import VOCAB_SIZE
+
+CLOSE = {"rtol": 0, "atol": 2e-5}
+STEPS = 3
+
+
+def drafted(head, states, taps):
+    """Logits of every row, then of `STEPS` rows that each get what the last carried."""
+    with torch.no_grad():
+        features = head.fuse([tap[None] for tap in taps])
+        cache = DynamicCache()
+        tokens, positions = states.tokens[None], states.positions[None]
+        hidden, carried = head(tokens, features, positions, cache)
+        rows = [head.lm_head(hidden)[0]]
+        for step in range(STEPS):
+            token = torch.tensor([[7 + step]])
+            position = torch.tensor([[ROWS + step]])
+            hidden, carried = head(token, carried[:, -1:], position, cache)
+            rows.append(head.lm_head(hidden)[0])
+    return torch.cat(rows)
+
+
+def expected(compute, embedding, lm_head, states, features):
+    """The same by a reference, which computes all rows again for each step."""
+    tokens = states.tokens
+    rows = []
+    for step in range(STEPS + 1):
+        positions = torch.arange(len(tokens))
+        hidden, carried = compute(embedding[tokens], features, positions)
+        logits = F.linear(hidden, lm_head)
+        rows.append(logits if step == 0 else logits[-1:])
+        tokens = torch.cat([tokens, torch.tensor([7 + step])])
+        features = torch.cat([features, carried[-1:]])
+    return torch.cat(rows)
+
+
+def target_embedding(target):
+    return target.model.get_input_embeddings().weight.detach()
+
+
+def target_head(target):
+    return target.model.get_output_embeddings().weight.detach()
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors", "shards"])
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"fc_bias": False}, {"embedding": False}, {"para_norm": True}],
+    ids=["bias", "no bias", "no embedding", "HASS"],
+)
+def test_eagle1(target, states, tmp_path, shape, file):
+    """The embedding comes first in fc; no first norm, no last norm."""
+    torch.manual_seed(3)
+    config, tensors = layouts.eagle1(**shape)
+    head = load_head(write(tmp_path, config, tensors, file), target, torch.float32)
+
+    def compute(embedded, f, positions):
+        return reference.eagle1(tensors, embedded, f, positions)
+
+    embedding = tensors.get("embed_tokens.weight", target_embedding(target))
+    wanted = expected(compute, embedding, target_head(target), states, states.final)
+    torch.testing.assert_close(drafted(head, states, [states.final]), wanted, **CLOSE)
+
+
+def test_eagle1_as_old_vllm_wrapped_it(target, states, tmp_path):
+    """The layer's config may be inside another config."""
+    torch.manual_seed(3)
+    config, tensors = layouts.eagle1()
+    wrapped = {"model_type": "eagle", "model": config}
+    one = load_head(write(tmp_path / "1", config, tensors), target, torch.float32)
+    two = load_head(write(tmp_path / "2", wrapped, tensors), target, torch.float32)
+    assert one.config == two.config
+
+
+EAGLE3 = {
+    "authors, no rope_theta": (layouts.eagle3, {}, {}, {}),
+    "AngelSlim, Qwen3's theta, a wrong head_dim": (
+        layouts.eagle3,
+        {"rope_theta": 1000000, "head_dim": 80, "num_hidden_layers": 36},
+        {"theta": 1e6},
+        {},
+    ),
+    "converted, layers.0": (
+        layouts.eagle3,
+        {"prefix": "layers.0.", "head_dim": ...},
+        {},
+        {},
+    ),
+    "model. before each name": (layouts.eagle3, {"prefix": "model.midlayer."}, {}, {}),
+    "nvidia, ids of outputs": (
+        layouts.eagle3,
+        {
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": [0, 3, 5],
+                "use_aux_hidden_state": True,
+            }
+        },
+        {},
+        {"taps": (1, 4, 6)},
+    ),
+    "nvidia, the last layer's output": (
+        layouts.eagle3,
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}},
+        {},
+        {"taps": (1, 4, 7)},
+    ),
+    "SpecForge, no last norm": (
+        layouts.eagle3,
+        {"norm_output": False},
+        {"norms_last": False},
+        {},
+    ),
+    "SpecForge 3.1's norm_output norms before the head only": (
+        layouts.eagle3,
+        {"norm_output": True},
+        {},
+        {},
+    ),
+    "speculators, nested": (
+        layouts.speculators,
+        {},
+        {"norm_before_residual": True, "theta": 5000.0, "eps": 1e-6},
+        {},
+    ),
+    "speculators, flat": (
+        layouts.speculators,
+        {"nested": False},
+        {"theta": 5000.0, "eps": 1e-6},
+        {},
+    ),
+    "speculators, nested, converted": (
+        layouts.speculators,
+        {"norm_before_residual": False},
+        {"theta": 5000.0, "eps": 1e-6},
+        {},
+    ),
+    "speculators 3.1: a norm for each tap, the normed state is fed back": (
+        layouts.speculators,
+        {"fc_norm": True, "norm_output": True},
+        {
+            "norm_before_residual": True,
+            "feeds_normed": True,
+            "theta": 5000.0,
+            "eps": 1e-6,
+        },
+        {},
+    ),
+    "speculators, four taps, one norm over all": (
+        layouts.speculators,
+        {
+            "taps": 4,
+            "norm_before_fc": True,
+            "eagle_aux_hidden_state_layer_ids": [1, 3, 5, 7],
+        },
+        {"norm_before_residual": True, "theta": 5000.0, "eps": 1e-6},
+        {"taps": (1, 3, 5, 7)},
+    ),
+    "speculators, one tap": (
+        layouts.speculators,
+        {"taps": 1, "eagle_aux_hidden_state_layer_ids": [5]},
+        {"norm_before_residual": True, "theta": 5000.0, "eps": 1e-6},
+        {"taps": (5,)},
+    ),
+    "speculators, two layers of Qwen3": (
+        layouts.speculators,
+        {"qk_norm": True, "layers": 2},
+        {"norm_before_residual": True, "theta": 5000.0, "eps": 1e-6},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EAGLE3)
+def test_eagle3(target, states, tmp_path, case):
+    """Every layout, with taps where it puts them."""
+    torch.manual_seed(4)
+    make, shape, flags, other = EAGLE3[case]
+    config, tensors = make(**shape)
+    file = "pytorch_model.bin" if make is layouts.eagle3 else "model.safetensors"
+    head = load_head(write(tmp_path, config, tensors, file), target, torch.float32)
+    plain = {name.removeprefix("model."): t for name, t in tensors.items()}
+    taps = [states.streams[tap] for tap in other.get("taps", TAPS)]
+    features = reference.eagle3_fuse(plain, taps, flags.get("eps", 1e-5))
+
+    def compute(embedded, g, positions):
+        return reference.eagle3(plain, embedded, g, positions, **flags)
+
+    embedding = plain.get("embed_tokens.weight", target_embedding(target))
+    wanted = expected(compute, embedding, plain["lm_head.weight"], states, features)
+    chosen = [states.streams[tap] for tap in head.config.taps]
+    torch.testing.assert_close(drafted(head, states, chosen), wanted, **CLOSE)
+    assert torch.equal(head.ids, torch.arange(VD) + plain["d2t"])
+
+
+def test_a_head_without_an_lm_head_has_rows_of_the_targets(target, tmp_path):
+    """speculators leaves it out where it was not trained."""
+    config, tensors = layouts.speculators()
+    del tensors["lm_head.weight"]
+    head = load_head(write(tmp_path, config, tensors), target, torch.float32)
+    assert torch.equal(head.lm_head.weight, target_head(target)[head.ids])
+
+
+def test_matrices_of_the_target_are_shared(target, tmp_path):
+    """A copy of the target's embedding is not kept twice."""
+    config, tensors = layouts.speculators(draft_vocab_size=VOCAB_SIZE)
+    tensors["embed_tokens.weight"] = target_embedding(target).clone()
+    tensors["lm_head.weight"] = target_head(target).clone()
+    del tensors["d2t"], tensors["t2d"]
+    head = load_head(write(tmp_path, config, tensors), target, torch.float32)
+    assert head.embed_tokens is target.model.get_input_embeddings()
+    assert head.lm_head is target.model.get_output_embeddings()
+    assert head.ids is None
+
+
+def test_over_fixed_buffers_a_head_computes_the_same(target, states, tmp_path):
+    """The seam through which heads are exported."""
+    config, tensors = layouts.speculators(layers=2)
+    head = load_head(write(tmp_path, config, tensors), target, torch.float32)
+    taps = [states.streams[tap] for tap in TAPS]
+    wanted = drafted(head, states, taps)[:ROWS]
+    head.attend_with("jetdraft")
+    past = [(torch.zeros(1, 2, 32, 16), torch.zeros(1, 2, 32, 16)) for _ in range(2)]
+    rows = []
+    for start, end in ((0, 8), (8, ROWS)):
+        state = StepState(
+            cursor=torch.tensor([start]),
+            last_row=torch.tensor([end - 1]),
+            total_length=torch.tensor([end]),
+            past=past,
+        )
+        with attending(state), torch.no_grad():
+            features = head.fuse([tap[None] for tap in taps])[:, start:end]
+            tokens = states.tokens[None, start:end]
+            hidden, _ = head(
+                tokens, features, states.positions[None, start:end], HandThrough()
+            )
+            rows.append(head.lm_head(hidden)[0])
+        past = [state.present[layer] for layer in (0, 1)]
+    torch.testing.assert_close(torch.cat(rows), wanted, **CLOSE)
+
+
+def test_a_head_in_half_precision_keeps_its_fusion_in_float32(target, tmp_path):
+    """Residual streams of some targets overflow in float16."""
+    config, tensors = layouts.eagle3()
+    tensors = {n: t.half() if t.is_floating_point() else t for n, t in tensors.items()}
+    head = load_head(write(tmp_path, config, tensors), target, torch.float32)
+    assert head.norm.weight.dtype == torch.float16  # as stored
+    large = torch.full((1, 2, layouts.H), 60000.0)
+    features = head.fuse([large] * 3)
+    assert features.dtype == torch.float32
+    assert torch.isfinite(features).all()
+    hidden, _ = head(torch.tensor([[1, 2]]), features, torch.tensor([[0, 1]]))
+    assert hidden.dtype == torch.float32
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_medusa(target, states, tmp_path, layers):
+    """The config counts its heads wrong; head i reads one state."""
+    config, tensors = layouts.medusa(layers=layers)
+    source = write(tmp_path, config, tensors, "medusa_lm_head.pt")
+    head = load_head(source, target, torch.float32)
+    assert head.config.slots == 3
+    with torch.no_grad():
+        logits = head.logits(head(states.final[None]))[0]
+    torch.testing.assert_close(logits, reference.medusa(tensors, states.final), **CLOSE)
+
+
+def test_hydra(target, states, tmp_path):
+    """Head i reads the tokens that were drafted before its own."""
+    config, tensors = layouts.hydra()
+    source = write(tmp_path, config, tensors, "hydra_lm_head.pt")
+    head = load_head(source, target, torch.float32)
+    assert head.config.slots == 3
+    for slot in range(3):
+        tokens = torch.randint(VOCAB_SIZE, (ROWS, slot + 1))
+        with torch.no_grad():
+            logits = head.lm_heads[slot](head(slot, states.final[None], tokens[None]))
+        path = target_embedding(target)[tokens]
+        wanted = reference.hydra(tensors, slot, states.final, path)
+        torch.testing.assert_close(logits[0], wanted, **CLOSE)

@@ -1,0 +1,201 @@
+"""MTP modules of a target's own files, against transformers' `MtpModel`."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.errors import CheckpointError
+from tests import tiny
+from tests.checkpoints.heads import layouts, reference
+from tests.checkpoints.heads.conftest import ROWS
+from tests.checkpoints.heads.layouts import H, rand
+from tests.tiny import VOCAB_SIZE, save_checkpoint
+
+CLOSE = {"rtol": 0, "atol": 5e-5}
+SIZES = {**tiny.SIZES, "num_hidden_layers": 2}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+
+CONFIGS = {
+    "GLM-4.5": (
+        transformers.Glm4MoeConfig(
+            **SIZES,
+            **EXPERTS,
+            head_dim=16,
+            n_routed_experts=4,
+            first_k_dense_replace=1,
+            use_qk_norm=True,
+        ),
+        "model.layers.2.",
+        {"post_norm": "shared_head.norm"},
+    ),
+    "DeepSeek-V3": (
+        transformers.DeepseekV3Config(
+            **{**SIZES, "num_key_value_heads": 4},
+            **EXPERTS,
+            n_routed_experts=4,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=16,
+            v_head_dim=16,
+        ),
+        "model.layers.2.",
+        {"post_norm": "shared_head.norm"},
+    ),
+    "Qwen3-Next": (
+        transformers.Qwen3NextConfig(
+            **SIZES,
+            **EXPERTS,
+            head_dim=16,
+            num_experts=4,
+            shared_expert_intermediate_size=32,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+        "mtp.",
+        {
+            "eh_proj": "fc",
+            "enorm": "pre_fc_norm_embedding",
+            "hnorm": "pre_fc_norm_hidden",
+            "post_norm": "norm",
+        },
+    ),
+}
+
+
+def module_tensors(mtp, layout, names):
+    """The module's tensors under their published names, experts one by one."""
+    tensors = {}
+    for name, tensor in mtp.state_dict().items():
+        if not name.startswith("layers.0."):
+            continue
+        plain = name.removeprefix("layers.0.").removeprefix("mtp_block.")
+        first, _, rest = plain.partition(".")
+        published = f"{names.get(first, first)}.{rest}"
+        if layout == "mtp." and first not in names:
+            published = f"layers.0.{published}"
+        for part in published, f"{published}.weight":
+            if match := re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", part):
+                for index, expert in enumerate(tensor):
+                    prefix = f"{layout}{match[1]}.{index}"
+                    if match[2] == "down":
+                        tensors[f"{prefix}.down_proj.weight"] = expert.clone()
+                    else:
+                        gate, up = expert.chunk(2)
+                        tensors[f"{prefix}.gate_proj.weight"] = gate.clone()
+                        tensors[f"{prefix}.up_proj.weight"] = up.clone()
+                break
+        else:
+            tensors[layout + published] = tensor.clone()
+    return tensors
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def case(request, tmp_path_factory):
+    """A target whose file has a module too: its folder, and the oracle."""
+    config, layout, names = CONFIGS[request.param]
+    folder = tmp_path_factory.mktemp("mtp") / "target"
+    config.num_mtp_layers = 1
+    if getattr(config, "layer_types", None):
+        config.mtp_layer_types = ["full_attention"]
+    save_checkpoint(folder, config, tokenizer=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager"
+    )
+    oracle = MtpModel(model, 1).eval()
+    oracle.set_attn_implementation("eager")
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for weight in oracle.layers.parameters():
+            weight.copy_(torch.randn_like(weight) * 0.2)
+    file = folder / "model.safetensors"
+    own = module_tensors(oracle, layout, names)
+    save_file(load_file(file) | own, file, {"format": "pt"})
+    return str(folder), oracle
+
+
+def test_a_module_computes_what_transformers_computes(case):
+    """Names, concatenation, norms, experts, gates and rotations."""
+    folder, oracle = case
+    target = Checkpoint.load(folder, torch.float32)
+    head = load_head(folder, target, torch.float32)
+    torch.manual_seed(6)
+    tokens = torch.randint(VOCAB_SIZE, (1, ROWS))
+    final, positions = torch.randn(1, ROWS, H), torch.arange(ROWS)[None]
+    with torch.no_grad():
+        hidden, carried = head(tokens, head.fuse([final]), positions)
+        wanted = oracle.forward_layer(
+            0, final, positions, MtpCache(config=oracle.config), input_ids=tokens
+        )
+        logits = oracle._project_to_logits(wanted)
+    torch.testing.assert_close(hidden, wanted, **CLOSE)
+    torch.testing.assert_close(head.lm_head(hidden), logits, **CLOSE)
+    # What the next step gets is the module's own normed state.
+    assert torch.equal(carried, hidden)
+
+
+def mimo(folder):
+    """A Qwen2 target with a module as MiMo-7B publishes it."""
+    config = transformers.Qwen2Config(**SIZES)
+    save_checkpoint(folder, config, tokenizer=False)
+    prefix = "model.mtp_layers.0."
+    tensors = {
+        f"{prefix}token_layernorm.weight": layouts.norm(),
+        f"{prefix}hidden_layernorm.weight": layouts.norm(),
+        f"{prefix}input_proj.weight": rand(H, 2 * H),
+        f"{prefix}final_layernorm.weight": layouts.norm(),
+        **layouts.layer_tensors(prefix, bias=True),
+    }
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, {"format": "pt"})
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def test_mimo_joins_the_state_before_the_embedding(tmp_path):
+    """The one published order that is another."""
+    torch.manual_seed(7)
+    w = mimo(tmp_path)
+    target = Checkpoint.load(str(tmp_path), torch.float32)
+    head = load_head(str(tmp_path), target, torch.float32)
+    tokens, f = torch.randint(VOCAB_SIZE, (ROWS,)), torch.randn(ROWS, H)
+    embedded = target.model.get_input_embeddings().weight.detach()[tokens]
+    eps = target.model.config.rms_norm_eps
+    parts = [
+        reference.rms(f, w["hidden_layernorm.weight"], eps),
+        reference.rms(embedded, w["token_layernorm.weight"], eps),
+    ]
+    g = F.linear(torch.cat(parts, -1), w["input_proj.weight"])
+    positions = torch.arange(ROWS)
+    y = reference.plain_layer(w, g, positions, 10000.0, 16, eps)
+    wanted = reference.rms(y, w["final_layernorm.weight"], eps)
+    with torch.no_grad():
+        hidden, _ = head(tokens[None], f[None], positions[None])
+    torch.testing.assert_close(hidden[0], wanted, **CLOSE)
+
+
+def test_two_modules_are_refused(tmp_path):
+    """Each would need a cache of its own."""
+    mimo(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    second = {n.replace("layers.0", "layers.1"): t for n, t in tensors.items()}
+    save_file(tensors | {n: t for n, t in second.items() if "mtp" in n}, file)
+    target = Checkpoint.load(str(tmp_path), torch.float32)
+    with pytest.raises(CheckpointError, match="has 2 MTP modules"):
+        load_head(str(tmp_path), target, torch.float32)

@@ -1,0 +1,223 @@
+"""A published head becomes the drafter of its target's bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from transformers import DynamicCache
+
+import jetdraft
+from jetdraft.bundle import Bundle
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.devices.providers import PROVIDERS
+from jetdraft.errors import OptionError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.passes.opener import Opener
+from jetdraft.runtime.passes.session import ONE_THREAD
+from tests.checkpoints.heads.layouts import (
+    LAYERS,
+    VD,
+    eagle1,
+    eagle3,
+    speculators,
+    write,
+)
+from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
+
+TOKENS = np.random.default_rng(6).integers(1, 288, 15).tolist()
+READ, ACCEPTED, STEPS = 8, 3, 3
+"""Rows of the prompt, rows of the catch-up, and rows that the head drafts itself."""
+
+SMALL = {"capacity": 64, "max_width": 16}
+PROMPT = " the self"
+
+
+def eagle1_without_embedding():
+    return eagle1(fc_bias=False, embedding=False)
+
+
+LAYOUTS = {
+    "eagle1": eagle1,
+    "eagle1-tied": eagle1_without_embedding,
+    "eagle3": eagle3,
+    "speculators": speculators,
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> dict[bool, str]:
+    """Targets whose embedding is tied to the LM head, and is not."""
+    folder = tmp_path_factory.mktemp("heads")
+    return {
+        tied: str(
+            save_checkpoint(
+                folder / f"target-{tied}",
+                llama_config(
+                    num_hidden_layers=LAYERS,
+                    tie_word_embeddings=tied,
+                    initializer_range=0.1,
+                ),
+            )
+        )
+        for tied in (True, False)
+    }
+
+
+@pytest.fixture(scope="module")
+def made(sources, tmp_path_factory):
+    """Exports a head once for each set of options; gives bundle, head and target."""
+    bundles = {}
+
+    def make(layout, tied, recipe="none", drafter="none", **options):
+        key = layout, tied, recipe, drafter, *options.items()
+        if key not in bundles:
+            folder = tmp_path_factory.mktemp("head")
+            torch.manual_seed(3)
+            head = write(folder / "head", *LAYOUTS[layout]())
+            settings = ExportOptions(
+                Recipe.parse(recipe, 32), Recipe.parse(drafter, 32), **SMALL, **options
+            )
+            source = sources[tied]
+            bundle = export(source, folder / "bundle", options=settings, head=head)
+            bundles[key] = bundle, head, source
+        return bundles[key]
+
+    return make
+
+
+def graphs(bundle):
+    opener = Opener(bundle, PROVIDERS["cpu"], ONE_THREAD)
+    return opener.graph(bundle.target), opener.graph(bundle.drafter)
+
+
+def in_torch(head, features):
+    """Logits and carried states of all rows: prompt, catch-up, own steps."""
+    cache, logits, carried = DynamicCache(), [], []
+    first = 0
+    with torch.no_grad():
+        for rows in (READ, ACCEPTED, *[1] * STEPS):
+            part = features[first : first + rows]
+            if first >= len(features):
+                part = carried[-1][-1:]
+            positions = torch.arange(first, first + rows)[None]
+            tokens = torch.tensor([TOKENS[first + 1 : first + 1 + rows]])
+            hidden, back = head(tokens, part[None], positions, cache)
+            logits.append(head.lm_head(hidden)[0])
+            carried.append(back[0])
+            first += rows
+    return torch.cat(logits).numpy(), torch.cat(carried).numpy()
+
+
+def in_graphs(target, drafter):
+    """The same in the graphs of a bundle, and the features."""
+    answer = target.run(TOKENS[:READ], last_only=True)
+    features = answer.features.copy()
+    target.cache.advance(READ)
+    answer = target.run(TOKENS[READ : READ + ACCEPTED])
+    features = np.concatenate([features, answer.features])
+    candidates, values, carried, first = [], [], [], 0
+    for rows in (READ, ACCEPTED, *[1] * STEPS):
+        part = features[first : first + rows] if first < len(features) else carried[-1]
+        tokens = TOKENS[first + 1 : first + 1 + rows]
+        answer = drafter.run(tokens, features=part[-rows:])
+        drafter.cache.advance(rows)
+        candidates.append(answer.candidates.copy())
+        values.append(answer.candidate_logits.copy())
+        carried.append(answer.carried.copy())
+        first += rows
+    return features, *map(np.concatenate, (candidates, values, carried))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_graph_does_what_the_module_does(made, layout):
+    """Prompt, catch-up and drafted rows: the cache decides all later rows."""
+    bundle, folder, target = made(layout, False)
+    features, candidates, values, carried = in_graphs(*graphs(bundle))
+    checkpoint = Checkpoint.load(target, torch.float32)
+    head = load_head(folder, checkpoint, torch.float32)
+    logits, states = in_torch(head, torch.tensor(features))
+    np.testing.assert_allclose(carried, states, atol=2e-4)
+    ids = np.arange(VOCAB_SIZE) if head.ids is None else head.ids.numpy()
+    assert len(ids) == (VD if "3" in layout or layout == "speculators" else VOCAB_SIZE)
+    best = np.argsort(-logits, axis=1)[:, :5]
+    assert np.array_equal(candidates[:, :5], ids[best])
+    np.testing.assert_allclose(
+        values[:, :5], np.take_along_axis(logits, best, 1), atol=2e-4
+    )
+    assert np.ptp(logits) > 1, "too flat to prove anything"
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("eagle3", {"recipe": "int8", "drafter": "int8"}),
+        ("eagle1-tied", {"recipe": "int4-head8", "drafter": "int4"}),
+        ("eagle3", {"flavour": "standard"}),
+        ("eagle1-tied", {"dtype": "fp16"}),
+    ],
+    ids=["int8", "int4", "standard", "fp16"],
+)
+def test_its_drafts_change_no_text(made, layout, options):
+    bundle, _, _ = made(layout, True, **options)
+    with jetdraft.load(bundle.path, threads=1) as model:
+        assert "eagle" in model.methods
+        for way in ({}, {"temperature": 1.0, "seed": 4}):
+            how = {"max_new_tokens": 30, "ignore_eos": True, **way}
+            plain = model.generate(PROMPT, method="none", **how)
+            assert len(set(plain.token_ids)) > 3, "too dull to prove anything"
+            for drafting in (
+                {"num_draft_tokens": 3},
+                {"drafting": {"tree": "best"}},
+                {"drafting": {"tree": "heap"}},
+            ):
+                drafted = model.generate(PROMPT, method="eagle", **how, **drafting)
+                assert drafted.token_ids == plain.token_ids
+                assert drafted.stats.drafted_tokens > 20
+
+
+def bytes_of(bundle: Bundle, location: str) -> int:
+    """The bytes of the drafter's tensors that lie in a file."""
+    model = onnx.load(bundle.path / bundle.drafter.tree_file, load_external_data=False)
+    places = [
+        {e.key: e.value for e in t.external_data} for t in model.graph.initializer
+    ]
+    return sum(int(p["length"]) for p in places if p.get("location") == location)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("recipe", ["none", "int4-head8"])
+def test_the_target_lends_its_matrices(made, tied, recipe):
+    drafter = "none" if recipe == "none" else "int4"
+    bundle, _, _ = made("eagle1-tied", tied, recipe, drafter)
+    lent = bytes_of(bundle, "target.onnx.data")
+    embedding, head = (
+        VOCAB_SIZE * 64 * 4,
+        VOCAB_SIZE * 64 * (1 if drafter == "int4" else 4),
+    )
+    assert lent >= (head if tied else embedding + head)
+    own = Path(bundle.path / "drafter.onnx.data").stat().st_size
+    # Its matrices alone: fc, query, key, value, output, and three of the MLP.
+    matrices = 64 * (128 + 64 + 2 * 32 + 64 + 3 * 96)
+    assert own < (1.2 if drafter == "int4" else 4.4) * matrices
+    weights = bytes_of(bundle, "drafter.onnx.data")
+    assert 0 < weights <= own
+
+
+def test_a_matrix_of_its_own_is_not_lent(made):
+    bundle, _, _ = made("eagle1", False)
+    model = onnx.load(bundle.path / bundle.drafter.file)
+    largest = max(model.graph.initializer, key=lambda t: int(np.prod(t.dims)))
+    assert tuple(largest.dims) == (VOCAB_SIZE, 64)
+    assert bytes_of(bundle, "drafter.onnx.data") > VOCAB_SIZE * 64 * 4
+
+
+def test_a_bundle_has_one_drafter(sources, tmp_path):
+    head = write(tmp_path / "head", *eagle3())
+    with pytest.raises(OptionError, match="--drafter or --head, not both"):
+        export(sources[True], tmp_path / "bundle", sources[True], head=head)

@@ -1,0 +1,211 @@
+"""A target and a head made by hand, whose cache and features can be read by eye.
+
+The next token of both depends on the last token and its position, and the head is right
+about most. Features are (token, position, ...); the cache of the head keeps the token
+and the features of each of its rows, and what it carries is `STEP` larger than what it
+read, plus its token. So nothing that the head made itself can hide among its rows.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from jetdraft.bundle import (
+    CHAT_TEMPLATE,
+    DRAFTER,
+    SIMILARITY,
+    TARGET,
+    TOKENIZER,
+    Bundle,
+    GraphEntry,
+)
+from jetdraft.contract import StepContract, TensorSpec
+from jetdraft.export.variants.compaction import write_compaction
+from jetdraft.testing import toy_bundle
+
+WIDTH, SIZE = 6, 16
+"""Numbers of a feature, and of a row in a buffer."""
+
+STEP = 10_000.0
+"""More than any feature of the target."""
+
+VOCABULARY, CAPACITY = 384, 192
+LEFT_OUT = 5
+"""Every so manieth token is outside of the draft vocabulary."""
+
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "capacity": CAPACITY,
+    "max_width": 32,
+    "dtype": "float32",
+    "kv_shapes": ((1, SIZE),),
+}
+TARGET_CONTRACT = StepContract(**COMMON, feature_size=WIDTH)
+IDS = np.array([i for i in range(VOCABULARY) if i % LEFT_OUT])
+HEAD_CONTRACT = StepContract(
+    **COMMON, feature_input=WIDTH, carried_size=WIDTH, draft_vocab=len(IDS)
+)
+_RANDOM = np.random.default_rng(3)
+LOGITS = _RANDOM.normal(size=(VOCABULARY, VOCABULARY)).astype(np.float32) * 2
+"""The target's logits after each (token + 7 position) mod `VOCABULARY`."""
+
+GUESSES = LOGITS.copy()
+"""What the head takes them for: another row for three of ten."""
+_WRONG = _RANDOM.permutation(VOCABULARY)[: VOCABULARY * 3 // 10]
+GUESSES[_WRONG] = LOGITS[np.roll(_WRONG, 1)]
+
+
+def toy_eagle(folder: Path) -> Path:
+    """Write the bundle, with the tokenizer and template of `toy_bundle`."""
+    folder.mkdir(parents=True)
+    toy = toy_bundle()
+    for name in (TOKENIZER, CHAT_TEMPLATE, SIMILARITY):
+        shutil.copy(toy / name, folder / name)
+    ends = Bundle.open(toy).eos_token_ids
+    graphs = {
+        TARGET: _entry(folder, TARGET, TARGET_CONTRACT),
+        DRAFTER: _entry(folder, DRAFTER, HEAD_CONTRACT),
+    }
+    bundle = Bundle(folder, graphs, ends, provider="cpu", tools={})
+    bundle.save()
+    return folder
+
+
+def _entry(folder: Path, name: str, contract: StepContract) -> GraphEntry:
+    files = [f"{name}.onnx", f"{name}-tree.onnx", f"{name}-compaction.onnx"]
+    for file, tree in zip(files, (False, True), strict=False):
+        onnx.save(_model(replace(contract, tree=tree)), folder / file)
+    write_compaction(folder / files[2], contract)
+    vocabulary_file = None
+    if contract.draft_vocab:
+        vocabulary_file = f"{name}-vocabulary.npy"
+        np.save(folder / vocabulary_file, IDS)
+    return GraphEntry(
+        files[0], contract, {"scheme": "none"}, name, 1000, *files[1:],
+        vocabulary_file=vocabulary_file,
+    )  # fmt: skip
+
+
+def features_of(tokens: list[int], start: int = 0) -> np.ndarray:
+    """The target's features of tokens from a position on, float32 [n, w]."""
+    rows = [
+        [token, position, 1, token % 7, position % 5, token * position % 97]
+        for position, token in enumerate(tokens, start)
+    ]
+    return np.array(rows, np.float32)
+
+
+class _Nodes:
+    """Nodes and constants of a graph that is being made."""
+
+    def __init__(self) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.constants: dict[str, np.ndarray] = {}
+
+    def make(self, kind: str, *inputs: object, to: str = "", **attributes) -> str:
+        """A node; numbers and arrays among its inputs become constants."""
+        names = [
+            value if isinstance(value, str) else self._constant(np.asarray(value))
+            for value in inputs
+        ]
+        name = to or f"value_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(kind, names, [name], **attributes))
+        return name
+
+    def cast(self, value: str, kind: int) -> str:
+        """A value as another type of ONNX."""
+        name = f"value_{len(self.nodes)}"
+        self.nodes.append(helper.make_node("Cast", [value], [name], to=kind))
+        return name
+
+    def _constant(self, array: np.ndarray) -> str:
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = array
+        return name
+
+
+def _model(contract: StepContract) -> onnx.ModelProto:
+    nodes = _Nodes()
+    is_head = bool(contract.feature_input)
+    # The row of a head is for the token after its position.
+    ahead = np.array([1 if is_head else 0])
+    position = nodes.make("Add", "position_ids", ahead)
+    place = nodes.make("Mul", position, np.array([7]))
+    place = nodes.make("Mod", nodes.make("Add", place, "input_ids"), [VOCABULARY])
+    table = GUESSES[:, IDS] if is_head else LOGITS
+    rows = nodes.make("Gather", table, place, axis=0)
+    logits = nodes.make("Gather", rows, "answer_rows", axis=1, to="logits")
+    places = "places" if is_head else "candidates"
+    nodes.nodes.append(
+        helper.make_node("TopK", [logits, "k"], ["candidate_logits", places])
+    )
+    nodes.constants["k"] = np.array([contract.candidates])
+    if is_head:
+        nodes.make("Gather", IDS, places, to="candidates")
+    nodes.make("ReduceLogSumExp", logits, [-1], keepdims=0, to="logsumexp")
+    _features(nodes, is_head)
+    graph = helper.make_graph(
+        nodes.nodes,
+        "toy",
+        [_value(spec) for spec in contract.inputs],
+        [_value(spec) for spec in contract.outputs],
+        [
+            onnx.numpy_helper.from_array(array, name)
+            for name, array in nodes.constants.items()
+        ],
+    )
+    opset = helper.make_opsetid("", 18)
+    return helper.make_model(graph, opset_imports=[opset], ir_version=10)
+
+
+def _features(nodes: _Nodes, is_head: bool) -> None:
+    """Give features, or read features and carry others; keep the rows."""
+    token, position = (_column(nodes, ids) for ids in ("input_ids", "position_ids"))
+    if is_head:
+        features = "features"
+        first = np.array([1, 0, 0, 0, 0, 0], np.float32)
+        added = nodes.make("Add", nodes.make("Mul", token, first), np.float32(STEP))
+        nodes.make("Add", features, added, to="carried")
+    else:
+        one = nodes.make("Add", nodes.make("Mul", token, np.float32(0)), np.float32(1))
+        product = nodes.make("Mul", token, position)
+        rests = [
+            nodes.make("Mod", value, np.float32(number), fmod=1)
+            for value, number in ((token, 7), (position, 5), (product, 97))
+        ]
+        columns = [token, position, one, *rests]
+        features = nodes.make("Concat", *columns, axis=2, to="features")
+    row = nodes.make("Concat", token, features, axis=2)
+    pads = np.array([0, 0, 0, 0, 0, SIZE - 1 - WIDTH])
+    rows = nodes.make("Unsqueeze", nodes.make("Pad", row, pads), [1])
+    cursor = nodes.cast("cursor", TensorProto.INT64)
+    place = nodes.make("Sub", np.arange(CAPACITY), cursor)
+    count = nodes.make("Shape", "input_ids", start=1, end=2)
+    inside = nodes.make(
+        "And",
+        nodes.make("GreaterOrEqual", place, [0]),
+        nodes.make("Less", place, count),
+    )
+    last = nodes.make("Sub", count, [1])
+    near = nodes.make("Min", nodes.make("Max", place, [0]), last)
+    spread = nodes.make("Gather", rows, near, axis=2)
+    mask = nodes.make("Reshape", inside, [1, 1, -1, 1])
+    for kind in ("key", "value"):
+        nodes.make("Where", mask, spread, f"past_{kind}.0", to=f"present_{kind}.0")
+
+
+def _column(nodes: _Nodes, ids: str) -> str:
+    return nodes.cast(nodes.make("Unsqueeze", ids, [2]), TensorProto.FLOAT)
+
+
+def _value(spec: TensorSpec) -> onnx.ValueInfoProto:
+    kind = {"float32": "FLOAT"}.get(spec.dtype, spec.dtype.upper())
+    return helper.make_tensor_value_info(
+        spec.name, getattr(TensorProto, kind), spec.shape
+    )
