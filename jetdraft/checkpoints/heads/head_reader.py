@@ -9,7 +9,11 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.eagle import FIRST_LAYER, eagle_tensors, read_eagle
+from jetdraft.checkpoints.heads.eagle_reader import (
+    FIRST_LAYER,
+    eagle_tensors,
+    read_eagle,
+)
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_config import EAGLE3, HeadConfig
 from jetdraft.checkpoints.heads.head_files import HeadFiles

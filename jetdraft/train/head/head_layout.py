@@ -57,8 +57,8 @@ def new_head(
     rows = target.model.get_output_embeddings().weight.detach().float()
     if config.family == MEDUSA:
         medusa = Medusa(config)
-        for lm_head in medusa.lm_heads:
-            lm_head.weight.data.copy_(rows)  # type: ignore[union-attr]
+        for weight in medusa.lm_heads.parameters():
+            weight.data.copy_(rows)
         for weight in medusa.blocks.parameters():
             nn.init.zeros_(weight)
         return medusa

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import (
@@ -119,7 +120,9 @@ class HeadTraining(Training):
         self.taps = self._taps()
         self.corpus = self.read(self.target, data, least)
         if self.settings.regenerate:
-            self._regenerate(progress)
+            # The other processes read what the first wrote.
+            with PartialState().main_process_first():
+                self._regenerate(progress)
         self.ids = self._draft_vocabulary()
         self.cache = cache
         torch.manual_seed(self.options.seed)
@@ -150,6 +153,7 @@ class HeadTraining(Training):
             parts = ("training", "validation")
             count = sum(len(getattr(self.corpus, part)) for part in parts)
             done = itertools.count(1)
+            self.target.model.to(PartialState().device)
             texts = {
                 part: regenerated(
                     self.target.model,
