@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,7 +85,13 @@ CONFIGS = {
     "Qwen3.5": (transformers.Qwen3_5TextConfig(**SIZES, **RECURRENT), "mtp.", OF_QWEN),
     "Mellum": (
         transformers.MellumConfig(
-            **SIZES, **EXPERTS, head_dim=16, num_experts=4, num_mtp_layers=1
+            **SIZES,
+            **EXPERTS,
+            head_dim=16,
+            num_experts=4,
+            num_mtp_layers=1,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"],
         ),
         "mtp.",
         OF_QWEN,
@@ -203,6 +210,30 @@ def test_mimo_joins_the_state_before_the_embedding(tmp_path):
     with torch.no_grad():
         hidden, _ = head(tokens[None], f[None], positions[None])
     torch.testing.assert_close(hidden[0], wanted, **CLOSE)
+
+
+def test_mistakes_with_a_module_change_what_it_says(tmp_path):
+    """The order in fc, the recycled state, and the target's last norm."""
+    torch.manual_seed(7)
+    mimo(tmp_path)
+    target = Checkpoint.load(str(tmp_path), torch.float32)
+    head = load_head(str(tmp_path), target, torch.float32)
+    tokens = torch.randint(VOCAB_SIZE, (1, ROWS))
+    stream, positions = torch.randn(1, ROWS, H) * 3, torch.arange(ROWS)[None]
+    gains = torch.rand(H) + 0.5  # of the final norm, which no head's norm undoes
+
+    def said(features):
+        with torch.no_grad():
+            hidden, carried = head(tokens, features, positions)
+            return hidden, head(tokens, carried, positions)[0]
+
+    final = reference.rms(stream, gains)
+    right, recycled = said(final)
+    assert (said(stream)[0] - right).abs().max() > 1e-2
+    head.config = replace(head.config, carries_normed=False)
+    assert (said(final)[1] - recycled).abs().max() > 1e-2
+    head.config = replace(head.config, hidden_first=False)
+    assert (said(final)[0] - right).abs().max() > 1e-2
 
 
 def test_two_modules_are_refused(tmp_path):
