@@ -204,3 +204,21 @@ def test_trainers_are_listed_without_torch():
     assert refused.stderr == (
         "error: training needs torch; pip install 'jetdraft[cpu,train]'\n"
     )
+
+
+def test_a_head_from_a_text(tmp_path, text):
+    """The folder that it writes is a head in its published layout."""
+    config = llama_config(num_hidden_layers=6)
+    target = save_checkpoint(tmp_path / "target", config)
+    sizes = ("--sequence-length", 24, "--batch-size", 2, "--unrolled", 2, "--steps", 2)
+    command = ("train", "head", target, "--data", text, "-o", tmp_path / "head")
+    trained = jetdraft(*command, "--draft-vocab", 50, *sizes)
+    assert trained.exit_code == 0, trained.output
+    assert "weights of an eagle3 head over 50 tokens" in trained.stderr
+    assert "step 2: validation loss" in trained.stderr
+    assert "right by place" in trained.stderr
+    fields = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert fields["draft_vocab_size"] == 50
+    other = (*command[:-1], tmp_path / "other")
+    assert_refused(jetdraft(*other, *sizes, "--kind", "eagle9"), "unknown kind")
+    assert_refused(jetdraft(*other, *sizes, "--taps", "a,b"), "are no numbers")

@@ -105,7 +105,7 @@ class Head(nn.Module):
         embedded = self.embed_tokens(tokens)
         features = features.to(embedded.dtype)
         if mask is None and self.implementation != IMPLEMENTATION:
-            mask = _causal(features, cache)
+            mask = _causal(features, cache, self.stack.window)
         if self.config.family == EAGLE3:
             states = self.stack(features, positions, cache, mask, embedded=embedded)
         else:
@@ -135,9 +135,13 @@ class Head(nn.Module):
         return self.lm_head
 
 
-def _causal(rows: Tensor, cache: Cache | None) -> Tensor:
-    """A mask [1, 1, n, past + n] that shows each row the rows up to itself."""
+def _causal(rows: Tensor, cache: Cache | None, window: int | None) -> Tensor:
+    """A mask [1, 1, n, past + n] that shows each row the rows up to itself.
+
+    With a `window` it shows the last so many of them.
+    """
     count = rows.shape[1]
     past = int(cache.get_seq_length()) if cache is not None else 0
     mask = rows.new_full((count, past + count), -torch.inf)
-    return mask.triu(past + 1)[None, None]
+    later = mask.triu(past + 1)
+    return (later + mask.tril(past - window) if window else later)[None, None]

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from jetdraft.errors import CheckpointError
 
-_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
+_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
+"""The last is Medusa's and Hydra's; other files of torch belong to a training."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def _tensors(source: str, folder: Path) -> dict[str, Tensor]:
         if tensors:
             return tensors
     raise CheckpointError(
-        f"{source} has no weights in a .safetensors, .bin or .pt file; fetch it again"
+        f"{source} has no weights in .safetensors, pytorch_model.bin or *_lm_head.pt; "
+        "fetch it again"
     )
 
 

@@ -87,7 +87,7 @@ def number(source: str, config: Mapping[str, Any], name: str, default: int = 0) 
     value = config.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        fact = f"{name}={value!r}" if name in config else f"no {name}"
+        fact = f"{name}={config[name]!r}" if name in config else f"no {name}"
         raise CheckpointError(
             f"the config of {source} has {fact}; it needs a whole number from 1 on"
         )

@@ -50,6 +50,14 @@ class HeadLayers(nn.Module):
             if "norm" in name and not isinstance(module, nn.Identity)
         )
 
+    @property
+    def window(self) -> int | None:
+        """The sliding window of the first layer; None if it sees all rows."""
+        for module in self.layers[0].modules():
+            if size := getattr(module, "sliding_window", None):
+                return int(size)
+        return None
+
     def norm(self, width: int) -> nn.Module:
         """A norm as these layers have them, over `width` numbers."""
         return self.norm_class(width, eps=self.config.rms_norm_eps)

@@ -9,7 +9,11 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.eagle import FIRST_LAYER, eagle_tensors, read_eagle
+from jetdraft.checkpoints.heads.eagle_reader import (
+    FIRST_LAYER,
+    eagle_tensors,
+    read_eagle,
+)
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_config import EAGLE3, HeadConfig
 from jetdraft.checkpoints.heads.head_files import HeadFiles
@@ -22,8 +26,6 @@ from jetdraft.errors import CheckpointError
 AnyHead = Head | Medusa | Hydra
 
 _KINDS = "EAGLE-1, EAGLE-2, EAGLE-3, MTP, Medusa and Hydra"
-_READ = ("eagle", "eagle3")
-"""Values of `speculators_model_type`; others are drafters of another kind."""
 
 
 def load_head(source: str, target: Checkpoint, dtype: torch.dtype) -> AnyHead:
@@ -37,7 +39,7 @@ def load_head(source: str, target: Checkpoint, dtype: torch.dtype) -> AnyHead:
     """
     files = HeadFiles.read(source)
     kind = files.config.get("speculators_model_type")
-    if kind is not None and kind not in _READ:
+    if kind not in (None, "eagle3"):
         raise CheckpointError(
             f"{source} is a {kind!r} drafter of speculators; jetdraft reads {_KINDS}"
         )

@@ -17,9 +17,17 @@ ARCHITECTURES = {EAGLE1: "LlamaForCausalLMEagle", EAGLE3: "LlamaForCausalLMEagle
 
 
 def new_config(
-    target: Checkpoint, family: str, taps: tuple[int, ...], vocabulary: int, slots: int
+    target: Checkpoint,
+    family: str,
+    taps: tuple[int, ...],
+    vocabulary: int,
+    slots: int,
+    inner: int = 0,
 ) -> HeadConfig:
-    """The config of a head as wide as the target, with a layer of its sizes."""
+    """The config of a head as wide as the target, with a layer of its sizes.
+
+    `inner` is the width inside its MLP; 0 is the target's.
+    """
     text = target.model.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     head_dim = getattr(text, "head_dim", None)
@@ -33,7 +41,7 @@ def new_config(
         num_heads=text.num_attention_heads,
         num_kv_heads=text.num_key_value_heads,
         head_dim=head_dim or text.hidden_size // text.num_attention_heads,
-        intermediate_size=text.intermediate_size,
+        intermediate_size=inner or text.intermediate_size,
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         # Without the target's scaling: a head reads few rows back.
         rope={
@@ -57,8 +65,8 @@ def new_head(
     rows = target.model.get_output_embeddings().weight.detach().float()
     if config.family == MEDUSA:
         medusa = Medusa(config)
-        for lm_head in medusa.lm_heads:
-            lm_head.weight.data.copy_(rows)  # type: ignore[union-attr]
+        for weight in medusa.lm_heads.parameters():
+            weight.data.copy_(rows)
         for weight in medusa.blocks.parameters():
             nn.init.zeros_(weight)
         return medusa
@@ -82,9 +90,11 @@ def trained_weights(head: Head | Medusa, target: Checkpoint) -> dict[str, Tensor
 
 
 def published(
-    config: HeadConfig, weights: Mapping[str, Tensor], ids: Tensor | None
+    config: HeadConfig, weights: Mapping[str, Tensor], ids: Tensor | None, half: bool
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and tensors as the head's authors publish them."""
+    """config.json and tensors as authors publish them, in float16 if `half`."""
+    dtype = torch.float16 if half else torch.float32
+    weights = {name: weight.to(dtype) for name, weight in weights.items()}
     if config.family == MEDUSA:
         return _medusa(config, weights)
     prefix = "midlayer." if config.family == EAGLE3 else "layers.0."
@@ -96,7 +106,8 @@ def published(
         marked = torch.zeros(config.vocab_size, dtype=torch.bool)
         marked[ids] = True
         tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": marked}
-    return _eagle_json(config), tensors
+    stored = {"torch_dtype": str(dtype).removeprefix("torch.")}
+    return _eagle_json(config) | stored, tensors
 
 
 def _eagle_json(config: HeadConfig) -> dict[str, Any]:
@@ -117,7 +128,6 @@ def _eagle_json(config: HeadConfig) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "attention_bias": False,
         "tie_word_embeddings": False,
-        "torch_dtype": "float32",
     }
     if config.family == EAGLE1:
         return fields | {"bias": config.fc_bias}

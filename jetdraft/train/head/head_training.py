@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import (
@@ -59,6 +60,11 @@ class HeadSettings:
     taps: tuple[int, ...] = ()
     unrolled: int = 7
     regenerate: bool = False
+    inner: int = 0
+    """The width inside the MLP of an EAGLE head; 0 is the target's."""
+
+    half: bool = False
+    """Whether the head is written in float16."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -66,12 +72,15 @@ class HeadSettings:
                 f"unknown kind {self.kind!r}; choose {', '.join(KINDS[:-1])} or "
                 f"{KINDS[-1]}"
             )
-        for name, value, most in (
-            ("draft vocabulary", self.draft_vocabulary, 10**7),
-            ("unrolled", self.unrolled, 32),
+        for name, value, least, most in (
+            ("draft vocabulary", self.draft_vocabulary, 1, 10**7),
+            ("unrolled", self.unrolled, 1, 32),
+            ("inner", self.inner, 0, 10**6),
         ):
-            if not 1 <= value <= most:
-                raise OptionError(f"{name} {value} is out of range; give 1 to {most}")
+            if not least <= value <= most:
+                raise OptionError(
+                    f"{name} {value} is out of range; give {least} to {most}"
+                )
 
 
 class HeadTraining(Training):
@@ -119,7 +128,9 @@ class HeadTraining(Training):
         self.taps = self._taps()
         self.corpus = self.read(self.target, data, least)
         if self.settings.regenerate:
-            self._regenerate(progress)
+            # The other processes read what the first wrote.
+            with PartialState().main_process_first():
+                self._regenerate(progress)
         self.ids = self._draft_vocabulary()
         self.cache = cache
         torch.manual_seed(self.options.seed)
@@ -150,6 +161,7 @@ class HeadTraining(Training):
             parts = ("training", "validation")
             count = sum(len(getattr(self.corpus, part)) for part in parts)
             done = itertools.count(1)
+            self.target.model.to(PartialState().device)
             texts = {
                 part: regenerated(
                     self.target.model,
@@ -189,7 +201,12 @@ class HeadTraining(Training):
         settings = self.settings
         vocabulary = self.target.vocab_size if self.ids is None else len(self.ids)
         self.config = new_config(
-            self.target, settings.kind, self.taps, vocabulary, settings.unrolled
+            self.target,
+            settings.kind,
+            self.taps,
+            vocabulary,
+            settings.unrolled,
+            settings.inner,
         )
         head = new_head(self.target, self.config, self.ids)
         self.weights = trained_weights(head, self.target)
@@ -255,7 +272,7 @@ class HeadTraining(Training):
         self, weights: dict[str, Tensor], state: Any, figures: dict[str, Any] | None
     ) -> None:
         """Write the head as its authors publish theirs, and the figures beside it."""
-        fields, tensors = published(self.config, weights, self.ids)
+        fields, tensors = published(self.config, weights, self.ids, self.settings.half)
         run = {**self.settings_of_run(), "step": self.step, "validation": figures}
         self.folder.write(FIGURES, json.dumps(run, indent=2) + "\n")
         self.folder.save(tensors, fields, state, self.finished)

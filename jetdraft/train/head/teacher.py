@@ -51,7 +51,7 @@ class Teacher:
 
     def _lesson(self, batch: Batch) -> Lesson:
         states = self._states(batch)
-        *taps, final = states.split(states.shape[-1] // (len(self.taps) + 1), -1)
+        *taps, final = states.chunk(len(self.taps) + 1, dim=-1)
         logits = self._logits(final)
         known = torch.ones_like(batch.ids, dtype=torch.bool)
         if self.ids is not None:

@@ -62,6 +62,13 @@ from jetdraft.train.training import Progress, TrainingOptions
 )
 @option(
     "training",
+    "--inner",
+    default=0,
+    help="Width inside the MLP of an EAGLE head; default: the target's.",
+)
+@option("training", "--half", is_flag=True, help="Write the head in float16.")
+@option(
+    "training",
     "--cache",
     type=PATH,
     help="Keep the target's states in this folder; default: compute them in each step.",
@@ -111,12 +118,14 @@ def command(
     taps: str | None,
     unrolled: int,
     regenerate: bool,
+    inner: int,
+    half: bool,
     cache: Path | None,
     **options: Any,
 ) -> int:
     """Train a head that drafts for TARGET, a checkpoint folder or hub id."""
     settings = HeadSettings(
-        kind, draft_vocabulary, _numbers(taps), unrolled, regenerate
+        kind, draft_vocabulary, _numbers(taps), unrolled, regenerate, inner, half
     )
     training = TrainingOptions(**options)
     with ProgressBars() as bars:

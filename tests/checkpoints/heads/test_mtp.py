@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,21 @@ from tests.tiny import VOCAB_SIZE, save_checkpoint
 CLOSE = {"rtol": 0, "atol": 5e-5}
 SIZES = {**tiny.SIZES, "num_hidden_layers": 2}
 EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+
+RECURRENT = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+OF_QWEN = {
+    "eh_proj": "fc",
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "post_norm": "norm",
+}
 
 CONFIGS = {
     "GLM-4.5": (
@@ -59,22 +75,26 @@ CONFIGS = {
         transformers.Qwen3NextConfig(
             **SIZES,
             **EXPERTS,
-            head_dim=16,
+            **RECURRENT,
             num_experts=4,
             shared_expert_intermediate_size=32,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-            layer_types=["linear_attention", "full_attention"],
         ),
         "mtp.",
-        {
-            "eh_proj": "fc",
-            "enorm": "pre_fc_norm_embedding",
-            "hnorm": "pre_fc_norm_hidden",
-            "post_norm": "norm",
-        },
+        OF_QWEN,
+    ),
+    "Qwen3.5": (transformers.Qwen3_5TextConfig(**SIZES, **RECURRENT), "mtp.", OF_QWEN),
+    "Mellum": (
+        transformers.MellumConfig(
+            **SIZES,
+            **EXPERTS,
+            head_dim=16,
+            num_experts=4,
+            num_mtp_layers=1,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        "mtp.",
+        OF_QWEN,
     ),
 }
 
@@ -108,11 +128,11 @@ def module_tensors(mtp, layout, names):
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def case(request, tmp_path_factory):
-    """A target whose file has a module too: its folder, and the oracle."""
+    """A target whose file has a module too: its folder, itself and the oracle."""
     config, layout, names = CONFIGS[request.param]
     folder = tmp_path_factory.mktemp("mtp") / "target"
     config.num_mtp_layers = 1
-    if getattr(config, "layer_types", None):
+    if getattr(config, "layer_types", None) and config.model_type != "mellum":
         config.mtp_layer_types = ["full_attention"]
     save_checkpoint(folder, config, tokenizer=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -127,13 +147,16 @@ def case(request, tmp_path_factory):
     file = folder / "model.safetensors"
     own = module_tensors(oracle, layout, names)
     save_file(load_file(file) | own, file, {"format": "pt"})
-    return str(folder), oracle
+    if config.model_type in ("glm4_moe", "deepseek_v3"):
+        target = Checkpoint.load(str(folder), torch.float32)
+    else:  # a target with recurrent layers cannot be exported, but its head can be read
+        target = Checkpoint(str(folder), model, None, None, ())
+    return str(folder), target, oracle
 
 
 def test_a_module_computes_what_transformers_computes(case):
     """Names, concatenation, norms, experts, gates and rotations."""
-    folder, oracle = case
-    target = Checkpoint.load(folder, torch.float32)
+    folder, target, oracle = case
     head = load_head(folder, target, torch.float32)
     torch.manual_seed(6)
     tokens = torch.randint(VOCAB_SIZE, (1, ROWS))
@@ -189,13 +212,41 @@ def test_mimo_joins_the_state_before_the_embedding(tmp_path):
     torch.testing.assert_close(hidden[0], wanted, **CLOSE)
 
 
+def test_mistakes_with_a_module_change_what_it_says(tmp_path):
+    """The order in fc, the recycled state, and the target's last norm."""
+    torch.manual_seed(7)
+    mimo(tmp_path)
+    target = Checkpoint.load(str(tmp_path), torch.float32)
+    head = load_head(str(tmp_path), target, torch.float32)
+    tokens = torch.randint(VOCAB_SIZE, (1, ROWS))
+    stream, positions = torch.randn(1, ROWS, H) * 3, torch.arange(ROWS)[None]
+    gains = torch.rand(H) + 0.5  # of the final norm, which no head's norm undoes
+
+    def said(features):
+        with torch.no_grad():
+            hidden, carried = head(tokens, features, positions)
+            return hidden, head(tokens, carried, positions)[0]
+
+    final = reference.rms(stream, gains)
+    right, recycled = said(final)
+    assert (said(stream)[0] - right).abs().max() > 1e-2
+    head.config = replace(head.config, carries_normed=False)
+    assert (said(final)[1] - recycled).abs().max() > 1e-2
+    head.config = replace(head.config, hidden_first=False)
+    assert (said(final)[0] - right).abs().max() > 1e-2
+
+
 def test_two_modules_are_refused(tmp_path):
     """Each would need a cache of its own."""
     mimo(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    second = {n.replace("layers.0", "layers.1"): t for n, t in tensors.items()}
-    save_file(tensors | {n: t for n, t in second.items() if "mtp" in n}, file)
+    second = {
+        name.replace("mtp_layers.0", "mtp_layers.1"): tensor.clone()
+        for name, tensor in tensors.items()
+        if "mtp" in name
+    }
+    save_file(tensors | second, file, {"format": "pt"})
     target = Checkpoint.load(str(tmp_path), torch.float32)
     with pytest.raises(CheckpointError, match="has 2 MTP modules"):
         load_head(str(tmp_path), target, torch.float32)

@@ -27,8 +27,7 @@ from jetdraft.errors import CheckpointError
 
 FIRST_LAYER = "layers.0."
 
-_RENAMED = {"midlayer.": FIRST_LAYER, "fusion_fc.": "fc."}
-_NEVER_READ = ("t2d", "verifier_", "rotary_emb.")
+_NEVER_READ = ("t2d", "d2t", "verifier_")
 
 
 def eagle_tensors(files: HeadFiles) -> dict[str, Tensor]:
@@ -36,10 +35,10 @@ def eagle_tensors(files: HeadFiles) -> dict[str, Tensor]:
     tensors = {}
     for name, tensor in files.tensors.items():
         plain = name.removeprefix("model.")
-        for old, new in _RENAMED.items():
-            if plain.startswith(old):
-                plain = new + plain.removeprefix(old)
-        tensors[plain] = tensor
+        if plain.startswith("midlayer."):
+            plain = FIRST_LAYER + plain.removeprefix("midlayer.")
+        if ".rotary_emb." not in plain:  # frequencies that old files have
+            tensors[plain] = tensor
     return tensors
 
 
@@ -74,7 +73,7 @@ def read_eagle(
     kept = {
         name: tensor
         for name, tensor in tensors.items()
-        if not name.startswith(_NEVER_READ) and name != "d2t"
+        if not name.startswith(_NEVER_READ)
     }
     if not head.final_norm and not head.carries_normed:
         kept.pop("norm.weight", None)  # SpecForge saves the norm that it does not use
@@ -92,8 +91,8 @@ def _plain_config(files: HeadFiles, family: str) -> dict[str, Any]:
         return outer
     if family != EAGLE3:
         raise CheckpointError(
-            f"{files.source} is an EAGLE-1 head of speculators, which jetdraft does "
-            "not know; give it in the layout of EAGLE's authors"
+            f"{files.source} is no EAGLE-3 head, though speculators says so; fetch it "
+            "again"
         )
     check_keys(files.source, outer, keys | SPECULATORS_KEYS)
     layer = outer.get("transformer_layer_config") or {}
