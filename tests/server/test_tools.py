@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.text.constraint import Constraint
 from jetdraft.server.tools import Tools
 
@@ -21,9 +22,10 @@ OTHER = '<tool_call>{"name": "g", "arguments": {"mark": "</tool_call>"}}</tool_c
 
 def allowed(model, tools, text):
     """Whether a whole text may be written."""
-    matcher = model.vocabulary.matcher(Constraint("grammar", tools.grammar()), 0)
+    matcher = model.vocabulary.matcher(Constraint("grammar", tools.grammar()), 1)
     ids = model.parts.text.encode(text, special=False)
-    return matcher._reach(ids) and matcher._inner.is_accepting()
+    rows = Rows.chain([0, *ids, model.bundle.eos_token_ids[0]])
+    return len(matcher.allowed(rows, [0])) == len(rows)
 
 
 @pytest.mark.parametrize(
