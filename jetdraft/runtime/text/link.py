@@ -16,8 +16,8 @@ SLICE_SECONDS = 0.05
 GRACE_SECONDS = 1.0
 """A worker ends itself in time; if the system does not let it, this much is waited."""
 
-CHUNK = 1 << 17
-"""Bytes read at once: the masks of six rows of 150,000 tokens."""
+LEAST = 4096
+"""Bytes read at once, so that a short reply is read by one call."""
 
 MustEnd = Callable[[], bool]
 
@@ -76,7 +76,7 @@ class Link:
     def _receive(self, size: int, until: float, must_end: MustEnd) -> bytes:
         while len(self._data) < size:
             try:
-                more = self._socket.recv(CHUNK)
+                more = self._socket.recv(max(size - len(self._data), LEAST))
             except TimeoutError:
                 self._check(until, must_end)
                 continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -93,11 +94,13 @@ class Matcher:
         """The answer with forbidden tokens masked; `context` ends with the root."""
         if self._begun[:1] + self._begun[2:] != ("masks", rows.tokens, rows.parents):
             self.process_soon(rows, context)
-        allowed, bits = self._reply()
-        masks = np.frombuffer(bits, np.uint8).reshape(sum(allowed), -1)
-        rows_bits = np.unpackbits(masks, axis=1, count=self._size, bitorder="little")
-        following = map(Mask, rows_bits.view(np.bool_))
-        return changed(answer, [next(following) if a else _FREE for a in allowed])
+        counts, bits = self._reply()
+        rows_bits = np.frombuffer(bits, np.uint8).reshape(
+            sum(n >= 0 for n in counts), -1
+        )
+        masks, size = iter(rows_bits), self._size
+        changes = [Mask(next(masks), size, n) if n >= 0 else _FREE for n in counts]
+        return changed(answer, changes)
 
     def process_soon(self, rows: Rows, context: Sequence[int]) -> None:
         """Make the masks of `process` while a pass verifies the rows."""
@@ -160,9 +163,23 @@ def _unfollowed(problem: str) -> ConstraintError:
 
 @dataclass(frozen=True)
 class Mask:
-    """The tokens that are `allowed`, bool [vocab]; a `Change` of one row."""
+    """The tokens that may come, a `Change` of one row: `count` of `size` tokens.
 
-    allowed: npt.NDArray[np.bool_]
+    `bits` is uint8 [size / 8 or more]; the lowest bit of a byte is the first token.
+    """
+
+    bits: npt.NDArray[np.uint8]
+    size: int
+    count: int
+
+    @cached_property
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """Whether each token may come, bool [vocab]."""
+        return np.unpackbits(self.bits, count=self.size, bitorder="little").view(bool)
+
+    def _holds(self, ids: Int64s) -> npt.NDArray[np.bool_]:
+        """Whether single tokens may come."""
+        return (self.bits[ids >> 3] >> (ids & 7).astype(np.uint8) & 1).view(bool)
 
     def apply(self, logits: Float32s) -> None:
         """Set the logits of forbidden tokens to `NEVER`."""
@@ -171,7 +188,7 @@ class Mask:
 
     def at(self, ids: Int64s, values: Float32s) -> Float32s:
         """`NEVER` for the forbidden of the tokens."""
-        return np.where(self.allowed[ids], np.maximum(values, NEVER / 2), NEVER)
+        return np.where(self._holds(ids), np.maximum(values, NEVER / 2), NEVER)
 
     def best(self, answer: Answer, row: int) -> tuple[Int64s, Float32s] | None:
         """All allowed tokens if they are few, or else the candidates among them.
@@ -180,10 +197,10 @@ class Mask:
         how good a token can be that is not here.
         """
         ids, values = answer.candidates[row], answer.candidate_logits[row]
-        kept, count = self.allowed[ids], np.count_nonzero(self.allowed)
-        if count > FEW and np.count_nonzero(kept) >= ENOUGH:
+        kept = self._holds(ids)
+        if self.count > FEW and np.count_nonzero(kept) >= ENOUGH:
             return ids[kept], values[kept]
-        if count > MANY:
+        if self.count > MANY:
             return None
         inside = np.flatnonzero(self.allowed)
         logits = np.maximum(answer.logits[row, inside], NEVER / 2)
