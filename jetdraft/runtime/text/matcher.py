@@ -179,7 +179,8 @@ class Mask:
 
     def _holds(self, ids: Int64s) -> npt.NDArray[np.bool_]:
         """Whether single tokens may come."""
-        return (self.bits[ids >> 3] >> (ids & 7).astype(np.uint8) & 1).view(bool)
+        bits: npt.NDArray[np.uint8] = self.bits[ids >> 3] >> (ids & 7).astype(np.uint8)
+        return (bits & 1).view(np.bool_)
 
     def apply(self, logits: Float32s) -> None:
         """Set the logits of forbidden tokens to `NEVER`."""

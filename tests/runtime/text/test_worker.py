@@ -135,19 +135,20 @@ def test_a_step_that_takes_too_long_ends_the_text(model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "reason"), [(0.5, "deadline"), (None, "cancelled")]
+    ("seconds", "reason"), [(1.0, "deadline"), (None, "cancelled")]
 )
-def test_a_step_ends_with_its_text(model, monkeypatch, seconds, reason):
-    monkeypatch.setattr(matcher, "STEP_SECONDS", 30.0)
-    stream = model.stream("a", **REFUSED["long pattern"], max_seconds=seconds)
-    timer = threading.Timer(0.5, stream.cancel)
+def test_a_step_ends_with_its_text(model, seconds, reason):
+    stream = model.stream("a", regex="[a-z]{1,50}", max_seconds=seconds)
+    (text,) = texts_of(model)
+    os.kill(text, signal.SIGSTOP)
+    timer = threading.Timer(0.3, stream.cancel)
     if seconds is None:
         timer.start()
     start = time.monotonic()
     assert stream.result().finish_reason == reason
-    assert time.monotonic() - start < 3
-    del stream
-    until(lambda: not texts_of(model), 2)
+    assert time.monotonic() - start < matcher.STEP_SECONDS
+    os.kill(text, signal.SIGCONT)
+    until(lambda: not is_alive(text), 2)
 
 
 def test_a_worker_that_stops_is_given_up(model, monkeypatch):
