@@ -66,6 +66,17 @@ def stored_acceptance(bundle: Bundle) -> AcceptanceRecord | None:
     return record
 
 
+def measured_again(model: Model) -> tuple[list[float], list[float]] | None:
+    """The acceptance at export and now; None where one of them is not known.
+
+    measured_again(model)    # ([0.81, 0.6, 0.44, 0.31], [0.8, 0.6, 0.44, 0.3])
+    """
+    record = stored_acceptance(model.bundle)
+    if record is None or model.parts.follower is None:
+        return None
+    return list(record["by_position"]), acceptance_of(model, record)
+
+
 def with_acceptance(bundle: Bundle, prompts: Sequence[Sequence[int]]) -> Bundle:
     """The saved bundle with its acceptance after these prompts, not yet saved again."""
     capacity = bundle.target.contract.capacity
@@ -87,4 +98,6 @@ def with_acceptance(bundle: Bundle, prompts: Sequence[Sequence[int]]) -> Bundle:
 
 def fallen(stored: Sequence[float], measured: Sequence[float]) -> bool:
     """Whether the acceptance fell at any position by more than `TOLERANCE`."""
-    return any(new < old - TOLERANCE for old, new in zip(stored, measured, strict=True))
+    return any(
+        new < old - TOLERANCE for old, new in zip(stored, measured, strict=False)
+    )
