@@ -19,7 +19,7 @@ from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.own_text import own_text
 from jetdraft.export.pair.frequent_tokens import frequent_tokens
-from jetdraft.quant.calibration import Windows
+from jetdraft.quant.calibration import Windows, own_attention
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
@@ -81,7 +81,7 @@ def test_few_tokens_are_the_most_frequent_and_equal_ones_the_most_probable(pair)
     windows = Windows(torch.tensor([[7, 9, 9, 200, 200, 200, 9, 7]]))
     assert frequent_tokens(target.model, windows, 2).tolist() == [9, 200]
     assert frequent_tokens(target.model, windows, 3).tolist() == [7, 9, 200]
-    with torch.no_grad():
+    with torch.no_grad(), own_attention(target.model):
         logits = target.model(windows.ids).logits[0]
     expected = logits.softmax(-1).sum(0)
     expected[[7, 9, 200]] = 0
@@ -104,24 +104,23 @@ def test_the_head_has_fewer_rows_and_the_embedding_stays_quantized(cut):
     assert all("int8" in name for name in tables)
 
 
-def test_its_logits_are_those_of_the_whole_head(cut, bundle):
-    whole = jetdraft.Bundle.open(bundle)
+def test_its_logits_are_those_of_the_whole_head(cut, pair):
     tokens = [5, 80, 33, 260, 12]
-    answers = []
-    for one in (whole, cut):
-        graph = Opener(one, PROVIDERS["cpu"], ONE_THREAD).graph(one.drafter)
-        answers.append(graph.run(tokens))
+    graph = Opener(cut, PROVIDERS["cpu"], ONE_THREAD).graph(cut.drafter)
+    answer = graph.run(tokens)
+    model = Checkpoint.load(str(pair.drafter), torch.float32).model
+    with torch.no_grad(), own_attention(model):
+        logits = model(torch.tensor([tokens])).logits[0].numpy()
     ids = cut.draft_vocabulary()
-    logits = answers[0].logits[:, ids]
-    best = np.argsort(-logits, axis=1)[:, :5]
-    assert np.array_equal(answers[1].candidates[:, :5], ids[best])
+    assert set(answer.candidates.ravel().tolist()) <= set(ids.tolist())
+    near = {"atol": 0.03 * np.ptp(logits)}  # for integers of 8 bits
+    wanted = np.take_along_axis(logits, answer.candidates, 1)
+    np.testing.assert_allclose(answer.candidate_logits, wanted, **near)
     np.testing.assert_allclose(
-        answers[1].candidate_logits[:, :5],
-        np.take_along_axis(logits, best, 1),
-        rtol=1e-5,
+        answer.candidate_logits[:, 0], logits[:, ids].max(1), **near
     )
-    sums = np.log(np.exp(logits.astype(np.float64)).sum(1))
-    np.testing.assert_allclose(answers[1].logsumexp, sums, rtol=1e-4)
+    sums = np.log(np.exp(logits[:, ids]).sum(1))
+    np.testing.assert_allclose(answer.logsumexp, sums, **near)
 
 
 @pytest.mark.parametrize("way", [{}, {"temperature": 1.0, "seed": 4}])
@@ -163,6 +162,7 @@ def test_a_verifier_that_reads_q_keeps_the_distribution(cut_model):
                 top_k=3,
                 seed=seed if way["method"] == "none" else draws + seed,
                 ignore_eos=True,
+                exact=False,
                 **way,
             )
             counter[result.token_ids[1]] += 1
