@@ -150,7 +150,8 @@ def main(
     for _ in range(turns):
         for count, one in bundles.items():
             rounds[count].append(measured(one, prompts, draft_tokens, new_tokens))
-            click.echo(f"measured {count}", err=True)
+            row = row_of(count, rounds, one)
+            click.echo(f"measured {json.dumps(row)}", err=True)
     rows = [row_of(count, rounds, bundles[count]) for count in bundles]
     for row in rows:
         click.echo(json.dumps(row))
