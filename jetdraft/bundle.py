@@ -45,7 +45,7 @@ from jetdraft.manifest import (
     sha256_of,
 )
 from jetdraft.recipe import Recipe
-from jetdraft.untrusted.record import Count, Rule, Size, one_of, read_fields
+from jetdraft.untrusted.record import Count, Rule, Size, in_range, one_of, read_fields
 
 CONTRIB, STANDARD, SCATTERED = FLAVOURS = "contrib", "standard", "standard-scatternd"
 """Graphs with onnxruntime's own operators; graphs with operators of ai.onnx only; and
@@ -71,6 +71,8 @@ Provider = Annotated[
     str, Rule("a provider's name", lambda n: bool(re.fullmatch("[a-z0-9-]{1,32}", n)))
 ]
 
+Share = Annotated[float, in_range(0.0, 1.0)]
+
 
 class FileRecord(TypedDict):
     """What the manifest says of a file: its size and hash."""
@@ -79,8 +81,23 @@ class FileRecord(TypedDict):
     sha256: str
 
 
+class AcceptanceRecord(TypedDict):
+    """How often a target accepted a drafter's tokens, by their position in a draft.
+
+    Each of `prompts`, token ids, was followed by `new_tokens` tokens of greedy text.
+    """
+
+    by_position: tuple[Share, ...]
+    prompts: tuple[tuple[Count, ...], ...]
+    new_tokens: Size
+
+
 class Quantization(TypedDict, total=False):
-    """What the manifest says of a graph's weights: a recipe and what became of it."""
+    """What the manifest says of a graph's weights: a recipe and what became of it.
+
+    `overlap` is the share of a drafter's tokens that its target accepts, as the export
+    estimated it on its text, and `full_overlap` that of the drafter in floats.
+    """
 
     scheme: str
     block_size: Count
@@ -92,6 +109,9 @@ class Quantization(TypedDict, total=False):
     kept: dict[str, Count]
     others: Count
     kl: float
+    overlap: Share
+    full_overlap: Share
+    acceptance: AcceptanceRecord
 
 
 class StreamRecord(TypedDict):

@@ -14,6 +14,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.devices.kernels.forecast import Forecast, forecasts
 from jetdraft.devices.kernels.kernel_table import TABLES
 from jetdraft.errors import CheckError
+from jetdraft.export.pair.draft_acceptance import TOLERANCE, fallen, measured_again
 from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.model import load
 from jetdraft.runtime.proposers.parts import LoadOptions
@@ -70,14 +71,26 @@ def command(
         comparisons.append(comparison)
         if not as_json:
             click.echo(f"text       {_text_line(comparison)}")
+    acceptance = measured_again(model)
+    if acceptance is not None and not as_json:
+        click.echo(f"acceptance {_acceptance_line(*acceptance)}")
     if as_json:
         fields = {
             "files": files,
             "graphs": graphs,
             "widths": widths.to_json(),
             "texts": [asdict(comparison) for comparison in comparisons],
+            "acceptance": acceptance
+            and dict(zip(("exported", "measured"), acceptance, strict=True)),
         }
         click.echo(json.dumps(fields))
+    if acceptance is not None and fallen(*acceptance):
+        click.echo(
+            f"warning: the target accepts fewer drafted tokens than at export, by more "
+            f"than {TOLERANCE}: {_acceptance_line(*acceptance)}; export the drafter "
+            "again, or choose another provider for it",
+            err=True,
+        )
     wrong = sum(one.first_difference is not None for one in comparisons)
     if wrong:
         raise CheckError(
@@ -131,6 +144,14 @@ def _width_lines(widths: Widths) -> Iterator[str]:
             "no two widths agree bit by bit: an exact generation cannot draft here; "
             "--no-exact can"
         )
+
+
+def _acceptance_line(exported: list[float], measured: list[float]) -> str:
+    """The shares by the position in a draft."""
+    now, before = (
+        " ".join(f"{share:.2f}" for share in shares) for shares in (measured, exported)
+    )
+    return f"by position {now}, at export {before}"
 
 
 def _text_line(comparison: Comparison) -> str:

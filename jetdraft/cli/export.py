@@ -101,6 +101,14 @@ from jetdraft.terminal.progress import ProgressBars
 )
 @option(
     "quantization",
+    "--draft-vocab",
+    type=int,
+    help="Let the drafter or head choose among this many tokens only, the most "
+    "frequent in --calibration or in what the target writes; its LM head gets as many "
+    "rows, and the text stays the same.",
+)
+@option(
+    "quantization",
     "--fast",
     is_flag=True,
     help=f"Measure nothing and take {FAST_DEFAULT}, which suits large models, and "
@@ -150,6 +158,7 @@ def command(
     block_size: str | None,
     quantize_drafter: str | None,
     calibration: Path | None,
+    draft_vocab: int | None,
     fast: bool,
     max_bytes: int | None,
     max_kl: float | None,
@@ -173,6 +182,7 @@ def command(
             quantize_drafter=quantize_drafter,
             block_size=int(block_size) if block_size else None,
             calibration=calibration,
+            draft_vocab=draft_vocab,
             fast=fast,
             max_bytes=max_bytes,
             max_kl=max_kl,

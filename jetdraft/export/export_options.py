@@ -30,7 +30,8 @@ class ExportOptions:
     ai.onnx. With a `limit`, some of the target's layers get more bits than its recipe
     gives. `adapter_scale` is how far streams of the shared mode move the weights from
     the base, 0 to 1. `calibration` is a text file for everything that is measured;
-    without it the target writes a text.
+    without it the target writes a text. A drafter chooses among the `draft_vocab`
+    tokens that are most frequent there, or among all.
 
         ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)
     """
@@ -47,6 +48,7 @@ class ExportOptions:
     calibration: Path | None = None
     limit: Limit | None = None
     fast: bool = False
+    draft_vocab: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, *DTYPES):
@@ -85,6 +87,11 @@ class ExportOptions:
         """Raise `OptionError` for what cannot be measured."""
         if self.limit is not None:
             self.recipe_of(TARGET).raise_units(["0"])  # refuses if it has no more bits
+        if self.draft_vocab is not None and self.draft_vocab < 1:
+            raise OptionError(
+                f"a draft vocabulary of {self.draft_vocab} tokens drafts nothing; give "
+                "1 or more"
+            )
         if self.calibration is not None and not self.calibration.is_file():
             raise OptionError(f"no file at {self.calibration}; give a text")
 

@@ -24,6 +24,7 @@ from jetdraft.bundle import (
     check_pair,
 )
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.silence import silenced
 from jetdraft.contract import StepContract
 from jetdraft.errors import OptionError, PairError
@@ -33,6 +34,8 @@ from jetdraft.export.heads.head_export import head_of, taps_of, write_head
 from jetdraft.export.job import Job, Progress
 from jetdraft.export.kv import cache_scales
 from jetdraft.export.measures import Measures
+from jetdraft.export.pair.cut_head import CutHead, cut_head, write_vocabulary
+from jetdraft.export.pair.draft_acceptance import with_acceptance
 from jetdraft.export.seams import check_seams
 from jetdraft.export.step import Step, kv_shapes
 from jetdraft.export.variants import VARIANTS
@@ -71,20 +74,29 @@ def export(
         )
     if options.drafter_provider and not (drafter or head):
         raise OptionError("a drafter's provider needs a drafter; give --drafter too")
+    if options.draft_vocab is not None and not (drafter or head):
+        raise OptionError(
+            "a draft vocabulary needs a drafter; give --drafter or --head too"
+        )
     sources = {TARGET: target} | ({DRAFTER: drafter} if drafter else {})
     checkpoints = _load(sources, options, report)
     reader = head_of(head, checkpoints[TARGET], options) if head else None
+    _check_draft_vocabulary(options, checkpoints[TARGET], reader)
     if reader is not None:
         checkpoints[TARGET] = replace(checkpoints[TARGET], taps=taps_of(reader))
     contracts = _check(checkpoints, options)
     with silenced(logging.INFO):
-        measures = Measures(checkpoints, contracts, options, report)
+        measures = Measures(checkpoints, contracts, options, report, reader)
+        cut = _cut(measures)
         options = measures.settled()
     with writing(output) as folder, silenced(logging.INFO):
+        checkpoints = dict(measures.checkpoints)
         jobs = {n: _job(folder, n, checkpoints[n], measures) for n in checkpoints}
+        if cut is not None:
+            jobs[DRAFTER] = _cut_job(jobs[DRAFTER], cut)
         graphs = {name: _write_graphs(job) for name, job in jobs.items()}
         if head and reader is not None:
-            graphs[DRAFTER] = write_head(jobs[TARGET], head, reader)
+            graphs[DRAFTER] = write_head(jobs[TARGET], head, reader, measures.overlaps)
         bundle = Bundle(
             path=folder,
             graphs=graphs,
@@ -99,7 +111,68 @@ def export(
         _write_texts(folder, checkpoints[TARGET])
         write_similarity(folder, checkpoints[TARGET].model)
         bundle.save()
+        if _can_draft_here(bundle, options):
+            report("measure acceptance", 0, 1)
+            with_acceptance(bundle, measures.prompts).save()
+            report("measure acceptance", 1, 1)
     return Bundle.open(output)
+
+
+def _can_draft_here(bundle: Bundle, options: ExportOptions) -> bool:
+    """Whether the acceptance can be measured: on the CPU, where every machine runs."""
+    return (
+        bundle.drafter is not None
+        and not options.fast
+        and all(options.provider_of(name).name == "cpu" for name in bundle.graphs)
+    )
+
+
+def _check_draft_vocabulary(
+    options: ExportOptions, target: Checkpoint, reader: Head | None
+) -> None:
+    """Raise `OptionError` for a draft vocabulary that is none."""
+    count, most = options.draft_vocab, target.vocab_size - 1
+    if count is None:
+        return
+    if count > most:
+        raise OptionError(
+            f"a draft vocabulary of {count} tokens is not a part of the target's "
+            f"{most + 1}; give 1 to {most}, or leave it out"
+        )
+    if reader is not None and reader.ids is not None:
+        raise OptionError(
+            f"the head was trained with its own draft vocabulary of {len(reader.ids)} "
+            "tokens, which rules; leave --draft-vocab out"
+        )
+
+
+def _cut(measures: Measures) -> CutHead | None:
+    """Cut the LM head of the drafter, if the options ask for it.
+
+    Gives the checkpoint that was cut; a head that reads states is cut in place.
+    """
+    options, checkpoints = measures.options, measures.checkpoints
+    if options.draft_vocab is None:
+        return None
+    dtype = getattr(torch, DTYPES[options.dtype_of(DRAFTER)])
+    measures.ids = measures.draft_vocabulary(options.draft_vocab)
+    if measures.head is not None:
+        cut_head(measures.head, measures.ids, dtype)
+        return None
+    cut = CutHead.of(checkpoints[DRAFTER], measures.ids, dtype)
+    measures.checkpoints = {**checkpoints, DRAFTER: cut.checkpoint}
+    return cut
+
+
+def _cut_job(job: Job, cut: CutHead) -> Job:
+    """The job of a drafter whose LM head was cut."""
+    file = write_vocabulary(job.folder, cut.ids)
+    return replace(
+        job,
+        entry=replace(job.entry, vocabulary_file=file),
+        quantization=cut.quantization(job.quantization),
+        step=Step(job.checkpoint.model, job.contract, ids=cut.ids),
+    )
 
 
 def _load(
@@ -146,6 +219,7 @@ def _contract(
         kv_shapes=kv_shapes(checkpoint.model),
         # A drafter's last hidden state predicts acceptance (SpecDec++).
         hidden_size=head.shape[1] if name == DRAFTER else 0,
+        draft_vocab=(options.draft_vocab or 0) if name == DRAFTER else 0,
         spare_slots=int(_attends_as_two(name, checkpoint, options)),
     )
     for variant in VARIANTS:
@@ -218,7 +292,8 @@ def _job(folder: Path, name: str, checkpoint: Checkpoint, measures: Measures) ->
         contract=contract,
         quantization=recipe.to_json()
         | _kept(checkpoint)
-        | ({"kl": kl} if kl is not None else {}),
+        | ({"kl": kl} if kl is not None else {})
+        | (measures.overlaps if name == DRAFTER else {}),
         source=printable(checkpoint.source, 1000),
         parameters=checkpoint.parameters,
     )

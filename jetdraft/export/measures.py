@@ -6,18 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from torch import Tensor
+
 from jetdraft.bundle import DRAFTER, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head import Head
 from jetdraft.contract import StepContract
 from jetdraft.errors import OptionError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.job import Progress
-from jetdraft.export.own_text import own_text
+from jetdraft.export.own_text import own_prompts, own_text
+from jetdraft.export.pair.frequent_tokens import frequent_tokens
+from jetdraft.export.pair.reading_head import ReadingHead
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows, own_attention, second_moments
 from jetdraft.quant.divergence import Divergence
 from jetdraft.quant.ladder import TOP, choose
-from jetdraft.quant.pair_speed import choose_drafter
+from jetdraft.quant.pair_speed import DrafterChoice, choose_drafter
 from jetdraft.quant.sensitivity import Sensitivity
 from jetdraft.recipe import Recipe
 
@@ -27,7 +32,9 @@ class Measures:
     """Measures on the calibration text, or on what the target itself writes.
 
     `kl` maps the names of models to the KL divergence of their recipes, where it was
-    measured.
+    measured, and `overlaps` are what was measured of the drafter's. The drafter is a
+    `head`, or a checkpoint; `ids` int64 [n] are the tokens that it may draft, None for
+    all.
 
         measures = Measures(checkpoints, contracts, options, report)
         options = measures.settled()
@@ -38,7 +45,10 @@ class Measures:
     contracts: Mapping[str, StepContract]
     options: ExportOptions
     report: Progress
+    head: Head | None = None
+    ids: Tensor | None = None
     kl: dict[str, float] = field(default_factory=dict)
+    overlaps: dict[str, float] = field(default_factory=dict)
 
     @cached_property
     def windows(self) -> Windows:
@@ -64,8 +74,20 @@ class Measures:
         elif self.options.recipe is None:
             self._settle(self._chosen(target))
         if self._drafter_is_open:
-            self._settle_drafter(target, self.checkpoints[DRAFTER])
+            self._settle_drafter(target)
         return self.options
+
+    def draft_vocabulary(self, count: int) -> Tensor:
+        """The `count` tokens that the target writes most often, int64, ascending."""
+        return frequent_tokens(self.checkpoints[TARGET].model, self.windows, count)
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Beginnings of texts after which a bundle's acceptance is measured."""
+        if self.options.calibration is None:
+            return own_prompts(self.checkpoints[TARGET])
+        ids = self.windows.ids
+        return ids[:, : max(1, ids.shape[1] // 2)].tolist()
 
     def _settle(self, recipe: Recipe) -> None:
         self.options = replace(self.options, recipe=recipe, limit=None)
@@ -101,23 +123,41 @@ class Measures:
     @property
     def _drafter_is_open(self) -> bool:
         return (
-            DRAFTER in self.checkpoints
+            (DRAFTER in self.checkpoints or self.head is not None)
             and self.options.drafter_recipe is None
             and not self.options.fast
             and self.options.recipe_of(TARGET).bits is not None
             and all(c.packed is None for c in self.checkpoints.values())
         )
 
-    def _settle_drafter(self, target: Checkpoint, drafter: Checkpoint) -> None:
+    def _settle_drafter(self, target: Checkpoint) -> None:
         """Choose the drafter's recipe by what the pair gains."""
         try:
-            models = self._divergence(TARGET), self._divergence(DRAFTER)
+            choice = self._choice(target)
         except OptionError:
             return
-        with own_attention(target.model), own_attention(drafter.model):
-            recipe = choose_drafter(*models, self.options.recipe_of(TARGET))
         self.report("measure drafter", 1, 1)
-        self.options = replace(self.options, drafter_recipe=recipe)
+        self.options = replace(self.options, drafter_recipe=choice.recipe)
+        self.overlaps |= choice.overlaps
+
+    def _choice(self, target: Checkpoint) -> DrafterChoice:
+        recipe, windows = self.options.recipe_of(TARGET), self.windows
+        if self.head is None:
+            models = self._divergence(TARGET), self._divergence(DRAFTER)
+            with (
+                own_attention(target.model),
+                own_attention(self.checkpoints[DRAFTER].model),
+            ):
+                return choose_drafter(*models, recipe, self.ids)
+        # A head says nothing of the token after the first.
+        windows = Windows(windows.ids, min(windows.scored, windows.ids.shape[1] - 1))
+        assert target.taps is not None
+        reading = ReadingHead(target.model, self.head, target.taps)
+        on_cpu = self.options.provider_of(DRAFTER).name == "cpu"
+        with own_attention(target.model):
+            full = Divergence(target.model, windows, {})
+            head = Divergence(reading, windows, {}, rounds_inputs=on_cpu)
+            return choose_drafter(full, head, recipe, self.head.ids)
 
     def _divergence(self, name: str) -> Divergence:
         model = self.checkpoints[name].model

@@ -45,7 +45,7 @@ def own_text(
 
         own_text(checkpoint).ids    # int64 [12, tokens]
     """
-    prompts = _prompts(checkpoint)
+    prompts = own_prompts(checkpoint)
     longest, shortest = max(map(len, prompts)), min(map(len, prompts))
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -59,7 +59,7 @@ def own_text(
     return Windows(ids[:, longest - shortest : -1], scored=NEW_TOKENS)
 
 
-def _prompts(checkpoint: Checkpoint) -> list[list[int]]:
+def own_prompts(checkpoint: Checkpoint) -> list[list[int]]:
     """The questions as tokens; the numbers of tokens where there is no tokenizer."""
     if checkpoint.tokenizer is None:
         return [[row % checkpoint.vocab_size] for row in range(len(QUESTIONS))]

@@ -40,6 +40,7 @@ def export(
     device: str | None = None,
     adapter_scale: float = 1.0,
     fast: bool = False,
+    draft_vocab: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Bundle:
     """Export checkpoints, folders, GGUF files or hub ids, to a bundle folder.
@@ -50,7 +51,8 @@ def export(
     by default the export measures which keep the target's text, or, if it must be
     `fast`, takes a recipe that is safe for large models. `block_size` counts the
     weights that share a scale. `calibration` is the text to measure on; by default the
-    target writes one. At most one of `max_bytes`, and `max_kl` in nats per token, gives
+    target writes one, and a drafter can draft the `draft_vocab` tokens that are most
+    frequent in it. At most one of `max_bytes`, and `max_kl` in nats per token, gives
     layers of the target more bits. `capacity` is the tokens of prompt and output
     together, `max_width` the rows of the widest pass. `provider` will run the target;
     "auto" is the fastest on this machine. A `device` refuses what would not fit it.
@@ -81,6 +83,7 @@ def export(
         adapter_scale=adapter_scale,
         drafter_provider=drafter_provider,
         fast=fast,
+        draft_vocab=draft_vocab,
     )
     bundle: Bundle = exporter.export(
         str(target),

@@ -34,8 +34,9 @@ class Step(torch.nn.Module):
 
     Run in torch, it says what its own graph must compute; then the returned buffers are
     copies. With a `cut` it also gives the hidden states that enter the top `cut`
-    layers. The traced graph has `extra_inputs` and `extra_outputs` after those of the
-    contract.
+    layers. `ids` int64 [n] are the tokens of the LM head's rows, if they are not all
+    tokens; candidates are tokens. The traced graph has `extra_inputs` and
+    `extra_outputs` after those of the contract.
 
         outputs = Step(model, contract)(ids, positions, cursor, total, answers, buffers)
     """
@@ -43,9 +44,16 @@ class Step(torch.nn.Module):
     extra_inputs: tuple[TensorSpec, ...] = ()
     extra_outputs: tuple[str, ...] = ()
 
-    def __init__(self, model: Any, contract: StepContract, cut: int = 0) -> None:
+    def __init__(
+        self,
+        model: Any,
+        contract: StepContract,
+        cut: int = 0,
+        ids: torch.Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
+        self.ids = ids
         self.contract = contract
         self.cut = cut
         self.windows: set[int] = set()
@@ -108,8 +116,13 @@ class Step(torch.nn.Module):
                 "values; models with recurrent or shared layers cannot be exported"
             )
         hidden = [head[0].float()] if self.contract.hidden_size else []
-        rows = [*answers(logits, self.contract), *hidden, *features]
+        rows = [*self.answers(logits), *hidden, *features]
         return [*rows, *presents(state), *cut]
+
+    def answers(self, logits: torch.Tensor) -> list[torch.Tensor]:
+        """The four outputs for rows whose logits are float32 [1, m, n]."""
+        places, *others = answers(logits, self.contract)
+        return [places if self.ids is None else self.ids[places], *others]
 
     def dtype_of(self, weight: str) -> torch.dtype:
         """The type that the graph has a weight in, by its name in the module."""

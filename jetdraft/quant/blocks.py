@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,13 @@ class Blocks:
             parts[0].bits,
             parts[0].rows,
             parts[0].order,
+        )
+
+    def columns(self, which: npt.NDArray[np.int64]) -> Blocks:
+        """The matrix of some columns only."""
+        zeros = None if self.zeros is None else self.zeros[which]
+        return replace(
+            self, packed=self.packed[which], scales=self.scales[which], zeros=zeros
         )
 
     @property

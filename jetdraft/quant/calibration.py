@@ -25,13 +25,20 @@ class Windows:
     """A text as token ids, int64 [windows, length].
 
     A model is compared with itself on the last `scored` tokens of each window.
+    `tokens` int64 [n] are all tokens whose frequency counts: those, or a whole file.
 
         Windows.of(Path("notes.txt"), tokenizer).ids
     """
 
-    def __init__(self, ids: torch.Tensor, scored: int | None = None) -> None:
+    def __init__(
+        self,
+        ids: torch.Tensor,
+        scored: int | None = None,
+        tokens: torch.Tensor | None = None,
+    ) -> None:
         self.ids = ids
         self.scored = scored or ids.shape[1]
+        self.tokens = ids[:, -self.scored :].flatten() if tokens is None else tokens
 
     @classmethod
     def of(cls, file: Path, tokenizer: str | None, longest: int = WINDOW) -> Windows:
@@ -57,7 +64,7 @@ class Windows:
         count = len(tokens) // length
         ids = torch.tensor(tokens[: count * length]).reshape(count, length)
         chosen = torch.linspace(0, count - 1, min(count, MOST_WINDOWS)).long()
-        return cls(ids[chosen])
+        return cls(ids[chosen], tokens=torch.tensor(tokens))
 
 
 def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:

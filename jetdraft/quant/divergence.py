@@ -87,16 +87,20 @@ class Divergence:
                 rows += len(full)
         return total / rows
 
-    def overlap(self, recipe: Recipe, other: Divergence) -> float:
+    def overlap(
+        self, recipe: Recipe, other: Divergence, ids: torch.Tensor | None = None
+    ) -> float:
         """The mean of sum(min(p, q)) with this model's q and another model's p.
 
         It is the share of drafted tokens that a target accepts (Leviathan et al.,
-        2211.17192, corollary 3.6). Both must read the same text.
+        2211.17192, corollary 3.6). Both must read the same text. `ids` int64 [n] are
+        the tokens of this model's logits, if it does not choose among all.
         """
         total, rows = 0.0, 0
         with self._quantized({unit: recipe.of_unit(unit) for unit in self.units}):
-            for full, ids in zip(other._full, self.batches, strict=True):
-                own = self._logs(ids)
+            for whole, batch in zip(other._full, self.batches, strict=True):
+                own = self._logs(batch)
+                full = whole if ids is None else whole[:, ids]
                 width = min(full.shape[1], own.shape[1])  # vocabularies may be padded
                 total += float(
                     torch.minimum(full[:, :width], own[:, :width]).exp().sum()

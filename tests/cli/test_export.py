@@ -56,7 +56,7 @@ def test_export_makes_a_bundle_that_generates(pair, output):
     assert result.stdout == ""
     made = Bundle.open(output)
     assert list(made.graphs) == ["target", "drafter"]
-    assert made.target.quantization == Recipe("int4", 32).to_json()
+    assert Recipe.from_json(made.target.quantization) == Recipe("int4", 32)
     assert made.target.contract.capacity == 64
     assert made.target.contract.max_width == 16
     assert result.stderr.splitlines()[0].endswith(

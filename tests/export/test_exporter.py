@@ -66,7 +66,7 @@ def test_pair_becomes_a_bundle(bundle, pair):
     assert list(opened.graphs) == ["target", "drafter"]
     assert opened.eos_token_ids == (0,)
     assert opened.target.source == str(pair.target)
-    assert opened.target.quantization == Recipe("int8", 32).to_json()
+    assert Recipe.from_json(opened.target.quantization) == Recipe("int8", 32)
     assert opened.target.contract.kv_shapes == ((2, 16),) * 3
     assert opened.drafter.contract.kv_shapes == ((1, 16),)
     assert opened.target.contract.capacity == opened.drafter.contract.capacity == 256
@@ -121,7 +121,7 @@ def replaced(bundle, tmp_path_factory) -> jetdraft.Bundle:
 def test_target_without_drafter_still_drafts_by_lookup(replaced):
     assert replaced.drafter is None
     assert not list(replaced.path.glob("drafter*"))
-    assert replaced.target.quantization == Recipe("int4", 128).to_json()
+    assert Recipe.from_json(replaced.target.quantization) == Recipe("int4", 128)
     model = jetdraft.load(replaced.path, threads=1)
     assert model.methods == ("none", "lookup", "trigram")
 

@@ -53,8 +53,8 @@ def test_it_exports_a_pair(source, tmp_path):
         progress=lambda stage, done, total: stages.append(stage),
         **SMALL,
     )
-    assert bundle.target.quantization == Recipe("int8", 32).to_json()
-    assert bundle.drafter.quantization == Recipe("int4", 32).to_json()
+    assert Recipe.from_json(bundle.target.quantization) == Recipe("int8", 32)
+    assert Recipe.from_json(bundle.drafter.quantization) == Recipe("int4", 32)
     assert bundle.target.contract.capacity == bundle.target.contract.max_width == 64
     assert {"load", "trace target", "quantize drafter"} <= set(stages)
     assert jetdraft.Bundle.open(tmp_path / "bundle").sha256 == bundle.sha256

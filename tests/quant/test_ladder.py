@@ -126,25 +126,42 @@ def test_overlap_is_the_acceptance_of_sampled_drafts(pair):
         p, q = (torch.cat(m._full).exp() for m in (target, drafter))
         expected = float(torch.minimum(p, q).sum(-1).mean())
         assert drafter.overlap(floats, target) == pytest.approx(expected, abs=1e-5)
-        recipe = choose_drafter(target, drafter, Recipe("int8", 32))
-    assert recipe.name in CHOICES
+        ids = torch.tensor([3, 7, 9])
+        part = float(torch.minimum(p[:, ids], q[:, ids]).sum(-1).mean())
+        # As though the drafter's head had all rows and theirs were the first.
+        first = drafter.overlap(floats, target, torch.arange(p.shape[1]))
+        assert 0 < part < first == pytest.approx(expected, abs=1e-5)
+        choice = choose_drafter(target, drafter, Recipe("int8", 32))
+    assert choice.recipe.name in (*CHOICES, "int8-rtn-b32-head4")
+    assert choice.full_overlap == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("size", "lost", "expected"),
+    ("size", "lost", "head_lost", "expected"),
     [
-        (1e6, 0.10, "int8-rtn-b32"),  # a pass takes its fixed time in any case
-        (5e8, 0.03, "int4-rtn-b32"),
-        (5e8, 0.60, "int8-rtn-b32"),
+        (1e6, 0.10, 0.02, "int8-rtn-b32"),  # a pass takes its fixed time in any case
+        (1e6, 0.10, 0.009, "int8-rtn-b32-head4"),
+        (1e3, 0.009, 0.0, "int4-rtn-b32"),
+        (5e8, 0.03, 0.0, "int4-rtn-b32"),
+        (5e8, 0.60, 0.02, "int8-rtn-b32"),
     ],
 )
-def test_a_drafter_gets_the_bits_that_make_the_pair_fast(size, lost, expected):
+def test_a_drafter_gets_the_bits_that_make_the_pair_fast(
+    size, lost, head_lost, expected
+):
     class Target:
         bytes_of = staticmethod(lambda recipe: 3 * size)
+
+    def overlap(recipe, other, ids):
+        head = head_lost if recipe.head == "int4" else 0.0
+        return 0.8 - (lost if recipe.bits == 4 else head)
 
     class Drafter:
         forget = staticmethod(lambda: None)
         bytes_of = staticmethod(lambda recipe: size * recipe.bits / 8)
-        overlap = staticmethod(lambda r, _: 0.8 - (lost if r.bits == 4 else 0.0))
 
-    assert choose_drafter(Target(), Drafter(), Recipe()).name == expected
+    Drafter.overlap = staticmethod(overlap)
+    choice = choose_drafter(Target(), Drafter(), Recipe())
+    assert choice.recipe.name == expected
+    assert choice.full_overlap == 0.8
+    assert choice.overlaps["overlap"] == pytest.approx(choice.overlap, abs=1e-4)

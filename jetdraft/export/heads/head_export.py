@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import torch
 
 from jetdraft.bundle import CONTRIB, DRAFTER, GraphEntry
@@ -19,6 +17,7 @@ from jetdraft.export.export_options import DTYPES, ExportOptions
 from jetdraft.export.heads.head_step import HeadStep, head_contract
 from jetdraft.export.heads.shared_weights import share_weights
 from jetdraft.export.job import Job
+from jetdraft.export.pair.cut_head import write_vocabulary
 from jetdraft.export.variants import chain_graph, tree_graph
 from jetdraft.quant.weights import Quantization
 
@@ -49,10 +48,13 @@ def taps_of(head: Head) -> Taps:
     return Taps(config.taps, config.feature_size, head.fuse, parts)
 
 
-def write_head(target: Job, source: str, head: Head) -> GraphEntry:
+def write_head(
+    target: Job, source: str, head: Head, overlaps: Mapping[str, float]
+) -> GraphEntry:
     """Write a head's graphs; matrices of the target stay in the target's file.
 
     `target` is the job of the head's target, whose graphs are written already.
+    `overlaps` are what the manifest says of the recipe's acceptance.
     """
     options = target.options
     contract = head_contract(head, target.contract, DTYPES[options.dtype_of(DRAFTER)])
@@ -62,12 +64,12 @@ def write_head(target: Job, source: str, head: Head) -> GraphEntry:
     entry = GraphEntry(
         file=f"{DRAFTER}.onnx",
         contract=contract,
-        quantization=recipe.to_json(),
+        quantization={**recipe.to_json(), **overlaps},
         source=source,
         parameters=sum(
             p.numel() for p in head.parameters() if names[id(p)] not in borrowed
         ),
-        vocabulary_file=_write_vocabulary(target.folder, head),
+        vocabulary_file=write_vocabulary(target.folder, head.ids),
     )
     job = replace(
         target,
@@ -102,12 +104,3 @@ def _borrowed(
         for matrix in matrices
         if id(matrix) in target_names
     }
-
-
-def _write_vocabulary(folder: Path, head: Head) -> str | None:
-    """Write the draft vocabulary, if the head has one; gives the file's name."""
-    if head.ids is None:
-        return None
-    name = f"{DRAFTER}-vocabulary.npy"
-    np.save(folder / name, head.ids.numpy().astype(np.int64))
-    return name

@@ -9,7 +9,7 @@ import torch
 from jetdraft.checkpoints.attention import IMPLEMENTATION, HandThrough, attending
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.contract import StepContract
-from jetdraft.export.step import Step, answers, dtype_of, one_row, presents, state_of
+from jetdraft.export.step import Step, dtype_of, one_row, presents, state_of
 
 
 class HeadStep(Step):
@@ -22,7 +22,7 @@ class HeadStep(Step):
     """
 
     def __init__(self, head: Head, contract: StepContract) -> None:
-        super().__init__(head, contract)
+        super().__init__(head, contract, ids=head.ids)
         head.attend_with(IMPLEMENTATION)
 
     def forward(  # type: ignore[override]  # a head has features as an input
@@ -43,10 +43,7 @@ class HeadStep(Step):
                 input_ids, features, position_ids, HandThrough()
             )
         logits = self.model.lm_head(hidden[:, answer_rows]).float()
-        places, *others = answers(logits, self.contract)
-        ids = self.model.ids
-        candidates = places if ids is None else ids[places]
-        return [candidates, *others, carried.float(), *presents(state)]
+        return [*self.answers(logits), carried.float(), *presents(state)]
 
 
 def head_contract(head: Head, target: StepContract, dtype: str) -> StepContract:

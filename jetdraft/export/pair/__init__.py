@@ -1,0 +1,1 @@
+"""What an export does to a drafter for its target: a cut, a recipe, its acceptance."""

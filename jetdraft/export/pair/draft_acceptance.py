@@ -1,0 +1,103 @@
+"""How many drafted tokens a bundle's target accepts, by their position in a draft.
+
+The text of a pair is right whatever it drafts, so only this figure shows a drafter
+that went wrong. An export stores it, and `jetdraft check` measures it again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jetdraft.bundle import DRAFTER, AcceptanceRecord, Bundle
+from jetdraft.manifest import MANIFEST
+from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.model import Model, load
+from jetdraft.runtime.proposers import draft, head_method
+
+DRAFTED, NEW_TOKENS = 4, 32
+"""Tokens of a draft, and of the text that the target writes after each prompt."""
+
+MOST_PROMPTS, LONGEST = 12, 64
+"""The most prompts, and the most tokens of a prompt that are kept."""
+
+TOLERANCE = 0.1
+"""A fall that is more than another machine's rounding: the share of about a hundred
+drafts has a standard deviation of 0.05 or less."""
+
+
+def acceptance_of(model: Model, record: AcceptanceRecord) -> list[float]:
+    """The share of drafts whose token at each position the target accepted.
+
+    The drafts follow the prompts of the record, and the target's own greedy text.
+
+        acceptance_of(model, model.bundle.drafter.quantization["acceptance"])
+    """
+    drafts, accepted = 0, [0] * DRAFTED
+    for prompt in record["prompts"]:
+        stats = _drafted(model, list(prompt), record["new_tokens"])
+        drafts += sum(stats.evaluated_by_position[:1])
+        for position, count in enumerate(stats.accepted_counts):
+            accepted[position] += count
+    return [round(count / max(drafts, 1), 4) for count in accepted]
+
+
+def _drafted(model: Model, prompt: list[int], new_tokens: int) -> Stats:
+    """The figures of a greedy text."""
+    is_head = model.bundle.graphs[DRAFTER].contract.carried_size
+    return model.generate(
+        token_ids=prompt,
+        method=head_method.NAME if is_head else draft.NAME,
+        num_draft_tokens=DRAFTED,
+        max_new_tokens=new_tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        exact=False,
+    ).stats
+
+
+def stored_acceptance(bundle: Bundle) -> AcceptanceRecord | None:
+    """What the export measured; None where it measured nothing."""
+    if bundle.drafter is None:
+        return None
+    record: AcceptanceRecord | None = bundle.drafter.quantization.get("acceptance")
+    return record
+
+
+def measured_again(model: Model) -> tuple[list[float], list[float]] | None:
+    """The acceptance at export and now; None where one of them is not known.
+
+    measured_again(model)    # ([0.81, 0.6, 0.44, 0.31], [0.8, 0.6, 0.44, 0.3])
+    """
+    record = stored_acceptance(model.bundle)
+    if record is None or model.parts.follower is None:
+        return None
+    return list(record["by_position"]), acceptance_of(model, record)
+
+
+def with_acceptance(bundle: Bundle, prompts: Sequence[Sequence[int]]) -> Bundle:
+    """The saved bundle with its acceptance after these prompts, not yet saved again."""
+    capacity = bundle.target.contract.capacity
+    longest = min(LONGEST, capacity // 2)
+    record = AcceptanceRecord(
+        by_position=(),
+        prompts=tuple(tuple(p[:longest]) for p in prompts[:MOST_PROMPTS]),
+        new_tokens=min(NEW_TOKENS, capacity - longest),
+    )
+    with load(bundle.path) as model:
+        record["by_position"] = tuple(acceptance_of(model, record))
+    shutil.rmtree(bundle.path / "profiles", ignore_errors=True)
+    (bundle.path / MANIFEST).unlink()
+    drafter = bundle.graphs[DRAFTER]
+    fields: dict[str, Any] = {**drafter.quantization, "acceptance": record}
+    graphs = {**bundle.graphs, DRAFTER: replace(drafter, quantization=fields)}
+    return replace(bundle, graphs=graphs, files={})
+
+
+def fallen(stored: Sequence[float], measured: Sequence[float]) -> bool:
+    """Whether the acceptance fell at any position by more than `TOLERANCE`."""
+    return any(
+        new < old - TOLERANCE for old, new in zip(stored, measured, strict=False)
+    )

@@ -1,0 +1,270 @@
+"""A drafter that chooses among a part of the vocabulary changes no text."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+import jetdraft
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.devices.providers import PROVIDERS
+from jetdraft.errors import OptionError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.export.own_text import own_text
+from jetdraft.export.pair.frequent_tokens import frequent_tokens
+from jetdraft.quant.calibration import Windows, own_attention
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.passes.opener import Opener
+from jetdraft.runtime.passes.session import ONE_THREAD
+from tests import manifests
+from tests.checkpoints.heads.layouts import LAYERS, eagle1, eagle3, write
+from tests.cli.running import jetdraft as command
+from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
+
+COUNT = 120
+TEXT = "the self import range in print def return for " * 30 + "0123456789abcdefgh" * 9
+PROMPT = " the self"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(TEXT)
+    return file
+
+
+@pytest.fixture(scope="module")
+def cut(pair, text, tmp_path_factory):
+    """The bundle of the tests, but for its cut."""
+    options = ExportOptions(
+        Recipe("int8", 32),
+        capacity=256,
+        max_width=64,
+        draft_vocab=COUNT,
+        calibration=text,
+        drafter_recipe=Recipe("int8", 32),
+    )
+    folder = tmp_path_factory.mktemp("cut") / "bundle"
+    return export(str(pair.target), folder, str(pair.drafter), options)
+
+
+@pytest.fixture(scope="module")
+def cut_model(cut):
+    with jetdraft.load(cut.path, threads=1) as model:
+        yield model
+
+
+def shapes(bundle, file):
+    model = onnx.load(bundle.path / file, load_external_data=False)
+    return {t.name: tuple(t.dims) for t in model.graph.initializer}
+
+
+def test_its_tokens_are_the_most_frequent_of_the_text(cut, pair):
+    ids = cut.draft_vocabulary()
+    assert cut.drafter.contract.draft_vocab == len(ids) == COUNT
+    assert (np.diff(ids) > 0).all()
+    tokenizer = Tokenizer.from_file(str(pair.target / "tokenizer.json"))
+    counts = Counter(tokenizer.encode(TEXT, add_special_tokens=False).ids)
+    assert 20 < len(counts) < COUNT, "too easy, or some are left out"
+    assert set(counts) <= set(ids)
+
+
+def test_few_tokens_are_the_most_frequent_and_equal_ones_the_most_probable(pair):
+    target = Checkpoint.load(str(pair.target), torch.float32)
+    windows = Windows(torch.tensor([[7, 9, 9, 200, 200, 200, 9, 7]]))
+    assert frequent_tokens(target.model, windows, 2).tolist() == [9, 200]
+    assert frequent_tokens(target.model, windows, 3).tolist() == [7, 9, 200]
+    with torch.no_grad(), own_attention(target.model):
+        logits = target.model(windows.ids).logits[0]
+    expected = logits.softmax(-1).sum(0)
+    expected[[7, 9, 200]] = 0
+    more = frequent_tokens(target.model, windows, 5).tolist()
+    assert set(more) == {7, 9, 200, *expected.topk(2).indices.tolist()}
+
+
+def test_what_the_target_writes_ranks_all_tokens(pair):
+    target = Checkpoint.load(str(pair.target), torch.float32)
+    ids = frequent_tokens(target.model, own_text(target), VOCAB_SIZE)
+    assert ids.tolist() == list(range(VOCAB_SIZE))
+
+
+def test_the_head_has_fewer_rows_and_the_embedding_stays_quantized(cut):
+    sizes = shapes(cut, cut.drafter.file)
+    heads = {n: s for n, s in sizes.items() if s[:1] == (COUNT,) and "int8" in n}
+    assert len(heads) == 1
+    tables = {n: s for n, s in sizes.items() if s[:1] == (VOCAB_SIZE,) and len(s) > 1}
+    assert tables
+    assert all("int8" in name for name in tables)
+
+
+def test_its_logits_are_those_of_the_whole_head(cut, pair):
+    tokens = [5, 80, 33, 260, 12]
+    graph = Opener(cut, PROVIDERS["cpu"], ONE_THREAD).graph(cut.drafter)
+    answer = graph.run(tokens)
+    model = Checkpoint.load(str(pair.drafter), torch.float32).model
+    with torch.no_grad(), own_attention(model):
+        logits = model(torch.tensor([tokens])).logits[0].numpy()
+    ids = cut.draft_vocabulary()
+    assert set(answer.candidates.ravel().tolist()) <= set(ids.tolist())
+    near = {"atol": 0.03 * np.ptp(logits)}  # for integers of 8 bits
+    wanted = np.take_along_axis(logits, answer.candidates, 1)
+    np.testing.assert_allclose(answer.candidate_logits, wanted, **near)
+    np.testing.assert_allclose(
+        answer.candidate_logits[:, 0], logits[:, ids].max(1), **near
+    )
+    sums = np.log(np.exp(logits[:, ids]).sum(1))
+    np.testing.assert_allclose(answer.logsumexp, sums, **near)
+
+
+@pytest.mark.parametrize("way", [{}, {"temperature": 1.0, "seed": 4}])
+@pytest.mark.parametrize(
+    "drafting", [{}, {"tree": "best"}, {"tree": "heap"}, {"method": "cascade"}]
+)
+def test_no_text_changes(cut_model, way, drafting):
+    drafting = dict(drafting)
+    method = drafting.pop("method", "draft")
+    how = {"max_new_tokens": 60, "ignore_eos": True, **way}
+    plain = cut_model.generate(PROMPT, method="none", **how)
+    assert set(plain.token_ids) - set(cut_model.bundle.draft_vocabulary().tolist())
+    drafted = cut_model.generate(
+        PROMPT,
+        method=method,
+        **({"drafting": drafting} if drafting else {"num_draft_tokens": 3}),
+        **how,
+    )
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.drafted_tokens > 20
+
+
+def test_a_verifier_that_reads_q_keeps_the_distribution(cut_model):
+    """Counts of a sampled token, plain and by rejection, from as many seeds.
+
+    Tokens that can be drafted and tokens that cannot are counted apart.
+    """
+    rejection = {
+        "verifier": "recursive",
+        "siblings": "with-replacement",
+        "tree": "k-ary",
+        "branching": (3,),
+    }
+    ids, draws, accepted = set(cut_model.bundle.draft_vocabulary().tolist()), 400, 0
+    counts = Counter(), Counter()
+    for turn, way in enumerate(
+        ({"method": "none"}, {"method": "draft", "drafting": rejection})
+    ):
+        for seed in range(draws):
+            result = cut_model.generate(
+                PROMPT,
+                max_new_tokens=5,  # the tree needs room for its rows
+                temperature=1.0,
+                seed=turn * draws + seed,
+                ignore_eos=True,
+                exact=False,
+                **way,
+            )
+            token = result.token_ids[1]
+            counts[turn][token in ids, token // 72] += 1
+            accepted += result.stats.accepted_tokens
+    assert accepted > 50, "too few to prove anything"
+    groups = counts[0] | counts[1]
+    assert {True, False} == {drafted for drafted, _ in groups}
+    square = sum(
+        (counts[0][g] - counts[1][g]) ** 2 / (counts[0][g] + counts[1][g])
+        for g in groups
+    )
+    # Five standard deviations above the mean.
+    assert square < len(groups) + 5 * (2 * len(groups)) ** 0.5
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    config = llama_config(num_hidden_layers=LAYERS, initializer_range=0.1)
+    return str(save_checkpoint(tmp_path_factory.mktemp("heads") / "target", config))
+
+
+def test_a_head_without_a_map_is_cut(target, tmp_path):
+    torch.manual_seed(3)
+    head = write(tmp_path / "head", *eagle1(fc_bias=False, embedding=False))
+    options = ExportOptions(
+        Recipe.parse("int4-head8", 32), capacity=64, max_width=16, draft_vocab=COUNT
+    )
+    bundle = export(target, tmp_path / "bundle", options=options, head=head)
+    assert len(bundle.draft_vocabulary()) == COUNT
+    sizes = shapes(bundle, bundle.drafter.file)
+    assert any(size[:1] == (COUNT,) and len(size) == 3 for size in sizes.values())
+    chosen = bundle.drafter.quantization
+    assert chosen["full_overlap"] > 0.1
+    if chosen["scheme"] == "int4":
+        assert chosen["full_overlap"] - chosen["overlap"] < 0.01
+    with jetdraft.load(bundle.path, threads=1) as model:
+        for way in ({}, {"temperature": 1.0, "seed": 4}):
+            how = {"max_new_tokens": 30, "ignore_eos": True, **way}
+            plain = model.generate(PROMPT, method="none", **how)
+            drafted = model.generate(PROMPT, method="eagle", num_draft_tokens=3, **how)
+            assert drafted.token_ids == plain.token_ids
+            assert drafted.stats.drafted_tokens > 20
+
+
+@pytest.mark.parametrize("count", [0, -1, VOCAB_SIZE, 10**9])
+def test_a_count_that_is_no_part_is_refused(pair, tmp_path, count):
+    result = command(
+        *("export", pair.target, "--drafter", pair.drafter, "--quantize=int8"),
+        *("--draft-vocab", count, "-o", tmp_path / "bundle"),
+    )
+    assert result.exit_code == 2
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith(f"error: a draft vocabulary of {count} tokens")
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_draft_vocabulary_without_a_drafter_is_refused(pair, tmp_path):
+    with pytest.raises(OptionError, match="needs a drafter; give --drafter or --head"):
+        export(
+            str(pair.target), tmp_path / "bundle", options=ExportOptions(draft_vocab=9)
+        )
+
+
+def test_a_trained_map_rules(target, tmp_path):
+    head = write(tmp_path / "head", *eagle3())
+    with pytest.raises(OptionError, match="trained with its own draft vocabulary"):
+        export(
+            target,
+            tmp_path / "bundle",
+            options=ExportOptions(draft_vocab=50),
+            head=head,
+        )
+    assert not (tmp_path / "bundle").exists()
+
+
+def acceptance(bundle):
+    return bundle.drafter.quantization["acceptance"]
+
+
+def test_an_export_stores_the_acceptance_and_check_finds_it_again(cut):
+    shares = acceptance(cut)["by_position"]
+    assert len(shares) == 4
+    assert all(one >= other for one, other in pairwise(shares))
+    result = command("check", cut.path, "--threads", "1")
+    assert result.exit_code == 0, result.output
+    shown = " ".join(f"{share:.2f}" for share in shares)
+    assert f"acceptance by position {shown}, at export {shown}" in result.stdout
+    assert "warning: the target accepts" not in result.stderr
+
+
+def test_check_warns_where_the_acceptance_fell(cut, tmp_path):
+    copy = tmp_path / "bundle"
+    shutil.copytree(cut.path, copy)
+    manifest = manifests.read(copy)
+    record = manifest["graphs"]["drafter"]["quantization"]["acceptance"]
+    record["by_position"] = [min(1.0, x + 0.3) for x in record["by_position"]]
+    manifests.write(copy, manifest)
+    result = command("check", copy, "--threads", "1")
+    assert result.exit_code == 0, result.output
+    assert "warning: the target accepts fewer drafted tokens" in result.stderr
