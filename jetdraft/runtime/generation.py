@@ -72,7 +72,8 @@ class Offer:
 class Generation:
     """One sequence over the parts of a loaded bundle.
 
-    All options are checked at once; nothing runs before `run`. Raises `OptionError`.
+    All options are checked at once; nothing runs before `run`. A constraint is compiled
+    `at_once`, or else by `run`. Raises `OptionError`.
 
         generation = Generation(parts, planner, [5, 8, 9], Options())
         for piece in generation.run():
@@ -81,7 +82,12 @@ class Generation:
     """
 
     def __init__(
-        self, parts: Parts, planner: Planner, prompt: list[int], options: Options
+        self,
+        parts: Parts,
+        planner: Planner,
+        prompt: list[int],
+        options: Options,
+        at_once: bool = True,
     ) -> None:
         _check_options(options, parts)
         drafting, ending = options.drafting, options.ending
@@ -97,6 +103,10 @@ class Generation:
             self._matcher = parts.vocabulary.matcher(
                 options.constraint, len(prompt), self.watcher.must_end
             )
+        if at_once:
+            # Before anything is measured, which a refusal need not wait for.
+            with parts.claim.preparing(self.watcher):
+                self.prepare()
         lineup = planner.lineup(drafting, self._matcher)
         self.proposers, self.controller = lineup.proposers, lineup.controller
         self.verifier = lineup.verifier
@@ -116,7 +126,7 @@ class Generation:
         self._target: Target = parts.target
 
     def prepare(self) -> None:
-        """Compile the constraint, in time; `run` does it if nobody did it before.
+        """Compile the constraint, in time, if nobody did it before.
 
         Raises `OptionError`, but not if the generation is cancelled meanwhile.
         """

@@ -120,9 +120,10 @@ class Model:
     @property
     def template(self) -> ChatTemplate:
         """The checkpoint's chat template; raises `OptionError` if it is missing."""
+        bundle = self.parts.bundle
         if self._template is None:
             self._template = ChatTemplate(
-                read_template(self.bundle.chat_template), self.bundle.special_tokens
+                read_template(bundle.chat_template), bundle.special_tokens
             )
         return self._template
 
@@ -155,10 +156,7 @@ class Model:
             print(piece.text, end="")
         stream.stats.tokens_per_pass
         """
-        generation = self._generation(prompt, options, token_ids, fields)
-        with self.parts.claim.preparing(generation.watcher):
-            generation.prepare()
-        return Stream(generation)
+        return Stream(self._generation(prompt, options, token_ids, fields))
 
     def astream(
         self,
@@ -175,7 +173,9 @@ class Model:
         async for piece in model.astream("def fib(n):"):
             print(piece.text, end="")
         """
-        generation = self._generation(prompt, options, token_ids, fields)
+        generation = self._generation(
+            prompt, options, token_ids, fields, at_once=False
+        )
         return AsyncStream(Stream(generation))
 
     def _generation(
@@ -184,8 +184,9 @@ class Model:
         options: Options | None,
         token_ids: Sequence[int] | Int64s | None,
         fields: GenerateOptions,
+        at_once: bool = True,
     ) -> Generation:
-        """A generation whose options are checked, but for what a constraint means."""
+        """A generation whose options are checked; its constraint perhaps later."""
         if options is None:
             fields.setdefault("method", self.method)
             options = Options.of(**fields)
@@ -194,7 +195,7 @@ class Model:
                 "give either an Options object or options by their names", "options"
             )
         ids: list[int] = self.prompt(prompt, token_ids).tolist()
-        return Generation(self.parts, self.planner, ids, options)
+        return Generation(self.parts, self.planner, ids, options, at_once)
 
     def chat(
         self,

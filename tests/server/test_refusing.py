@@ -75,7 +75,6 @@ def assert_error(response, status, words):
         ({**GOOD, "max_tokens": 0}, "max_tokens 0 is out of range"),
         ({**GOOD, "method": "stream"}, "no method 'stream'"),
         ({**GOOD, "regex": "a(b"}, "character 2"),
-        ({**GOOD, "regex": "a" * 64_001}, "longer than 64000"),
         ({**GOOD, "regex": "\udc80"}, "lone surrogate"),
         ({**GOOD, "\udc80": 1}, "lone surrogate"),
         ({**GOOD, "logit_bias": [[1, 1]]}, "must be an object from token ids"),
