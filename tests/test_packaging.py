@@ -142,4 +142,4 @@ def test_what_was_resolved_is_not_resolved_again(tmp_path):
 def test_what_only_developers_need_is_not_resolved(tmp_path):
     nowhere = {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple"}
     done = resolve(written(tmp_path, NO_WHEELS, extra="dev"), **nowhere)
-    assert done.stdout.startswith("resolved: 0 extras")
+    assert "0 extras" in done.stdout  # by this run, or by an earlier one

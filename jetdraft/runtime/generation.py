@@ -262,6 +262,8 @@ class Generation:
         draft_seconds, target_before = time.perf_counter() - round_start, target.seconds
         carried = len(self._carried)
         drafted = self._with_carried(context, offer.rows)
+        if self._matcher is not None:
+            self._matcher.process_soon(drafted, context)
         rows, answer = target.verify(drafted, self._width(len(drafted)), offer.probing)
         positions = [len(context) + depth for depth in rows.depths]
         processed = self.chooser.process(answer, rows, context)
@@ -270,6 +272,8 @@ class Generation:
         # Each accepted token is the token chosen before it.
         tokens = [chosen[row] for row in path]
         logprobs = self._logprobs(answer, path, tokens)
+        if self._matcher is not None and self.proposers:
+            self._matcher.forced_soon(context, tokens)
         proven_count = target.commit(path, exact)
         committed, self._carried = tokens[:proven_count], tokens[proven_count:]
         self._show(Seen(len(context) + len(tokens), rows, path, answer))

@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 from unittest import mock
 
-from jetdraft.errors import JetdraftError, OptionError
+from jetdraft.errors import JetdraftError, OptionError, StoreError
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.sampling.chooser import Chooser
 from tests.fuzz.requests import draw_drafting, draw_options, draw_verifier
@@ -32,7 +32,7 @@ class Disturbances:
     def one(self, draw: Random, model: Model, prompt: list[int]) -> str:
         """Disturb a model with a prompt; gives the kind."""
         kind = draw.choice(self.names)
-        with suppress(OptionError):  # some drawn options contradict each other
+        with suppress(OptionError, StoreError):  # contradictions, a missing head
             getattr(self, f"_do_{kind}")(draw, model, prompt)
         return kind
 

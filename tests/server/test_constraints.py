@@ -65,6 +65,7 @@ def test_a_grammar_that_never_ends_is_answered_in_time(served):
 @pytest.mark.parametrize(
     ("path", "more", "param"),
     [
+        ("completions", {"regex": "a" * 64_001}, "regex"),
         ("completions", {"json_schema": PATTERN}, "json_schema"),
         ("completions", {"json_schema": json.dumps(PATTERN)}, "json_schema"),
         ("completions", {"json_schema": {"properties": PROPERTIES}}, "json_schema"),
@@ -127,9 +128,12 @@ def test_a_client_that_leaves_frees_the_model(served):
 def test_sigterm_ends_a_compilation(toy):
     with started(toy, "--drain", 1, "--name", "toy") as (process, address):
         assert ask(address, {**GOOD, "regex": "yes"})[0] == 200
-        send(address, {**GOOD, "grammar": FOREVER})
+        connection = send(address, {**GOOD, "grammar": FOREVER})
         until(lambda: len(workers({process.pid})) == 2, 5)
         left = workers({process.pid})
         process.send_signal(signal.SIGTERM)
+        start = time.monotonic()
         process.wait(8)
+        assert time.monotonic() - start < 3
+        connection.close()
         until(lambda: not any(map(is_alive, left)), 2)

@@ -28,7 +28,7 @@ class Constraint:
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not _is_encodable(self.source):
             raise OptionError(
-                f"the {self.kind} {self.source!a} is not a text; give a text",
+                f"the {self.kind} {self.source!a:.80} is not a text; give a text",
                 self.field,
             )
         if self.kind == "JSON schema":

@@ -16,6 +16,9 @@ SLICE_SECONDS = 0.05
 GRACE_SECONDS = 1.0
 """A worker ends itself in time; if the system does not let it, this much is waited."""
 
+LEAST = 4096
+"""Bytes read at once, so that a short reply is read by one call."""
+
 MustEnd = Callable[[], bool]
 
 
@@ -29,37 +32,40 @@ class Link:
     After an `EndedError` the worker is gone: closing the socket ends it. So does the
     end of this process.
 
-        link.ask(2.0, never, "forced", [5, 8])
+        link.send(2.0, never, "forced", [5, 8])
+        tokens, _ = link.reply(2.0, never)
     """
 
     def __init__(self, end: socket.socket) -> None:
-        self._socket = end
+        self._socket, self._data = end, b""
         self.close = finalize(self, end.close)  # ends the worker
         end.settimeout(SLICE_SECONDS)
 
-    def ask(
-        self, seconds: float, must_end: MustEnd, *request: Any
-    ) -> tuple[Any, bytearray]:
-        """The reply to a request that may take `seconds`: a value and masks.
+    def send(self, seconds: float, must_end: MustEnd, *request: Any) -> None:
+        """Send a request, which the worker may take `seconds` for.
 
         Raises `EndedError` if the worker ends, or `must_end` says so meanwhile.
         """
         text = json.dumps([seconds, *request]).encode()
+        rest = memoryview(struct.pack("<I", len(text)) + text)
         until = time.monotonic() + seconds + GRACE_SECONDS
-        try:
-            self._send(struct.pack("<I", len(text)) + text, until, must_end)
-        except OSError as error:
-            raise self._ended() from error
-        return self.reply(until, must_end)
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest, socket.MSG_NOSIGNAL) :]
+            except TimeoutError:
+                self._check(until, must_end)
+            except OSError as error:
+                raise self._ended() from error
 
-    def reply(self, until: float, must_end: MustEnd) -> tuple[Any, bytearray]:
-        """The next reply, which must come `until` a time of the monotonic clock."""
-        try:
-            header = self._receive(8, until, must_end)
-            sizes = struct.unpack("<II", header)
-            text, masks = (self._receive(size, until, must_end) for size in sizes)
-        except OSError as error:
-            raise self._ended() from error
+    def reply(self, seconds: float, must_end: MustEnd) -> tuple[Any, bytes]:
+        """The reply to the oldest request: a value and masks.
+
+        Raises `EndedError` if the worker ends or the reply does not come in `seconds`,
+        or `must_end` says so meanwhile.
+        """
+        until = time.monotonic() + seconds + GRACE_SECONDS
+        sizes = struct.unpack("<II", self._receive(8, until, must_end))
+        text, masks = (self._receive(size, until, must_end) for size in sizes)
         return json.loads(text), masks
 
     def hand_over(self, end: socket.socket, most_bytes: int) -> None:
@@ -67,26 +73,19 @@ class Link:
         size = most_bytes.to_bytes(8, "little")
         socket.send_fds(self._socket, [size], [end.fileno()])
 
-    def _send(self, data: bytes, until: float, must_end: MustEnd) -> None:
-        rest = memoryview(data)
-        while rest:
+    def _receive(self, size: int, until: float, must_end: MustEnd) -> bytes:
+        while len(self._data) < size:
             try:
-                rest = rest[self._socket.send(rest, socket.MSG_NOSIGNAL) :]
-            except TimeoutError:
-                self._check(until, must_end)
-
-    def _receive(self, size: int, until: float, must_end: MustEnd) -> bytearray:
-        data = bytearray(size)
-        rest = memoryview(data)
-        while rest:
-            try:
-                count = self._socket.recv_into(rest)
+                more = self._socket.recv(max(size - len(self._data), LEAST))
             except TimeoutError:
                 self._check(until, must_end)
                 continue
-            if not count:
+            except OSError as error:
+                raise self._ended() from error
+            if not more:
                 raise self._ended()
-            rest = rest[count:]
+            self._data += more
+        data, self._data = self._data[:size], self._data[size:]
         return data
 
     def _check(self, until: float, must_end: MustEnd) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -61,18 +62,23 @@ class Matcher:
         self._connect, self._constraint = connect, constraint
         self._size, self._must_end = size, must_end
         self._link: Link | None = None
+        self._begun: tuple[Any, ...] = ()
         # The process has read `_committed` tokens for good.
         self._committed = start
 
     def prepare(self) -> None:
         """Compile the constraint, unless that is done; raises `OptionError`."""
+        self._prepared()
+
+    def _prepared(self) -> Link:
         if self._link is not None:
-            return
+            return self._link
         link, kind = self._connect(), self._constraint.kind
         limits = {"max_items_in_row": MOST_ITEMS, "max_lexer_states": MOST_STATES}
         request = ("compile", limits, kind, self._constraint.source)
         try:
-            reply, _ = link.ask(COMPILE_SECONDS, self._must_end, *request)
+            link.send(COMPILE_SECONDS, self._must_end, *request)
+            reply, _ = link.reply(COMPILE_SECONDS, self._must_end)
         except EndedError as error:
             raise ConstraintError(
                 f"the {kind} takes too much time or memory; make it simpler",
@@ -82,21 +88,34 @@ class Matcher:
             where = f"the {kind} is refused at {reply['error']}; fix it"
             raise OptionError(where, self._constraint.field)
         self._link = link
+        return link
 
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """The answer with forbidden tokens masked; `context` ends with the root."""
+        if self._begun[:1] + self._begun[2:] != ("masks", rows.tokens, rows.parents):
+            self.process_soon(rows, context)
+        counts, bits = self._reply()
+        rows_bits = np.frombuffer(bits, np.uint8).reshape(
+            sum(n >= 0 for n in counts), -1
+        )
+        masks, size = iter(rows_bits), self._size
+        changes = [Mask(next(masks), size, n) if n >= 0 else _FREE for n in counts]
+        return changed(answer, changes)
+
+    def process_soon(self, rows: Rows, context: Sequence[int]) -> None:
+        """Make the masks of `process` while a pass verifies the rows."""
         fresh = list(context[self._committed :])
-        allowed, bits = self._ask("masks", fresh, rows.tokens, rows.parents)
+        self._begin("masks", fresh, rows.tokens, rows.parents)
         self._committed += len(fresh)
-        masks = np.frombuffer(bits, np.uint8).reshape(sum(allowed), -1)
-        rows_bits = np.unpackbits(masks, axis=1, count=self._size, bitorder="little")
-        following = map(Mask, rows_bits.view(np.bool_))
-        return changed(answer, [next(following) if a else _FREE for a in allowed])
 
     def forced(self, context: Sequence[int], count: int) -> list[int]:
         """The next tokens while only one token is allowed; at most `count`."""
         tokens: list[int] = self._ask("forced", list(context[self._committed :]))[0]
         return tokens[:count]
+
+    def forced_soon(self, context: Sequence[int], tokens: Sequence[int]) -> None:
+        """Look for the tokens of `forced` after `context` and `tokens` meanwhile."""
+        self._begin("forced", [*context[self._committed :], *tokens])
 
     def allowed(self, rows: Rows, context: Sequence[int]) -> Rows:
         """The rows that the constraint allows, in a tree below the end of `context`."""
@@ -105,17 +124,35 @@ class Matcher:
         path = list(context[self._committed :])
         return rows.only(self._ask("allowed", path, rows.tokens, rows.parents)[0])
 
-    def _ask(self, *request: Any) -> tuple[Any, bytearray]:
-        """The reply of the process."""
-        self.prepare()
-        assert self._link is not None
+    def _ask(self, *request: Any) -> tuple[Any, bytes]:
+        """The reply of the process to a request, which may have been sent before."""
+        if self._begun != request:
+            self._begin(*request)
+        return self._reply()
+
+    def _begin(self, *request: Any) -> None:
+        """Send a request; a reply that nobody asked for is left out."""
+        link = self._prepared()
+        if self._begun:
+            self._reply()
         try:
-            value, masks = self._link.ask(STEP_SECONDS, self._must_end, *request)
+            link.send(STEP_SECONDS, self._must_end, *request)
         except EndedError as error:
-            raise _unfollowed("it takes too much time or memory") from error
+            raise _unfollowed(TOO_MUCH) from error
+        self._begun = request
+
+    def _reply(self) -> tuple[Any, bytes]:
+        self._begun = ()
+        try:
+            value, masks = self._prepared().reply(STEP_SECONDS, self._must_end)
+        except EndedError as error:
+            raise _unfollowed(TOO_MUCH) from error
         if isinstance(value, dict):
             raise _unfollowed(value["error"])
         return value, masks
+
+
+TOO_MUCH = "it takes too much time or memory"
 
 
 def _unfollowed(problem: str) -> ConstraintError:
@@ -126,9 +163,24 @@ def _unfollowed(problem: str) -> ConstraintError:
 
 @dataclass(frozen=True)
 class Mask:
-    """The tokens that are `allowed`, bool [vocab]; a `Change` of one row."""
+    """The tokens that may come, a `Change` of one row: `count` of `size` tokens.
 
-    allowed: npt.NDArray[np.bool_]
+    `bits` is uint8 [size / 8 or more]; the lowest bit of a byte is the first token.
+    """
+
+    bits: npt.NDArray[np.uint8]
+    size: int
+    count: int
+
+    @cached_property
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """Whether each token may come, bool [vocab]."""
+        return np.unpackbits(self.bits, count=self.size, bitorder="little").view(bool)
+
+    def _holds(self, ids: Int64s) -> npt.NDArray[np.bool_]:
+        """Whether single tokens may come."""
+        bits: npt.NDArray[np.uint8] = self.bits[ids >> 3] >> (ids & 7).astype(np.uint8)
+        return (bits & 1).view(np.bool_)
 
     def apply(self, logits: Float32s) -> None:
         """Set the logits of forbidden tokens to `NEVER`."""
@@ -137,7 +189,7 @@ class Mask:
 
     def at(self, ids: Int64s, values: Float32s) -> Float32s:
         """`NEVER` for the forbidden of the tokens."""
-        return np.where(self.allowed[ids], np.maximum(values, NEVER / 2), NEVER)
+        return np.where(self._holds(ids), np.maximum(values, NEVER / 2), NEVER)
 
     def best(self, answer: Answer, row: int) -> tuple[Int64s, Float32s] | None:
         """All allowed tokens if they are few, or else the candidates among them.
@@ -146,10 +198,10 @@ class Mask:
         how good a token can be that is not here.
         """
         ids, values = answer.candidates[row], answer.candidate_logits[row]
-        kept, count = self.allowed[ids], np.count_nonzero(self.allowed)
-        if count > FEW and np.count_nonzero(kept) >= ENOUGH:
+        kept = self._holds(ids)
+        if self.count > FEW and np.count_nonzero(kept) >= ENOUGH:
             return ids[kept], values[kept]
-        if count > MANY:
+        if self.count > MANY:
             return None
         inside = np.flatnonzero(self.allowed)
         logits = np.maximum(answer.logits[row, inside], NEVER / 2)

@@ -6,7 +6,6 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -89,7 +88,7 @@ class Vocabulary:
         self._process, self._control = process, link
         finalize(self, _end, process, link)
         try:
-            reply, _ = link.reply(time.monotonic() + START_SECONDS, lambda: False)
+            reply, _ = link.reply(START_SECONDS, lambda: False)
         except EndedError as error:
             process.kill()
             raise _failure("it ended") from error

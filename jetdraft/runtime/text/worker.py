@@ -55,16 +55,17 @@ class Reader:
         self._path: list[int] = []
 
     def masks(self, fresh: list[int], tokens: list[int], parents: list[int]) -> Reply:
-        """Commit `fresh`; which rows below it may come, and what may follow them.
+        """Commit `fresh`; how many tokens may follow each row below it, and which.
 
-        A mask has a bit for each token of the vocabulary; rows that may not come have
-        none.
+        A mask has a bit for each token of the vocabulary. A row that may not come has
+        no mask, and the number -1.
         """
         if not self._reach(fresh):
             raise self._error()
         self._path.clear()
         masks = [self._mask(path) for path in _paths(tokens, parents)]
-        return [mask is not None for mask in masks], b"".join(filter(None, masks))
+        counts = [-1 if mask is None else _count(mask) for mask in masks]
+        return counts, b"".join(filter(None, masks))
 
     def forced(self, path: list[int]) -> Reply:
         """The tokens that must follow a path; none after a path that may not come."""
@@ -170,6 +171,10 @@ class Compiler:
             if inner.get_error() == problem:
                 return path + self._path(part, problem)
         return ""
+
+
+def _count(mask: bytes) -> int:
+    return int.from_bytes(mask, "little").bit_count()
 
 
 def _paths(tokens: list[int], parents: list[int]) -> list[list[int]]:

@@ -128,6 +128,12 @@ def test_penalties_before_any_output():
     assert chooser.choose(processed, [4]) == slow(logits[:1], sampling, [4])
 
 
+def packed(allowed):
+    """The mask of these tokens, bool [vocab]."""
+    bits = np.packbits(allowed, bitorder="little")
+    return Mask(bits, len(allowed), np.count_nonzero(allowed))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.999])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("spread", SPREADS)
@@ -137,7 +143,7 @@ def test_masks(spread, temperature, share):
         generator = np.random.default_rng(seed)
         allowed = generator.random((ROWS, vocab)) < share
         allowed[np.arange(ROWS), generator.integers(0, vocab, ROWS)] = True
-        masked = changed(answer(logits), [Mask(row) for row in allowed])
+        masked = changed(answer(logits), [packed(row) for row in allowed])
         sampling = Sampling(temperature, seed=seed)
         expected = np.where(allowed, logits, NEVER)
         chosen = Chooser(sampling).choose(masked, range(ROWS))

@@ -28,8 +28,12 @@ FOREVER = "start: T\nT: " + " & ".join(
     f"/(.|\\n)*a(.|\\n){{{i}}}/" for i in range(1, 26)
 )
 REFUSED = {
-    "intersection": {"grammar": FOREVER},
-    "complement": {"grammar": FOREVER.replace("/(.", "~/(.")},
+    "grammar": {"grammar": FOREVER},
+    "patterns": {
+        "json_schema": {
+            "allOf": [{"type": "string", "pattern": f"a.{{{i}}}$"} for i in range(25)]
+        }
+    },
     "long pattern": {
         "json_schema": {"type": "string", "pattern": "^" + "(ab|cd)?" * 50_000 + "$"}
     },
@@ -39,9 +43,14 @@ REFUSED = {
             "properties": {f"name{i}": {"type": "string"} for i in range(10_000)},
         }
     },
-    "quantifiers": {"regex": "((((a{0,50}){0,50}){0,50}){0,50}){0,50}b"},
     "deep expression": {"regex": "(" * 9000 + "a" + ")" * 9000},
     "deep grammar": {"grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000},
+    "deep schema": {"json_schema": '{"items":' * 9000 + "{}" + "}" * 9000},
+    "ambiguous rules": {
+        "grammar": "start: r0\n"
+        + "".join(f'r{i}: r{i + 1} r{i + 1} | "a"\n' for i in range(300))
+        + 'r300: "b"\n'
+    },
 }
 
 
@@ -61,24 +70,26 @@ def workers(parents):
     below = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            state, parent = (
-                folder.joinpath("stat").read_text().rsplit(")")[1].split()[:2]
-            )
+            state, parent = status(folder.name)
             command = folder.joinpath("cmdline").read_bytes()
             if int(parent) in parents and b"text/worker.py" in command and state != "Z":
                 below.add(int(folder.name))
     return below | workers(below) if below else below
 
 
-def own_workers():
-    return workers({os.getpid()})
+def status(process):
+    """The state and the parent of a process."""
+    return Path(f"/proc/{process}/stat").read_text().rsplit(")")[1].split()[:2]
+
+
+def texts_of(model):
+    """The processes that follow the texts of a model."""
+    return workers({model.vocabulary._process.pid})
 
 
 def is_alive(process):
     try:
-        return f"/proc/{process}/stat" and (
-            Path(f"/proc/{process}/stat").read_text().rsplit(")")[1].split()[0] != "Z"
-        )
+        return status(process)[0] != "Z"
     except OSError:
         return False
 
@@ -89,7 +100,7 @@ def test_a_grammar_that_never_ends_is_ended(model):
         model.generate("a", grammar=FOREVER, max_seconds=2, max_new_tokens=4)
     assert found.value.field == "grammar"
     assert time.monotonic() - start < 4
-    until(lambda: len(own_workers()) == 1, 2)  # it waits for the next constraint
+    until(lambda: not texts_of(model), 2)
     assert model.generate("a", regex="yes").text == "yes"
 
 
@@ -113,40 +124,61 @@ def test_memory_has_a_limit(model, monkeypatch):
 
 
 def test_a_step_that_takes_too_long_ends_the_text(model, monkeypatch):
-    stream = model.stream("a", regex="[a-z]{1,50}", method="none", ignore_eos=False)
-    monkeypatch.setattr(matcher, "STEP_SECONDS", 0.2)
-    (text,) = own_workers() - workers_of_vocabulary(model)
+    """The pattern is compiled at once; the first mask would take for ever."""
+    monkeypatch.setattr(matcher, "STEP_SECONDS", 0.3)
+    stream = model.stream("a", **REFUSED["long pattern"])
+    start = time.monotonic()
+    with pytest.raises(ConstraintError, match=r"cannot be followed .*too much time"):
+        stream.result()
+    assert time.monotonic() - start < 2
+    assert model.generate("a", regex="yes").text == "yes"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "reason"), [(1.0, "deadline"), (None, "cancelled")]
+)
+def test_a_step_ends_with_its_text(model, seconds, reason):
+    stream = model.stream("a", regex="[a-z]{1,50}", max_seconds=seconds)
+    (text,) = texts_of(model)
     os.kill(text, signal.SIGSTOP)
+    timer = threading.Timer(0.3, stream.cancel)
+    if seconds is None:
+        timer.start()
+    start = time.monotonic()
+    assert stream.result().finish_reason == reason
+    assert time.monotonic() - start < matcher.STEP_SECONDS
+    os.kill(text, signal.SIGCONT)
+    until(lambda: not is_alive(text), 2)
+
+
+def test_a_worker_that_stops_is_given_up(model, monkeypatch):
+    stream = model.stream("a", regex="[a-z]{1,50}")
+    monkeypatch.setattr(matcher, "STEP_SECONDS", 0.2)
     monkeypatch.setattr("jetdraft.runtime.text.link.GRACE_SECONDS", 0.1)
+    (text,) = texts_of(model)
+    os.kill(text, signal.SIGSTOP)
     start = time.monotonic()
     with pytest.raises(ConstraintError, match=r"cannot be followed .*too much time"):
         stream.result()
     assert time.monotonic() - start < 1
     os.kill(text, signal.SIGCONT)
-    assert model.generate("a", regex="yes").text == "yes"
     until(lambda: not is_alive(text), 2)
-
-
-def workers_of_vocabulary(model):
-    return {model.vocabulary._process.pid}
 
 
 @pytest.mark.parametrize("whose", ["text", "vocabulary"])
 def test_a_worker_that_dies_ends_one_text(model, whose):
     stream = model.stream("a", regex="[a-z]{40}", max_new_tokens=100)
-    other = model.twin().stream("a", regex="[b-c]{4}")
-    next(stream)
-    first = workers_of_vocabulary(model)
-    texts = own_workers() - first
-    assert len(texts) == 2
-    if whose == "text":
-        os.kill(min(texts), signal.SIGKILL)
-        with pytest.raises(ConstraintError, match="cannot be followed"):
-            stream.result()
-    else:
-        os.kill(*first, signal.SIGKILL)
-        assert len(stream.result().text) == 40
-    assert len(other.result().text) == 4
+    (text,), twin = texts_of(model), model.twin()
+    with twin.stream("a", regex="[b-c]{4}") as other:
+        next(stream)
+        if whose == "text":
+            os.kill(text, signal.SIGKILL)
+            with pytest.raises(ConstraintError, match="cannot be followed"):
+                stream.result()
+        else:
+            os.kill(model.vocabulary._process.pid, signal.SIGKILL)
+            assert len(stream.result().text) == 40
+        assert len(other.result().text) == 4
     assert model.generate("a", regex="yes").text == "yes"
 
 
@@ -209,7 +241,7 @@ def test_no_worker_survives_its_program(toy, grammar):
 
 
 def test_nothing_is_left_of_models_that_are_closed(toy):
-    codecs = []
+    codecs, others = [], workers({os.getpid()})
     for _ in range(10):
         with jetdraft.load(toy, threads=1) as model:
             assert model.generate("a", regex="yes").text == "yes"
@@ -217,7 +249,7 @@ def test_nothing_is_left_of_models_that_are_closed(toy):
         del model
     gc.collect()
     assert not any(codec() for codec in codecs)
-    assert not own_workers()
+    assert workers({os.getpid()}) <= others
 
 
 def circular():
