@@ -45,7 +45,8 @@ class HeadStep(Step):
         logits = self.model.lm_head(hidden[:, answer_rows]).float()
         places, *others = answers(logits, self.contract)
         ids = self.model.ids
-        candidates = places if ids is None else ids[places]
+        # WebGPU gathers integers of 32 bits only.
+        candidates = places if ids is None else ids.int()[places].long()
         return [candidates, *others, carried.float(), *presents(state)]
 
 
