@@ -57,10 +57,10 @@ LOGITS = _RANDOM.normal(size=(VOCABULARY, VOCABULARY)).astype(np.float32) * 2
 
 GUESSES = LOGITS.copy()
 """What the head takes them for: another row for three of ten."""
-NOISE = _RANDOM.normal(size=LOGITS.shape).astype(np.float32) * 2
-"""What a head takes them for that has learned nothing."""
 _WRONG = _RANDOM.permutation(VOCABULARY)[: VOCABULARY * 3 // 10]
 GUESSES[_WRONG] = LOGITS[np.roll(_WRONG, 1)]
+NOISE = _RANDOM.normal(size=LOGITS.shape).astype(np.float32) * 2
+"""What a head takes them for that has learned nothing."""
 
 
 def toy_eagle(folder: Path, guesses: np.ndarray = GUESSES) -> Path:
