@@ -155,6 +155,8 @@ class Generation:
                 raise
             finally:
                 self.stats.finish_reason = self.watcher.reason
+                if self._matcher is not None:
+                    self._matcher.close()
             response = [token for piece in self.pieces for token in piece.token_ids]
             user = self.options.drafting.user
             self.parts.remember(self._prompt, response, user)

@@ -128,6 +128,7 @@ def test_a_client_that_leaves_frees_the_model(served):
 def test_sigterm_ends_a_compilation(toy):
     with started(toy, "--drain", 1, "--name", "toy") as (process, address):
         assert ask(address, {**GOOD, "regex": "yes"})[0] == 200
+        until(lambda: len(workers({process.pid})) == 1, 5)  # it waits for texts
         connection = send(address, {**GOOD, "grammar": FOREVER})
         until(lambda: len(workers({process.pid})) == 2, 5)
         left = workers({process.pid})

@@ -90,6 +90,11 @@ class Matcher:
         self._link = link
         return link
 
+    def close(self) -> None:
+        """End the process."""
+        if self._link is not None:
+            self._link.close()
+
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """The answer with forbidden tokens masked; `context` ends with the root."""
         if self._begun[:1] + self._begun[2:] != ("masks", rows.tokens, rows.parents):
