@@ -37,6 +37,8 @@ verify have probes. Their keys and values land past the rows of the pass.
 A *head graph* reads the `features` of another graph. It may choose among a part of the
 vocabulary only, its *draft vocabulary*. Then its `input_ids` and `candidates` are still
 the target's token ids, but `logits` has a column for each token of that part only.
+A head that `guesses` several tokens at once answers for the last of `answer_rows` only:
+its answers are for the tokens after that row, so their axis m has a fixed size.
 
 A graph can also be cut into two halves, see `SplitContract`, so that the host can drop
 rows between them.
@@ -110,8 +112,9 @@ class StepContract:
     The other sizes are widths of optional tensors, 0 where a graph does not have them:
     `hidden_size` of the output `hidden`, `feature_size` of the output `features`,
     `feature_input` of the input `features`, and `carried_size` of `carried`. A
-    `draft_vocab` of 0 means the whole vocabulary. Raises `ContractError` for sizes that
-    contradict each other.
+    `draft_vocab` of 0 means the whole vocabulary. `guesses` is the number of tokens
+    that a head guesses at once, 0 for other graphs. Raises `ContractError` for sizes
+    that contradict each other.
 
     The buffers have `spare_slots` more slots than the capacity. A pass near the end may
     fill them, and no pass reads them.
@@ -136,6 +139,7 @@ class StepContract:
     feature_input: Count = 0
     carried_size: Count = 0
     draft_vocab: Count = 0
+    guesses: Annotated[int, in_range(0, 1024)] = 0
     spare_slots: Count = 0
 
     def __post_init__(self) -> None:
@@ -147,6 +151,10 @@ class StepContract:
             (
                 self.carried_size and not self.feature_input,
                 "carried features need features as an input",
+            ),
+            (
+                self.guesses and not self.feature_input,
+                "guesses need features as an input",
             ),
             (
                 not 0 <= self.draft_vocab <= self.vocab_size,
@@ -218,14 +226,14 @@ class StepContract:
     def answers(self) -> tuple[TensorSpec, ...]:
         """The outputs that are not KV buffers, in graph order."""
         return (
-            *self._answers("", ANSWERS),
+            *self._answers("", self.guesses or ANSWERS),
             *_optional("hidden", ANSWERS, self.hidden_size),
             *_optional("features", ROWS, self.feature_size),
             *_optional("carried", ROWS, self.carried_size),
             *(self._answers("probe_", PROBES) if self.streams else ()),
         )
 
-    def _answers(self, prefix: str, axis: str) -> tuple[TensorSpec, ...]:
+    def _answers(self, prefix: str, axis: int | str) -> tuple[TensorSpec, ...]:
         k = self.candidates
         return (
             TensorSpec(f"{prefix}candidates", "int64", (1, axis, k)),

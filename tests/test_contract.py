@@ -123,6 +123,7 @@ def test_spare_slots_widen_the_buffers():
     [
         ({"feature_size": 4, "feature_input": 4}, "both an input and an output"),
         ({"carried_size": 4}, "need features as an input"),
+        ({"guesses": 3}, "guesses need features as an input"),
         ({"draft_vocab": 101}, "101 tokens is not a part of 100"),
     ],
 )
@@ -138,6 +139,14 @@ def test_a_target_gives_features_of_every_row():
         ("features", "float32", (1, "n", 6))
     ]
     assert contract.inputs == CONTRACT.inputs
+
+
+def test_a_head_that_guesses_answers_for_tokens_not_for_rows():
+    heads = replace(CONTRACT, kv_shapes=(), feature_input=6, guesses=3)
+    shapes = {spec.name: spec.shape for spec in heads.outputs}
+    assert shapes["candidates"] == (1, 3, heads.candidates)
+    assert shapes["logsumexp"] == (1, 3)
+    assert not heads.buffers("past")
 
 
 def test_a_head_reads_features_and_carries_its_own():

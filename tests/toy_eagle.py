@@ -59,9 +59,11 @@ GUESSES = LOGITS.copy()
 """What the head takes them for: another row for three of ten."""
 _WRONG = _RANDOM.permutation(VOCABULARY)[: VOCABULARY * 3 // 10]
 GUESSES[_WRONG] = LOGITS[np.roll(_WRONG, 1)]
+NOISE = _RANDOM.normal(size=LOGITS.shape).astype(np.float32) * 2
+"""What a head takes them for that has learned nothing."""
 
 
-def toy_eagle(folder: Path) -> Path:
+def toy_eagle(folder: Path, guesses: np.ndarray = GUESSES) -> Path:
     """Write the bundle, with the tokenizer and template of `toy_bundle`."""
     folder.mkdir(parents=True)
     toy = toy_bundle()
@@ -69,18 +71,20 @@ def toy_eagle(folder: Path) -> Path:
         shutil.copy(toy / name, folder / name)
     ends = Bundle.open(toy).eos_token_ids
     graphs = {
-        TARGET: _entry(folder, TARGET, TARGET_CONTRACT),
-        DRAFTER: _entry(folder, DRAFTER, HEAD_CONTRACT),
+        TARGET: _entry(folder, TARGET, TARGET_CONTRACT, LOGITS),
+        DRAFTER: _entry(folder, DRAFTER, HEAD_CONTRACT, guesses),
     }
     bundle = Bundle(folder, graphs, ends, provider="cpu", tools={})
     bundle.save()
     return folder
 
 
-def _entry(folder: Path, name: str, contract: StepContract) -> GraphEntry:
+def _entry(
+    folder: Path, name: str, contract: StepContract, logits: np.ndarray
+) -> GraphEntry:
     files = [f"{name}.onnx", f"{name}-tree.onnx", f"{name}-compaction.onnx"]
     for file, tree in zip(files, (False, True), strict=False):
-        onnx.save(_model(replace(contract, tree=tree)), folder / file)
+        onnx.save(_model(replace(contract, tree=tree), logits), folder / file)
     write_compaction(folder / files[2], contract)
     vocabulary_file = None
     if contract.draft_vocab:
@@ -130,7 +134,7 @@ class _Nodes:
         return name
 
 
-def _model(contract: StepContract) -> onnx.ModelProto:
+def _model(contract: StepContract, logits: np.ndarray) -> onnx.ModelProto:
     nodes = _Nodes()
     is_head = bool(contract.feature_input)
     # The row of a head is for the token after its position.
@@ -138,17 +142,17 @@ def _model(contract: StepContract) -> onnx.ModelProto:
     position = nodes.make("Add", "position_ids", ahead)
     place = nodes.make("Mul", position, np.array([7]))
     place = nodes.make("Mod", nodes.make("Add", place, "input_ids"), [VOCABULARY])
-    table = GUESSES[:, IDS] if is_head else LOGITS
+    table = logits[:, IDS] if is_head else logits
     rows = nodes.make("Gather", table, place, axis=0)
-    logits = nodes.make("Gather", rows, "answer_rows", axis=1, to="logits")
+    answered = nodes.make("Gather", rows, "answer_rows", axis=1, to="logits")
     places = "places" if is_head else "candidates"
     nodes.nodes.append(
-        helper.make_node("TopK", [logits, "k"], ["candidate_logits", places])
+        helper.make_node("TopK", [answered, "k"], ["candidate_logits", places])
     )
     nodes.constants["k"] = np.array([contract.candidates])
     if is_head:
         nodes.make("Gather", IDS, places, to="candidates")
-    nodes.make("ReduceLogSumExp", logits, [-1], keepdims=0, to="logsumexp")
+    nodes.make("ReduceLogSumExp", answered, [-1], keepdims=0, to="logsumexp")
     _features(nodes, is_head)
     graph = helper.make_graph(
         nodes.nodes,

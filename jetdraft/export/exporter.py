@@ -25,12 +25,13 @@ from jetdraft.bundle import (
 )
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head import Head
+from jetdraft.checkpoints.heads.medusa import Medusa
 from jetdraft.checkpoints.silence import silenced
 from jetdraft.contract import StepContract
 from jetdraft.errors import OptionError, PairError
 from jetdraft.export.embeddings import write_similarity
 from jetdraft.export.export_options import DTYPES, ExportOptions
-from jetdraft.export.heads.head_export import head_of, taps_of, write_head
+from jetdraft.export.heads.head_export import Writable, head_of, taps_of, write_head
 from jetdraft.export.job import Job, Progress
 from jetdraft.export.kv import cache_scales
 from jetdraft.export.measures import Measures
@@ -86,7 +87,8 @@ def export(
         checkpoints[TARGET] = replace(checkpoints[TARGET], taps=taps_of(reader))
     contracts = _check(checkpoints, options)
     with silenced(logging.INFO):
-        measures = Measures(checkpoints, contracts, options, report, reader)
+        carrying = reader if isinstance(reader, Head) else None
+        measures = Measures(checkpoints, contracts, options, report, carrying)
         cut = _cut(measures)
         options = measures.settled()
     with writing(output) as folder, silenced(logging.INFO):
@@ -128,7 +130,7 @@ def _can_draft_here(bundle: Bundle, options: ExportOptions) -> bool:
 
 
 def _check_draft_vocabulary(
-    options: ExportOptions, target: Checkpoint, reader: Head | None
+    options: ExportOptions, target: Checkpoint, reader: Writable | None
 ) -> None:
     """Raise `OptionError` for a draft vocabulary that is none."""
     count, most = options.draft_vocab, target.vocab_size - 1
@@ -138,6 +140,10 @@ def _check_draft_vocabulary(
         raise OptionError(
             f"a draft vocabulary of {count} tokens is not a part of the target's "
             f"{most + 1}; give 1 to {most}, or leave it out"
+        )
+    if isinstance(reader, Medusa):
+        raise OptionError(
+            "Medusa heads draft from the whole vocabulary; leave --draft-vocab out"
         )
     if reader is not None and reader.ids is not None:
         raise OptionError(

@@ -122,7 +122,9 @@ class Step(torch.nn.Module):
     def answers(self, logits: torch.Tensor) -> list[torch.Tensor]:
         """The four outputs for rows whose logits are float32 [1, m, n]."""
         places, *others = answers(logits, self.contract)
-        return [places if self.ids is None else self.ids[places], *others]
+        # WebGPU gathers integers of 32 bits only.
+        ids = places if self.ids is None else self.ids.int()[places].long()
+        return [ids, *others]
 
     def dtype_of(self, weight: str) -> torch.dtype:
         """The type that the graph has a weight in, by its name in the module."""

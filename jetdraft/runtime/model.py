@@ -173,9 +173,7 @@ class Model:
         async for piece in model.astream("def fib(n):"):
             print(piece.text, end="")
         """
-        generation = self._generation(
-            prompt, options, token_ids, fields, at_once=False
-        )
+        generation = self._generation(prompt, options, token_ids, fields, at_once=False)
         return AsyncStream(Stream(generation))
 
     def _generation(

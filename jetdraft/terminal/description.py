@@ -50,9 +50,9 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
     contract = entry.contract
     yield ""
     yield f"{name}  {entry.file} from {entry.source}"
-    if entry.tree_file is None:
+    if entry.tree_file is None and contract.kv_shapes:
         yield "  trees         none: the model attends in sliding windows"
-    else:
+    elif entry.tree_file is not None:
         yield f"  trees         {entry.tree_file}, weights of {entry.file}.data"
     if entry.streams is not None:
         streams = entry.streams
@@ -61,12 +61,12 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
     if contract.feature_input:
         ids = f"{contract.choices:,} of {contract.vocab_size:,} tokens"
         yield f"  head          features of width {contract.feature_input}, {ids}"
+    if contract.guesses:
+        yield f"  guesses       {contract.guesses} tokens from one row"
     yield f"  parameters    {entry.parameters:,}"
     yield f"  quantization  {scheme(entry)}; floats are {contract.dtype}"
-    shapes = sorted(set(contract.kv_shapes))
-    heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)
-    yield f"  layers        {len(contract.kv_shapes)}, KV heads {heads}"
-    yield f"  KV buffers    {_buffer_bytes(contract) / 1e6:.1f} MB"
+    if contract.kv_shapes:
+        yield from _cache(contract)
     for side, specs in (("inputs", contract.inputs), ("outputs", contract.outputs)):
         yield f"  {side}"
         for spec in specs:
@@ -74,6 +74,14 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
             if spec.name.endswith(".0") or "." not in spec.name:
                 axes = " x ".join(map(str, spec.shape))
                 yield f"    {spec.name:22} {spec.dtype:8} {axes}"
+
+
+def _cache(contract: StepContract) -> Iterator[str]:
+    """The lines about layers and their buffers."""
+    shapes = sorted(set(contract.kv_shapes))
+    heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)
+    yield f"  layers        {len(contract.kv_shapes)}, KV heads {heads}"
+    yield f"  KV buffers    {_buffer_bytes(contract) / 1e6:.1f} MB"
 
 
 def scheme(entry: GraphEntry) -> str:

@@ -16,7 +16,9 @@ import jetdraft
 from jetdraft.testing import toy_bundle
 
 HERE = Path(__file__).parent
-OWN = ["lookup", "draft", "stream", "recall", "trigram", "cascade"]
+OWN = [
+    "lookup", "draft", "eagle", "medusa", "stream", "recall", "trigram", "cascade"
+]  # fmt: skip
 OF_TOY = ["none", "lookup", "draft", "trigram", "cascade"]
 
 

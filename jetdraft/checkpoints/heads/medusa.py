@@ -33,6 +33,9 @@ class Medusa(nn.Module):
         logits = medusa.logits(hidden)         # [b, n, slots, vocabulary]
     """
 
+    ids: Tensor | None = None
+    """It chooses among the whole vocabulary."""
+
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config

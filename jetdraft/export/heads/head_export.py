@@ -11,45 +11,48 @@ from jetdraft.bundle import CONTRIB, DRAFTER, GraphEntry
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.checkpoints.heads.medusa import Medusa
 from jetdraft.checkpoints.taps import Taps
+from jetdraft.contract import StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.export_options import DTYPES, ExportOptions
 from jetdraft.export.heads.head_step import HeadStep, head_contract
+from jetdraft.export.heads.medusa_step import MedusaStep, medusa_contract
 from jetdraft.export.heads.shared_weights import share_weights
 from jetdraft.export.job import Job
 from jetdraft.export.pair.cut_head import write_vocabulary
+from jetdraft.export.step import Step
 from jetdraft.export.variants import chain_graph, tree_graph
 from jetdraft.quant.weights import Quantization
 
 _FUSION = ("fc", "input_norm", "fc_norm")
 """The modules of a head whose weights the target's graph has."""
 
-_LENT = ("embed_tokens", "lm_head")
-"""The modules that a head may share with its target."""
+Writable = Head | Medusa
 
 
-def head_of(source: str, target: Checkpoint, options: ExportOptions) -> Head:
+def head_of(source: str, target: Checkpoint, options: ExportOptions) -> Writable:
     """The head in a folder or hub repository; raises a `JetdraftError`."""
     head = load_head(source, target, getattr(torch, DTYPES[options.dtype_of(DRAFTER)]))
-    if not isinstance(head, Head):
+    if not isinstance(head, Writable):
         raise UnsupportedModelError(
-            f"{source} is a {head.config.family} head, which drafts several tokens in "
-            "one row; only heads that carry can be exported: EAGLE and MTP"
+            f"{source} is a {head.config.family} head, whose guesses read the guesses "
+            "before them; heads of EAGLE, MTP and Medusa can be exported"
         )
     return head
 
 
-def taps_of(head: Head) -> Taps:
+def taps_of(head: Writable) -> Taps:
     """What a head reads of its target's states."""
     config = head.config
-    if not config.taps:
+    if isinstance(head, Medusa) or not config.taps:
         return Taps((), config.feature_size)
     parts = {name: getattr(head, name) for name in _FUSION if hasattr(head, name)}
     return Taps(config.taps, config.feature_size, head.fuse, parts)
 
 
 def write_head(
-    target: Job, source: str, head: Head, overlaps: Mapping[str, float]
+    target: Job, source: str, head: Writable, overlaps: Mapping[str, float]
 ) -> GraphEntry:
     """Write a head's graphs; matrices of the target stay in the target's file.
 
@@ -57,13 +60,13 @@ def write_head(
     `overlaps` are what the manifest says of the recipe's acceptance.
     """
     options = target.options
-    contract = head_contract(head, target.contract, DTYPES[options.dtype_of(DRAFTER)])
+    step = _step_of(head, target.contract, DTYPES[options.dtype_of(DRAFTER)])
     checkpoint = Checkpoint(source, head, None, None, ())
     names, recipe = checkpoint.names(), options.recipe_of(DRAFTER)
     borrowed = _borrowed(head, names, target.names)
     entry = GraphEntry(
         file=f"{DRAFTER}.onnx",
-        contract=contract,
+        contract=step.contract,
         quantization={**recipe.to_json(), **overlaps},
         source=source,
         parameters=sum(
@@ -78,14 +81,14 @@ def write_head(
         entry=entry,
         quantization=Quantization(
             recipe,
-            checkpoint.head,
+            names[id(head.lm_head.weight)] if isinstance(head, Head) else "",
             options.flavour_made != CONTRIB,
             borrowed=borrowed,
             lender=target.quantization,
         ),
         scales=[],
         names=names,
-        step=HeadStep(head, contract),
+        step=step,
         task={},
     )
     chain_graph.write(job)
@@ -94,13 +97,19 @@ def write_head(
     return job.entry
 
 
+def _step_of(head: Writable, target: StepContract, dtype: str) -> Step:
+    """The pass to trace, with the contract of its graph."""
+    if isinstance(head, Medusa):
+        return MedusaStep(head, medusa_contract(head, target, dtype))
+    return HeadStep(head, head_contract(head, target, dtype))
+
+
 def _borrowed(
-    head: Head, names: Mapping[int, str], target_names: Mapping[int, str]
+    head: Writable, names: Mapping[int, str], target_names: Mapping[int, str]
 ) -> dict[str, str]:
     """The target's names of the matrices that a head has from it, by its own names."""
-    matrices = [getattr(head, name).weight for name in _LENT]
     return {
-        names[id(matrix)]: target_names[id(matrix)]
-        for matrix in matrices
-        if id(matrix) in target_names
+        names[id(weight)]: target_names[id(weight)]
+        for weight in head.parameters()
+        if id(weight) in target_names
     }

@@ -12,10 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from jetdraft.bundle import DRAFTER, AcceptanceRecord, Bundle
+from jetdraft.contract import StepContract
 from jetdraft.manifest import MANIFEST
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.proposers import draft, head_method
+from jetdraft.runtime.proposers.guessing import medusa_method
 
 DRAFTED, NEW_TOKENS = 4, 32
 """Tokens of a draft, and of the text that the target writes after each prompt."""
@@ -46,16 +48,22 @@ def acceptance_of(model: Model, record: AcceptanceRecord) -> list[float]:
 
 def _drafted(model: Model, prompt: list[int], new_tokens: int) -> Stats:
     """The figures of a greedy text."""
-    is_head = model.bundle.graphs[DRAFTER].contract.carried_size
     return model.generate(
         token_ids=prompt,
-        method=head_method.NAME if is_head else draft.NAME,
+        method=_method(model.bundle.graphs[DRAFTER].contract),
         num_draft_tokens=DRAFTED,
         max_new_tokens=new_tokens,
         temperature=0.0,
         ignore_eos=True,
         exact=False,
     ).stats
+
+
+def _method(drafter: StepContract) -> str:
+    """The method that drafts with such a graph alone."""
+    if drafter.guesses:
+        return medusa_method.NAME
+    return head_method.NAME if drafter.carried_size else draft.NAME
 
 
 def stored_acceptance(bundle: Bundle) -> AcceptanceRecord | None:

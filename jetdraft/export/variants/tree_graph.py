@@ -19,11 +19,11 @@ from jetdraft.quant.edits import initializer
 def write(job: Job) -> None:
     """Write the tree graph, which shares the chain graph's weights, and its compaction.
 
-    For a model with sliding windows it writes nothing, or raises
+    For a model without layers, or with sliding windows, it writes nothing, or raises
     `UnsupportedModelError` if the chain graph itself needs a mask.
     """
     model = ir.load(job.file)
-    if has_windows(model.graph):
+    if not job.contract.kv_shapes or has_windows(model.graph):
         if job.contract.masked:
             raise UnsupportedModelError(
                 f"{job.checkpoint.source} attends in sliding windows; streams need "

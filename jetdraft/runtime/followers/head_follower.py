@@ -8,6 +8,7 @@ import numpy as np
 
 from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.followers.follower import Follower
+from jetdraft.runtime.followers.guess_follower import GuessFollower
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
@@ -148,4 +149,6 @@ class HeadFollower(Follower):
 
 def follower_of(graph: Graph) -> Follower:
     """What feeds a drafter's graph: a head is fed with features too."""
+    if graph.contract.guesses:
+        return GuessFollower(graph)
     return HeadFollower(graph) if graph.contract.feature_input else Follower(graph)

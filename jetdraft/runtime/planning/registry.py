@@ -26,6 +26,7 @@ from jetdraft.runtime.proposers import (
     stream,
     trigram,
 )
+from jetdraft.runtime.proposers.guessing import medusa_method
 from jetdraft.runtime.proposers.method import Method
 
 GROUP = "jetdraft.methods"
@@ -33,7 +34,7 @@ GROUP = "jetdraft.methods"
 AUTO, NONE = "auto", "none"
 """Names in place of a method: the methods that promise most, and plain decoding."""
 
-_MODULES = (lookup, draft, head_method, stream, recall, trigram, cascade)
+_MODULES = (lookup, draft, head_method, medusa_method, stream, recall, trigram, cascade)
 
 
 @cache

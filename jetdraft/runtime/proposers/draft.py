@@ -11,6 +11,7 @@ from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.followers.follower import Follower
 from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.proposers.draft_stops import DRAFT_STOPS, DraftStop, draft_stop
 from jetdraft.runtime.proposers.method import Method, check_choice
 from jetdraft.runtime.proposers.parts import Parts
@@ -96,11 +97,7 @@ class DraftProposer(Proposer):
 
     def observe(self, seen: Seen) -> None:
         """Let its follower see the accepted rows, whoever proposed them."""
-        path, features = seen.path, seen.answer.features
-        if features is not None:
-            tokens = [seen.rows.tokens[row] for row in path]
-            first = seen.length - 1 - len(path)
-            self._follower.observe(first, tokens, features[list(path)])
+        observe(self._follower, seen)
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """Catch up with the context, then draft token by token."""
@@ -180,6 +177,24 @@ class TreeProposer(DraftProposer):
         }
 
 
+def observe(follower: Follower, seen: Seen) -> None:
+    """Let a follower see the accepted rows of a pass."""
+    path, features = seen.path, seen.answer.features
+    if features is not None:
+        tokens = [seen.rows.tokens[row] for row in path]
+        first = seen.length - 1 - len(path)
+        follower.observe(first, tokens, features[list(path)])
+
+
+def check_trees(*graphs: Graph) -> None:
+    """Raise `OptionError` unless all of these graphs can branch."""
+    if not all(graph.contract.tree for graph in graphs):
+        raise DraftingError(
+            "the bundle verifies chains only, since one of its models attends in "
+            "sliding windows; leave the tree out"
+        )
+
+
 def drafter_of(parts: Parts, method: str) -> Follower:
     """The drafter of a bundle; raises `OptionError` if there is no drafter."""
     follower = parts.follower
@@ -207,12 +222,7 @@ def drafting(
     if not options.branched:
         stopping = draft_stop(options.stopping, options.stop_threshold, parts)
         return DraftProposer(follower, ms, stopping, name)
-    graphs = (parts.target, follower.graph)
-    if not all(graph.contract.tree for graph in graphs):
-        raise DraftingError(
-            "the bundle verifies chains only, since one of its models attends in "
-            "sliding windows; leave the tree out"
-        )
+    check_trees(parts.target, follower.graph)
     return TreeProposer(follower, options.shape, options.kind, ms, name)
 
 

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from jetdraft.bundle import Bundle
 from jetdraft.contract import WIDEST
 from jetdraft.errors import DraftingError, OptionError
-from jetdraft.runtime.drafts.rows import Kind, Rows
+from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.target import Target
+from jetdraft.runtime.proposers.guessing.guess_proposer import GuessProposer
 from jetdraft.runtime.proposers.method import WALK, Method
 from jetdraft.runtime.proposers.parts import Parts
-from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits
+from jetdraft.runtime.proposers.proposer import Proposer, Seen, Tokens, Traits
 from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
-from jetdraft.runtime.sampling.chooser import Chooser, Sampling
-from jetdraft.runtime.trees.fixed import Static
-from jetdraft.runtime.trees.shape import Shape, Tree
+from jetdraft.runtime.sampling.chooser import Chooser
+from jetdraft.runtime.trees.shape import Shape
 
 NAME = "stream"
 
@@ -70,7 +70,7 @@ class StreamOptions(TreeOptions):
         return WIDEST - 1 if size is None and self.prune_threshold is not None else size
 
 
-class StreamProposer(Proposer):
+class StreamProposer(GuessProposer):
     """Drafts the tokens that the probes of the last accepted row guessed, at no cost.
 
     The last token of the context is the choice of that row; probe j guesses the token j
@@ -87,54 +87,25 @@ class StreamProposer(Proposer):
         kind: Kind = Kind.COUPLED,
         branches: bool = True,
     ) -> None:
-        self.shape = shape
         streams = graph.contract.streams
         branches = branches and graph.contract.tree and shape is None
         chain = shape is None and not branches
-        self.traits = Traits(
-            NAME,
-            streams if chain else graph.contract.max_width - 1,
-            kind,
-            probes=streams,
-            branches=branches,
+        most = streams if chain else graph.contract.max_width - 1
+        super().__init__(
+            Traits(NAME, most, kind, probes=streams, branches=branches), shape
         )
-        self._chooser = Chooser(Sampling())
         self._ready: tuple[int, Answer] | None = None
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         """Forget the last sequence."""
-        self._chooser = chooser
+        super().begin(prompt, chooser)
         self._ready = None
 
-    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """The tokens that the probes of the last pass guessed, if it had probes."""
-        root, kind = context[-1], self.traits.kind
+    def guesses(self, context: Tokens) -> Answer | None:
+        """What the probes of the last pass guessed, if it had probes."""
         if self._ready is None or self._ready[0] != len(context):
-            return Rows.chain([root], kind)
-        probes = self._ready[1]
-        shape = self.shape if parents is None else Static(parents)
-        if shape is not None:
-            tree = Tree(kind, self._chooser.sampling, len(context), budget, [root])
-            return self._grow(tree, shape, probes)
-        first_probes = probes.first(min(budget, len(probes.candidates)))
-        positions = range(len(context), len(context) + len(first_probes.candidates))
-        return Rows.chain([root, *self._chooser.choose(first_probes, positions)], kind)
-
-    def _grow(self, tree: Tree, shape: Shape, probes: Answer) -> Rows:
-        """Grow a tree in which all rows of a depth draw from the same probe."""
-        levels = [
-            self._chooser.draft_distribution(probes.rows(slice(i, i + 1)))
-            for i in range(len(probes.candidates))
-        ]
-        rows = [0]
-        while rows:
-            answers = {
-                row: levels[tree.depths[row]]
-                for row in rows
-                if tree.depths[row] < len(levels)
-            }
-            rows = shape.grow(tree, answers) if answers else []
-        return shape.finish(tree).depth_first()
+            return None
+        return self._ready[1]
 
     def observe(self, seen: Seen) -> None:
         """Keep the answer of the probes of the last accepted row."""

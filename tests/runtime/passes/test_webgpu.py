@@ -12,6 +12,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
+import torch
 
 import jetdraft
 from jetdraft.checkpoints.streamed import StreamSettings
@@ -24,12 +25,14 @@ from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
 from jetdraft.runtime.passes.tensor import Tensor
+from tests.checkpoints.heads import layouts
 from tests.tiny import drafter_config, llama_config, save_checkpoint, save_streams
 
 PROMPT = np.random.default_rng(3).integers(0, 288, 12).tolist()
 TREE = [5, 6, 7, 8, 9], [0, 1, 1, 2, 2], [[], [0], [0], [0, 1], [0, 2]]
 BEST = {"tree": "best"}
 TOKENS = 16
+FILES = {"eagle": "model.safetensors", "medusa": "medusa_lm_head.pt"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -249,6 +252,60 @@ def test_streams_draft_on_the_device(tmp_path):
     )
     assert drafted.token_ids == plain
     assert drafted.stats.drafted_tokens
+
+
+@pytest.fixture(scope="module")
+def heads(checkpoints):
+    """An EAGLE-3 head with a draft vocabulary, and Medusa's heads: bundles by kind."""
+    torch.manual_seed(3)
+    eagle3 = layouts.speculators(taps=2, eagle_aux_hidden_state_layer_ids=[0, 1])
+    settings = ExportOptions(
+        Recipe("none"), provider="webgpu", capacity=64, max_width=16
+    )
+    bundles = {}
+    for kind, layout in (("eagle", eagle3), ("medusa", layouts.medusa())):
+        head = layouts.write(checkpoints / f"{kind}-head", *layout, FILES[kind])
+        output = checkpoints / f"{kind}-bundle"
+        bundles[kind] = export(
+            str(checkpoints / "target"), output, options=settings, head=head
+        )
+    return bundles
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_a_head_reads_features_on_the_device(heads, kind):
+    """Features, what the head makes of them, and the text are the CPU's."""
+    here = jetdraft.load(heads[kind].path, threads=1)
+    there = jetdraft.load(heads[kind].path, provider="cpu", threads=1)
+    answers = []
+    for model in (here, there):
+        with model.parts._idle.paused():
+            target, head = model.parts.target, model.parts.drafter
+            target.cache.rewind(0)
+            features = target.run(PROMPT[:8], last_only=True).features.copy()
+            head.cache.rewind(0)
+            rows = 1 if kind == "medusa" else 7
+            found = head.run(PROMPT[8 - rows : 8], features=features[7 - rows : 7])
+            answers.append((features, found.candidates.copy(), found))
+    (features, candidates, one), (wanted, likewise, other) = answers
+    assert features.shape == (8, 64)
+    np.testing.assert_allclose(features, wanted, atol=1e-4)
+    assert np.array_equal(candidates[:, :3], likewise[:, :3])
+    values = [found.candidate_logits for found in (one, other)]
+    np.testing.assert_allclose(*values, atol=1e-3)
+    for way in ({}, {"temperature": 0.9, "seed": 3}):
+        plain = text(here, method="none", **way)
+        assert text(there, method="none", **way) == plain
+        for drafting in ({"num_draft_tokens": 3}, {"drafting": BEST}):
+            assert text(here, method=kind, **drafting, **way) == plain
+        assert text(here, method=f"{kind},lookup", **way) == plain
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_no_operator_of_a_head_is_left_on_the_host(heads, kind):
+    model = jetdraft.load(heads[kind].path, threads=1)
+    for graph in (model.parts.target, model.parts.drafter):
+        assert operators_on_host(graph.sessions.any.session) == set()
 
 
 def test_memory_does_not_grow(model):

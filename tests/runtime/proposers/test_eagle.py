@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import time
+
 import numpy as np
 import pytest
 
@@ -17,7 +20,16 @@ from jetdraft.runtime.passes.tensor import Memory
 from jetdraft.runtime.planning.registry import methods
 from jetdraft.runtime.proposers.lookup import LookupProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
-from tests.toy_eagle import CAPACITY, IDS, STEP, WIDTH, features_of, toy_eagle
+from tests.toy_eagle import (
+    CAPACITY,
+    GUESSES,
+    IDS,
+    NOISE,
+    STEP,
+    WIDTH,
+    features_of,
+    toy_eagle,
+)
 
 PROMPT = np.random.default_rng(5).integers(4, 384, 70).tolist()
 """Longer than the widest pass, so that it is read in several."""
@@ -408,6 +420,77 @@ def test_a_saved_prefix(model, bundle, tmp_path):
         check_rows(other, PROMPT + result.token_ids)
     assert result.token_ids == expected.token_ids
     assert result.stats.accepted_tokens == expected.stats.accepted_tokens
+
+
+def test_json(model):
+    """A constraint masks the candidates of the head too."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "minLength": 9, "maxLength": 20},
+            "parts": {"type": "array", "items": {"type": "integer"}, "minItems": 3,
+                      "maxItems": 5},
+        },
+        "required": ["name", "parts"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    for way in (GREEDY, SAMPLED):
+        how = {
+            "token_ids": PROMPT, "max_new_tokens": 100, "json_schema": schema, **way
+        }  # fmt: skip
+        plain = model.generate(method="none", **how)
+        assert set(json.loads(plain.text)) == {"name", "parts"}
+        for drafting in (
+            {"method": "eagle", "num_draft_tokens": 4},
+            {"method": "eagle", "drafting": {"tree": "best"}},
+            {"method": "eagle,lookup"},
+            {"method": "auto"},
+        ):
+            result = model.generate(**how, **drafting)
+            assert result.token_ids == plain.token_ids
+            if "num_draft_tokens" in drafting:
+                assert result.stats.accepted_tokens > 0
+
+
+@pytest.fixture
+def slow_target(monkeypatch):
+    """A pass of the target takes 2 ms more, whatever its width: drafts would pay."""
+    run = Graph._run
+
+    def slowly(graph, binding, cursor):
+        answer = run(graph, binding, cursor)
+        if graph.contract.feature_size:
+            time.sleep(2e-3)
+            graph.seconds += 2e-3
+        return answer
+
+    monkeypatch.setattr(Graph, "_run", slowly)
+
+
+@pytest.mark.parametrize("learned", [True, False], ids=["learned", "random"])
+def test_auto_does_not_choose_a_random_head_for_long(tmp_path, slow_target, learned):
+    """Where a learned head has nearly all rounds, a random head has few and loses them.
+
+    It costs what a learned head costs.
+    """
+    source = toy_eagle(tmp_path / "bundle", GUESSES if learned else NOISE)
+    with jetdraft.load(source, threads=1) as model:
+        how = {"tokens": 100, "prompt": PROMPT[:20]}
+        plain = generate(model, "none", **how)
+        shares = []
+        for _ in range(4):
+            result = generate(model, "auto", **how)
+            assert result.token_ids == plain.token_ids
+            stats = result.stats
+            rounds = (
+                stats.by_method["eagle"].rounds if "eagle" in stats.by_method else 0
+            )
+            shares.append(rounds / stats.target_passes)
+    if learned:
+        assert min(shares) > 0.5
+    else:
+        assert 0 < max(shares) < 0.5
+        assert max(shares[1:]) < 0.1
 
 
 def test_its_cost_is_measured(tmp_path):

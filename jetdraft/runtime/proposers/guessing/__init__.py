@@ -1,0 +1,1 @@
+"""Drafts from guesses of several tokens at once."""
