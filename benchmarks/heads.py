@@ -8,7 +8,7 @@
 
 Every way decodes a prompt before the next prompt, at T = 0 and 0.8. Speed-ups are over
 plain decoding at width 1 in the same bundle. `draft ms` is the time of one drafted
-token. Run nothing beside it.
+token, which only the controller of `auto` reports. Run nothing beside it.
 """
 
 from __future__ import annotations
