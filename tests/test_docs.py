@@ -40,6 +40,8 @@ ONLY_PARSED = {
     "jetdraft export": "takes minutes and torch; tests/export, scripts/demo",
     "jetdraft recipes": "exports a checkpoint several times; tests/cli/test_recipes.py",
     "jetdraft train streams": "takes a quarter of an hour; tests/train",
+    "jetdraft train head": "takes a quarter of an hour; tests/train",
+    "jetdraft generate bundles/with-head": "needs an export; tests/test_pycode.py",
     "jetdraft generate bundles/streams": "needs a trained bundle; tests/runtime",
     "jetdraft doctor": "ends with 2 on a machine with faults; tests/devices",
     "jetdraft check bundle --for": "ends with 2, the toy is in float; tests/devices",

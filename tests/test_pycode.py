@@ -1,5 +1,6 @@
 """The trained pair: the same text over a thousand tokens, and a drafter that lives."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ TOKENS = 1000
 # costs acceptance must be seen, and equality of texts cannot see it.
 GREEDY_FLOOR = 0.50
 SAMPLED_FLOOR = 0.40
+# The head's, by place in a draft of three; an untrained head is right at 0.00.
+HEAD_FLOORS = {0.0: (0.5, 0.4, 0.4), 0.8: (0.3, 0.2, 0.15)}
+HEAD_MEGABYTES = 4
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +79,38 @@ def test_the_standard_flavour_writes_the_same(pycode, tmp_path):
         assert drafted.text == plain.text
         if not way:  # a sampled text turns at a near tie, where kernels round otherwise
             assert pycode.generate(PROMPT, method="none", **options).text == plain.text
+
+
+@pytest.fixture(scope="module")
+def with_head(tmp_path_factory):
+    output = tmp_path_factory.mktemp("bundles") / "with-head"
+    how = ExportOptions(Recipe("int4", 32))
+    export(str(FOLDER / "target"), output, head=str(FOLDER / "head"), options=how)
+    return jetdraft.load(output, threads=1)
+
+
+@pytest.mark.parametrize("temperature", HEAD_FLOORS)
+def test_the_head_is_right_often_and_never_changes_the_text(with_head, temperature):
+    options = {
+        "max_new_tokens": 96, "temperature": temperature, "seed": 1, "ignore_eos": True,
+    }  # fmt: skip
+    lines = (FOLDER / "prompts.jsonl").read_text().splitlines()[:4]
+    total = None
+    for prompt in (json.loads(line)["prompt"] for line in lines):
+        plain = with_head.generate(prompt, method="none", **options)
+        result = with_head.generate(
+            prompt, method="eagle", num_draft_tokens=3, **options
+        )
+        assert result.token_ids == plain.token_ids
+        if total is None:
+            total = result.stats
+        else:
+            total.merge(result.stats)
+    rates = total.accepted_by_position
+    floors = HEAD_FLOORS[temperature]
+    assert all(r >= f for r, f in zip(rates, floors, strict=True)), rates
+
+
+def test_the_head_is_small():
+    size = sum(file.stat().st_size for file in (FOLDER / "head").iterdir())
+    assert size <= HEAD_MEGABYTES * 10**6

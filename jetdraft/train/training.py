@@ -100,6 +100,10 @@ class Training(ABC):
     def loss(self, accelerator: Any, module: Any, batch: Batch) -> Tensor:
         """The loss of a batch."""
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """What moves the weights; the learning rate of a step is set in each."""
+        return [torch.optim.AdamW(self.weights.values(), lr=0.0, betas=self.betas)]
+
     @abstractmethod
     def validate(self, accelerator: Any, module: Any) -> dict[str, Any]:
         """Figures of the validation texts; raises `TrainingError` for no numbers."""
@@ -147,26 +151,26 @@ class Training(ABC):
         saves the checkpoint first.
         """
         accelerator = Accelerator(mixed_precision="bf16")
-        optimizer = torch.optim.AdamW(self.weights.values(), lr=0.0, betas=self.betas)
+        optimizers = self.optimizers()
         if accelerator.is_main_process:
             self.begin()
         accelerator.wait_for_everyone()
-        self._resume(optimizer)
-        module, optimizer = accelerator.prepare(self.module, optimizer)
+        self._resume(optimizers)
+        module, *optimizers = accelerator.prepare(self.module, *optimizers)
         figures: dict[str, Any] = {}
         try:
             figures = self._validated(accelerator, module)
             self._report(accelerator, report, math.nan, figures)
             while self.step < self.options.steps:
-                loss = self._advance(accelerator, module, optimizer)
+                loss = self._advance(accelerator, module, optimizers)
                 last = self.step == self.options.steps
                 validates = last or self.step % self.options.validate_every == 0
                 if validates:
                     figures = self._validated(accelerator, module)
-                    self._save(accelerator, optimizer, figures)
+                    self._save(accelerator, optimizers, figures)
                 self._report(accelerator, report, loss, figures if validates else None)
         except KeyboardInterrupt:
-            self._save(accelerator, optimizer, None)
+            self._save(accelerator, optimizers, None)
             raise
         return figures
 
@@ -180,7 +184,9 @@ class Training(ABC):
         if accelerator.is_main_process:
             report(Progress(self.step, self.options.steps, loss, figures))
 
-    def _advance(self, accelerator: Any, module: Any, optimizer: Any) -> float:
+    def _advance(
+        self, accelerator: Any, module: Any, optimizers: Sequence[Any]
+    ) -> float:
         """Train one step; gives its loss."""
         batch = self.corpus.batch(
             self.step,
@@ -195,10 +201,11 @@ class Training(ABC):
         # An infinite gradient would spoil the weights without a warning.
         if not (torch.isfinite(loss) and torch.isfinite(norm)):
             raise TrainingError(self.failure())
-        for group in optimizer.param_groups:
-            group["lr"] = self._rate()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self._rate()
+            optimizer.step()
+            optimizer.zero_grad()
         self.step += 1
         return loss.item()
 
@@ -230,7 +237,7 @@ class Training(ABC):
         module.train()
         return figures
 
-    def _resume(self, optimizer: torch.optim.Optimizer) -> None:
+    def _resume(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Continue from the state in the output folder, if there is one."""
         state = self.folder.read_state(self._identity())
         if state is None:
@@ -238,7 +245,8 @@ class Training(ABC):
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(state["weights"][name])
-        optimizer.load_state_dict(state["optimizer"])
+        for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(kept)
         self.step = state["step"]
 
     def _identity(self) -> dict[str, Any]:
@@ -252,7 +260,7 @@ class Training(ABC):
     def _save(
         self,
         accelerator: Any,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         figures: dict[str, Any] | None,
     ) -> None:
         """Save the checkpoint; `figures` are this step's validation, if it had one."""
@@ -264,7 +272,7 @@ class Training(ABC):
             "run": self._identity(),
             "step": self.step,
             "weights": weights,
-            "optimizer": optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         }
         self.save(weights, state, figures)
 

@@ -19,7 +19,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import DataError, OptionError, OutputError, TrainingError
 from jetdraft.train.head import head_training
-from jetdraft.train.head.head_losses import Lesson, Objective, unrolled_mask
+from jetdraft.train.head.head_losses import Lesson, Objective, precision, unrolled_mask
 from jetdraft.train.head.head_training import HeadSettings, HeadTraining
 from jetdraft.train.head.teacher import Teacher
 from jetdraft.train.run_folder import STATE
@@ -117,6 +117,27 @@ def test_an_eagle3_folder_has_the_published_names(target, text, tmp_path):
     assert tensors["lm_head.weight"].shape == (40, 64)
     assert not any("embed" in name for name in tensors)
     assert not (tmp_path / "out" / STATE).exists()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_cpu_multiplies_in_bfloat16_where_that_is_fast(fast, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": fast})
+    rows = torch.ones(2, 2)
+    with precision(torch.device("cpu")):
+        assert (rows @ rows).dtype == (torch.bfloat16 if fast else torch.float32)
+
+
+def test_each_weight_has_one_optimizer(target, text, tmp_path):
+    """Matrices inside the head have Muon; LM head and norms have AdamW."""
+    run = HeadTraining(target, tmp_path / "out", [text], SETTINGS, QUICK)
+    muon, adam = (
+        [weight for group in optimizer.param_groups for weight in group["params"]]
+        for optimizer in run.optimizers()
+    )
+    assert {id(w) for w in (*muon, *adam)} == {id(w) for w in run.weights.values()}
+    assert len(muon) + len(adam) == len(run.weights)
+    assert {id(run.weights["lm_head.weight"])} <= {id(weight) for weight in adam}
+    assert all(weight.ndim == 2 for weight in muon)
 
 
 def test_a_small_head_in_half_precision(target, text, tmp_path):
@@ -281,16 +302,22 @@ def test_a_text_that_is_too_short(target, tmp_path):
 
 TWO = """
 import sys
+import torch
 from pathlib import Path
 from dataclasses import replace
 from tests.train.test_head_training import QUICK, SETTINGS, train
+torch.cpu.get_capabilities = dict
 target, output, text = sys.argv[1:]
 train(target, Path(output), Path(text), SETTINGS, replace(QUICK, steps=2))
 """
 
 
-def test_two_processes_learn_what_one_learns(target, text, tmp_path):
-    """Each has a part of the batch, and gloo averages their gradients."""
+def test_two_processes_learn_what_one_learns(target, text, tmp_path, monkeypatch):
+    """Each has a part of the batch, and gloo averages their gradients.
+
+    In float32: bfloat16 rounds a part otherwise than the whole.
+    """
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     train(target, tmp_path / "one", text, options=replace(QUICK, steps=2))
     script = tmp_path / "two.py"
     script.write_text(TWO)

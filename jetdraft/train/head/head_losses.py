@@ -128,9 +128,9 @@ class Objective(nn.Module):
 
 
 def precision(device: torch.device) -> Any:
-    """bfloat16 where it is fast; on a CPU float32, whatever surrounds the block."""
-    fast = device.type != "cpu"
-    return torch.autocast(device.type, torch.bfloat16, enabled=fast)
+    """bfloat16 where it is fast; else float32, whatever surrounds the block."""
+    fast = device.type != "cpu" or torch.cpu.get_capabilities().get("avx512_bf16")
+    return torch.autocast(device.type, torch.bfloat16, enabled=bool(fast))
 
 
 def total(sums: Sums, places: Tensor) -> Tensor:

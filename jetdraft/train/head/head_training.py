@@ -224,6 +224,24 @@ class HeadTraining(Training):
         """The settings of the head, and the target's hash."""
         return asdict(self.settings) | {"taps": list(self.taps), "target": self.base}
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Muon for the matrices inside a head, AdamW for its LM heads and the rest.
+
+        Few steps are made, and Muon makes more of each than AdamW (docs/heads.md).
+        """
+        inner = {
+            name: weight
+            for name, weight in self.weights.items()
+            if weight.ndim == 2 and not name.startswith("lm_head")
+        }
+        others = [w for name, w in self.weights.items() if name not in inner]
+        optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(inner.values(), lr=0.0, adjust_lr_fn="match_rms_adamw")
+        ]
+        if others:
+            optimizers.append(torch.optim.AdamW(others, lr=0.0, betas=self.betas))
+        return optimizers
+
     def begin(self) -> None:
         """Make the folder, which holds no copy of the target."""
         self.folder.create()

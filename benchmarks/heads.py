@@ -1,0 +1,175 @@
+"""A head against a drafter model, lookup and `auto`: all over one target, in one run.
+
+    jetdraft export examples/pycode/target --head examples/pycode/head -o with-head
+    jetdraft export examples/pycode/target --drafter examples/pycode/drafter \
+        -o with-drafter
+    python benchmarks/heads.py with-head with-drafter \
+        --prompts examples/pycode/prompts.jsonl --json OUT
+
+Every way decodes a prompt before the next prompt, at T = 0 and 0.8. Speed-ups are over
+plain decoding at width 1 in the same bundle. `draft ms` is the time of one drafted
+token, which only the controller of `auto` reports. Run nothing beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+import jetdraft
+from jetdraft import Stats
+from jetdraft.runtime.measured.stats import Round
+
+TEMPERATURES = (0.0, 0.8)
+LENGTHS = (1, 2, 3, 4, 5)
+TREE = 7
+SEED = 1
+
+
+class Bench:
+    """A loaded bundle whose rounds are kept."""
+
+    def __init__(self, folder: str) -> None:
+        self.model = jetdraft.load(folder)
+        self.rounds: list[Round] = []
+        curve = self.model.parts.curve
+        learn = curve.learn
+
+        def kept(round_: Round) -> None:
+            self.rounds.append(round_)
+            learn(round_)
+
+        curve.learn = kept
+
+
+@dataclass
+class Row:
+    """A way to decode, and what came of it."""
+
+    name: str
+    bench: Bench
+    options: dict[str, Any]
+    stats: Stats | None = None
+    draft_ms: list[float] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+
+    def run(self, prompt: str, **more: Any) -> None:
+        """Decode one prompt; the model forgets what the way before taught it."""
+        self.bench.model.forget()
+        self.bench.rounds.clear()
+        result = self.bench.model.generate(prompt, **self.options, **more)
+        self.outputs.append(result.token_ids)
+        if self.stats is None:
+            self.stats = result.stats
+        else:
+            self.stats.merge(result.stats)
+        self.draft_ms += [
+            1e3 * round_.draft_seconds / round_.drafted
+            for round_ in self.bench.rounds
+            if round_.drafted
+        ]
+
+
+def ways(name: str, bench: Bench, method: str) -> list[Row]:
+    """The ways of one bundle, whose drafter's method is `method`; plain ones first."""
+    options: dict[str, dict[str, Any]] = {
+        "plain, width 1": {"method": "none", "exact": False},
+        "plain": {"method": "none"},
+    }
+    for length in LENGTHS:
+        options[f"K = {length}"] = {"method": method, "num_draft_tokens": length}
+    options[f"tree of {TREE}"] = {
+        "method": method,
+        "num_draft_tokens": TREE,
+        "drafting": {"tree": "best"},
+    }
+    options["lookup, K = 4"] = {"method": "lookup", "num_draft_tokens": 4}
+    options["auto"] = {"method": "auto"}
+    return [Row(f"{name}: {way}", bench, how) for way, how in options.items()]
+
+
+def figures(row: Row, narrow: Row, plain: Row) -> dict[str, Any]:
+    """The figures of a way; `narrow` is plain decoding at width 1."""
+    stats, reference = row.stats, narrow.stats
+    assert stats is not None
+    assert reference is not None
+    return {
+        "way": row.name,
+        "tokens_per_pass": stats.tokens_per_pass,
+        "accepted_by_position": stats.accepted_by_position,
+        "draft_ms": statistics.median(row.draft_ms) if row.draft_ms else None,
+        "outside_ms_per_round": stats.outside_ms_per_round,
+        "tokens_per_second": stats.tokens_per_second,
+        "speed_up": (stats.tokens_per_second or 0) / (reference.tokens_per_second or 1),
+        "same_text": sum(
+            a == b for a, b in zip(row.outputs, plain.outputs, strict=True)
+        ),
+        "texts": len(row.outputs),
+    }
+
+
+def measured(groups: list[list[Row]], prompts: list[str], **how: Any) -> list[Any]:
+    """Run all ways on each prompt in turn; gives the figures of each way."""
+    steps = [(prompt, row) for prompt in prompts for ways in groups for row in ways]
+    for ways in groups:
+        for row in ways:  # the first generation of each way measures passes
+            row.bench.model.generate(prompts[0], max_new_tokens=8, **row.options)
+    with click.progressbar(steps, file=sys.stderr) as bar:
+        for prompt, row in bar:
+            row.run(prompt, ignore_eos=True, **how)
+    return [figures(row, ways[0], ways[1]) for ways in groups for row in ways]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print a Markdown table."""
+    click.echo("| way | tokens/pass | right by position | draft ms | speed-up | same |")
+    click.echo("| --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        rates = " ".join(f"{rate:.2f}" for rate in row["accepted_by_position"][:5])
+        spent = "" if row["draft_ms"] is None else f"{row['draft_ms']:.2f}"
+        click.echo(
+            f"| {row['way']} | {row['tokens_per_pass']:.2f} | {rates} | {spent} "
+            f"| {row['speed_up']:.2f}x | {row['same_text']} of {row['texts']} |"
+        )
+
+
+@click.command()
+@click.argument("with_head")
+@click.argument("with_drafter")
+@click.option("--prompts", type=click.Path(path_type=Path), required=True)
+@click.option("--count", default=8, show_default=True, help="Prompts to take.")
+@click.option("--max-new-tokens", default=96, show_default=True)
+@click.option("--json", "output", type=click.Path(path_type=Path))
+def main(
+    with_head: str,
+    with_drafter: str,
+    prompts: Path,
+    count: int,
+    max_new_tokens: int,
+    output: Path | None,
+) -> None:
+    """Measure two bundles of one target, WITH_HEAD and WITH_DRAFTER."""
+    lines = prompts.read_text(encoding="utf-8").splitlines()[:count]
+    texts = [json.loads(line)["prompt"] for line in lines]
+    head, drafter = Bench(with_head), Bench(with_drafter)
+    report: dict[str, Any] = {"machine": head.model.parts.profiles.machine}
+    for temperature in TEMPERATURES:
+        how = {"temperature": temperature, "max_new_tokens": max_new_tokens}
+        groups = [ways("head", head, "eagle"), ways("drafter", drafter, "draft")]
+        rows = measured(groups, texts, seed=SEED, **how)
+        click.echo(f"\nT = {temperature}\n")
+        show(rows)
+        report[f"T={temperature}"] = rows
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
