@@ -100,7 +100,7 @@ from jetdraft.terminal.progress import ProgressBars
     "writes one.",
 )
 @option(
-    "quantization",
+    "drafting",
     "--draft-vocab",
     type=int,
     help="Let the drafter or head choose among this many tokens only, the most "

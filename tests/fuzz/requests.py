@@ -36,12 +36,14 @@ def draw_prompt(draw: Random, model: Model, earlier: list[int]) -> list[int]:
     most = contract.capacity
     kind = draw.choice(("text", "text", "noise", "repeated", "earlier", "long"))
     noise = [draw.randrange(contract.vocab_size) for _ in range(draw.randint(1, 12))]
+    # What is drawn must not depend on an earlier text, which time may have cut.
+    share, more = draw.random(), draw.randint(0, 2)
     if kind == "text" and model.parts.text.readable:
         ids = model.parts.text.encode(draw.choice(TEXTS))
     elif kind == "repeated":
         ids = noise * draw.randint(1, 8)
     elif kind == "earlier" and earlier:
-        ids = earlier[: draw.randint(1, len(earlier))] + noise[: draw.randint(0, 2)]
+        ids = earlier[: 1 + int(share * len(earlier))] + noise[:more]
     elif kind == "long":
         ids = (noise * most)[: most - draw.randint(0, 6)]
     else:

@@ -59,16 +59,17 @@ class SameText(Subject):
         """Compare a drawn request with plain decoding, with one to three methods."""
         ids = draw_prompt(draw, world.model, self._earlier)
         options = draw_options(draw, world.model)
+        ways = [
+            draw_drafting(draw, self._table_of(world))
+            for _ in range(draw.randint(1, 3))
+        ]
         self._say(f"{world.name}: token_ids={ids}, {words(options)}")
         try:
             plain = world.plain(ids, _plainly(options))
         except OptionError:
             return "refused"
         self._earlier = ids + plain.token_ids
-        outcomes = [
-            self._one(world, ids, options, draw_drafting(draw, self._table_of(world)))
-            for _ in range(draw.randint(1, 3))
-        ]
+        outcomes = [self._one(world, ids, options, way) for way in ways]
         return "same" if "same" in outcomes else "refused"
 
     def _one(

@@ -49,4 +49,4 @@ def test_every_text_is_the_text_of_plain_decoding(subject):
 
     run_state_machine_as_test(States, settings=FAST)
     assert subject.facts["generations compared"] > 200
-    assert subject.facts["drafted tokens"] > 1000
+    assert subject.facts["drafted tokens"] > 400

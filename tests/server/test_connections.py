@@ -150,6 +150,8 @@ def test_health_is_answered_while_all_connections_work(fresh, slow, monkeypatch)
         assert (health.status_code, health.json()["generating"]) == (200, 2)
         refused = httpx.post(f"{address}/v1/completions", json=BODY)
         assert refused.status_code == 503
+        # On this connection a client would be refused for ever.
+        assert refused.headers["connection"] == "close"
         assert "too many connections" in refused.json()["error"]["message"]
         assert refused.headers["retry-after"]
 

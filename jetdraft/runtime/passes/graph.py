@@ -102,7 +102,9 @@ class Graph:
         else:
             binding.show_all()
         answer = self._run(binding, cursor)
-        return answer if last_only or width == rows else answer.first(rows)
+        if last_only or width == rows or self.contract.guesses:
+            return answer
+        return answer.first(rows)
 
     def verify(
         self, rows: Rows, width: int, probing: Probing = NO_PROBING

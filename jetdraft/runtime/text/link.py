@@ -7,6 +7,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from weakref import finalize
 
@@ -38,7 +39,7 @@ class Link:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket, self._data = end, b""
-        self.close = finalize(self, end.close)  # ends the worker
+        self.close = finalize(self, _shut, end)  # ends the worker
         end.settimeout(SLICE_SECONDS)
 
     def send(self, seconds: float, must_end: MustEnd, *request: Any) -> None:
@@ -95,3 +96,10 @@ class Link:
     def _ended(self) -> EndedError:
         self.close()
         return EndedError()
+
+
+def _shut(end: socket.socket) -> None:
+    """Close a socket, also in a process that was forked from this one."""
+    with suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()

@@ -167,7 +167,8 @@ class Tools:
         at = self._next(text, 0)
         try:
             while at is not None:
-                call, end = decode(text, at)
+                _, end = decode(text, at)
+                call = read_json(text[at:end])  # infinite numbers are no JSON
                 if call["name"] not in self.names:
                     return []
                 calls.append(ToolCall(call["name"], call["arguments"]))

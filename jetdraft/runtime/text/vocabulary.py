@@ -6,7 +6,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,6 +51,7 @@ class Vocabulary:
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: Link | None = None
+        self._drop: Callable[[], object] = lambda: None
 
     def matcher(
         self, constraint: Constraint, start: int, must_end: MustEnd = lambda: False
@@ -76,6 +77,7 @@ class Vocabulary:
 
     def _start(self) -> None:
         """Start the process and wait until it has read the vocabulary."""
+        self._drop()  # what is left of a process that ended
         link, other = _pair()
         setting = {
             "path": sys.path,
@@ -85,20 +87,28 @@ class Vocabulary:
         }
         with other:
             process = _popen(other.fileno(), json.dumps(setting))
-        self._process, self._control = process, link
-        finalize(self, _end, process, link)
+        drop = finalize(self, _end, process, link)
         try:
-            reply, _ = link.reply(START_SECONDS, lambda: False)
-        except EndedError as error:
-            process.kill()
-            raise _failure("it ended") from error
-        if reply:
-            process.kill()
-            raise OptionError(
-                f"texts of this tokenizer cannot be constrained ({reply['error']}); "
-                "use a model with a byte-level or sentencepiece tokenizer",
-                "constraint",
-            )
+            _await(link)
+        except BaseException:
+            drop()
+            raise
+        # Only now may others use it.
+        self._process, self._control, self._drop = process, link, drop
+
+
+def _await(link: Link) -> None:
+    """Wait until the process has read the vocabulary; raises `OptionError`."""
+    try:
+        reply, _ = link.reply(START_SECONDS, lambda: False)
+    except EndedError as error:
+        raise _failure("it ended") from error
+    if reply:
+        raise OptionError(
+            f"texts of this tokenizer cannot be constrained ({reply['error']}); "
+            "use a model with a byte-level or sentencepiece tokenizer",
+            "constraint",
+        )
 
 
 def _pair() -> tuple[Link, socket.socket]:

@@ -157,7 +157,10 @@ class StateCache:
         """Write the texts that are not in a file yet."""
         if not self._pending:
             return
-        name = f"states-{self.process}-{len(self._places):08}.safetensors"
+        mine = f"states-{self.process}-"
+        numbers = (int(f.stem[len(mine) :]) for f in self.folder.glob(f"{mine}*"))
+        # Beyond the last, since a shard before it may have been deleted.
+        name = f"{mine}{max(numbers, default=-1) + 1:08}.safetensors"
         file, partial = self.folder / name, self.folder / f".{name}.partial"
         try:
             save_file(self._pending, partial)

@@ -34,7 +34,7 @@ from jetdraft.train.training import Progress, TrainingOptions
     help=f"The kind of head: {', '.join(KINDS)}.",
 )
 @option(
-    "training",
+    "drafting",
     "--draft-vocab",
     "draft_vocabulary",
     default=32000,

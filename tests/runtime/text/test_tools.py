@@ -132,3 +132,10 @@ def test_tools_that_cannot_be_used_are_refused(functions, choice):
 def test_a_call_that_is_nested_too_deeply_is_none():
     text = '{"name": "f", "arguments": ' + "[" * 200_000
     assert Tools([F]).calls(text) == []
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "9" * 30])
+def test_a_call_with_a_number_that_json_cannot_hold_is_none(number):
+    text = '{"name": "f", "arguments": {"x": %s}}'
+    assert len(Tools([F]).calls(text % 5)) == 1
+    assert Tools([F]).calls(text % number) == []
