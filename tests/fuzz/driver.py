@@ -208,6 +208,8 @@ def _bytes_of(pid: int) -> int:
 
 def main(arguments: list[str]) -> int:
     """Read the command line, fuzz, print closing lines; 1 after a fault."""
+    # A fault may quote what no encoding can hold.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     known = subjects()
     parser = argparse.ArgumentParser("scripts/fuzz", description=__doc__)
     parser.add_argument(
