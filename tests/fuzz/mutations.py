@@ -121,7 +121,7 @@ def _parent(value: Any, route: Route) -> Any:
 
 def write_json(file: Path, text: str) -> None:
     """Write a text that may hold bytes which are no text."""
-    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
 
 
 def damaged_npz(draw: Random, data: bytes) -> bytes:
