@@ -109,7 +109,7 @@ class Recipes(Job):
         checkpoint, text = self.toy.with_name("checkpoint"), place / "text"
         text.write_text(CORPUS)
         options = ("--recipes", "int8-rtn-b32", "--text", text, "-t", "1")
-        _verb("recipes", checkpoint, *options, "--report", place / "report.json")
+        _verb("recipes", checkpoint, *options, "--output", place / "report.json")
 
     def state(self, place: Path) -> str:
         if not (place / "report.json").exists():
