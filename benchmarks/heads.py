@@ -1,14 +1,13 @@
-"""A head against a drafter model, lookup and `auto`: all over one target, in one run.
+"""Heads, a drafter model, streams, lookup and `auto`: all over one target, in one run.
 
+    jetdraft export examples/pycode/target --drafter examples/pycode/drafter -o pair
     jetdraft export examples/pycode/target --head examples/pycode/head -o with-head
-    jetdraft export examples/pycode/target --drafter examples/pycode/drafter \
-        -o with-drafter
-    python benchmarks/heads.py with-head with-drafter \
-        --prompts examples/pycode/prompts.jsonl --json OUT
+    python benchmarks/heads.py --prompts examples/pycode/prompts.jsonl --json OUT \
+        --bundle drafter draft pair --bundle eagle3 eagle with-head
 
 Every way decodes a prompt before the next prompt, at T = 0 and 0.8. Speed-ups are over
-plain decoding at width 1 in the same bundle. `draft ms` is the time of one drafted
-token, which only the controller of `auto` reports. Run nothing beside it.
+plain decoding at width 1 in the same bundle, since pages of memory differ. `draft ms`
+is the time of one drafted token. Run nothing beside.
 """
 
 from __future__ import annotations
@@ -140,28 +139,34 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 @click.command()
-@click.argument("with_head")
-@click.argument("with_drafter")
+@click.option(
+    "--bundle",
+    "bundles",
+    nargs=3,
+    multiple=True,
+    required=True,
+    metavar="NAME METHOD FOLDER",
+    help="A bundle, its name in the table and the method of its drafter.",
+)
 @click.option("--prompts", type=click.Path(path_type=Path), required=True)
 @click.option("--count", default=8, show_default=True, help="Prompts to take.")
 @click.option("--max-new-tokens", default=96, show_default=True)
 @click.option("--json", "output", type=click.Path(path_type=Path))
 def main(
-    with_head: str,
-    with_drafter: str,
+    bundles: tuple[tuple[str, str, str], ...],
     prompts: Path,
     count: int,
     max_new_tokens: int,
     output: Path | None,
 ) -> None:
-    """Measure two bundles of one target, WITH_HEAD and WITH_DRAFTER."""
+    """Measure bundles of one target."""
     lines = prompts.read_text(encoding="utf-8").splitlines()[:count]
     texts = [json.loads(line)["prompt"] for line in lines]
-    head, drafter = Bench(with_head), Bench(with_drafter)
-    report: dict[str, Any] = {"machine": head.model.parts.profiles.machine}
+    benches = [(name, Bench(folder), method) for name, method, folder in bundles]
+    report: dict[str, Any] = {"machine": benches[0][1].model.parts.profiles.machine}
     for temperature in TEMPERATURES:
         how = {"temperature": temperature, "max_new_tokens": max_new_tokens}
-        groups = [ways("head", head, "eagle"), ways("drafter", drafter, "draft")]
+        groups = [ways(*bench) for bench in benches]
         rows = measured(groups, texts, seed=SEED, **how)
         click.echo(f"\nT = {temperature}\n")
         show(rows)

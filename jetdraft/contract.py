@@ -14,6 +14,7 @@ of `capacity` rows:
 | `draft_start` | int32 [1], the slot of the draft's first row; trees or streams |
 | `probe_rows`, `probe_ids` | int64 [r], the row and the stream of each probe |
 | `features` | float32 [1, n, w], one per row, in the graph of a head |
+| `block` | int64 [1, g], tokens behind the rows; `vocab_size` for an unknown one |
 | `past_key.{i}`, `past_value.{i}` | dtype [1, kv_heads, capacity, head_dim] |
 
 | output | type, shape |
@@ -39,6 +40,11 @@ vocabulary only, its *draft vocabulary*. Then its `input_ids` and `candidates` a
 the target's token ids, but `logits` has a column for each token of that part only.
 A head that `guesses` several tokens at once answers for the last of `answer_rows` only:
 its answers are for the tokens after that row, so their axis m has a fixed size.
+
+A graph with buffers that guesses fills a *block*: its answers are for the tokens of the
+input `block`, which follow the last row's token. The rows of the block see each other
+and all rows before; their keys and values land past the rows of the pass, in slots that
+the next pass overwrites.
 
 A graph can also be cut into two halves, see `SplitContract`, so that the host can drop
 rows between them.
@@ -153,8 +159,12 @@ class StepContract:
                 "carried features need features as an input",
             ),
             (
-                self.guesses and not self.feature_input,
-                "guesses need features as an input",
+                self.guesses and not (self.feature_input or self.kv_shapes),
+                "guesses need features as an input, or buffers",
+            ),
+            (
+                self.block and self.spare_slots < self.block,
+                f"{self.spare_slots} spare slots do not hold a block of {self.block}",
             ),
             (
                 not 0 <= self.draft_vocab <= self.vocab_size,
@@ -169,6 +179,11 @@ class StepContract:
     def slots(self) -> int:
         """The rows of a KV buffer."""
         return self.capacity + self.spare_slots
+
+    @property
+    def block(self) -> int:
+        """The tokens of the block that the graph fills; 0 for other graphs."""
+        return self.guesses if self.kv_shapes else 0
 
     @property
     def choices(self) -> int:
@@ -192,6 +207,7 @@ class StepContract:
             *(self.mask if self.masked else ()),
             *(self.probes if self.streams else []),
             *_optional("features", ROWS, self.feature_input),
+            *([TensorSpec("block", "int64", (1, self.block))] if self.block else []),
             *self.buffers("past"),
         )
 
@@ -199,6 +215,11 @@ class StepContract:
     def masked(self) -> bool:
         """Whether the graph has a `draft_mask`."""
         return self.tree or self.streams > 0
+
+    @property
+    def biased(self) -> bool:
+        """Whether its attention has a bias of all slots."""
+        return self.masked or self.block > 0
 
     @property
     def draft_slots(self) -> int:

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -52,8 +53,8 @@ def content(folder: Path) -> str:
     return (Bundle.open(folder).path / "target.onnx").read_text().split()[1]
 
 
-def write_and_die(output: Path, text: str, at: int) -> bool:
-    """Write a bundle in a child that is killed before its `at`-th call of a C function.
+def die(work: Callable[[], object], at: int) -> bool:
+    """Work in a child that is killed before its `at`-th call of a C function.
 
     What is on disk changes only inside such calls, so this leaves every state there
     is. True if the child finished before that.
@@ -70,8 +71,7 @@ def write_and_die(output: Path, text: str, at: int) -> bool:
 
         try:
             sys.setprofile(count)
-            with writing(output) as folder:
-                fill(folder, text)
+            work()
             sys.setprofile(None)
             os._exit(0)
         except BaseException:
@@ -80,6 +80,16 @@ def write_and_die(output: Path, text: str, at: int) -> bool:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code in (0, -signal.SIGKILL), "the child failed"
     return code == 0
+
+
+def write_and_die(output: Path, text: str, at: int) -> bool:
+    """Write a bundle in a child; see `die`."""
+
+    def write() -> None:
+        with writing(output) as folder:
+            fill(folder, text)
+
+    return die(write, at)
 
 
 def state(place: Path) -> tuple:

@@ -123,7 +123,11 @@ def test_spare_slots_widen_the_buffers():
     [
         ({"feature_size": 4, "feature_input": 4}, "both an input and an output"),
         ({"carried_size": 4}, "need features as an input"),
-        ({"guesses": 3}, "guesses need features as an input"),
+        (
+            {"guesses": 3, "kv_shapes": []},
+            "guesses need features as an input, or buffers",
+        ),
+        ({"guesses": 3}, "0 spare slots do not hold a block of 3"),
         ({"draft_vocab": 101}, "101 tokens is not a part of 100"),
     ],
 )
@@ -147,6 +151,20 @@ def test_a_head_that_guesses_answers_for_tokens_not_for_rows():
     assert shapes["candidates"] == (1, 3, heads.candidates)
     assert shapes["logsumexp"] == (1, 3)
     assert not heads.buffers("past")
+
+
+def test_a_graph_with_buffers_that_guesses_fills_a_block():
+    block = replace(CONTRACT, tree=False, guesses=3, spare_slots=6)
+    added = [spec.name for spec in block.inputs if spec not in CONTRACT.inputs]
+    assert added[0] == "block"
+    assert next(s.shape for s in block.inputs if s.name == "block") == (1, 3)
+    shapes = {spec.name: spec.shape for spec in block.outputs}
+    assert shapes["candidates"] == (1, 3, block.candidates)
+    assert (block.block, block.biased) == (3, True)
+    assert (CONTRACT.block, replace(block, kv_shapes=(), feature_input=6).block) == (
+        0,
+        0,
+    )
 
 
 def test_a_head_reads_features_and_carries_its_own():

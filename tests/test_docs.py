@@ -40,7 +40,11 @@ ONLY_PARSED = {
     "jetdraft export": "takes minutes and torch; tests/export, scripts/demo",
     "jetdraft recipes": "exports a checkpoint several times; tests/cli/test_recipes.py",
     "jetdraft train streams": "takes a quarter of an hour; tests/train",
+    "jetdraft train drafter": "needs a drafter's checkpoint; tests/train",
+    "jetdraft store clear bundles/pycode learned": "needs lessons; tests/cli",
     "jetdraft train head": "takes a quarter of an hour; tests/train",
+    "jetdraft bench bundles/faster": "needs a trained drafter; tests/train",
+    "jetdraft generate bundles/with-block": "needs an export; tests/export",
     "jetdraft generate bundles/with-head": "needs an export; tests/test_pycode.py",
     "jetdraft generate bundles/streams": "needs a trained bundle; tests/runtime",
     "jetdraft doctor": "ends with 2 on a machine with faults; tests/devices",
@@ -59,6 +63,7 @@ NO_COMMAND = {
     "docs/devices.md": ["ms(width) = ", "bandwidth 0.818"],
     "docs/quantization.md": ["target: int8-rtn-b64"],
     "docs/streaming.md": ["rows      the root", '{"prompt": '],
+    "docs/training.md": ["accelerate launch "],
 }
 """How blocks begin that show a picture, a formula, a file or an output."""
 

@@ -65,6 +65,11 @@ NOISE = _RANDOM.normal(size=LOGITS.shape).astype(np.float32) * 2
 
 def toy_eagle(folder: Path, guesses: np.ndarray = GUESSES) -> Path:
     """Write the bundle, with the tokenizer and template of `toy_bundle`."""
+    return write_toy(folder, HEAD_CONTRACT, guesses)
+
+
+def write_toy(folder: Path, drafter: StepContract, guesses: np.ndarray) -> Path:
+    """Write the bundle with a drafter of this contract, and what it guesses."""
     folder.mkdir(parents=True)
     toy = toy_bundle()
     for name in (TOKENIZER, CHAT_TEMPLATE, SIMILARITY):
@@ -72,7 +77,7 @@ def toy_eagle(folder: Path, guesses: np.ndarray = GUESSES) -> Path:
     ends = Bundle.open(toy).eos_token_ids
     graphs = {
         TARGET: _entry(folder, TARGET, TARGET_CONTRACT, LOGITS),
-        DRAFTER: _entry(folder, DRAFTER, HEAD_CONTRACT, guesses),
+        DRAFTER: _entry(folder, DRAFTER, drafter, guesses),
     }
     bundle = Bundle(folder, graphs, ends, provider="cpu", tools={})
     bundle.save()
@@ -83,9 +88,13 @@ def _entry(
     folder: Path, name: str, contract: StepContract, logits: np.ndarray
 ) -> GraphEntry:
     files = [f"{name}.onnx", f"{name}-tree.onnx", f"{name}-compaction.onnx"]
-    for file, tree in zip(files, (False, True), strict=False):
+    trees = (False,) if contract.block else (False, True)
+    for file, tree in zip(files, trees, strict=False):
         onnx.save(_model(replace(contract, tree=tree), logits), folder / file)
-    write_compaction(folder / files[2], contract)
+    if contract.block:
+        files = [files[0], None, None]
+    else:
+        write_compaction(folder / files[2], contract)
     vocabulary_file = None
     if contract.draft_vocab:
         vocabulary_file = f"{name}-vocabulary.npy"
@@ -138,22 +147,24 @@ def _model(contract: StepContract, logits: np.ndarray) -> onnx.ModelProto:
     nodes = _Nodes()
     is_head = bool(contract.feature_input)
     # The row of a head is for the token after its position.
-    ahead = np.array([1 if is_head else 0])
-    position = nodes.make("Add", "position_ids", ahead)
-    place = nodes.make("Mul", position, np.array([7]))
-    place = nodes.make("Mod", nodes.make("Add", place, "input_ids"), [VOCABULARY])
-    table = logits[:, IDS] if is_head else logits
-    rows = nodes.make("Gather", table, place, axis=0)
-    answered = nodes.make("Gather", rows, "answer_rows", axis=1, to="logits")
-    places = "places" if is_head else "candidates"
+    position = nodes.make("Add", "position_ids", [1 if is_head else 0])
+    is_cut = bool(contract.draft_vocab)
+    table = nodes.make("Identity", logits[:, IDS] if is_cut else logits)
+    if contract.block:
+        ids = IDS if is_cut else np.arange(VOCABULARY)
+        answered = _block(nodes, contract.block, position, table, ids)
+    else:
+        rows = _rows(nodes, position, "input_ids", table)
+        answered = nodes.make("Gather", rows, "answer_rows", axis=1, to="logits")
+    places = "places" if is_cut else "candidates"
     nodes.nodes.append(
         helper.make_node("TopK", [answered, "k"], ["candidate_logits", places])
     )
     nodes.constants["k"] = np.array([contract.candidates])
-    if is_head:
+    if is_cut:
         nodes.make("Gather", IDS, places, to="candidates")
     nodes.make("ReduceLogSumExp", answered, [-1], keepdims=0, to="logsumexp")
-    _features(nodes, is_head)
+    _features(nodes, is_head, contract.slots)
     graph = helper.make_graph(
         nodes.nodes,
         "toy",
@@ -168,7 +179,29 @@ def _model(contract: StepContract, logits: np.ndarray) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[opset], ir_version=10)
 
 
-def _features(nodes: _Nodes, is_head: bool) -> None:
+def _rows(nodes: _Nodes, position: str, token: str, table: str) -> str:
+    """The logits after tokens at positions."""
+    place = nodes.make("Add", nodes.make("Mul", position, [7]), token)
+    place = nodes.make("Mod", place, [VOCABULARY])
+    return nodes.make("Gather", table, place, axis=0)
+
+
+def _block(nodes: _Nodes, size: int, position: str, table: str, ids: np.ndarray) -> str:
+    """The logits of a block: after a token that is not known, after its best guess."""
+    last = nodes.make("Gather", position, [-1], axis=1)
+    before = nodes.make("Gather", "input_ids", [-1], axis=1)
+    rows = []
+    for place in range(size):
+        row = _rows(nodes, nodes.make("Add", last, [place]), before, table)
+        rows.append(row)
+        best = nodes.make("Gather", ids, nodes.make("ArgMax", row, axis=2, keepdims=0))
+        given = nodes.make("Gather", "block", [place], axis=1)
+        known = nodes.make("Less", given, [VOCABULARY])
+        before = nodes.make("Where", known, given, best)
+    return nodes.make("Concat", *rows, axis=1, to="logits")
+
+
+def _features(nodes: _Nodes, is_head: bool, slots: int) -> None:
     """Give features, or read features and carry others; keep the rows."""
     token, position = (_column(nodes, ids) for ids in ("input_ids", "position_ids"))
     if is_head:
@@ -189,7 +222,7 @@ def _features(nodes: _Nodes, is_head: bool) -> None:
     pads = np.array([0, 0, 0, 0, 0, SIZE - 1 - WIDTH])
     rows = nodes.make("Unsqueeze", nodes.make("Pad", row, pads), [1])
     cursor = nodes.cast("cursor", TensorProto.INT64)
-    place = nodes.make("Sub", np.arange(CAPACITY), cursor)
+    place = nodes.make("Sub", np.arange(slots), cursor)
     count = nodes.make("Shape", "input_ids", start=1, end=2)
     inside = nodes.make(
         "And",

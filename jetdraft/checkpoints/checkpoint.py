@@ -16,10 +16,12 @@ import transformers
 from huggingface_hub import snapshot_download
 from optimum.exporters.tasks import TasksManager
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers.initialization import no_init_weights
 
 from jetdraft.checkpoints.attention import IMPLEMENTATION
 from jetdraft.checkpoints.defaults import read_defaults
+from jetdraft.checkpoints.draft_vocabulary import read_ids
 from jetdraft.checkpoints.gguf import is_gguf, read_gguf
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.parameters import compute_in, convert
@@ -45,7 +47,8 @@ class Checkpoint:
     `tokenizer` is the text of a tokenizer.json and `chat_template` a Jinja text; both
     are None for a checkpoint without them. `generation` has sampling defaults, see
     `read_defaults`, and `special_tokens` the tokenizer's, see `Bundle`. `taps` are what
-    a head reads of the model's states.
+    a head reads of the model's states. `draft_ids` int64 [n] are the tokens that a
+    drafter was trained to draft, None for all.
 
         checkpoint = Checkpoint.load("examples/pycode/target", torch.float32)
     """
@@ -60,6 +63,7 @@ class Checkpoint:
     generation: dict[str, float] = field(default_factory=dict)
     special_tokens: dict[str, str] = field(default_factory=dict)
     taps: Taps | None = None
+    draft_ids: Tensor | None = None
 
     @classmethod
     def load(cls, source: str, dtype: torch.dtype) -> Checkpoint:
@@ -87,6 +91,9 @@ class Checkpoint:
             streams=read_settings(checkpoint_folder(source)),
             generation=generation,
             special_tokens=tokenizer.special_tokens_map if tokenizer else {},
+            draft_ids=read_ids(
+                checkpoint_folder(source), model.get_output_embeddings().weight.shape[0]
+            ),
         )
 
     @classmethod

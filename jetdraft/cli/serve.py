@@ -13,6 +13,7 @@ from jetdraft.runtime.pool import Pool
 from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.terminal.command import Command, extra_module, option
 from jetdraft.terminal.flags import (
+    PATH,
     bundle_argument,
     method_option,
     new_tokens_option,
@@ -104,6 +105,15 @@ from jetdraft.terminal.flags import (
 )
 @method_option()
 @store_option
+@option(
+    "drafting",
+    "--learn",
+    metavar="DIR",
+    type=PATH,
+    help="Keep what the target said where drafts were wrong in this folder, and take "
+    "the drafter's weights that train drafter --from-use learns of it; default: keep "
+    "nothing.",
+)
 @runtime_options
 def command(
     bundle: Path,
@@ -121,6 +131,7 @@ def command(
     drain: int,
     method: str,
     store: Path | None,
+    learn: Path | None,
     runtime: LoadOptions,
 ) -> None:
     """Answer requests for BUNDLE's model over HTTP until SIGTERM or Ctrl-C."""
@@ -145,7 +156,7 @@ def command(
         own = (
             [] if uds is None else [listeners.enter_context(sockets.listening_at(uds))]
         )
-        runtime["store"] = store
+        runtime["store"], runtime["learn"] = store, learn
         pool = Pool(bundle, models, method, **runtime)
         service = app.Service(pool, name or bundle.resolve().name, limits, key or "")
         places = [sockets.url(listener), *([] if uds is None else [str(uds)])]

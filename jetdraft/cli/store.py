@@ -1,4 +1,4 @@
-"""jetdraft store: lists and clears the requests that a store keeps."""
+"""jetdraft store: lists and clears what a store or a learning folder keeps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import click
 
 from jetdraft.bundle import Bundle
 from jetdraft.errors import StoreError
+from jetdraft.kept.lessons import FILE, Lessons
+from jetdraft.kept.weight_sets import WeightSets, base_of
 from jetdraft.runtime.history.store import ResponseStore
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.terminal.command import Command
@@ -54,9 +56,23 @@ def list_entries(bundle: Path, file: Path, user: str, as_json: bool) -> None:
 @file_argument
 @user_option
 def clear(bundle: Path, file: Path, user: str) -> None:
-    """Remove all entries of a user from FILE."""
-    count = _open(Bundle.open(bundle), file, user).clear()
+    """Remove all entries of a user from FILE, or from the folder of serve --learn.
+
+    The folder's learned weights are removed too, since they were learned from entries.
+    """
+    opened_bundle = Bundle.open(bundle)
+    if (file / FILE).is_file():
+        count = _clear_learned(opened_bundle, file, user)
+    else:
+        count = _open(opened_bundle, file, user).clear()
     click.echo(f"{count} entries removed", err=True)
+
+
+def _clear_learned(bundle: Bundle, folder: Path, user: str) -> int:
+    """Remove a user's lessons, and all learned weights; gives the lessons' number."""
+    vocab_size = bundle.target.contract.vocab_size
+    WeightSets(folder, base_of(bundle)).clear()
+    return Lessons(folder, bundle.tokenizer_sha256, vocab_size).clear(user)
 
 
 def _open(bundle: Bundle, file: Path, user: str) -> ResponseStore:

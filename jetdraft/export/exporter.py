@@ -24,14 +24,16 @@ from jetdraft.bundle import (
     check_pair,
 )
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.head import Head
-from jetdraft.checkpoints.heads.medusa import Medusa
+from jetdraft.checkpoints.heads.head_reader import AnyHead
 from jetdraft.checkpoints.silence import silenced
 from jetdraft.contract import StepContract
 from jetdraft.errors import OptionError, PairError
 from jetdraft.export.embeddings import write_similarity
 from jetdraft.export.export_options import DTYPES, ExportOptions
-from jetdraft.export.heads.head_export import Writable, head_of, taps_of, write_head
+from jetdraft.export.heads.guess_step import Guessing
+from jetdraft.export.heads.head_export import head_of, taps_of, write_head
 from jetdraft.export.job import Job, Progress
 from jetdraft.export.kv import cache_scales
 from jetdraft.export.measures import Measures
@@ -82,14 +84,14 @@ def export(
     sources = {TARGET: target} | ({DRAFTER: drafter} if drafter else {})
     checkpoints = _load(sources, options, report)
     reader = head_of(head, checkpoints[TARGET], options) if head else None
-    _check_draft_vocabulary(options, checkpoints[TARGET], reader)
+    _check_draft_vocabulary(options, checkpoints, reader)
     if reader is not None:
         checkpoints[TARGET] = replace(checkpoints[TARGET], taps=taps_of(reader))
     contracts = _check(checkpoints, options)
     with silenced(logging.INFO):
         carrying = reader if isinstance(reader, Head) else None
         measures = Measures(checkpoints, contracts, options, report, carrying)
-        cut = _cut(measures)
+        cut = _cut(measures, reader)
         options = measures.settled()
     with writing(output) as folder, silenced(logging.INFO):
         checkpoints = dict(measures.checkpoints)
@@ -130,10 +132,12 @@ def _can_draft_here(bundle: Bundle, options: ExportOptions) -> bool:
 
 
 def _check_draft_vocabulary(
-    options: ExportOptions, target: Checkpoint, reader: Writable | None
+    options: ExportOptions,
+    checkpoints: Mapping[str, Checkpoint],
+    reader: AnyHead | None,
 ) -> None:
     """Raise `OptionError` for a draft vocabulary that is none."""
-    count, most = options.draft_vocab, target.vocab_size - 1
+    count, most = options.draft_vocab, checkpoints[TARGET].vocab_size - 1
     if count is None:
         return
     if count > most:
@@ -141,29 +145,41 @@ def _check_draft_vocabulary(
             f"a draft vocabulary of {count} tokens is not a part of the target's "
             f"{most + 1}; give 1 to {most}, or leave it out"
         )
-    if isinstance(reader, Medusa):
+    if isinstance(reader, Guessing) or (
+        isinstance(reader, BlockDrafter) and reader.reads_text
+    ):
         raise OptionError(
-            "Medusa heads draft from the whole vocabulary; leave --draft-vocab out"
+            "heads of Medusa and Hydra and diffusion drafters draft from the whole "
+            "vocabulary; leave --draft-vocab out"
         )
-    if reader is not None and reader.ids is not None:
-        raise OptionError(
-            f"the head was trained with its own draft vocabulary of {len(reader.ids)} "
-            "tokens, which rules; leave --draft-vocab out"
-        )
+    drafter = checkpoints.get(DRAFTER)
+    for name, ids in (
+        ("head", None if reader is None else reader.ids),
+        (DRAFTER, None if drafter is None else drafter.draft_ids),
+    ):
+        if ids is not None:
+            raise OptionError(
+                f"the {name} was trained with its own draft vocabulary of {len(ids)} "
+                "tokens, which rules; leave --draft-vocab out"
+            )
 
 
-def _cut(measures: Measures) -> CutHead | None:
-    """Cut the LM head of the drafter, if the options ask for it.
+def _cut(measures: Measures, reader: AnyHead | None) -> CutHead | None:
+    """Cut the LM head of the drafter, if the options ask for it, or its training did.
 
     Gives the checkpoint that was cut; a head that reads states is cut in place.
     """
     options, checkpoints = measures.options, measures.checkpoints
-    if options.draft_vocab is None:
+    drafter = checkpoints.get(DRAFTER)
+    if drafter is not None and drafter.draft_ids is not None:
+        measures.ids = drafter.draft_ids
+    elif options.draft_vocab is not None:
+        measures.ids = measures.draft_vocabulary(options.draft_vocab)
+    else:
         return None
     dtype = getattr(torch, DTYPES[options.dtype_of(DRAFTER)])
-    measures.ids = measures.draft_vocabulary(options.draft_vocab)
-    if measures.head is not None:
-        cut_head(measures.head, measures.ids, dtype)
+    if isinstance(reader, Head | BlockDrafter):
+        cut_head(reader, measures.ids, dtype)
         return None
     cut = CutHead.of(checkpoints[DRAFTER], measures.ids, dtype)
     measures.checkpoints = {**checkpoints, DRAFTER: cut.checkpoint}
@@ -225,12 +241,18 @@ def _contract(
         kv_shapes=kv_shapes(checkpoint.model),
         # A drafter's last hidden state predicts acceptance (SpecDec++).
         hidden_size=head.shape[1] if name == DRAFTER else 0,
-        draft_vocab=(options.draft_vocab or 0) if name == DRAFTER else 0,
+        draft_vocab=_draft_vocab(checkpoint, options) if name == DRAFTER else 0,
         spare_slots=int(_attends_as_two(name, checkpoint, options)),
     )
     for variant in VARIANTS:
         contract = variant.declare(checkpoint, contract)
     return contract
+
+
+def _draft_vocab(drafter: Checkpoint, options: ExportOptions) -> int:
+    """The size of the draft vocabulary; 0 for all tokens."""
+    own = drafter.draft_ids
+    return (options.draft_vocab or 0) if own is None else len(own)
 
 
 def _attends_as_two(name: str, checkpoint: Checkpoint, options: ExportOptions) -> bool:

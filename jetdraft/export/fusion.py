@@ -53,7 +53,7 @@ def fuse(
     for node in attentions(model.graph):
         _pack_projections(node)
     _fuse_norms(model.graph)
-    if contract.spare_slots:
+    if contract.spare_slots and not contract.block:
         attend_as_two(model.graph)
     common.RemoveUnusedNodesPass()(model)
     model.graph.sort()

@@ -72,8 +72,8 @@ class Offer:
 class Generation:
     """One sequence over the parts of a loaded bundle.
 
-    All options are checked at once; nothing runs before `run`. A constraint is compiled
-    `at_once`, or else by `run`. Raises `OptionError`.
+    All options are checked at once. A `prepared` generation compiles its constraint at
+    once too, before any pass is measured; else `run` does. Raises `OptionError`.
 
         generation = Generation(parts, planner, [5, 8, 9], Options())
         for piece in generation.run():
@@ -87,7 +87,7 @@ class Generation:
         planner: Planner,
         prompt: list[int],
         options: Options,
-        at_once: bool = True,
+        prepared: bool = False,
     ) -> None:
         _check_options(options, parts)
         drafting, ending = options.drafting, options.ending
@@ -103,12 +103,12 @@ class Generation:
             self._matcher = parts.vocabulary.matcher(
                 options.constraint, len(prompt), self.watcher.must_end
             )
-        if at_once:
-            # Before anything is measured, which a refusal need not wait for.
-            with parts.claim.preparing(self.watcher):
-                self.prepare()
+        if prepared:
+            self.prepare()
         lineup = planner.lineup(drafting, self._matcher)
         self.proposers, self.controller = lineup.proposers, lineup.controller
+        # Observers first: they may change what the proposers draft with.
+        self.observers = [*lineup.observers, *lineup.proposers]
         self.verifier = lineup.verifier
         self.chooser = Chooser(options.sampling, self._processors(prompt))
         self.widths = planner.widths(drafting)
@@ -126,19 +126,18 @@ class Generation:
         self._target: Target = parts.target
 
     def prepare(self) -> None:
-        """Compile the constraint, in time, if nobody did it before.
+        """Compile the constraint, if nobody did it before; `run` begins with this.
 
-        Raises `OptionError`, but not if the generation is cancelled meanwhile.
+        Raises `OptionError`, but not if the generation must end meanwhile.
         """
-        if self._matcher is None or self.watcher.cancelled.is_set():
+        if self._matcher is None or self.watcher.must_end():
             return
-        self.parts.vocabulary.start()
-        self.watcher.restart()  # no text waits for the vocabulary but the first
-        try:
-            self._matcher.prepare()
-        except ConstraintError:
-            if not self.watcher.cancelled.is_set():
-                raise
+        with self.parts.claim.reaching(self.watcher):
+            try:
+                self._matcher.prepare()
+            except ConstraintError:
+                if not self.watcher.must_end():
+                    raise
 
     def _processors(self, prompt: list[int]) -> list[LogitsProcessor]:
         """What changes the logits before a token is chosen."""
@@ -170,6 +169,8 @@ class Generation:
             response = [token for piece in self.pieces for token in piece.token_ids]
             user = self.options.drafting.user
             self.parts.remember(self._prompt, response, user)
+            for observer in self.observers:
+                observer.end(self._prompt, response, user, self.stats)
 
     def _run(self) -> Iterator[Piece]:
         """Read the prompt, then give a piece for each round."""
@@ -181,8 +182,8 @@ class Generation:
             # depend on what an earlier generation left in the drafter's cache.
             parts.follower.forget()
         start, prefix = time.perf_counter(), self._prefix(exact)
-        for proposer in self.proposers:
-            proposer.begin(self._prompt, self.chooser)
+        for observer in self.observers:
+            observer.begin(self._prompt, self.chooser)
         sequence = array("I", self._prompt)
         kept = prefix.keep(self._prompt, exact)
         for proposer in self.proposers:
@@ -281,6 +282,8 @@ class Generation:
         processed = self.chooser.process(answer, rows, context)
         chosen = self.verifier.choose(rows, processed, positions, self.chooser)
         path = rows.walk(chosen)
+        if self._matcher is not None:
+            path = self._matcher.seen(path)
         # Each accepted token is the token chosen before it.
         tokens = [chosen[row] for row in path]
         logprobs = self._logprobs(answer, path, tokens)
@@ -346,9 +349,9 @@ class Generation:
         return rows.under([context[-1], *self._carried[:-1]])
 
     def _show(self, seen: Seen) -> None:
-        """Let all proposers look at a pass."""
-        for proposer in self.proposers:
-            proposer.observe(seen)
+        """Let all observers look at a pass."""
+        for observer in self.observers:
+            observer.observe(seen)
 
     def _width(self, rows: int) -> int:
         """The narrowest allowed pass that holds the rows."""

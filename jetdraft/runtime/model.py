@@ -156,7 +156,7 @@ class Model:
             print(piece.text, end="")
         stream.stats.tokens_per_pass
         """
-        return Stream(self._generation(prompt, options, token_ids, fields))
+        return Stream(self._generation(prompt, options, token_ids, fields, True))
 
     def astream(
         self,
@@ -173,8 +173,7 @@ class Model:
         async for piece in model.astream("def fib(n):"):
             print(piece.text, end="")
         """
-        generation = self._generation(prompt, options, token_ids, fields, at_once=False)
-        return AsyncStream(Stream(generation))
+        return AsyncStream(Stream(self._generation(prompt, options, token_ids, fields)))
 
     def _generation(
         self,
@@ -182,9 +181,9 @@ class Model:
         options: Options | None,
         token_ids: Sequence[int] | Int64s | None,
         fields: GenerateOptions,
-        at_once: bool = True,
+        prepared: bool = False,
     ) -> Generation:
-        """A generation whose options are checked; its constraint perhaps later."""
+        """A generation whose options are checked, and its constraint if `prepared`."""
         if options is None:
             fields.setdefault("method", self.method)
             options = Options.of(**fields)
@@ -193,7 +192,7 @@ class Model:
                 "give either an Options object or options by their names", "options"
             )
         ids: list[int] = self.prompt(prompt, token_ids).tolist()
-        return Generation(self.parts, self.planner, ids, options, at_once)
+        return Generation(self.parts, self.planner, ids, options, prepared)
 
     def chat(
         self,

@@ -30,15 +30,8 @@ class Admission:
         self._key, self._local = key.encode(), is_loopback(host) and not key
 
     def check(self, request: Request, keyed: bool = True) -> None:
-        """Raise `RequestError` for a wrong host name and, where `keyed`, a wrong key.
-
-        A request that is `keyed` is also refused when too many connections are open.
-        """
+        """Raise `RequestError` for a wrong host name or, where `keyed`, a wrong key."""
         self._check_host(request)
-        if keyed and getattr(request.state, "crowded", False):
-            raise RequestError(
-                "too many connections are open; close some, and try again", status=503
-            )
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         right = hmac.compare_digest(key.strip().encode(), self._key)
         if keyed and self._key and not (right and scheme.lower() == "bearer"):

@@ -67,7 +67,8 @@ class Service:
         self._key, self._admission = api_key, Admission(api_key)
         self.desk = Desk(pool.models, limits.waiting, limits.wait_seconds)
         self.metrics = Metrics(self.desk)
-        self._keeps = pool.models[0].parts.store is not None
+        parts = pool.models[0].parts
+        self._keeps = parts.store is not None or parts.learning is not None
         template = pool.models[0].bundle.chat_template
         # Reading the template here refuses a broken one before the first request.
         self._defaults = pool.models[0].defaults

@@ -13,9 +13,10 @@ from ipaddress import IPv6Address, ip_network
 from typing import Any
 
 import h11
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jetdraft.server.refusal import refusal_fields
+from jetdraft.server.refusal import refusal, refusal_fields
 
 REQUEST_SECONDS = 10.0
 """The most seconds until a connection has sent the head of its next request."""
@@ -40,8 +41,8 @@ class Doorkeeper:
 
     A connection beyond a limit takes the place of the connection that has waited
     longest without a whole request: of the same peer or, if the limit of all is
-    reached, of the peer with the most connections. Where all are at work, it is
-    `crowded`: only /health answers it.
+    reached, of the peer with the most connections. Where all are at work, it stays
+    outside and may ask for /health only.
 
         Doorkeeper(per_peer=128, most=512)
     """
@@ -50,10 +51,10 @@ class Doorkeeper:
         self.most = min(most, _free_files() - SPARE_FILES - CROWDED)
         self.per_peer = min(per_peer, self.most)
         self._by_peer: dict[str, list[Connection]] = defaultdict(list)
-        self._crowded: list[Connection] = []
+        self._outside: list[Connection] = []
 
     def enter(self, connection: Connection) -> bool:
-        """Count a new connection; return False if it is crowded."""
+        """Count a new connection; return False if it stays outside."""
         own = self._by_peer.get(connection.peer, [])
         full = None
         if len(own) >= self.per_peer:
@@ -63,15 +64,15 @@ class Doorkeeper:
         if full is None or self._drop_idle(full):
             self._by_peer[connection.peer].append(connection)
             return True
-        if len(self._crowded) >= CROWDED:
-            self._crowded[0].drop()
-        self._crowded.append(connection)
+        if len(self._outside) >= CROWDED:
+            self._outside[0].drop()
+        self._outside.append(connection)
         return False
 
     def leave(self, connection: Connection) -> None:
         """Forget a connection; twice does no harm."""
         own = self._by_peer.get(connection.peer, [])
-        for connections in (own, self._crowded):
+        for connections in (own, self._outside):
             if connection in connections:
                 connections.remove(connection)
         if not own:
@@ -79,7 +80,7 @@ class Doorkeeper:
 
     def sweep(self, now: float) -> None:
         """Drop what asks or reads too slowly; `now` is the loop's time."""
-        for connections in [*self._by_peer.values(), self._crowded]:
+        for connections in [*self._by_peer.values(), self._outside]:
             for connection in list(connections):
                 if connection.is_late(now):
                     connection.drop()
@@ -142,7 +143,7 @@ class Connection(H11Protocol):
         self.peer = _peer(transport)
         self.client = (self.peer, self.client[1] if self.client else 0)
         if not self._doorkeeper.enter(self):
-            self.app_state = {**self.app_state, "crowded": True}
+            self.app = _health_only(self.app)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Make room."""
@@ -187,6 +188,20 @@ class Connection(H11Protocol):
             )
             self.transport.write(self.conn.send(probe) or b"")
         self.loop.call_later(PROBE_SECONDS, self._probe)
+
+
+def _health_only(app: ASGIApp) -> ASGIApp:
+    """Return an application that refuses all but /health."""
+    problem = "too many connections are open; close some, and try again"
+    refused = refusal(problem, 503)
+    # On this connection a client would be refused for ever.
+    refused.headers["Connection"] = "close"
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_health = scope["path"] == "/health"
+        await (app if is_health else refused)(scope, receive, send)
+
+    return answer
 
 
 def is_local_user(client: tuple[str, int] | None) -> bool:

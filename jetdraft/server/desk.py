@@ -13,7 +13,6 @@ from math import inf
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.piece import Piece, Result
-from jetdraft.runtime.text_stream import Stream
 from jetdraft.server.generation_request import GenerationRequest, RequestError
 
 
@@ -140,7 +139,6 @@ class Job:
         self._desk, self._request, self._client = desk, request, client
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Piece | Result | BaseException] = asyncio.Queue()
-        self._stream: Stream | None = None
         self._cancelled = False
         self._model: Model | None = None
         self._task = asyncio.create_task(self._run())
@@ -163,13 +161,11 @@ class Job:
     def cancel(self) -> None:
         """Leave the queue, or end the generation at its next round."""
         self._cancelled = True
-        self.due = min(self.due, time.monotonic()) if self._model is not None else inf
-        if self._stream is not None:
-            self._stream.cancel()
-        elif self._model is not None:
-            self._model.cancel()  # a constraint that is being compiled
-        else:
+        if self._model is None:
             self._task.cancel()
+        else:
+            self.due = min(self.due, time.monotonic())
+            self._model.cancel()
 
     def end(self) -> None:
         """End the text, which is then the answer; refuse a request that waits."""
@@ -183,9 +179,12 @@ class Job:
             async with self._desk.take(self._client) as model:
                 self._model = model
                 self.due = time.monotonic() + self._request.seconds
-                await self._loop.run_in_executor(
-                    self._desk.threads, self._generate, model
-                )
+                try:
+                    await self._loop.run_in_executor(
+                        self._desk.threads, self._generate, model
+                    )
+                finally:
+                    self._model, self.due = None, inf
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # `next` raises it
@@ -193,11 +192,13 @@ class Job:
 
     def _generate(self, model: Model) -> None:
         """Run the generation, in a thread of the desk."""
-        stream = self._stream = self._request.stream(model)
+        stream = self._request.stream(model)
         if self._cancelled:
             stream.cancel()
         for piece in stream:
             self._post(piece)
+            if self._cancelled:  # perhaps before the model knew this generation
+                stream.cancel()
         result = stream.result()
         self._loop.call_soon_threadsafe(self._desk.total.merge, result.stats)
         self._post(result)

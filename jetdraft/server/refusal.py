@@ -19,9 +19,6 @@ def refusal(error: object, status: int, chat: bool = False) -> Response:
     refusal("the model is gone", 500)
     """
     headers = {"Retry-After": "1"} if status in (429, 503) else {}
-    if status == 503:
-        # A connection that came when the server was crowded stays refused.
-        headers["Connection"] = "close"
     # Escapes, since a message may quote what no encoding can hold.
     content = json.dumps(refusal_fields(error, status, chat))
     return Response(content, status, headers, media_type="application/json")

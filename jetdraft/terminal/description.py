@@ -50,7 +50,7 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
     contract = entry.contract
     yield ""
     yield f"{name}  {entry.file} from {entry.source}"
-    if entry.tree_file is None and contract.kv_shapes:
+    if entry.tree_file is None and contract.kv_shapes and not contract.block:
         yield "  trees         none: the model attends in sliding windows"
     elif entry.tree_file is not None:
         yield f"  trees         {entry.tree_file}, weights of {entry.file}.data"
@@ -62,7 +62,8 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
         ids = f"{contract.choices:,} of {contract.vocab_size:,} tokens"
         yield f"  head          features of width {contract.feature_input}, {ids}"
     if contract.guesses:
-        yield f"  guesses       {contract.guesses} tokens from one row"
+        place = "in a block behind the last row" if contract.block else "from one row"
+        yield f"  guesses       {contract.guesses} tokens {place}"
     yield f"  parameters    {entry.parameters:,}"
     yield f"  quantization  {scheme(entry)}; floats are {contract.dtype}"
     if contract.kv_shapes:

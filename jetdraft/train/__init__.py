@@ -1,7 +1,8 @@
-"""The trainers of streams, of heads and of tables."""
+"""The trainers of streams, of drafters, of heads and of tables."""
 
 TRAINERS = {
     "streams": "Add speculative streams to a checkpoint.",
+    "drafter": "Train a small model that drafts for a target.",
     "head": "Train a head that reads the target's hidden states.",
     "acceptance": "Teach a drafter when to stop.",
     "table": "Count a trigram table in text files.",

@@ -12,7 +12,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from jetdraft.errors import DataError
+from jetdraft.errors import DataError, OptionError
+from jetdraft.runtime.text.template import ChatTemplate, Message
 from jetdraft.texts import read_bytes, read_text
 
 IGNORED = -100
@@ -21,10 +22,28 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Example:
-    """The token ids of a sequence, and for each token whether it is learned."""
+    """The token ids of a sequence, and for each token whether it is learned.
+
+    A prompt whose completion has yet to be written has no learned token.
+    """
 
     ids: list[int]
     learned: list[bool]
+
+    @classmethod
+    def completed(cls, ids: list[int], prompt_size: int) -> Example:
+        """An example of which all tokens after the prompt are learned."""
+        return cls(ids, [place >= prompt_size for place in range(len(ids))])
+
+    @property
+    def is_written(self) -> bool:
+        """Whether anything can be learned from it."""
+        return any(self.learned)
+
+    @property
+    def prompt_size(self) -> int:
+        """The number of tokens before the first that is learned."""
+        return self.learned.index(True) if self.is_written else len(self.ids)
 
 
 @dataclass(frozen=True)
@@ -42,9 +61,10 @@ class Batch:
 class Corpus:
     """Sequences to learn from and other sequences to validate with, split by a seed.
 
-    A `.jsonl` file has an object in each line: either `prompt` and `completion`, of
-    which only the completion is learned, or `text`. Any other file is text, which is
-    cut into windows.
+    A `.jsonl` file has an object in each line: `prompt` and `completion`, of which only
+    the completion is learned, or `text`, or `messages` of a chat, of which the last is
+    learned. A `prompt` alone, or `messages` that end with the user's, are enough where
+    the target writes the completion. Any other file is text, which is cut into windows.
 
         corpus = Corpus.read([Path("notes.txt")], tokenizer, end=0, length=256, ...)
         corpus.batch(step=0, size=8)
@@ -73,13 +93,22 @@ class Corpus:
         least: int,
         share: float = 0.05,
         seed: int = 0,
+        prompts_alone: bool = False,
+        template: ChatTemplate | None = None,
     ) -> Corpus:
-        """Read files; sequences have at most `length` and at least `least` tokens."""
+        """Read files; sequences have at most `length` and at least `least` tokens.
+
+        `prompts_alone` says whether prompts may lack their completions, and `template`
+        reads messages. Raises `DataError`.
+        """
+        reader = _Lines(
+            tokenizer, list(end[:1]), length, least, prompts_alone, template
+        )
         sequences: list[Example] = []
         texts: list[int] = []
         for file in files:
             if file.suffix == ".jsonl":
-                sequences += _examples(file, tokenizer, list(end[:1]), length, least)
+                sequences += reader.examples(file)
             else:
                 texts += [*tokenizer.encode(read_text(file)).ids, *end[:1]]
         sequences += _windows(texts, length, least)
@@ -127,6 +156,16 @@ def collate(rows: Sequence[Example]) -> Batch:
     return Batch(ids, labels)
 
 
+def examples_of(batch: Batch) -> list[Example]:
+    """The rows of a batch without their padding."""
+    examples = []
+    for ids, labels in zip(batch.ids, batch.labels, strict=True):
+        learned = labels != IGNORED
+        end = int(learned.nonzero()[-1]) + 1
+        examples.append(Example(ids[:end].tolist(), learned[:end].tolist()))
+    return examples
+
+
 def _windows(ids: list[int], length: int, least: int) -> Iterator[Example]:
     for start in range(0, len(ids), length):
         window = ids[start : start + length]
@@ -134,37 +173,84 @@ def _windows(ids: list[int], length: int, least: int) -> Iterator[Example]:
             yield Example(window, [True] * len(window))
 
 
-def _examples(
-    file: Path, tokenizer: Tokenizer, end: list[int], length: int, least: int
-) -> Iterator[Example]:
-    for number, line in enumerate(read_text(file).split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"line {number} of {file}"
+@dataclass(frozen=True)
+class _Lines:
+    """Reads the lines of `.jsonl` files, see `Corpus`."""
+
+    tokenizer: Tokenizer
+    end: list[int]
+    length: int
+    least: int
+    prompts_alone: bool
+    template: ChatTemplate | None
+
+    def examples(self, file: Path) -> Iterator[Example]:
+        """The examples of a file."""
+        for number, line in enumerate(read_text(file).split("\n"), start=1):
+            if line.strip():
+                yield self._example(line, f"line {number} of {file}")
+
+    def _example(self, line: str, where: str) -> Example:
+        head, tail = self._parts(line, where)
+        if tail is None:
+            self._check_length(head, where, least=1, most=self.length - 1)
+            return Example(head, [False] * len(head))
+        ids = [*head, *tail, *self.end]
+        self._check_length(ids, where, self.least, self.length)
+        if len(ids) == len(head):
+            raise DataError(
+                f"{where} has an empty completion, from which nothing can be learned; "
+                "delete the line or complete it"
+            )
+        return Example(ids, [False] * len(head) + [True] * (len(ids) - len(head)))
+
+    def _parts(self, line: str, where: str) -> tuple[list[int], list[int] | None]:
+        """The ids of prompt and completion; None for one that is to be written."""
         try:
             fields = json.loads(line)
             if "text" in fields:
-                head, tail = [], tokenizer.encode(fields["text"]).ids
-            else:
-                head = tokenizer.encode(fields["prompt"]).ids
-                # A special token that starts a text must not come again inside it.
-                tail = tokenizer.encode(
-                    fields["completion"], add_special_tokens=False
-                ).ids
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+                return [], self.tokenizer.encode(fields["text"]).ids
+            if "messages" in fields:
+                return self._chat(fields["messages"])
+            head: list[int] = self.tokenizer.encode(fields["prompt"]).ids
+            if self.prompts_alone and "completion" not in fields:
+                return head, None
+            # A special token that starts a text must not come again inside it.
+            tail = self.tokenizer.encode(fields["completion"], add_special_tokens=False)
+            return head, tail.ids
+        except OptionError as error:
+            raise DataError(f"{where}: {error}") from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(
-                f"{where} is not an object with prompt and completion, or text; "
-                "correct it"
+                f"{where} is not an object with prompt and completion, or text, or "
+                "messages; correct it"
             ) from error
-        ids = [*head, *tail, *end]
+
+    def _chat(self, messages: list[Message]) -> tuple[list[int], list[int] | None]:
+        """The ids of a chat, in which the template names the special tokens."""
+        if self.template is None:
+            raise OptionError(
+                "messages need a chat template, which the target lacks; give prompt "
+                "and completion"
+            )
+        is_answered = messages[-1]["role"] == "assistant"
+        if not is_answered and not self.prompts_alone:
+            raise ValueError("the last message is not the assistant's")
+        prompt = self.template.render(messages[:-1] if is_answered else messages)
+        head, tail = (
+            self.tokenizer.encode(text, add_special_tokens=False).ids
+            for text in (prompt, messages[-1]["content"])
+        )
+        return head, tail if is_answered else None
+
+    def _check_length(self, ids: list[int], where: str, least: int, most: int) -> None:
         if len(ids) < least:
             raise DataError(
                 f"{where} has {len(ids)} tokens, a sequence needs {least}; give longer "
                 "texts or fewer streams"
             )
-        if len(ids) > length:
+        if len(ids) > most:
             raise DataError(
                 f"{where} has {len(ids)} tokens, more than the sequence length of "
-                f"{length}; raise --sequence-length or shorten the text"
+                f"{self.length}; raise --sequence-length or shorten the text"
             )
-        yield Example(ids, [False] * len(head) + [True] * (len(ids) - len(head)))

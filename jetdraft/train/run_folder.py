@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -123,10 +124,22 @@ class RunFolder:
             (self.path / UNFINISHED).unlink(missing_ok=True)
 
     def create(self) -> None:
-        """Make the folder of a training that needs no files of the target."""
+        """Make the folder of a training that needs no files of the target.
+
+        It appears with its mark, so that another process never sees it without.
+        """
         with self._writing():
-            self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / UNFINISHED).touch()
+            if self.path.exists():
+                return
+            partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
+            partial.mkdir(parents=True, exist_ok=True)
+            (partial / UNFINISHED).touch()
+            try:
+                partial.rename(self.path)
+            except OSError:
+                shutil.rmtree(partial)
+                if not self.path.exists():
+                    raise
 
     def write(self, name: str, text: str) -> None:
         """Write a text file, which appears whole."""

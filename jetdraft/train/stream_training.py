@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class StreamTraining(Training):
     """
 
     module: Streamed
+    product = "streams"
 
     def __init__(
         self,
@@ -98,6 +99,23 @@ class StreamTraining(Training):
         stream_count = sum(p.numel() for p in self.module.streams.parameters())
         total = sum(weight.numel() for weight in self.weights.values())
         return {"streams": stream_count, "lora": total - stream_count}
+
+    def summary(self) -> str:
+        """What is trained, on how many sequences."""
+        counts = self.parameters
+        return (
+            f"training {counts['streams']} weights of the streams and "
+            f"{counts['lora']} of LoRA on {len(self.corpus.training)} sequences"
+        )
+
+    def told(self, figures: Mapping[str, Any]) -> str:
+        """The losses, and how often each stream is right."""
+        rates = " ".join(f"{share:.2f}" for share in figures["acceptance"])
+        stream_losses = " ".join(f"{loss:.2f}" for loss in figures["stream_losses"])
+        return (
+            f"validation loss {figures['main_loss']:.2f}, streams {stream_losses}, "
+            f"predicted acceptance {rates}"
+        )
 
     def settings_of_run(self) -> dict[str, Any]:
         """The settings of the streams."""

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.errors import DataError, OptionError, TrainingError
+from jetdraft.runtime.text.template import ChatTemplate
 from jetdraft.train.data import Batch, Corpus
 from jetdraft.train.run_folder import RunFolder
 
@@ -29,12 +31,13 @@ Report = Callable[["Progress"], None]
 class TrainingOptions:
     """How long and how fast to train.
 
-    `sequence_length` is in tokens. The `learning_rate` falls linearly to zero.
+    `sequence_length` is in tokens. The `learning_rate` falls linearly to zero. With
+    `steps` of None the trainer says how many.
 
     TrainingOptions(steps=200, batch_size=8, sequence_length=256)
     """
 
-    steps: int = 200
+    steps: int | None = 200
     batch_size: int = 8
     sequence_length: int = 256
     learning_rate: float = 5e-4
@@ -51,7 +54,7 @@ class TrainingOptions:
             ("validation share", self.validation_share, 0.0, 0.5),
             ("validate every", self.validate_every, 1, 10**9),
         ):
-            if not least <= value <= most:
+            if value is not None and not least <= value <= most:
                 raise OptionError(
                     f"{name} {value} is out of range; give {least} to {most}"
                 )
@@ -77,6 +80,9 @@ class Training(ABC):
     module: nn.Module
     weights: dict[str, Tensor]
     corpus: Corpus
+    product: str
+    """What it makes."""
+
     betas = (0.9, 0.999)
     most_norm = 1.0
     """Gradients of a larger norm are cut to it."""
@@ -87,6 +93,18 @@ class Training(ABC):
         self.step = 0
 
     # --- what a trainer says ----------------------------------------------------------
+
+    @abstractmethod
+    def summary(self) -> str:
+        """A line that says what will be trained on what."""
+
+    @abstractmethod
+    def told(self, figures: Mapping[str, Any]) -> str:
+        """The figures of a validation in words."""
+
+    def advised_steps(self) -> int:
+        """The steps of a training without a number of them."""
+        return 200
 
     @abstractmethod
     def settings_of_run(self) -> Mapping[str, Any]:
@@ -116,7 +134,18 @@ class Training(ABC):
 
     # --- what every training does -----------------------------------------------------
 
-    def read(self, checkpoint: Checkpoint, data: Sequence[Path], least: int) -> Corpus:
+    @cached_property
+    def steps(self) -> int:
+        """The steps of the whole training."""
+        return self.options.steps or self.advised_steps()
+
+    def read(
+        self,
+        checkpoint: Checkpoint,
+        data: Sequence[Path],
+        least: int,
+        prompts_alone: bool = False,
+    ) -> Corpus:
         """The texts as sequences of at least `least` tokens; raises `DataError`."""
         if checkpoint.tokenizer is None:
             raise DataError(
@@ -131,6 +160,8 @@ class Training(ABC):
             least,
             self.options.validation_share,
             self.options.seed,
+            prompts_alone,
+            _template(checkpoint),
         )
 
     def check_length(self, model: Any) -> None:
@@ -161,9 +192,9 @@ class Training(ABC):
         try:
             figures = self._validated(accelerator, module)
             self._report(accelerator, report, math.nan, figures)
-            while self.step < self.options.steps:
+            while self.step < self.steps:
                 loss = self._advance(accelerator, module, optimizers)
-                last = self.step == self.options.steps
+                last = self.finished
                 validates = last or self.step % self.options.validate_every == 0
                 if validates:
                     figures = self._validated(accelerator, module)
@@ -182,18 +213,13 @@ class Training(ABC):
         figures: dict[str, Any] | None,
     ) -> None:
         if accelerator.is_main_process:
-            report(Progress(self.step, self.options.steps, loss, figures))
+            report(Progress(self.step, self.steps, loss, figures))
 
     def _advance(
         self, accelerator: Any, module: Any, optimizers: Sequence[Any]
     ) -> float:
         """Train one step; gives its loss."""
-        batch = self.corpus.batch(
-            self.step,
-            self.options.batch_size,
-            accelerator.process_index,
-            accelerator.num_processes,
-        ).to(accelerator.device)
+        batch = self.batch(accelerator).to(accelerator.device)
         with accelerator.autocast():
             loss = self.loss(accelerator, module, batch)
         accelerator.backward(loss)
@@ -209,11 +235,20 @@ class Training(ABC):
         self.step += 1
         return loss.item()
 
+    def batch(self, accelerator: Any) -> Batch:
+        """The sequences of the next step, or the part of this process."""
+        return self.corpus.batch(
+            self.step,
+            self.options.batch_size,
+            accelerator.process_index,
+            accelerator.num_processes,
+        )
+
     def _rate(self) -> float:
         """The learning rate of the next step: a warm-up, then a linear decay."""
-        done = self.step / self.options.steps
+        done = self.step / self.steps
         return self.options.learning_rate * min(
-            1.0, (self.step + 1) / max(1.0, WARM_UP * self.options.steps), 1.0 - done
+            1.0, (self.step + 1) / max(1.0, WARM_UP * self.steps), 1.0 - done
         )
 
     def failure(self) -> str:
@@ -253,7 +288,7 @@ class Training(ABC):
         """What must not change between the runs of one training."""
         return {
             "settings": dict(self.settings_of_run()),
-            "options": asdict(self.options),
+            "options": asdict(self.options) | {"steps": self.steps},
             "data": self.corpus.sha256,
         }
 
@@ -279,4 +314,10 @@ class Training(ABC):
     @property
     def finished(self) -> bool:
         """Whether all steps are done."""
-        return self.step == self.options.steps
+        return self.step == self.steps
+
+
+def _template(checkpoint: Checkpoint) -> ChatTemplate | None:
+    """The chat template, with the names of the special tokens."""
+    source = checkpoint.chat_template
+    return ChatTemplate(source, checkpoint.special_tokens) if source else None

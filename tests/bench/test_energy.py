@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from jetdraft.bench.energy import Meter, rails, totals
+from jetdraft.bench.energy import Meter
+from jetdraft.devices.rails import rails, totals
 from tests.devices.trees import POWER, RAILS, write
 
 

@@ -19,6 +19,7 @@ from jetdraft.cli.generate import command as generate
 from jetdraft.devices.providers import installed
 from jetdraft.ort import _Missing
 from jetdraft.terminal.command import GROUPS, Option, option
+from jetdraft.train.use.use_verb import command as from_use
 from tests.cli.running import assert_refused, jetdraft
 
 VERBS = [
@@ -39,7 +40,7 @@ def commands(
         yield from commands(command.get_command(context, name), f"{path} {name}")
 
 
-COMMANDS = dict(commands(main))
+COMMANDS = {**dict(commands(main)), "train drafter --from-use DIR": from_use}
 
 
 def options(command: click.Command) -> list[click.Option]:
@@ -50,7 +51,7 @@ def test_the_walk_reaches_every_command():
     found = {words.split()[0] for words in COMMANDS}
     assert found == set(VERBS)
     trained = {words.split()[1] for words in COMMANDS if words.startswith("train")}
-    assert trained == {"streams", "head", "acceptance", "table"}
+    assert trained == {"streams", "drafter", "head", "acceptance", "table"}
 
 
 def test_help_lists_the_verbs_in_the_order_of_use():

@@ -222,3 +222,75 @@ def test_a_head_from_a_text(tmp_path, text):
     other = (*command[:-1], tmp_path / "other")
     assert_refused(jetdraft(*other, *sizes, "--kind", "eagle9"), "unknown kind")
     assert_refused(jetdraft(*other, *sizes, "--taps", "a,b"), "are no numbers")
+
+
+DRAFTER = ("--sequence-length", 24, "--batch-size", 2, "--steps", 2)
+
+
+def test_a_drafter_from_a_text(target, tmp_path, text):
+    """The folder that it writes is a checkpoint with the target's tokenizer."""
+    command = ("train", "drafter", target, "--data", text, "-o", tmp_path / "drafter")
+    sizes = ("--layers", 1, "--hidden-size", 32, "--draft-vocab", 50)
+    trained = jetdraft(*command, *sizes, *DRAFTER)
+    assert trained.exit_code == 0, trained.output
+    assert "training a drafter of width 32, layers: 1" in trained.stderr
+    assert "step 2: validation loss" in trained.stderr
+    assert "accepted by place at T = 1" in trained.stderr
+    assert "a drafter of 2 steps" in trained.stderr
+    fields = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    assert fields["hidden_size"] == 32
+    tokens = (tmp_path / "drafter" / "tokenizer.json").read_text()
+    assert (
+        json.loads(tokens)["model"]
+        == json.loads((target / "tokenizer.json").read_text())["model"]
+    )
+    layers = jetdraft(
+        *(*command[:-1], tmp_path / "layers", "--from-layers", "0,2", *DRAFTER)
+    )
+    assert layers.exit_code == 0, layers.output
+    assert "training a drafter of width 64, layers: 2" in layers.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--kind", "hydra"), "unknown kind 'hydra'"),
+        (("--loss", "mse"), "unknown loss 'mse'"),
+        (("--from-layers", "a,b"), "is not a comma list of integers"),
+        (("--beta", "0.3"), "leave --beta out"),
+        (("--steps", "0"), "steps 0 is out of range"),
+    ],
+)
+def test_bad_options_of_a_drafter(target, text, tmp_path, options, said):
+    output = tmp_path / "out"
+    result = jetdraft(
+        "train", "drafter", target, "--data", text, "-o", output, *options
+    )
+    assert_refused(result, said)
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("trainer", ["drafter", "head", "streams"])
+def test_all_trainings_have_the_same_options(trainer):
+    """They are written once."""
+    shown = jetdraft("train", trainer, "--help").stdout
+    for name in ("data", "steps", "batch-size", "sequence-length", "learning-rate"):
+        assert f"--{name}" in shown
+    for name in ("validation-share", "validate-every", "seed", "output"):
+        assert f"--{name}" in shown
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(target, text, tmp_path, monkeypatch):
+    """While the target writes, for example."""
+
+    def write(*arguments):
+        raise KeyboardInterrupt
+
+    name = "jetdraft.train.taught.written_texts.continuations"
+    monkeypatch.setattr(name, write)
+    command = ("train", "drafter", target, "--data", text, "-o", tmp_path / "out")
+    stopped = jetdraft(*command, "--regenerate", *DRAFTER)
+    assert stopped.exit_code == 130
+    assert stopped.stderr == "stopped; run the same command again to resume\n"
+    monkeypatch.undo()
+    assert jetdraft(*command, "--regenerate", *DRAFTER).exit_code == 0

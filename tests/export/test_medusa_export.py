@@ -10,11 +10,10 @@ import torch
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.terminal.description import describe
-from tests.checkpoints.heads.layouts import H, hydra, medusa, write
+from tests.checkpoints.heads.layouts import H, medusa, write
 from tests.export.head_passes import TOKENS, graphs
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 
@@ -177,9 +176,3 @@ def test_the_small_tensors_are_in_the_drafter_alone(made):
     model = onnx.load(bundle.path / bundle.drafter.file, load_external_data=False)
     files = {e.value for t in model.graph.initializer for e in t.external_data}
     assert not any("target" in value for value in files)
-
-
-def test_hydra_is_refused(source, tmp_path):
-    heads = write(tmp_path / "head", *hydra(), "hydra_lm_head.pt")
-    with pytest.raises(UnsupportedModelError, match="EAGLE, MTP and Medusa"):
-        export(source, tmp_path / "bundle", head=heads)

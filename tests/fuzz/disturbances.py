@@ -96,6 +96,10 @@ class Disturbances:
         if stream.stats.finish_reason == "cancelled":
             raise AssertionError("two generations used the same buffers")
 
+    def forget(self) -> None:
+        """Load none of the prefixes that were saved so far."""
+        self._saved.clear()
+
     def _do_prefix_saved(self, draw: Random, model: Model, prompt: list[int]) -> None:
         owner = str(model.bundle.path)
         files = self._saved.setdefault(owner, [])

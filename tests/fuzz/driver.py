@@ -11,12 +11,14 @@ import json
 import os
 import secrets
 import select
+import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,8 +33,8 @@ MOST_BYTES = 6_000_000_000
 SHOWN = 3
 """Faults of one kind that are printed."""
 
-STARTING = 300.0
-"""Seconds in which a subject must be ready."""
+STARTING, CLOSING = 300.0, 30.0
+"""Seconds in which a subject must be ready, and in which it must close."""
 
 
 def work(name: str, first: int, count: int, light: bool) -> None:
@@ -133,41 +135,60 @@ def _one_process(
     """Run a process until it is done or dies; gives the next number to try."""
     subject, number = report.subject, first
     command = [sys.executable, "-m", "tests.fuzz.worker", subject.name]
-    process = subprocess.Popen(
-        [*command, str(first), str(count), str(int(light))], stdout=subprocess.PIPE
-    )
+    command += [str(first), str(count), str(int(light))]
     block, begun, facts = first, False, dict[str, int]()
     try:
-        for message in _messages(process, subject.seconds, end):
-            kind, number = message["kind"], message.get("number", number)
-            if kind == "begin":
-                begun = True
-                block = number - (number - first) % BLOCK
-            elif kind == "end":
-                report.tried += 1
-                report.outcomes[message["outcome"]] += 1
-                facts = message["facts"]
-            elif kind == "fault":
-                report.tried += number < first + count
-                report.fault(message["place"], message["text"], block, number)
-            elif kind == "done":
-                facts = message["facts"]
-                return number
-            elif kind == "time":
-                return first + count
-            else:
-                place = f"{kind} of the process"
-                report.tried += begun
-                report.fault(place, "the process was ended", block, number)
-                if not begun:
-                    raise SystemExit(f"{subject.name} does not start")
+        with _running(command) as process:
+            for message in _messages(process, subject.seconds, end):
+                kind, number = message["kind"], message.get("number", number)
+                if kind == "begin":
+                    begun = True
+                    block = number - (number - first) % BLOCK
+                elif kind == "end":
+                    report.tried += 1
+                    report.outcomes[message["outcome"]] += 1
+                    facts = message["facts"]
+                elif kind == "fault":
+                    report.tried += number < first + count
+                    report.fault(message["place"], message["text"], block, number)
+                elif kind == "done":
+                    facts = message["facts"]
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(CLOSING)  # it closes what it has begun
+                    return number
+                elif kind == "time":
+                    return first + count
+                else:
+                    place = f"{kind} of the process"
+                    report.tried += begun
+                    report.fault(place, "the process was ended", block, number)
+                    if not begun:
+                        raise SystemExit(f"{subject.name} does not start")
         return number + 1
     finally:
         report.facts.update(facts)
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+
+
+@contextmanager
+def _running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a command; nothing that it began or wrote is left afterwards."""
+    with TemporaryDirectory(
+        prefix="jetdraft-fuzz-", ignore_cleanup_errors=True
+    ) as folder:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "TMPDIR": folder},
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 def _messages(

@@ -164,7 +164,7 @@ class Faults(Subject):
         state, allowed = self._state(job), {NEW, OLD if old else NOTHING}
         if job.name in ("table", "streams"):
             allowed |= {NOTHING}
-        if job.name in ("store", "tune"):  # kept step by step
+        if job.name in ("store", "learn", "tune"):  # kept step by step
             allowed |= {NOTHING, OLD} if not old else {OLD}
         if state not in allowed:
             raise Fault(f"{job.name} left {state!r} instead of one of {allowed}")

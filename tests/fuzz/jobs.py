@@ -205,6 +205,44 @@ class Store(Job):
         return NEW if count > 3 else OLD
 
 
+class Learn(Job):
+    """Lessons of ten generations, and other weights for the drafter on the way."""
+
+    name = "learn"
+
+    def prepare(self, place: Path, old: bool) -> None:
+        if old:
+            self._use(place, 2)
+
+    def run(self, place: Path) -> None:
+        from tests.toy_drafter import put_on_trial, random_arrays
+
+        self._use(place, 5)
+        put_on_trial(place / "learned", self.toy, random_arrays(self.toy))
+        self._use(place, 15)
+
+    def _use(self, place: Path, count: int) -> None:
+        import jetdraft
+
+        drafted = {"method": "draft", "num_draft_tokens": 4, "max_new_tokens": 40}
+        with jetdraft.load(self.toy, threads=1, learn=place / "learned") as model:
+            for last in range(count):
+                model.generate(token_ids=[*PROMPT, last], **drafted)
+
+    def state(self, place: Path) -> str:
+        import jetdraft
+
+        file = place / "learned" / "lessons.sqlite"
+        if not file.exists():
+            return NOTHING
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # damage is told in warnings
+            with jetdraft.load(self.toy, threads=1, learn=file.parent) as model:
+                model.generate(token_ids=PROMPT, max_new_tokens=4, method="draft")
+                count = len(model.parts.learning.lessons.read())
+        return NEW if count > 3 else OLD
+
+
 class SavedPrefix(Job):
     """The rows of a prompt."""
 
@@ -294,7 +332,8 @@ class Streams(Job):
 
 
 JOBS: tuple[type[Job], ...] = (
-    *(WriteBundle, Export, Recipes, Table, Tune, Store, SavedPrefix, Talk, Streams),
+    *(WriteBundle, Export, Recipes, Table, Tune, Store, Learn, SavedPrefix, Talk),
+    Streams,
 )
 
 

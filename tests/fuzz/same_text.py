@@ -103,6 +103,7 @@ class SameText(Subject):
     def refresh(self) -> None:
         """Start afresh in all worlds that were used."""
         self._earlier = []
+        self.disturbances.forget()
         for world in self.worlds:
             if "model" in vars(world):
                 world.model.forget()

@@ -19,15 +19,15 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import DataError, OptionError, OutputError, TrainingError
 from jetdraft.train.head import head_training
-from jetdraft.train.head.head_losses import Lesson, Objective, precision, unrolled_mask
+from jetdraft.train.head.head_losses import Lesson, Objective, unrolled_mask
 from jetdraft.train.head.head_training import HeadSettings, HeadTraining
 from jetdraft.train.head.teacher import Teacher
 from jetdraft.train.run_folder import STATE
+from jetdraft.train.taught.precision import precision
 from jetdraft.train.training import TrainingOptions
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint, tokenizer
-from tests.train.test_stream_training import tuned
+from tests.train.periodic import learned_target, nothing
 
-PERIOD = "for self in range print return "
 SETTINGS = HeadSettings(draft_vocabulary=40, unrolled=3)
 QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
 
@@ -35,23 +35,7 @@ QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_ever
 @pytest.fixture(scope="module")
 def target(tmp_path_factory) -> str:
     """A target that knows the text which heads are to guess."""
-    folder = tmp_path_factory.mktemp("heads")
-    text = folder / "text.txt"
-    text.write_text(PERIOD * 100)
-    config = llama_config(num_hidden_layers=6)
-    base = save_checkpoint(folder / "base", config)
-    return tuned(str(base), text, folder / "tuned")
-
-
-@pytest.fixture
-def text(tmp_path) -> Path:
-    file = tmp_path / "text.txt"
-    file.write_text(PERIOD * 100)
-    return file
-
-
-def nothing(progress) -> None:
-    """No report."""
+    return learned_target(tmp_path_factory.mktemp("heads"), 6)
 
 
 def train(
@@ -264,16 +248,37 @@ def test_texts_that_the_target_writes(target, tmp_path):
     settings, told = replace(SETTINGS, regenerate=True), []
     how = {"progress": lambda *state: told.append(state)}
     run = HeadTraining(target, tmp_path / "1", [data], settings, QUICK, **how)
-    assert told[-1] == ("regenerate", 8, 8)
+    assert told[-1] == ("write", 8, 8)
     prompt = tokenizer().encode("for self").ids
     before = HeadTraining(target, tmp_path / "2", [data], SETTINGS, QUICK)
     for text, old in zip(run.corpus.training, before.corpus.training, strict=True):
         assert text.ids[: len(prompt)] == prompt
         assert text.learned == [i >= len(prompt) for i in range(len(text.ids))]
         assert text.ids != old.ids
+    told.clear()
     again = HeadTraining(target, tmp_path / "1", [data], settings, QUICK, **how)
     assert again.corpus.training == run.corpus.training
-    assert len(told) == 8  # the second run read what the first wrote
+    assert told == [("write", 8, 8)]  # the second run read what the first wrote
+
+
+def test_an_empty_completion_is_one_line(target, tmp_path):
+    """A target without an end of text learns nothing from it."""
+    folder = save_checkpoint(
+        tmp_path / "t", llama_config(num_hidden_layers=6, eos_token_id=None)
+    )
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "for self in range", "completion": ""}')
+    for settings in (SETTINGS, replace(SETTINGS, regenerate=True)):
+        with pytest.raises(DataError, match=r"line 1 of .* has an empty completion"):
+            HeadTraining(str(folder), tmp_path / "o", [data], settings, QUICK)
+
+
+def test_a_prompt_alone_is_completed(target, tmp_path):
+    """Also without --regenerate."""
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "for self in range"}\n' * 3)
+    run = HeadTraining(target, tmp_path / "1", [data], SETTINGS, QUICK)
+    assert all(text.is_written for text in run.corpus.training)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +327,7 @@ def test_two_processes_learn_what_one_learns(target, text, tmp_path, monkeypatch
     script = tmp_path / "two.py"
     script.write_text(TWO)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", "29641", str(script), target, str(tmp_path / "two")]
+    command += ["--standalone", str(script), target, str(tmp_path / "two")]
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [*command, str(text)],

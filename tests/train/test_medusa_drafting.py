@@ -12,8 +12,8 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from tests.checkpoints.heads import layouts
 from tests.tiny import llama_config, save_checkpoint
-from tests.train.test_head_training import PERIOD, QUICK, SETTINGS, train
-from tests.train.test_stream_training import tuned
+from tests.train.periodic import PERIOD, tuned
+from tests.train.test_head_training import QUICK, SETTINGS, train
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from jetdraft.train.head import teacher
 from jetdraft.train.head.teacher import StateCache
+from jetdraft.train.taught import tensor_cache
 
 
 def test_a_shard_is_not_written_over_another(tmp_path, monkeypatch):
-    monkeypatch.setattr(teacher, "SHARD", 2)
+    monkeypatch.setattr(tensor_cache, "SHARD", 2)
     cache = StateCache(tmp_path, "owner")
     for number in range(6):
         cache.write(f"k{number}", torch.full((3, 4), float(number)))

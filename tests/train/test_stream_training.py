@@ -27,27 +27,16 @@ from jetdraft.train.run_folder import STATE
 from jetdraft.train.stream_training import StreamTraining
 from jetdraft.train.training import TrainingOptions
 from tests.tiny import llama_config, save_checkpoint, tokenizer
+from tests.train.periodic import PERIOD, nothing, tuned
 
 SETTINGS = StreamSettings(gamma=3, layers=2, lora_rank=8, prune_rank=2)
 QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
-PERIOD = "for self in range print return "
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("train") / "target"
     return str(save_checkpoint(folder, llama_config()))
-
-
-@pytest.fixture
-def text(tmp_path) -> Path:
-    file = tmp_path / "text.txt"
-    file.write_text(PERIOD * 100)
-    return file
-
-
-def nothing(progress) -> None:
-    """No report."""
 
 
 def train(target, output, text, settings=SETTINGS, options=QUICK, report=nothing):
@@ -103,24 +92,6 @@ def _check_trees(model, plain, **how):
             )
             assert found.token_ids == plain
             assert found.stats.accepted_tokens > 30
-
-
-def tuned(target, text, folder):
-    """The target after a plain training on the text."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(target)
-    words = AutoTokenizer.from_pretrained(target)
-    ids = torch.tensor([words(text.read_text())["input_ids"][:96]])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(120):
-        loss = model(input_ids=ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    model.save_pretrained(folder)
-    words.save_pretrained(folder)
-    return str(folder)
 
 
 def test_the_base_lies_in_the_output_untouched(target, text, tmp_path):

@@ -8,26 +8,29 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.draft_vocabulary import D2T, T2D
 from jetdraft.checkpoints.heads.head_config import EAGLE1, EAGLE3, HeadConfig
+from jetdraft.checkpoints.heads.head_fields import (
+    FIRST_LAYER,
+    layer_fields,
+    mapped_ids,
+    target_size,
+    vocabulary_size,
+)
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_keys import (
     EAGLE1_KEYS,
     EAGLE3_KEYS,
     SPECULATORS_KEYS,
     check_keys,
-    number,
-    rope_of,
 )
 from jetdraft.checkpoints.streamed import decoder_layers
 from jetdraft.errors import CheckpointError
 
-FIRST_LAYER = "layers.0."
-
-_NEVER_READ = ("t2d", "d2t", "verifier_")
+_NEVER_READ = (T2D, D2T, "verifier_")
 
 
 def eagle_tensors(files: HeadFiles) -> dict[str, Tensor]:
@@ -58,10 +61,10 @@ def read_eagle(
     tensors = eagle_tensors(files)
     family = EAGLE3 if is_eagle3(tensors) else EAGLE1
     config = _plain_config(files, family)
-    fields = _layer_fields(files.source, config, tensors)
-    fields["target_hidden_size"] = _target_size(files.source, config, target)
-    fields["vocab_size"] = _vocabulary(files.source, config, target)
-    ids = _ids(files.source, config, tensors, target.vocab_size)
+    fields = layer_fields(files.source, config, tensors)
+    fields["target_hidden_size"] = target_size(files.source, config, target)
+    fields["vocab_size"] = vocabulary_size(files.source, config, target)
+    ids = mapped_ids(files.source, config, tensors, target.vocab_size)
     fields["draft_vocab_size"] = target.vocab_size if ids is None else len(ids)
     if family == EAGLE3:
         layers = len(decoder_layers(target.model))
@@ -98,63 +101,6 @@ def _plain_config(files: HeadFiles, family: str) -> dict[str, Any]:
     layer = outer.get("transformer_layer_config") or {}
     check_keys(files.source, layer, keys)
     return {**outer, **layer}
-
-
-def _layer_fields(
-    source: str, config: dict[str, Any], tensors: dict[str, Tensor]
-) -> dict[str, Any]:
-    """The fields that say what the layers are.
-
-    Published configs have a wrong head_dim, or the target's number of layers, so the
-    tensors say both.
-    """
-    hidden, heads = (
-        number(source, config, name) for name in ("hidden_size", "num_attention_heads")
-    )
-    layers = {int(name.split(".")[1]) for name in tensors if name.startswith("layers.")}
-    query = tensors.get(f"{FIRST_LAYER}self_attn.q_proj.weight")
-    if query is None or query.shape[0] % heads:
-        raise CheckpointError(
-            f"{source} has no q_proj of {heads} heads in its first layer; fetch it "
-            "again"
-        )
-    return {
-        "hidden_size": hidden,
-        "num_layers": len(layers),
-        "num_heads": heads,
-        "num_kv_heads": number(source, config, "num_key_value_heads", heads),
-        "head_dim": query.shape[0] // heads,
-        "intermediate_size": number(source, config, "intermediate_size"),
-        "hidden_act": config.get("hidden_act") or "silu",
-        "rms_norm_eps": float(config.get("rms_norm_eps") or 1e-6),
-        "rope": rope_of(source, config),
-        "max_positions": number(source, config, "max_position_embeddings", 2048),
-        "attention_bias": bool(config.get("attention_bias")),
-        "mlp_bias": bool(config.get("mlp_bias")),
-        "qk_norm": f"{FIRST_LAYER}self_attn.q_norm.weight" in tensors,
-    }
-
-
-def _target_size(source: str, config: dict[str, Any], target: Checkpoint) -> int:
-    """The target's hidden size, which must be the size that the head reads."""
-    size = target.model.config.get_text_config(decoder=True).hidden_size
-    reads = config.get("target_hidden_size") or number(source, config, "hidden_size")
-    if reads != size:
-        raise CheckpointError(
-            f"{source} reads states of {reads} numbers, but {target.source} has "
-            f"{size}; give the head of this target"
-        )
-    return int(size)
-
-
-def _vocabulary(source: str, config: dict[str, Any], target: Checkpoint) -> int:
-    size = number(source, config, "vocab_size")
-    if size != target.vocab_size:
-        raise CheckpointError(
-            f"{source} is for a vocabulary of {size} tokens, but {target.source} has "
-            f"{target.vocab_size}; give the head of this target"
-        )
-    return size
 
 
 def _eagle1_flags(config: dict[str, Any]) -> dict[str, Any]:
@@ -219,40 +165,6 @@ def _check_fc(source: str, head: HeadConfig, tensors: dict[str, Tensor]) -> None
             f"the fc of {source} reads {width} numbers, but {len(head.taps) or 2} "
             f"states of this target have {joined}; give the head of this target"
         )
-
-
-def _ids(
-    source: str, config: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int
-) -> Tensor | None:
-    """The target's id of each row of the LM head; the file has offsets to the row."""
-    rows = config.get("draft_vocab_size") or vocab_size
-    if "d2t" not in tensors:
-        if rows != vocab_size:
-            raise CheckpointError(
-                f"{source} drafts from {rows} of {vocab_size} tokens but has no d2t "
-                "that names them; fetch it again"
-            )
-        return None
-    offsets, marked = tensors["d2t"].long(), tensors.get("t2d")
-    ids = torch.arange(len(offsets)) + offsets
-    in_range = bool(((ids >= 0) & (ids < vocab_size)).all())
-    if len(ids) != rows or not in_range or len(set(ids.tolist())) != len(ids):
-        raise CheckpointError(
-            f"the d2t of {source} does not map {rows} rows to different ids below "
-            f"{vocab_size}; fetch it again"
-        )
-    if marked is not None and not _agree(ids, marked, vocab_size):
-        raise CheckpointError(
-            f"d2t and t2d of {source} name different tokens, so the map was perhaps "
-            "never set; fetch it again"
-        )
-    return ids
-
-
-def _agree(ids: Tensor, marked: Tensor, vocab_size: int) -> bool:
-    expected = torch.zeros(vocab_size, dtype=torch.bool)
-    expected[ids] = True
-    return len(marked) == vocab_size and torch.equal(marked.bool(), expected)
 
 
 def _module_name(name: str) -> str:

@@ -15,11 +15,7 @@ from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.attention import IMPLEMENTATION
 from jetdraft.checkpoints.heads.head_config import EAGLE3, MTP, HeadConfig
-from jetdraft.checkpoints.heads.head_layers import (
-    HeadLayers,
-    eagle_layers,
-    target_layers,
-)
+from jetdraft.checkpoints.heads.head_layers import HeadLayers, own_layers, target_layers
 
 
 class Head(nn.Module):
@@ -45,7 +41,7 @@ class Head(nn.Module):
         self.stack: HeadLayers = (
             target_layers(target, config.num_layers)
             if of_target
-            else eagle_layers(config)
+            else own_layers(config)
         )
         width, norm = config.hidden_size, self.stack.norm
         joined = width * 2

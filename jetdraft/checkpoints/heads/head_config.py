@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 EAGLE1, EAGLE3, MTP, MEDUSA, HYDRA = "eagle1", "eagle3", "mtp", "medusa", "hydra"
+DFLASH, DIFFUSION = "dflash", "diffusion"
 CARRYING = (EAGLE1, EAGLE3, MTP)
 """The families whose head keeps keys and values and hands a state to its next step."""
 
@@ -71,7 +72,10 @@ class HeadConfig:
     """The next step gets the normed state."""
 
     slots: int = 1
-    """Tokens that one row drafts: the number of Medusa or Hydra heads."""
+    """Tokens that one row drafts: Medusa or Hydra heads, or the masks of a block."""
+
+    mask_token: int = 0
+    """The token that stands in a block for a token which is not known."""
 
     blocks: int = 1
     """Residual blocks of each Medusa head, layers of each Hydra head."""

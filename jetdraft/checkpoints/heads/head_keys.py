@@ -46,6 +46,30 @@ SPECULATORS_KEYS = {
     "embed_requires_grad",
 }
 
+DFLASH_KEYS = _LAYER | {
+    "block_size",
+    "num_target_layers",
+    "dflash_config",
+    "mask_token_id",
+    "target_layer_ids",
+    "target_hidden_size",
+}
+SPECULATORS_DFLASH_KEYS = SPECULATORS_KEYS | {
+    "draft_vocab_size",
+    "block_size",
+    "target_hidden_size",
+    "aux_hidden_state_layer_ids",
+    "mask_token_id",
+    # Only Domino and the training read these.
+    "pure_draft_prefix_len",
+    "emb_dim",
+    "gru_hidden_dim",
+    "lambda_base_start",
+    "lambda_base_decay_ratio",
+    "auf",
+}
+DIFFUSION_KEYS = _LAYER | {"block_size"}
+
 _WITHOUT_EFFECT = {
     "attention_dropout",
     "auto_map",

@@ -32,7 +32,7 @@ _CACHE = (
 class HeadLayers(nn.Module):
     """A stack of decoder layers, their rotary embedding, and the kind of their norms.
 
-        layers = eagle_layers(config)
+        layers = own_layers(config)
         states = layers(states, positions, cache, mask)
 
     `states` are [b, n, h]. The first layer of EAGLE-3 takes `embedded` [b, n, h] too.
@@ -76,14 +76,15 @@ class HeadLayers(nn.Module):
                 states,
                 attention_mask=mask,
                 position_ids=positions,
-                position_embeddings=self._rotations(states, positions),
+                position_embeddings=self.rotations(states, positions),
                 **{_CACHE: cache},
                 **(first if index == 0 else {}),
             )
             states = states[0] if isinstance(states, tuple) else states
         return states
 
-    def _rotations(self, states: Tensor, positions: Tensor) -> Any:
+    def rotations(self, states: Tensor, positions: Tensor) -> Any:
+        """Cosines and sines of positions int64 [b, n], in the type of `states`."""
         kinds = getattr(self.rotary, "rope_type", None)
         if isinstance(kinds, dict):  # frequencies of their own for each kind of layer
             kind = self.config.layer_types[0]
@@ -98,8 +99,9 @@ class HeadLayers(nn.Module):
                 config._attn_implementation = implementation
 
 
-def eagle_layers(config: HeadConfig) -> HeadLayers:
-    """The layers of an EAGLE head: Llama's, or Qwen3's with norms of query and key."""
+def own_layers(config: HeadConfig) -> HeadLayers:
+    """The layers that a config describes: Llama's, or Qwen3's with norms of query and
+    key. The first layer of an EAGLE head has its own form."""
     layer_class = Qwen3DecoderLayer if config.qk_norm else LlamaDecoderLayer
     family_config = _family_config(config)
     layers = [layer_class(family_config, i) for i in range(config.num_layers)]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.eagle_reader import (
-    FIRST_LAYER,
-    eagle_tensors,
-    read_eagle,
+from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
+from jetdraft.checkpoints.heads.block_reader import (
+    is_dflash,
+    is_diffusion,
+    read_block_drafter,
 )
+from jetdraft.checkpoints.heads.eagle_reader import eagle_tensors, read_eagle
 from jetdraft.checkpoints.heads.head import Head
-from jetdraft.checkpoints.heads.head_config import EAGLE3, HeadConfig
+from jetdraft.checkpoints.heads.head_config import DFLASH, EAGLE3
+from jetdraft.checkpoints.heads.head_fields import FIRST_LAYER
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.hydra import Hydra, is_hydra, read_hydra
 from jetdraft.checkpoints.heads.medusa import Medusa, is_medusa, read_medusa
@@ -23,9 +27,9 @@ from jetdraft.checkpoints.heads.mtp import is_mtp, read_mtp
 from jetdraft.checkpoints.parameters import run_in
 from jetdraft.errors import CheckpointError
 
-AnyHead = Head | Medusa | Hydra
+AnyHead = Head | BlockDrafter | Medusa | Hydra
 
-_KINDS = "EAGLE-1, EAGLE-2, EAGLE-3, MTP, Medusa and Hydra"
+_KINDS = "EAGLE-1, EAGLE-2, EAGLE-3, MTP, DFlash, Medusa and Hydra"
 
 
 def load_head(source: str, target: Checkpoint, dtype: torch.dtype) -> AnyHead:
@@ -39,7 +43,7 @@ def load_head(source: str, target: Checkpoint, dtype: torch.dtype) -> AnyHead:
     """
     files = HeadFiles.read(source)
     kind = files.config.get("speculators_model_type")
-    if kind not in (None, "eagle3"):
+    if kind not in (None, EAGLE3, DFLASH):
         raise CheckpointError(
             f"{source} is a {kind!r} drafter of speculators; jetdraft reads {_KINDS}"
         )
@@ -60,26 +64,33 @@ def _built(files: HeadFiles, target: Checkpoint) -> AnyHead:
         hydra = Hydra(config, target.model.get_input_embeddings())
         _fill(files.source, hydra, tensors, taken=("embed_tokens.",))
         return hydra
+    if is_dflash(files) or is_diffusion(files):
+        config, tensors, ids = read_block_drafter(files, target)
+        drafter = BlockDrafter(config, target.model)
+        if drafter.reads_text:
+            _fill(files.source, drafter, tensors, taken=("lm_head.",))
+            drafter.lm_head.weight = drafter.embed_tokens.weight
+            return drafter
+        return _with_matrices(files.source, drafter, tensors, ids)
     if is_mtp(files):
         config, tensors = read_mtp(files, target)
-        return _carrying(files.source, config, tensors, None, target)
+        return _with_matrices(files.source, Head(config, target.model), tensors, None)
     if f"{FIRST_LAYER}self_attn.q_proj.weight" in eagle_tensors(files):
         config, tensors, ids = read_eagle(files, target)
-        return _carrying(files.source, config, tensors, ids, target)
+        return _with_matrices(files.source, Head(config, target.model), tensors, ids)
     raise CheckpointError(
         f"the tensors of {files.source} are no head's; jetdraft reads {_KINDS}"
     )
 
 
-def _carrying(
-    source: str,
-    config: HeadConfig,
-    tensors: Mapping[str, Tensor],
-    ids: Tensor | None,
-    target: Checkpoint,
-) -> Head:
-    """A head that carries, with its own embedding and LM head where it has them."""
-    head = Head(config, target.model)
+_Reader = TypeVar("_Reader", Head, BlockDrafter)
+
+
+def _with_matrices(
+    source: str, head: _Reader, tensors: Mapping[str, Tensor], ids: Tensor | None
+) -> _Reader:
+    """The filled head, with its own embedding and LM head where it has them."""
+    config = head.config
     head.ids = ids
     taken = ["embed_tokens.", "lm_head."]
     embedding = tensors.get("embed_tokens.weight")
@@ -112,7 +123,7 @@ def _cut(lm_head: nn.Module, ids: Tensor) -> nn.Linear:
     return cut
 
 
-def _check_width(source: str, head: Head) -> None:
+def _check_width(source: str, head: Head | BlockDrafter) -> None:
     """Raise `CheckpointError` if a matrix of the target has another width."""
     width = head.config.hidden_size
     for name in ("embed_tokens", "lm_head"):
@@ -172,9 +183,12 @@ def _compute_in(head: AnyHead, target: Checkpoint, dtype: torch.dtype) -> None:
 
 def _fusion(head: AnyHead) -> list[Tensor]:
     """The weights of the fusion of taps, which runs in float32."""
-    if not isinstance(head, Head) or head.config.family != EAGLE3:
+    if isinstance(head, BlockDrafter) and not head.reads_text:
+        parts: list[nn.Module] = [head.fc, head.hidden_norm]
+    elif isinstance(head, Head) and head.config.family == EAGLE3:
+        parts = [head.fc]
+        parts += [head.input_norm] if head.config.norm_before_fc else []
+        parts += [head.fc_norm] if head.config.fc_norm else []
+    else:
         return []
-    parts: list[nn.Module] = [head.fc]
-    parts += [head.input_norm] if head.config.norm_before_fc else []
-    parts += [head.fc_norm] if head.config.fc_norm else []
     return [weight for part in parts for weight in part.parameters()]

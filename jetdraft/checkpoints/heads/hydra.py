@@ -34,6 +34,9 @@ class Hydra(nn.Module):
         logits = hydra.lm_heads[slot](hidden)
     """
 
+    ids: Tensor | None = None
+    """It chooses among the whole vocabulary."""
+
     def __init__(self, config: HeadConfig, embed_tokens: nn.Module) -> None:
         super().__init__()
         self.config = config
@@ -61,6 +64,18 @@ class Hydra(nn.Module):
         for block in self.mlps[slot]:  # type: ignore[attr-defined]
             state = block(state)
         return state
+
+    def guesses(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """The logits of every head, [b, n, slots, vocabulary].
+
+        `features` are [b, n, w] and `tokens` int64 [b, n] come after them. Each head
+        reads the likeliest tokens of the heads before it.
+        """
+        path, guesses = tokens[..., None], []
+        for slot, lm_head in enumerate(self.lm_heads):
+            guesses.append(lm_head(self(slot, features, path)))
+            path = torch.cat([path, guesses[-1].argmax(-1, keepdim=True)], dim=-1)
+        return torch.stack(guesses, dim=2)
 
 
 class _Block(nn.Module):

@@ -59,6 +59,13 @@ class Medusa(nn.Module):
             states.append(state)
         return torch.stack(states, dim=2)
 
+    def guesses(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """The logits of every head, [b, n, slots, vocabulary].
+
+        `features` are [b, n, w]; the `tokens` int64 [b, n] after them are not read.
+        """
+        return self.logits(self(features))
+
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits of every head: [b, n, slots, w] to [b, n, slots, vocabulary]."""
         heads = zip(self.lm_heads, hidden.unbind(2), strict=True)

@@ -9,15 +9,14 @@ import torch
 
 from jetdraft.bundle import CONTRIB, DRAFTER, GraphEntry
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.head import Head
-from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.checkpoints.heads.medusa import Medusa
+from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
+from jetdraft.checkpoints.heads.head_reader import AnyHead, load_head
 from jetdraft.checkpoints.taps import Taps
 from jetdraft.contract import StepContract
-from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.export_options import DTYPES, ExportOptions
+from jetdraft.export.heads.block_step import BlockStep, block_contract
+from jetdraft.export.heads.guess_step import Guessing, GuessStep, guess_contract
 from jetdraft.export.heads.head_step import HeadStep, head_contract
-from jetdraft.export.heads.medusa_step import MedusaStep, medusa_contract
 from jetdraft.export.heads.shared_weights import share_weights
 from jetdraft.export.job import Job
 from jetdraft.export.pair.cut_head import write_vocabulary
@@ -25,34 +24,28 @@ from jetdraft.export.step import Step
 from jetdraft.export.variants import chain_graph, tree_graph
 from jetdraft.quant.weights import Quantization
 
-_FUSION = ("fc", "input_norm", "fc_norm")
+_FUSION = ("fc", "hidden_norm", "input_norm", "fc_norm")
 """The modules of a head whose weights the target's graph has."""
 
-Writable = Head | Medusa
 
-
-def head_of(source: str, target: Checkpoint, options: ExportOptions) -> Writable:
+def head_of(source: str, target: Checkpoint, options: ExportOptions) -> AnyHead:
     """The head in a folder or hub repository; raises a `JetdraftError`."""
-    head = load_head(source, target, getattr(torch, DTYPES[options.dtype_of(DRAFTER)]))
-    if not isinstance(head, Writable):
-        raise UnsupportedModelError(
-            f"{source} is a {head.config.family} head, whose guesses read the guesses "
-            "before them; heads of EAGLE, MTP and Medusa can be exported"
-        )
-    return head
+    return load_head(source, target, getattr(torch, DTYPES[options.dtype_of(DRAFTER)]))
 
 
-def taps_of(head: Writable) -> Taps:
-    """What a head reads of its target's states."""
+def taps_of(head: AnyHead) -> Taps | None:
+    """What a head reads of its target's states; None for a drafter that reads text."""
     config = head.config
-    if isinstance(head, Medusa) or not config.taps:
+    if isinstance(head, BlockDrafter) and head.reads_text:
+        return None
+    if isinstance(head, Guessing) or not config.taps:
         return Taps((), config.feature_size)
     parts = {name: getattr(head, name) for name in _FUSION if hasattr(head, name)}
     return Taps(config.taps, config.feature_size, head.fuse, parts)
 
 
 def write_head(
-    target: Job, source: str, head: Writable, overlaps: Mapping[str, float]
+    target: Job, source: str, head: AnyHead, overlaps: Mapping[str, float]
 ) -> GraphEntry:
     """Write a head's graphs; matrices of the target stay in the target's file.
 
@@ -81,7 +74,7 @@ def write_head(
         entry=entry,
         quantization=Quantization(
             recipe,
-            names[id(head.lm_head.weight)] if isinstance(head, Head) else "",
+            "" if isinstance(head, Guessing) else names[id(head.lm_head.weight)],
             options.flavour_made != CONTRIB,
             borrowed=borrowed,
             lender=target.quantization,
@@ -93,19 +86,22 @@ def write_head(
     )
     chain_graph.write(job)
     share_weights(job.file, target.file)
-    tree_graph.write(job)
+    if not step.contract.block:  # all rows of a draft's depth share a guess
+        tree_graph.write(job)
     return job.entry
 
 
-def _step_of(head: Writable, target: StepContract, dtype: str) -> Step:
+def _step_of(head: AnyHead, target: StepContract, dtype: str) -> Step:
     """The pass to trace, with the contract of its graph."""
-    if isinstance(head, Medusa):
-        return MedusaStep(head, medusa_contract(head, target, dtype))
+    if isinstance(head, Guessing):
+        return GuessStep(head, guess_contract(head, target, dtype))
+    if isinstance(head, BlockDrafter):
+        return BlockStep(head, block_contract(head, target, dtype))
     return HeadStep(head, head_contract(head, target, dtype))
 
 
 def _borrowed(
-    head: Writable, names: Mapping[int, str], target_names: Mapping[int, str]
+    head: AnyHead, names: Mapping[int, str], target_names: Mapping[int, str]
 ) -> dict[str, str]:
     """The target's names of the matrices that a head has from it, by its own names."""
     return {

@@ -17,7 +17,7 @@ from jetdraft.manifest import MANIFEST
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.proposers import draft, head_method
-from jetdraft.runtime.proposers.guessing import medusa_method
+from jetdraft.runtime.proposers.guessing import block_methods, medusa_method
 
 DRAFTED, NEW_TOKENS = 4, 32
 """Tokens of a draft, and of the text that the target writes after each prompt."""
@@ -48,9 +48,11 @@ def acceptance_of(model: Model, record: AcceptanceRecord) -> list[float]:
 
 def _drafted(model: Model, prompt: list[int], new_tokens: int) -> Stats:
     """The figures of a greedy text."""
+    method, drafting = _way(model.bundle.graphs[DRAFTER].contract)
     return model.generate(
         token_ids=prompt,
-        method=_method(model.bundle.graphs[DRAFTER].contract),
+        method=method,
+        drafting=drafting,
         num_draft_tokens=DRAFTED,
         max_new_tokens=new_tokens,
         temperature=0.0,
@@ -59,11 +61,15 @@ def _drafted(model: Model, prompt: list[int], new_tokens: int) -> Stats:
     ).stats
 
 
-def _method(drafter: StepContract) -> str:
-    """The method that drafts with such a graph alone."""
+def _way(drafter: StepContract) -> tuple[str, dict[str, object]]:
+    """The method that drafts with such a graph alone, and its options."""
+    if drafter.block:
+        reads = drafter.feature_input
+        block = block_methods.DFLASH if reads else block_methods.DIFFUSION
+        return block.name, {"confidence": 0.0}
     if drafter.guesses:
-        return medusa_method.NAME
-    return head_method.NAME if drafter.carried_size else draft.NAME
+        return medusa_method.NAME, {}
+    return (head_method.NAME if drafter.carried_size else draft.NAME), {}
 
 
 def stored_acceptance(bundle: Bundle) -> AcceptanceRecord | None:

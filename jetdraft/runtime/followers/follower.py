@@ -6,64 +6,52 @@ from collections.abc import Sequence
 
 from jetdraft.contract import WIDEST
 from jetdraft.runtime.drafts.arrays import Float32s
+from jetdraft.runtime.followers.fed import Fed
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.passes.prefix import common_length
 
 
 class Follower:
     """Keeps the drafter's cache in step with a sequence whose drafts may be wrong.
 
-    `feed` runs tokens and remembers them; `follow` drops the tokens that differ from a
-    sequence and feeds the rest of it.
+    `follow` drops the tokens that differ from a sequence and feeds the rest of it;
+    `step` feeds a drafted token, which stays until a sequence differs from it.
 
         answer = Follower(graph).follow([5, 8, 9])   # for what comes after 9
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self._fed: list[int] = []
-        self._passes = -1
+        self.graph, self._fed = graph, Fed(graph)
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a new sequence; the beginning that the last sequence shares stays."""
-        if self.graph.passes != self._passes:
-            self.forget()  # somebody else has used the buffers
-            return
-        kept = common_length(self._fed, prompt)
-        del self._fed[kept:]
-        self.graph.cache.rewind(kept)
+        self._fed.cut(self._fed.shared(prompt))
 
     def restore(self, tokens: Sequence[int]) -> None:
         """Somebody else has put the rows of these tokens into the cache."""
-        self._fed = list(tokens)
-        self._passes = self.graph.passes
+        self._fed.restore(tokens)
 
     def forget(self) -> None:
         """Keep nothing."""
-        self.graph.cache.rewind(0)
-        self._fed.clear()
+        self._fed.cut(0)
 
     def observe(
         self, first: int, tokens: Sequence[int], features: Float32s | None
     ) -> None:
-        """The target has run these tokens, from position `first` on.
-
-        Its features float [n, w] are valid until its next pass.
-        """
+        """The target's own features mean nothing to a drafter."""
 
     def keep(self, kept: int) -> int:
-        """How many of the first `kept` tokens need not be observed again."""
+        """How many of the first `kept` tokens need not be observed again: all."""
         return kept
 
-    def follow(self, context: Sequence[int]) -> Answer | None:
-        """The answer for the last row of `context`; None if it cannot be known."""
+    def follow(self, context: Sequence[int]) -> Answer:
+        """The answer for the last row of `context`."""
         self._keep(context)
         widest = self.graph.contract.max_width
         while True:
-            rest = context[len(self._fed) : len(self._fed) + widest]
-            answer = self.feed(rest)
-            if len(self._fed) == len(context):
+            fed = len(self._fed.tokens)
+            answer = self._feed(context[fed : fed + widest])
+            if len(self._fed.tokens) == len(context):
                 return answer
 
     def review(self, context: Sequence[int], guess: Sequence[int]) -> Answer:
@@ -74,15 +62,23 @@ class Follower:
         self._keep(context)
         # A prompt is read without the logits of all its rows.
         widest = min(WIDEST, self.graph.contract.max_width)
-        if len(context) + len(guess) - len(self._fed) > widest:
+        if len(context) + len(guess) - len(self._fed.tokens) > widest:
             self.follow(context[:-1])
-        fresh = len(context) - len(self._fed)
-        answer = self.feed([*context[len(self._fed) :], *guess], last_only=False)
-        return answer.rows(slice(fresh - 1, None))
+        rest = context[len(self._fed.tokens) :]
+        answer = self._feed([*rest, *guess], last_only=False)
+        return answer.rows(slice(len(rest) - 1, None))
 
     def step(self, token: int) -> Answer:
         """The answer for a drafted token after those that were followed."""
-        return self.feed([token])
+        return self._feed([token])
+
+    def refine(self, known: Sequence[int]) -> Answer:
+        """The guesses after the first tokens of a block, which are `known` now.
+
+        It runs the last row that was followed again, with its block.
+        """
+        answer = self._fed.again(lambda last: self.graph.run([last], block=known))
+        return answer.rows(slice(len(known), None))
 
     def branch(
         self,
@@ -94,22 +90,15 @@ class Follower:
         """The answers for rows of a tree; see `Graph.run_branches`."""
         return self.graph.run_branches(tokens, depths, ancestors, filled)
 
-    def feed(self, tokens: Sequence[int], last_only: bool = True) -> Answer:
+    def _feed(self, tokens: Sequence[int], last_only: bool = True) -> Answer:
         """Run tokens after those in the cache; answers for the last row, or for all."""
-        answer = self._run(tokens, last_only)
-        self.graph.cache.advance(len(tokens))
-        self._fed += tokens
-        self._passes = self.graph.passes
+        answer = self.graph.run(tokens, last_only)
+        self._fed.add(tokens)
         return answer
-
-    def _run(self, tokens: Sequence[int], last_only: bool) -> Answer:
-        return self.graph.run(tokens, last_only)
 
     def _keep(self, context: Sequence[int]) -> None:
         """Drop the tokens that differ from a context."""
-        kept = self._agreement(context)
-        del self._fed[kept:]
-        self.graph.cache.rewind(kept)
+        self._fed.cut(self._agreement(context))
 
     def _agreement(self, context: Sequence[int]) -> int:
         """How many tokens may stay; at least the last of `context` is fed again.
@@ -117,9 +106,10 @@ class Follower:
         Only the tokens of the last two passes can differ, so tokens before them are not
         compared.
         """
-        end = min(len(self._fed), len(context) - 1)
+        fed = self._fed.tokens
+        end = min(len(fed), len(context) - 1)
         start = max(0, end - 2 * self.graph.contract.max_width)
         for index, token in enumerate(context[start:end], start):
-            if self._fed[index] != token:
+            if fed[index] != token:
                 return index
         return end

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from jetdraft.runtime.drafts.arrays import Float32s
-from jetdraft.runtime.followers.follower import Follower
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 
 
-class GuessFollower(Follower):
+class GuessFollower:
     """Keeps the features of the last row that the target has run.
 
     Guess i of the answer is for the token 1 + i places after the context.
@@ -22,7 +21,7 @@ class GuessFollower(Follower):
     """
 
     def __init__(self, graph: Graph) -> None:
-        super().__init__(graph)
+        self.graph = graph
         self._seen = 0
         self._features = np.zeros((0, graph.contract.feature_input), np.float32)
 
@@ -45,6 +44,10 @@ class GuessFollower(Follower):
         if features is not None:
             self._seen = first + len(tokens)
             self._features = features[-1:].copy()
+
+    def keep(self, kept: int) -> int:
+        """How many of the first `kept` tokens need not be observed again: all."""
+        return kept
 
     def follow(self, context: Sequence[int]) -> Answer | None:
         """The guesses after `context`; None unless all but its last token were seen."""

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jetdraft.runtime.drafts.arrays import Float32s
-from jetdraft.runtime.followers.follower import Follower
-from jetdraft.runtime.followers.guess_follower import GuessFollower
+from jetdraft.runtime.followers.fed import Fed
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
@@ -16,7 +15,7 @@ from jetdraft.runtime.passes.prefix import common_length
 _NONE = np.zeros((0, 0), np.float32)
 
 
-class HeadFollower(Follower):
+class HeadFollower:
     """Keeps a head's cache in step with the features that the target gives.
 
     Row t of the head reads token t + 1 and the features of the target's row t, and
@@ -29,9 +28,9 @@ class HeadFollower(Follower):
     """
 
     def __init__(self, graph: Graph) -> None:
-        super().__init__(graph)
+        self.graph, self._fed = graph, Fed(graph)
         self._seen: list[int] = []
-        """The tokens whose features were observed; the head has fed `_fed` of them."""
+        """The tokens whose features were observed; the head was fed with some."""
         self._features = _NONE
         """The features of the tokens that are seen and not fed, [seen - fed, w]."""
         self._last = _NONE
@@ -44,11 +43,8 @@ class HeadFollower(Follower):
 
         At least one row is left to feed, since its answer is the first to be asked for.
         """
-        if self.graph.passes != self._passes:
-            self.forget()  # somebody else has used the buffers
-            return
         seen = common_length(self._seen, prompt)
-        fed = common_length(self._fed, prompt[1:])
+        fed = self._fed.shared(prompt[1:])
         self._cut(max(0, min(fed, seen, len(prompt) - 2)), seen)
 
     def keep(self, kept: int) -> int:
@@ -60,13 +56,12 @@ class HeadFollower(Follower):
 
         The last of them is not the head's: it has no features.
         """
-        super().restore(tokens[1:])
+        self._fed.restore(tokens[1:])
         self._seen, self._features = list(tokens[:-1]), _NONE
-        self.graph.cache.rewind(len(self._fed))
 
     def forget(self) -> None:
         """Keep nothing."""
-        super().forget()
+        self._fed.cut(0)
         self._seen, self._features = [], _NONE
 
     def observe(
@@ -75,22 +70,22 @@ class HeadFollower(Follower):
         """Take the features of tokens, which replace all from position `first` on."""
         if features is None or first > len(self._seen):
             return  # what it missed is read again with the next prompt
-        self._cut(min(first, len(self._fed)), first)
+        self._cut(first, first)
         waiting = [self._features, features] if len(self._features) else [features]
         self._seen += tokens
         self._features = np.concatenate(waiting)
         while len(self._features) > self.graph.contract.max_width:
-            self.feed(self._ready(self._seen))
+            self._feed(self._ready(self._seen))
 
     def follow(self, context: Sequence[int]) -> Answer | None:
         """The answer for the last row of `context`; None without features for it.
 
         Tokens that the target has not run yet are fed like drafted tokens.
         """
-        self.graph.cache.rewind(len(self._fed))
+        self._fed.cut(len(self._fed.tokens))  # drops the rows of the last draft
         answer = None
         while tokens := self._ready(context):
-            answer = self.feed(tokens)
+            answer = self._feed(tokens)
             assert answer.carried is not None
             self._last = answer.carried[-1:].copy()
         if answer is not None:
@@ -105,7 +100,7 @@ class HeadFollower(Follower):
         self.graph.cache.advance(1)
         assert answer.carried is not None
         self._last = answer.carried[-1:].copy()
-        self._passes = self.graph.passes
+        self._fed.own_pass()
         return answer
 
     def branch(
@@ -122,16 +117,19 @@ class HeadFollower(Follower):
         )
         assert answer.carried is not None
         self._carried.update(enumerate(answer.carried.copy(), filled))
-        self._passes = self.graph.passes
+        self._fed.own_pass()
         return answer
 
-    def _run(self, tokens: Sequence[int], last_only: bool) -> Answer:
+    def _feed(self, tokens: Sequence[int]) -> Answer:
+        """Run tokens whose features have waited; the answer for the last row."""
         rows, self._features = np.split(self._features, [len(tokens)])
-        return self.graph.run(tokens, last_only, features=rows)
+        answer = self.graph.run(tokens, last_only=True, features=rows)
+        self._fed.add(tokens)
+        return answer
 
     def _ready(self, context: Sequence[int]) -> Sequence[int]:
         """The next tokens whose rows can be fed, as many as a pass holds."""
-        start, widest = len(self._fed) + 1, self.graph.contract.max_width
+        start, widest = len(self._fed.tokens) + 1, self.graph.contract.max_width
         end = min(start + widest, len(self._seen) + 1)
         return context[start:end]
 
@@ -140,15 +138,8 @@ class HeadFollower(Follower):
 
         The features of the rows that were fed are gone.
         """
-        if fed < len(self._fed):
+        if fed < len(self._fed.tokens):
             seen, self._features = fed, _NONE
-        del self._fed[fed:], self._seen[seen:]
-        self._features = self._features[: len(self._seen) - len(self._fed)]
-        self.graph.cache.rewind(fed)
-
-
-def follower_of(graph: Graph) -> Follower:
-    """What feeds a drafter's graph: a head is fed with features too."""
-    if graph.contract.guesses:
-        return GuessFollower(graph)
-    return HeadFollower(graph) if graph.contract.feature_input else Follower(graph)
+        self._fed.cut(fed)
+        del self._seen[seen:]
+        self._features = self._features[: len(self._seen) - len(self._fed.tokens)]

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from jetdraft.errors import StoreError
+from jetdraft.kept.store_file import DAMAGE, StoreFile, checked_user, possible_times
 from jetdraft.runtime.drafts.arrays import Float32s
-from jetdraft.runtime.history.store_file import DAMAGE, StoreFile
 
 MOST_ENTRIES = 256
 MOST_DAYS = 30.0
@@ -29,10 +29,15 @@ MOST_TOKENS = 8192
 MOST_USERS = 64
 """The most users whose entries are kept in memory."""
 
-_SECONDS_PER_DAY = 86400.0
-_NEVER = 1e11
-"""A time in the year 5138. Texts and blobs are larger, as SQLite compares them."""
 _MOST_BYTES = 4 * MOST_TOKENS
+
+_TABLES = """
+create table if not exists entries (
+    id integer primary key, user text not null, used real not null,
+    prompt blob not null, response blob not null, vector blob not null
+);
+create index if not exists entries_of_user on entries (user, used);
+"""
 
 
 @dataclass(frozen=True)
@@ -75,9 +80,9 @@ class ResponseStore:
         self.most_entries = most_entries
         self.most_days = most_days
         self._most_token = vocab_size - 1
-        self._store_file = StoreFile(file, tokenizer)
+        self._store_file = StoreFile(file, tokenizer, _TABLES)
         self._by_user: dict[str, ResponseStore] = {user: self}
-        self.user = _checked_user(user)
+        self.user = checked_user(user)
         self.entries = self._open_or_replace()
 
     def of(self, user: str) -> ResponseStore:
@@ -87,7 +92,7 @@ class ResponseStore:
         """
         if user not in self._by_user:
             store = copy(self)
-            store.user = _checked_user(user)
+            store.user = checked_user(user)
             store.entries = store._open_or_replace()
             if len(self._by_user) == MOST_USERS:
                 del self._by_user[next(iter(self._by_user))]
@@ -116,19 +121,19 @@ class ResponseStore:
                 "select id, used, prompt, response, vector from entries"
                 " where user = ? and used between ? and ? and"
                 " length(prompt) + length(response) <= ? order by used desc limit ?",
-                (self.user, self._oldest(), _NEVER, _MOST_BYTES, self.most_entries),
+                (self.user, *self._times, _MOST_BYTES, self.most_entries),
             ).fetchall()
         entries = (_entry(*row) for row in rows)
         return [entry for entry in entries if entry and self._is_in_vocabulary(entry)]
 
-    def _oldest(self) -> float:
-        return time.time() - self.most_days * _SECONDS_PER_DAY
+    @property
+    def _times(self) -> tuple[float, float]:
+        return possible_times(self.most_days)
 
     def _delete_old(self, database: sqlite3.Connection) -> None:
         """Delete the entries of all users that are too old, or of no possible time."""
         database.execute(
-            "delete from entries where used not between ? and ?",
-            (self._oldest(), _NEVER),
+            "delete from entries where used not between ? and ?", self._times
         )
 
     def _is_in_vocabulary(self, entry: Entry) -> bool:
@@ -191,14 +196,6 @@ class ResponseStore:
             ) from error
         self.entries = []
         return count
-
-
-def _checked_user(user: str) -> str:
-    if not user.isprintable():
-        raise StoreError(
-            f"user {user!r} has unprintable characters; choose another name"
-        )
-    return user
 
 
 def _entry(

@@ -26,8 +26,9 @@ WINDOW = 16
 STEP, MOST_WEIGHT = 0.04, 3.0
 """The weight that a round adds to a successor, and the largest weight."""
 
-MOST_LEARNED = 65536
-"""The most pairs that decoding learns; beyond that the oldest pairs are forgotten."""
+MOST_LEARNED = 8192
+"""The most pairs that decoding learns, half a kilobyte each, for each model and user;
+beyond that the oldest pairs are forgotten."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ class Claim:
     def __init__(self, idle: Idle) -> None:
         self._idle = idle
         self._lock = Lock()
-        self._holder: StopWatcher | None = None
-        self._preparing: StopWatcher | None = None
+        self._watchers: list[StopWatcher] = []
         self._is_closed = False
 
     @contextmanager
@@ -42,23 +41,21 @@ class Claim:
             raise JetdraftError(CLOSED)
         if not self._lock.acquire(blocking=False):
             raise JetdraftError(self.BUSY)
-        self._holder = watcher
         try:
-            with self._idle.paused():
+            with self._idle.paused(), self.reaching(watcher):
                 yield
         finally:
-            self._holder = None
             self._lock.release()
             self._idle.start()
 
     @contextmanager
-    def preparing(self, watcher: StopWatcher) -> Iterator[None]:
-        """Let `cancel` reach a generation that needs no buffers yet."""
-        self._preparing = watcher
+    def reaching(self, watcher: StopWatcher) -> Iterator[None]:
+        """Let `cancel` reach a generation, with the buffers or without."""
+        self._watchers.append(watcher)
         try:
             yield
         finally:
-            self._preparing = None
+            self._watchers.remove(watcher)
 
     def check_free(self) -> None:
         """Raise `JetdraftError` while a generation uses the buffers.
@@ -76,6 +73,5 @@ class Claim:
 
     def cancel(self) -> None:
         """End the running generation at its next round; any thread may call this."""
-        for watcher in (self._holder, self._preparing):
-            if watcher is not None:
-                watcher.cancelled.set()
+        for watcher in list(self._watchers):
+            watcher.cancelled.set()

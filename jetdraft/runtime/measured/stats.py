@@ -56,6 +56,7 @@ class Share:
     accepted_tokens: int = 0
     new_tokens: int = 0
     saved_ms: float = 0.0
+    evaluated_tokens: int = 0
 
     def merge(self, other: Share) -> None:
         """Add what the method did in another generation."""
@@ -119,6 +120,7 @@ class Stats:
             accepted_tokens=round_.accepted,
             new_tokens=committed,
             saved_ms=committed * self.plain_ms - spent_ms,
+            evaluated_tokens=round_.evaluated,
         )
         self.by_method.setdefault(round_.method, Share()).merge(share)
         if round_.off:

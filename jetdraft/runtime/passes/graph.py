@@ -77,18 +77,20 @@ class Graph:
         width: int = 0,
         probing: Probing = NO_PROBING,
         features: Float32s | None = None,
+        block: Sequence[int] = (),
     ) -> Answer:
         """Run one pass over a chain of n `tokens` at the cache's cursor.
 
         The pass answers for all rows, or with `last_only` for the last row alone; then
         a prefill computes the LM head for this row only. Rows that fill up the `width`
         repeat the last token. The cursor does not move: the caller knows which rows
-        count, and calls `cache.advance`. A head graph reads `features` float [n, w].
+        count, and calls `cache.advance`. A head graph reads `features` float [n, w]. A
+        graph that fills a block is told its first tokens, `block`.
         """
         rows, cursor, room = len(tokens), self.cache.length, self.cache.room
         width = max(width, rows)
         last_only = last_only and rows > 1
-        if not last_only:
+        if not last_only and not self.contract.block:  # a block follows the last row
             width = self.sessions.width(width, room)
         probes = NO_PROBES if last_only else _fitting(probing, rows, room - width)
         size = _Size(width, 1 if last_only else width, probes, branching=False)
@@ -96,6 +98,8 @@ class Graph:
         binding.fill(tokens, range(cursor, cursor + width))
         if features is not None:
             binding.fill_features(features)
+        if self.contract.block:
+            binding.fill_block(block)
         if probes.total:
             chain = [list(range(row)) for row in range(width)]
             binding.show_only([*chain, *probes.seen(chain)], cursor)
@@ -130,6 +134,12 @@ class Graph:
         proven = without_gaps(path)
         self.cache.advance(proven)
         return proven
+
+    def take(self, other: Graph) -> None:
+        """Run another graph's sessions over its buffers; it has the same contract."""
+        self.sessions, self.captures = other.sessions, other.captures
+        self.cache = other.cache
+        self._bindings, self._wide_bindings = {}, {}
 
     def draft_room(self, filled: int) -> int:
         """The slots that are left to a draft whose first `filled` slots are taken."""
@@ -187,7 +197,7 @@ class Graph:
 
     def _run(self, binding: _Binding, cursor: int) -> Answer:
         size = binding.size
-        length = self._length(cursor + size.width, binding.masked)
+        length = self._length(cursor + size.width, binding.biased)
         binding.cursor[0] = cursor
         binding.total_length[0] = length
         options = None
@@ -199,9 +209,9 @@ class Graph:
         self.passes += 1
         return binding.answer
 
-    def _length(self, filled: int, masked: bool) -> int:
+    def _length(self, filled: int, biased: bool) -> int:
         """The `total_length` of a pass that fills `filled` rows of the buffers."""
-        if masked:
+        if biased:
             return self.contract.slots
         return next((length for length in self.lengths if length >= filled), filled)
 
@@ -244,7 +254,8 @@ class _Binding(Bound):
             graph.memory,
         )
         self.size = size
-        self.masked = contract.masked
+        self.biased = contract.biased
+        self.unknown = contract.vocab_size
         self.input_ids = self.view("input_ids")
         self.position_ids = self.view("position_ids")
         first = size.width - size.answers
@@ -265,3 +276,9 @@ class _Binding(Bound):
         array = self.arrays["features"][0]
         array[: len(features)] = features
         array[len(features) :] = features[-1]
+
+    def fill_block(self, known: Sequence[int]) -> None:
+        """Set the first tokens of the block; the others are to be guessed."""
+        block = self.arrays["block"][0]
+        block[:] = self.unknown
+        block[: len(known)] = known

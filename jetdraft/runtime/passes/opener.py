@@ -77,6 +77,10 @@ class Opener:
             self._opened[file] = session
         return session
 
+    def reopen(self) -> None:
+        """Open each file anew when it is asked for; sessions in use live on."""
+        self._opened.clear()
+
     def compaction(self, file: str | None) -> ort.InferenceSession | None:
         """The session that moves cache rows; None if the bundle has no such graph.
 
@@ -135,7 +139,7 @@ class Opener:
         """
         contract, file = entry.widest_contract, entry.tree_file or entry.file
         webgpu.check_buffers(self.bundle.path / file, contract)
-        can_capture = not contract.masked
+        can_capture = not contract.biased
         options = WebgpuOptions(enableGraphCapture=can_capture)
         session = self.session(file, weights, options)
         memory = Memory("webgpu", True, () if can_capture else ("total_length",))

@@ -13,11 +13,12 @@ from jetdraft.runtime.measured.widths import prefill_widths
 from jetdraft.runtime.passes.target import Target
 from jetdraft.runtime.planning.controller import Adaptive, Controller, Fixed
 from jetdraft.runtime.planning.drafting import MAX_DRAFT_TOKENS, Drafting
+from jetdraft.runtime.planning.learner import Learner
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.constrained import constrained
 from jetdraft.runtime.proposers.method import WALK, Method, MethodOptions
 from jetdraft.runtime.proposers.parts import Parts
-from jetdraft.runtime.proposers.proposer import Proposer
+from jetdraft.runtime.proposers.proposer import Observer, Proposer
 from jetdraft.runtime.sampling.verifier import Verifier, check_kind
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from jetdraft.runtime.text.matcher import Matcher
@@ -28,11 +29,12 @@ MOST_PROPOSERS = 64
 
 @dataclass(frozen=True)
 class Lineup:
-    """Who takes part in a generation."""
+    """Who takes part in a generation; `observers` watch, and propose nothing."""
 
     proposers: list[Proposer]
     controller: Controller
     verifier: Verifier
+    observers: list[Observer]
 
 
 class Planner:
@@ -48,6 +50,12 @@ class Planner:
         self.parts = parts
         self.acceptance: dict[str, Acceptance] = defaultdict(Acceptance)
         self._proposers: dict[tuple[Method[Any], MethodOptions], Proposer] = {}
+        self._observers: list[Observer] = []
+        learning, follower = parts.learning, parts.follower
+        if learning is not None and follower is not None:
+            drafters = {n for n, m in methods().items() if m.cost == "drafter"}
+            learner = Learner(learning, follower, drafters, self.acceptance)
+            self._observers.append(learner)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -128,7 +136,8 @@ class Planner:
             check_kind(verifier, proposer.traits.kind)
         if matcher is not None and drafting.verifier == WALK:
             chosen = constrained(chosen, matcher)
-        return Lineup(chosen, self._controller(drafting, chosen), verifier)
+        controller = self._controller(drafting, chosen)
+        return Lineup(chosen, controller, verifier, self._observers)
 
     def _chosen(self, drafting: Drafting) -> list[Proposer]:
         """The proposers that a generation asks for, or that "auto" may pick."""

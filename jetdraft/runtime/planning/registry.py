@@ -26,7 +26,7 @@ from jetdraft.runtime.proposers import (
     stream,
     trigram,
 )
-from jetdraft.runtime.proposers.guessing import medusa_method
+from jetdraft.runtime.proposers.guessing import block_methods, medusa_method
 from jetdraft.runtime.proposers.method import Method
 
 GROUP = "jetdraft.methods"
@@ -34,12 +34,16 @@ GROUP = "jetdraft.methods"
 AUTO, NONE = "auto", "none"
 """Names in place of a method: the methods that promise most, and plain decoding."""
 
-_MODULES = (lookup, draft, head_method, medusa_method, stream, recall, trigram, cascade)
+_METHODS: tuple[Method[Any], ...] = (
+    *(m.METHOD for m in (lookup, draft, head_method, medusa_method)),
+    *(block_methods.DFLASH, block_methods.DIFFUSION),
+    *(m.METHOD for m in (stream, recall, trigram, cascade)),
+)
 
 
 @cache
 def _registered() -> dict[str, Method[Any]]:
-    registered: dict[str, Method[Any]] = {m.METHOD.name: m.METHOD for m in _MODULES}
+    registered: dict[str, Method[Any]] = {m.name: m for m in _METHODS}
     for entry in entry_points(group=GROUP):
         try:
             method = entry.load()

@@ -37,7 +37,7 @@ class CascadeProposer(DraftProposer):
         self, follower: Follower, below: LookupProposer, ms_per_token: float = 0.0
     ) -> None:
         super().__init__(follower, ms_per_token, name=NAME)
-        self.below = below
+        self._drafter, self.below = follower, below
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         """Forget the last sequence."""
@@ -64,7 +64,7 @@ class CascadeProposer(DraftProposer):
 
     def _review(self, context: list[int], guess: list[int]) -> list[int]:
         """The drafter's choices after a context, up to the first that differs."""
-        answer = self._follower.review(context, guess)
+        answer = self._drafter.review(context, guess)
         positions = range(len(context), len(context) + 1 + len(guess))
         chosen = self._chooser.choose(answer, positions)
         right = 0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from jetdraft.contract import WIDEST
 from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.text.matcher import Matcher
@@ -69,6 +70,12 @@ class ConstrainedProposer(Proposer):
     def observe(self, seen: Seen) -> None:
         """Let the inner proposer look at a pass."""
         self._inner.observe(seen)
+
+    def end(
+        self, prompt: Sequence[int], response: Sequence[int], user: str, stats: Stats
+    ) -> None:
+        """Tell the inner proposer that the generation has ended."""
+        self._inner.end(prompt, response, user, stats)
 
 
 def constrained(proposers: Sequence[Proposer], matcher: Matcher) -> list[Proposer]:

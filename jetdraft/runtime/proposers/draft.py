@@ -9,7 +9,9 @@ from jetdraft.bundle import Bundle
 from jetdraft.errors import DraftingError, OptionError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
+from jetdraft.runtime.followers.block_follower import AnyFollower
 from jetdraft.runtime.followers.follower import Follower
+from jetdraft.runtime.followers.head_follower import HeadFollower
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.proposers.draft_stops import DRAFT_STOPS, DraftStop, draft_stop
@@ -67,7 +69,7 @@ class DraftProposer(Proposer):
 
     def __init__(
         self,
-        follower: Follower,
+        follower: Follower | HeadFollower,
         ms_per_token: float = 0.0,
         stopping: DraftStop | None = None,
         name: str = NAME,
@@ -130,7 +132,7 @@ class TreeProposer(DraftProposer):
 
     def __init__(
         self,
-        follower: Follower,
+        follower: Follower | HeadFollower,
         shape: Shape,
         kind: Kind,
         ms_per_token: float = 0.0,
@@ -177,7 +179,7 @@ class TreeProposer(DraftProposer):
         }
 
 
-def observe(follower: Follower, seen: Seen) -> None:
+def observe(follower: AnyFollower, seen: Seen) -> None:
     """Let a follower see the accepted rows of a pass."""
     path, features = seen.path, seen.answer.features
     if features is not None:
@@ -198,7 +200,7 @@ def check_trees(*graphs: Graph) -> None:
 def drafter_of(parts: Parts, method: str) -> Follower:
     """The drafter of a bundle; raises `OptionError` if there is no drafter."""
     follower = parts.follower
-    if follower is None or lacks_drafter(parts.bundle):
+    if not isinstance(follower, Follower) or lacks_drafter(parts.bundle):
         raise OptionError(
             f"{method} needs a drafter; export with --drafter, and do not pass "
             "--drafter-provider off",
@@ -210,12 +212,13 @@ def drafter_of(parts: Parts, method: str) -> Follower:
 def lacks_drafter(bundle: Bundle) -> str:
     """What an export must add to a bundle for a drafter; "" if nothing."""
     entry = bundle.drafter
-    has_drafter = entry is not None and not entry.contract.feature_input
-    return "" if has_drafter else "export with --drafter"
+    contract = entry.contract if entry else None
+    is_model = contract and not contract.feature_input and not contract.guesses
+    return "" if is_model else "export with --drafter"
 
 
 def drafting(
-    parts: Parts, options: DraftOptions, follower: Follower, name: str
+    parts: Parts, options: DraftOptions, follower: Follower | HeadFollower, name: str
 ) -> Proposer:
     """The proposer of a method of that name; raises `OptionError`."""
     ms = parts.curve.drafter

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from jetdraft.bundle import Bundle
 from jetdraft.errors import OptionError
+from jetdraft.runtime.followers.head_follower import HeadFollower
 from jetdraft.runtime.proposers.draft import SAMPLES, DraftOptions, drafting
 from jetdraft.runtime.proposers.method import Method
 from jetdraft.runtime.proposers.parts import Parts
@@ -23,7 +24,7 @@ def _lacks(bundle: Bundle) -> str:
 
 
 def _make(parts: Parts, options: DraftOptions) -> Proposer:
-    if parts.follower is None or _lacks(parts.bundle):
+    if not isinstance(parts.follower, HeadFollower) or _lacks(parts.bundle):
         raise OptionError(
             f"{NAME} needs a head; export with --head, and do not pass "
             "--drafter-provider off",

@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from jetdraft.bundle import Bundle, GraphEntry, read_streams
+from jetdraft.bundle import CONTRIB, Bundle, GraphEntry, read_streams
 from jetdraft.contract import EARLY_EXIT
 from jetdraft.devices.memory import gather
 from jetdraft.devices.providers import AUTO, PROVIDERS, Provider, choose
 from jetdraft.errors import DraftingError, OptionError, ProviderError
-from jetdraft.runtime.followers.head_follower import follower_of
+from jetdraft.kept.lessons import Lessons
+from jetdraft.kept.weight_sets import WeightSets, base_of
+from jetdraft.runtime.followers.block_follower import AnyFollower, follower_of
+from jetdraft.runtime.followers.learned_weights import LearnedWeights
 from jetdraft.runtime.history.similarity import Similarity
 from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.measured.claim import Claim
@@ -50,6 +53,9 @@ class LoadOptions(TypedDict, total=False):
     store             a file that keeps requests and responses to draft from; default:
                       nothing is kept
     drafter_provider  another provider for the drafter, or "off" to run without it
+    learn             a folder that keeps what the target said where drafts were wrong,
+                      and the weights that a drafter learned of it; default: nothing is
+                      kept
     """
 
     provider: str | None
@@ -57,6 +63,14 @@ class LoadOptions(TypedDict, total=False):
     streams: str | Path | None
     store: str | Path | None
     drafter_provider: str | None
+    learn: str | Path | None
+
+
+class Learning(NamedTuple):
+    """The lessons of a folder, and the weights that were learned from them."""
+
+    lessons: Lessons
+    weights: LearnedWeights
 
 
 def _check_options(options: LoadOptions) -> None:
@@ -66,7 +80,7 @@ def _check_options(options: LoadOptions) -> None:
         if name not in choices:
             words = ", ".join(choices)
             raise OptionError(f"unknown option {name!r} of load; choose {words}", name)
-    for field in ("streams", "store"):
+    for field in ("streams", "store", "learn"):
         value = options.get(field)
         if not isinstance(value, (str, Path, type(None))):
             raise OptionError(f"{field} {value!r} is not a path; give a path", field)
@@ -118,7 +132,12 @@ class Parts:
             self.drafter = self._open_drafter()
             self.text = reading.result()
         self.prefix = Prefix(self.target)
-        self.follower = None if self.drafter is None else follower_of(self.drafter)
+        self.follower: AnyFollower | None = None
+        if self.drafter is not None:
+            self.follower = follower_of(self.drafter)
+        self.learning: Learning | None = (
+            like.learning if like is not None else self._open_learning()
+        )
         self._halves: Halves | None = None
         if like is None:
             self.survey = Survey(self.target, self.drafter, self.profiles)
@@ -216,7 +235,7 @@ class Parts:
         """A user's earlier responses; None without a store. Raises `OptionError`."""
         if self.store is not None:
             return self.store.of(user)
-        if user:
+        if user and self.learning is None:
             raise DraftingError(
                 f"user {user!r} needs a store; give --store FILE (store=) too"
             )
@@ -291,6 +310,29 @@ class Parts:
             self.bundle.tokenizer_sha256,
             vocab_size=self.bundle.target.contract.vocab_size,
         )
+
+    def _open_learning(self) -> Learning | None:
+        """What the folder holds; raises `OptionError` if the drafter cannot learn."""
+        folder, opener = self.options.get("learn"), self._drafter_opener
+        if folder is None:
+            return None
+        bundle, entry = self.bundle, self.bundle.drafter
+        if entry is None or opener is None or entry.contract.feature_input:
+            raise OptionError(
+                "only a drafter that is a model of its own learns from use; export "
+                "with --drafter, or leave --learn out",
+                "learn",
+            )
+        if opener.provider.name == "tensorrt" or bundle.flavour != CONTRIB:
+            raise ProviderError(
+                "the drafter's weights can be swapped in contrib graphs only; choose "
+                "--drafter-provider cpu or cuda, or leave --learn out"
+            )
+        vocab_size = bundle.target.contract.vocab_size
+        lessons = Lessons(Path(folder), bundle.tokenizer_sha256, vocab_size)
+        sets = WeightSets(Path(folder), base_of(bundle))
+        sets.check()
+        return Learning(lessons, LearnedWeights(sets, opener, entry))
 
     def _stream_weights(self) -> tuple[Weights, Weights]:
         """The weights of other streams: for the lower half, and for other graphs."""

@@ -1,4 +1,4 @@
-"""The interface of all proposers; a generation knows nothing else of them."""
+"""The interface of proposers and observers; a generation knows nothing else of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jetdraft.runtime.drafts.rows import Kind, Rows
+from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser
 
@@ -53,7 +54,32 @@ class Seen:
     answer: Answer
 
 
-class Proposer(ABC):
+class Observer:
+    """Watches generations, whoever proposes in them.
+
+    class Passes(Observer):
+        count = 0
+
+        def observe(self, seen):
+            self.count += 1
+    """
+
+    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
+        """Start a new generation and forget the last one.
+
+        `chooser` is the chooser that picks the target's tokens.
+        """
+
+    def observe(self, seen: Seen) -> None:
+        """Look at a pass of the target, whoever proposed its rows."""
+
+    def end(
+        self, prompt: Sequence[int], response: Sequence[int], user: str, stats: Stats
+    ) -> None:
+        """The generation has ended, and was neither closed early nor failed."""
+
+
+class Proposer(Observer, ABC):
     """Guesses how a sequence goes on. A wrong guess costs time, never text.
 
     class Repeat(Proposer):
@@ -76,12 +102,6 @@ class Proposer(ABC):
         """The time that it spent inside `session.run` so far."""
         return 0.0
 
-    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Start a new generation and forget the last one.
-
-        `chooser` is the chooser that picks the target's tokens.
-        """
-
     def keep(self, kept: int) -> int:
         """How many of the first `kept` rows of the prompt it need not observe.
 
@@ -98,9 +118,6 @@ class Proposer(ABC):
         as in `Static`, asks a proposer that `branches` for a tree; it may give a tree
         of another shape. A proposer without a guess returns the root alone.
         """
-
-    def observe(self, seen: Seen) -> None:
-        """Look at a pass of the target, whoever proposed its rows."""
 
     def forget(self) -> None:
         """Unlearn what earlier generations taught."""

@@ -14,8 +14,9 @@ from weakref import finalize
 SLICE_SECONDS = 0.05
 """How often a wait looks whether it must end."""
 
-GRACE_SECONDS = 1.0
-"""A worker ends itself in time; if the system does not let it, this much is waited."""
+PATIENCE = 10.0
+"""A worker counts the seconds that it computes, and ends itself in time. Where others
+have the cores that takes longer; after so many times its limit it is given up."""
 
 LEAST = 4096
 """Bytes read at once, so that a short reply is read by one call."""
@@ -30,26 +31,26 @@ class EndedError(Exception):
 class Link:
     """Asks a worker and waits for its replies, never longer than it should.
 
-    After an `EndedError` the worker is gone: closing the socket ends it. So does the
-    end of this process.
+    After an `EndedError` the worker is gone: closing `life` ends it, a socket that
+    carries nothing. So does the end of this process.
 
         link.send(2.0, never, "forced", [5, 8])
         tokens, _ = link.reply(2.0, never)
     """
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, *life: socket.socket) -> None:
         self._socket, self._data = end, b""
-        self.close = finalize(self, _shut, end)  # ends the worker
+        self.close = finalize(self, _shut, end, *life)  # ends the worker
         end.settimeout(SLICE_SECONDS)
 
     def send(self, seconds: float, must_end: MustEnd, *request: Any) -> None:
-        """Send a request, which the worker may take `seconds` for.
+        """Send a request, which the worker may compute for `seconds`.
 
         Raises `EndedError` if the worker ends, or `must_end` says so meanwhile.
         """
         text = json.dumps([seconds, *request]).encode()
         rest = memoryview(struct.pack("<I", len(text)) + text)
-        until = time.monotonic() + seconds + GRACE_SECONDS
+        until = time.monotonic() + PATIENCE * seconds
         while rest:
             try:
                 rest = rest[self._socket.send(rest, socket.MSG_NOSIGNAL) :]
@@ -61,18 +62,28 @@ class Link:
     def reply(self, seconds: float, must_end: MustEnd) -> tuple[Any, bytes]:
         """The reply to the oldest request: a value and masks.
 
-        Raises `EndedError` if the worker ends or the reply does not come in `seconds`,
-        or `must_end` says so meanwhile.
+        Raises `EndedError` if the worker ends, or does not reply in `PATIENCE` times
+        `seconds`, or `must_end` says so meanwhile.
         """
-        until = time.monotonic() + seconds + GRACE_SECONDS
+        until = time.monotonic() + PATIENCE * seconds
         sizes = struct.unpack("<II", self._receive(8, until, must_end))
         text, masks = (self._receive(size, until, must_end) for size in sizes)
         return json.loads(text), masks
 
-    def hand_over(self, end: socket.socket, most_bytes: int) -> None:
-        """Ask for a worker at `end`, which may take `most_bytes` of memory."""
+    def has_reply(self) -> bool:
+        """Whether a reply has come, or none will, after `SLICE_SECONDS` at most."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except OSError as error:
+            return not isinstance(error, TimeoutError)
+        return True
+
+    def hand_over(
+        self, end: socket.socket, life: socket.socket, most_bytes: int
+    ) -> None:
+        """Ask for a worker at the other ends, which may take `most_bytes` of memory."""
         size = most_bytes.to_bytes(8, "little")
-        socket.send_fds(self._socket, [size], [end.fileno()])
+        socket.send_fds(self._socket, [size], [end.fileno(), life.fileno()])
 
     def _receive(self, size: int, until: float, must_end: MustEnd) -> bytes:
         while len(self._data) < size:
@@ -98,8 +109,9 @@ class Link:
         return EndedError()
 
 
-def _shut(end: socket.socket) -> None:
-    """Close a socket, also in a process that was forked from this one."""
-    with suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)
-    end.close()
+def _shut(*ends: socket.socket) -> None:
+    """Close sockets, also in a process that was forked from this one."""
+    for end in ends:
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+        end.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from jetdraft.runtime.text.constraint import Constraint
 from jetdraft.runtime.text.link import EndedError, Link, MustEnd
 
 COMPILE_SECONDS, STEP_SECONDS = 5.0, 2.0
-"""How long a constraint may take to be compiled, and each look at a text after that.
+"""How long the compilation of a constraint may compute, and then each look at a text.
 Useful constraints take milliseconds, or 200 for 1000 optional properties."""
 
 MOST_ITEMS, MOST_STATES = 500, 50_000
@@ -45,7 +46,7 @@ class Matcher:
     `size` is the size of the vocabulary; `connect` gives the process that does the
     work, which ends with this object. Methods raise `ConstraintError` if no text can
     follow, if the limits of time or memory are reached, or if `must_end` says so while
-    the process works.
+    the process starts or works.
 
         matcher.process(answer, rows, context)   # forbidden tokens get `NEVER`
         matcher.forced(context, 8)               # the tokens that must come
@@ -53,7 +54,7 @@ class Matcher:
 
     def __init__(
         self,
-        connect: Callable[[], Link],
+        connect: Callable[[MustEnd], Link],
         constraint: Constraint,
         size: int,
         start: int,
@@ -62,21 +63,22 @@ class Matcher:
         self._connect, self._constraint = connect, constraint
         self._size, self._must_end = size, must_end
         self._link: Link | None = None
-        self._begun: tuple[Any, ...] = ()
+        self._asked: Rows | list[int] | None = None
+        """Rows or a path that the process was asked about, and has not told of yet."""
         # The process has read `_committed` tokens for good.
         self._committed = start
+        self._unseen: set[int] = set()
+        """Rows of the last masks that the process did not look at."""
 
-    def prepare(self) -> None:
-        """Compile the constraint, unless that is done; raises `OptionError`."""
-        self._prepared()
-
-    def _prepared(self) -> Link:
+    def prepare(self) -> Link:
+        """The process, which compiles the constraint first; raises `OptionError`."""
         if self._link is not None:
             return self._link
-        link, kind = self._connect(), self._constraint.kind
+        kind = self._constraint.kind
         limits = {"max_items_in_row": MOST_ITEMS, "max_lexer_states": MOST_STATES}
         request = ("compile", limits, kind, self._constraint.source)
         try:
+            link = self._connect(self._must_end)
             link.send(COMPILE_SECONDS, self._must_end, *request)
             reply, _ = link.reply(COMPILE_SECONDS, self._must_end)
         except EndedError as error:
@@ -97,59 +99,62 @@ class Matcher:
 
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """The answer with forbidden tokens masked; `context` ends with the root."""
-        if self._begun[:1] + self._begun[2:] != ("masks", rows.tokens, rows.parents):
+        if self._asked is not rows:
             self.process_soon(rows, context)
         counts, bits = self._reply()
-        rows_bits = np.frombuffer(bits, np.uint8).reshape(
-            sum(n >= 0 for n in counts), -1
-        )
+        self._unseen = {row for row, n in enumerate(counts) if n is None}
+        masked = [n is not None and n >= 0 for n in counts]
+        rows_bits = np.frombuffer(bits, np.uint8).reshape(sum(masked), -1)
         masks, size = iter(rows_bits), self._size
-        changes = [Mask(next(masks), size, n) if n >= 0 else _FREE for n in counts]
+        pairs = zip(counts, masked, strict=True)
+        changes = [Mask(next(masks), size, n) if has else _FREE for n, has in pairs]
         return changed(answer, changes)
+
+    def seen(self, path: list[int]) -> list[int]:
+        """The rows of a path before the first row whose mask is not known."""
+        return list(takewhile(lambda row: row not in self._unseen, path))
 
     def process_soon(self, rows: Rows, context: Sequence[int]) -> None:
         """Make the masks of `process` while a pass verifies the rows."""
         fresh = list(context[self._committed :])
-        self._begin("masks", fresh, rows.tokens, rows.parents)
+        self._ask(rows, "masks", fresh, rows.tokens, rows.parents)
         self._committed += len(fresh)
 
     def forced(self, context: Sequence[int], count: int) -> list[int]:
         """The next tokens while only one token is allowed; at most `count`."""
-        tokens: list[int] = self._ask("forced", list(context[self._committed :]))[0]
+        if self._asked != list(context[self._committed :]):
+            self.forced_soon(context, [])
+        tokens: list[int] = self._reply()[0]
         return tokens[:count]
 
     def forced_soon(self, context: Sequence[int], tokens: Sequence[int]) -> None:
         """Look for the tokens of `forced` after `context` and `tokens` meanwhile."""
-        self._begin("forced", [*context[self._committed :], *tokens])
+        path = [*context[self._committed :], *tokens]
+        self._ask(path, "forced", path)
 
     def allowed(self, rows: Rows, context: Sequence[int]) -> Rows:
         """The rows that the constraint allows, in a tree below the end of `context`."""
         if not rows.drafted:
             return rows
         path = list(context[self._committed :])
-        return rows.only(self._ask("allowed", path, rows.tokens, rows.parents)[0])
+        self._ask(rows, "allowed", path, rows.tokens, rows.parents)
+        return rows.only(self._reply()[0])
 
-    def _ask(self, *request: Any) -> tuple[Any, bytes]:
-        """The reply of the process to a request, which may have been sent before."""
-        if self._begun != request:
-            self._begin(*request)
-        return self._reply()
-
-    def _begin(self, *request: Any) -> None:
-        """Send a request; a reply that nobody asked for is left out."""
-        link = self._prepared()
-        if self._begun:
+    def _ask(self, asked: Rows | list[int], *request: Any) -> None:
+        """Send a request; a reply that nobody waits for any more is left out."""
+        link = self.prepare()
+        if self._asked is not None:
             self._reply()
         try:
             link.send(STEP_SECONDS, self._must_end, *request)
         except EndedError as error:
             raise _unfollowed(TOO_MUCH) from error
-        self._begun = request
+        self._asked = asked
 
     def _reply(self) -> tuple[Any, bytes]:
-        self._begun = ()
+        self._asked = None
         try:
-            value, masks = self._prepared().reply(STEP_SECONDS, self._must_end)
+            value, masks = self.prepare().reply(STEP_SECONDS, self._must_end)
         except EndedError as error:
             raise _unfollowed(TOO_MUCH) from error
         if isinstance(value, dict):
@@ -216,7 +221,7 @@ class Mask:
 
 
 class _Free:
-    """No change: nothing depends on what follows a row that is forbidden itself."""
+    """No change: nothing depends on what follows a row that is forbidden or unseen."""
 
     def apply(self, logits: Float32s) -> None:
         """Leave the row as it is."""

@@ -81,14 +81,8 @@ class StopWatcher:
         self._text = text
         self._eos = frozenset(eos_token_ids)
         self._stop = tuple(stop)
-        self._seconds = seconds
         self._held = ""
         self._shown = ""
-        self.restart()
-
-    def restart(self) -> None:
-        """Count the time limit from now."""
-        seconds = self._seconds
         self._deadline = None if seconds is None else time.perf_counter() + seconds
 
     def must_end(self) -> bool:

@@ -6,8 +6,9 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
@@ -15,7 +16,7 @@ from weakref import finalize
 
 from jetdraft.errors import OptionError
 from jetdraft.runtime.text.constraint import Constraint
-from jetdraft.runtime.text.link import EndedError, Link, MustEnd
+from jetdraft.runtime.text.link import SLICE_SECONDS, EndedError, Link, MustEnd
 from jetdraft.runtime.text.matcher import Matcher
 
 MOST_BYTES = 256 << 20
@@ -23,6 +24,10 @@ MOST_BYTES = 256 << 20
 
 START_SECONDS = 60.0
 """A vocabulary of 150,000 tokens is read in 2 s."""
+
+
+def _never() -> bool:
+    return False
 
 
 class Vocabulary:
@@ -52,33 +57,53 @@ class Vocabulary:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: Link | None = None
         self._drop: Callable[[], object] = lambda: None
+        self._is_read, self._until = False, 0.0
 
     def matcher(
-        self, constraint: Constraint, start: int, must_end: MustEnd = lambda: False
+        self, constraint: Constraint, start: int, must_end: MustEnd = _never
     ) -> Matcher:
         """A matcher for the text after a prompt of `start` tokens, not prepared yet."""
         return Matcher(self.link, constraint, self._size, start, must_end)
 
-    def start(self) -> None:
-        """Read the vocabulary, unless that is done; raises `OptionError`."""
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
+    def start(self, must_end: MustEnd = _never) -> None:
+        """Read the vocabulary, unless that is done; raises `OptionError`.
 
-    def link(self) -> Link:
-        """A worker for one text; raises `OptionError`."""
-        self.start()
-        link, other = _pair()
+        Raises `EndedError` if `must_end` says so meanwhile. The process reads on, so
+        that the next text does not wait as long.
+        """
+        with self._started(must_end):
+            pass
+
+    def link(self, must_end: MustEnd = _never) -> Link:
+        """A worker for one text; raises what `start` raises."""
+        (own, other), (life, watched) = _pair(), _pair()
+        link = Link(own, life)
         # If the process has just ended, the first request says so.
-        with other, self._lock, suppress(OSError):
-            if self._control is not None:
-                self._control.hand_over(other, MOST_BYTES)
+        with other, watched, self._started(must_end) as control, suppress(OSError):
+            control.hand_over(other, watched, MOST_BYTES)
         return link
 
+    @contextmanager
+    def _started(self, must_end: MustEnd) -> Iterator[Link]:
+        """The process that has read the vocabulary, for one thread at a time."""
+        while not self._lock.acquire(timeout=SLICE_SECONDS):
+            if must_end():
+                raise EndedError
+        try:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            assert self._control is not None
+            if not self._is_read:
+                self._await(self._control, must_end)
+            yield self._control
+        finally:
+            self._lock.release()
+
     def _start(self) -> None:
-        """Start the process and wait until it has read the vocabulary."""
+        """Start the process."""
         self._drop()  # what is left of a process that ended
-        link, other = _pair()
+        own, other = _pair()
+        link = Link(own)
         setting = {
             "path": sys.path,
             "tokenizer": str(self._tokenizer),
@@ -87,37 +112,36 @@ class Vocabulary:
         }
         with other:
             process = _popen(other.fileno(), json.dumps(setting))
-        drop = finalize(self, _end, process, link)
+        self._drop = finalize(self, _end, process, link)
+        self._process, self._control = process, link
+        self._is_read, self._until = False, time.monotonic() + START_SECONDS
+
+    def _await(self, control: Link, must_end: MustEnd) -> None:
+        """Wait until the process has read the vocabulary."""
+        while not control.has_reply() and time.monotonic() < self._until:
+            if must_end():
+                raise EndedError
         try:
-            _await(link)
-        except BaseException:
-            drop()
-            raise
-        # Only now may others use it.
-        self._process, self._control, self._drop = process, link, drop
+            reply, _ = control.reply(0.0, _never)
+        except EndedError as error:
+            self._drop()
+            raise _failure("it ended") from error
+        if reply:
+            self._drop()
+            raise OptionError(
+                f"texts of this tokenizer cannot be constrained ({reply['error']}); "
+                "use a model with a byte-level or sentencepiece tokenizer",
+                "constraint",
+            )
+        self._is_read = True
 
 
-def _await(link: Link) -> None:
-    """Wait until the process has read the vocabulary; raises `OptionError`."""
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """Connected sockets, of which the second is for another process."""
     try:
-        reply, _ = link.reply(START_SECONDS, lambda: False)
-    except EndedError as error:
-        raise _failure("it ended") from error
-    if reply:
-        raise OptionError(
-            f"texts of this tokenizer cannot be constrained ({reply['error']}); "
-            "use a model with a byte-level or sentencepiece tokenizer",
-            "constraint",
-        )
-
-
-def _pair() -> tuple[Link, socket.socket]:
-    """A link, and the end of it for another process."""
-    try:
-        own, other = socket.socketpair()
+        return socket.socketpair()
     except OSError as error:
         raise _failure(error) from error
-    return Link(own), other
 
 
 def _popen(end: int, setting: str) -> subprocess.Popen[bytes]:

@@ -4,7 +4,7 @@ A grammar of 600 characters can take all memory and never end, while it is read 
 any token is checked, and nothing but the end of its process stops the library. So this
 program reads the vocabulary once and then forks a process for each text. That process
 ends by itself when its memory or the time of a request is used up, or when the other
-end of its socket is closed, even in the middle of a request.
+end of its second socket is closed, even in the middle of a request.
 
 It runs as a script and imports nothing of jetdraft. `vocabulary.py` starts it and
 `link.py` speaks with it.
@@ -20,8 +20,9 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,16 @@ LONGEST = 400
 Reply = tuple[Any, bytes]
 """What is sent back: a value for JSON, and masks."""
 
+FORBIDDEN = b""
+"""In place of the mask of a row that may not come."""
+
 
 class RefusalError(Exception):
     """What is wrong with a constraint or with the text so far, in one line."""
+
+
+class LimitError(RefusalError):
+    """The library has reached its limits, and its matcher does nothing any more."""
 
 
 class Reader:
@@ -48,49 +56,93 @@ class Reader:
 
     A path is the list of tokens after those that `masks` has committed. Raises
     `RefusalError` if no text can follow or the library's limits are reached.
+
+    A look below a draft uses up the limits too. Where they are reached after such a
+    look, the reader begins anew, reads the text as plain decoding does, and looks below
+    no draft any more. So a draft never decides whether a text ends.
     """
 
-    def __init__(self, inner: LLMatcher, ends: frozenset[int]) -> None:
-        self._inner, self._ends = inner, ends
+    def __init__(self, make: Callable[[], LLMatcher], ends: frozenset[int]) -> None:
+        self._make, self._ends = make, ends
+        self._inner = make()
+        self._text: list[int] = []
         self._path: list[int] = []
+        self._has_looked, self._may_look = False, True
 
     def masks(self, fresh: list[int], tokens: list[int], parents: list[int]) -> Reply:
         """Commit `fresh`; how many tokens may follow each row below it, and which.
 
         A mask has a bit for each token of the vocabulary. A row that may not come has
-        no mask, and the number -1.
+        no mask and the number -1, a row that was not looked at has neither.
         """
-        if not self._reach(fresh):
-            raise self._error()
-        self._path.clear()
-        masks = [self._mask(path) for path in _paths(tokens, parents)]
-        counts = [-1 if mask is None else _count(mask) for mask in masks]
-        return counts, b"".join(filter(None, masks))
+        self._text += fresh
+        paths = _paths(tokens, parents)[1:]
+        masks = [self._root_mask(fresh), *(self._look(self._mask, p) for p in paths)]
+        return [_count(mask) for mask in masks], b"".join(filter(None, masks))
 
     def forced(self, path: list[int]) -> Reply:
         """The tokens that must follow a path; none after a path that may not come."""
-        return (self._inner.compute_ff_tokens() if self._reach(path) else []), b""
+        return self._look(self._forced, path) or [], b""
 
     def allowed(self, path: list[int], tokens: list[int], parents: list[int]) -> Reply:
         """The rows below a path that may come, the root first."""
+        return self._look(self._allowed, path, tokens, parents) or [0], b""
+
+    def _look(self, look: Callable[..., Any], *arguments: list[int]) -> Any:
+        """What a look below a draft finds; None once the limits were reached."""
+        if self._may_look:
+            self._has_looked = True
+            try:
+                return look(*arguments)
+            except LimitError:
+                self._may_look = False
+        return None
+
+    def _root_mask(self, fresh: list[int]) -> bytes:
+        """Commit tokens; the mask after them, if need be as plain decoding makes it."""
+        try:
+            return self._committed(fresh)
+        except RefusalError:
+            if not self._has_looked:
+                raise
+        # A copy of a matcher would share the states that count for the limits.
+        self._inner, self._has_looked, self._may_look = self._make(), False, False
+        self._path.clear()
+        mask = self._committed([])
+        for token in self._text:
+            mask = self._committed([token])
+        return mask
+
+    def _committed(self, tokens: list[int]) -> bytes:
+        if not self._reach(tokens):
+            raise RefusalError("no token of the vocabulary fits")
+        self._path.clear()
+        return self._mask([])
+
+    def _mask(self, path: list[int]) -> bytes:
+        if not self._reach(path):
+            return FORBIDDEN
+        mask = self._inner.compute_bitmask()
+        self._check()
+        return mask
+
+    def _forced(self, path: list[int]) -> list[int]:
+        return self._inner.compute_ff_tokens() if self._reach(path) else []
+
+    def _allowed(
+        self, path: list[int], tokens: list[int], parents: list[int]
+    ) -> list[int]:
         paths, kept_rows = _paths(tokens, parents), [0]
         for row in range(1, len(tokens)):
             parent = parents[row]
             if parent in kept_rows and self._reach([*path, *paths[parent]]):
                 kept_rows += [row] * self._allows(tokens[row])
-        return kept_rows, b""
+        return kept_rows
 
     def _allows(self, token: int) -> bool:
         if token in self._ends:
             return self._inner.is_accepting()
         return bool(self._inner.validate_tokens([token]))
-
-    def _mask(self, path: list[int]) -> bytes | None:
-        if not self._reach(path):
-            return None
-        mask = self._inner.compute_bitmask()
-        self._check()
-        return mask
 
     def _reach(self, path: Sequence[int]) -> bool:
         """Read `path` after the committed tokens; whether the constraint allows it."""
@@ -106,16 +158,13 @@ class Reader:
             return False  # nothing comes after the end
         count = self._inner.try_consume_tokens(fresh) if fresh else 0
         read += fresh[:count]
+        self._check()
         return count == len(fresh)
 
     def _check(self) -> None:
         """Its masks would end the text where the library has reached its limits."""
-        if self._inner.is_error():
-            raise self._error()
-
-    def _error(self) -> RefusalError:
-        problem = self._inner.get_error() or "no token of the vocabulary fits"
-        return RefusalError(problem.splitlines()[0])
+        if problem := self._inner.get_error():
+            raise LimitError(problem.splitlines()[0])
 
 
 class Compiler:
@@ -173,8 +222,10 @@ class Compiler:
         return ""
 
 
-def _count(mask: bytes) -> int:
-    return int.from_bytes(mask, "little").bit_count()
+def _count(mask: bytes | None) -> int | None:
+    if mask is None:
+        return None
+    return -1 if mask == FORBIDDEN else int.from_bytes(mask, "little").bit_count()
 
 
 def _paths(tokens: list[int], parents: list[int]) -> list[list[int]]:
@@ -211,8 +262,6 @@ class Worker:
         self, link: socket.socket, tokenizer: LLTokenizer, ends: list[int]
     ) -> None:
         self._link, self._tokenizer, self._ends = link, tokenizer, frozenset(ends)
-        self._flags = fcntl.fcntl(link, fcntl.F_GETFL)
-        fcntl.fcntl(link, fcntl.F_SETOWN, os.getpid())
         self._reader: Reader | None = None
 
     def run(self) -> None:
@@ -220,35 +269,24 @@ class Worker:
         while header := self._link.recv(4, socket.MSG_WAITALL):
             size = struct.unpack("<I", header)[0]
             seconds, name, *request = json.loads(self._link.recv(size, _ALL))
-            self._guard(seconds)
+            # These seconds do not pass while others have the processor.
+            signal.setitimer(signal.ITIMER_PROF, seconds)
             try:
                 value, masks = self._answer(name, request)
             except (RefusalError, ValueError) as error:
                 value, masks = {"error": _short(str(error))}, b""
-            self._unguard()
+            signal.setitimer(signal.ITIMER_PROF, 0)
             _send(self._link, value, masks)
 
     def _answer(self, name: str, request: list[Any]) -> Reply:
         if name == "compile":
             limits, *constraint = request
             compiler = Compiler(self._tokenizer, limits)
-            self._reader = Reader(compiler.matcher(*constraint), self._ends)
+            make = partial(compiler.matcher, *constraint)
+            self._reader = Reader(make, self._ends)
             return [], b""
         reply: Reply = getattr(self._reader, name)(*request)
         return reply
-
-    def _guard(self, seconds: float) -> None:
-        """Let the system end this process after `seconds`, or with the other end."""
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        fcntl.fcntl(self._link, fcntl.F_SETFL, self._flags | os.O_ASYNC)
-        with suppress(BlockingIOError):
-            # An end that was closed before sends no signal any more.
-            if not self._link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                os._exit(0)
-
-    def _unguard(self) -> None:
-        fcntl.fcntl(self._link, fcntl.F_SETFL, self._flags)
-        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 _ALL = socket.MSG_WAITALL
@@ -274,11 +312,26 @@ def _confine(most_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
+def _end_with(life: socket.socket) -> None:
+    """Let the system end this process when the other end of `life` is closed.
+
+    Nothing is ever sent to it. The same signal would tell of each request that arrives,
+    and sometimes only after the worker has read the request.
+    """
+    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(life, fcntl.F_GETFL)
+    fcntl.fcntl(life, fcntl.F_SETFL, flags | os.O_ASYNC)
+    with suppress(BlockingIOError):
+        # An end that was closed before sends no signal any more.
+        if not life.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            os._exit(0)
+
+
 def _obey() -> None:
     """End with the sockets only: who started this ends its texts in good order."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(ignored, signal.SIG_IGN)
-    for ending in (signal.SIGIO, signal.SIGALRM):
+    for ending in (signal.SIGIO, signal.SIGPROF):
         signal.signal(ending, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     with suppress(OSError):  # where memory is short, rather this than the model
@@ -298,13 +351,15 @@ def main(control: socket.socket, tokenizer: str, size: int, ends: list[int]) -> 
         return
     _send(control, [])
     while True:
-        sent, descriptors, *_ = socket.recv_fds(control, 8, 1)
+        sent, descriptors, *_ = socket.recv_fds(control, 8, 2)
         if not descriptors:
             return
-        with socket.socket(fileno=descriptors[0]) as link, suppress(OSError):
+        link, life = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+        with link, life, suppress(OSError):
             if os.fork() == 0:
                 try:
                     control.close()
+                    _end_with(life)
                     _confine(int.from_bytes(sent, "little"))
                     Worker(link, vocabulary, ends).run()
                 finally:

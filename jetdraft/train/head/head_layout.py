@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.draft_vocabulary import map_of
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_config import EAGLE1, EAGLE3, MEDUSA, HeadConfig
 from jetdraft.checkpoints.heads.medusa import Medusa
@@ -28,20 +30,33 @@ def new_config(
 
     `inner` is the width inside its MLP; 0 is the target's.
     """
+    config = config_of(target)
+    return replace(
+        config,
+        family=family,
+        draft_vocab_size=vocabulary,
+        taps=taps,
+        intermediate_size=inner or config.intermediate_size,
+        final_norm=family == EAGLE3,
+        slots=slots,
+    )
+
+
+def config_of(target: Checkpoint) -> HeadConfig:
+    """A config with the sizes, vocabulary and positions of the target."""
     text = target.model.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     head_dim = getattr(text, "head_dim", None)
     return HeadConfig(
-        family=family,
+        family="",
         hidden_size=text.hidden_size,
         target_hidden_size=text.hidden_size,
         vocab_size=target.vocab_size,
-        draft_vocab_size=vocabulary,
-        taps=taps,
+        draft_vocab_size=target.vocab_size,
         num_heads=text.num_attention_heads,
         num_kv_heads=text.num_key_value_heads,
         head_dim=head_dim or text.hidden_size // text.num_attention_heads,
-        intermediate_size=inner or text.intermediate_size,
+        intermediate_size=text.intermediate_size,
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         # Without the target's scaling: a head reads few rows back.
         rope={
@@ -49,9 +64,26 @@ def new_config(
             "rope_theta": float(rope.get("rope_theta", 10000.0)),
         },
         max_positions=text.max_position_embeddings,
-        final_norm=family == EAGLE3,
-        slots=slots,
     )
+
+
+def layer_fields(config: HeadConfig) -> dict[str, Any]:
+    """The fields of config.json that describe a head's layers."""
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "num_hidden_layers": config.num_layers,
+        "hidden_act": config.hidden_act,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope["rope_theta"],
+        "rope_scaling": None,
+        "max_position_embeddings": config.max_positions,
+        "vocab_size": config.vocab_size,
+        "attention_bias": False,
+    }
 
 
 def new_head(
@@ -79,7 +111,7 @@ def new_head(
     return head
 
 
-def trained_weights(head: Head | Medusa, target: Checkpoint) -> dict[str, Tensor]:
+def trained_weights(head: nn.Module, target: Checkpoint) -> dict[str, Tensor]:
     """What is trained: all that is not the target's."""
     of_target = {id(weight) for weight in target.model.parameters()}
     return {
@@ -103,9 +135,7 @@ def published(
         for name, weight in weights.items()
     }
     if ids is not None:
-        marked = torch.zeros(config.vocab_size, dtype=torch.bool)
-        marked[ids] = True
-        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": marked}
+        tensors |= map_of(ids, config.vocab_size)
     stored = {"torch_dtype": str(dtype).removeprefix("torch.")}
     return _eagle_json(config) | stored, tensors
 
@@ -114,19 +144,7 @@ def _eagle_json(config: HeadConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "architectures": [ARCHITECTURES[config.family]],
         "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "num_hidden_layers": 1,
-        "hidden_act": config.hidden_act,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope["rope_theta"],
-        "rope_scaling": None,
-        "max_position_embeddings": config.max_positions,
-        "vocab_size": config.vocab_size,
-        "attention_bias": False,
+        **layer_fields(config),
         "tie_word_embeddings": False,
     }
     if config.family == EAGLE1:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from transformers import DynamicCache
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.medusa import Medusa
 from jetdraft.train.data import IGNORED
+from jetdraft.train.taught.precision import precision
 
 DECAY = 0.8
 """The weight of step i is DECAY to the power i (EAGLE-3, 3.2; Medusa, 2.2.1)."""
@@ -125,12 +125,6 @@ class Objective(nn.Module):
             (right & learned).sum().float(),
             learned.sum().float(),
         )
-
-
-def precision(device: torch.device) -> Any:
-    """bfloat16 where it is fast; else float32, whatever surrounds the block."""
-    fast = device.type != "cpu" or torch.cpu.get_capabilities().get("avx512_bf16")
-    return torch.autocast(device.type, torch.bfloat16, enabled=bool(fast))
 
 
 def total(sums: Sums, places: Tensor) -> Tensor:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch import Tensor
 
-from jetdraft.checkpoints.checkpoint import (
-    Checkpoint,
-    checkpoint_folder,
-    weights_sha256,
-)
-from jetdraft.checkpoints.gguf import is_gguf
 from jetdraft.checkpoints.heads.head_config import EAGLE1, EAGLE3, MEDUSA
-from jetdraft.checkpoints.parameters import convert
 from jetdraft.checkpoints.streamed import decoder_layers
-from jetdraft.errors import CheckpointError, OptionError, TrainingError
-from jetdraft.train.data import Batch, Example
+from jetdraft.errors import OptionError, TrainingError
+from jetdraft.train.data import Batch
 from jetdraft.train.head.head_layout import (
     new_config,
     new_head,
@@ -31,16 +22,14 @@ from jetdraft.train.head.head_layout import (
     trained_weights,
 )
 from jetdraft.train.head.head_losses import Objective, Sums, total
-from jetdraft.train.head.regeneration import regenerated
 from jetdraft.train.head.teacher import StateCache, Teacher
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.training import Training, TrainingOptions
+from jetdraft.train.taught.taught_training import Stages, TaughtTraining
+from jetdraft.train.training import TrainingOptions
 
 KINDS = (EAGLE3, EAGLE1, MEDUSA)
 FIGURES = "training.json"
 """What was trained, for how long, and how often it was right."""
-
-TEXTS = "regenerated.json"
 
 
 @dataclass(frozen=True)
@@ -83,7 +72,7 @@ class HeadSettings:
                 )
 
 
-class HeadTraining(Training):
+class HeadTraining(TaughtTraining):
     """A training whose output is the folder of a head, in its published layout.
 
         HeadTraining("target", Path("head"), [Path("notes.txt")]).run(print)
@@ -95,6 +84,7 @@ class HeadTraining(Training):
     betas = (0.9, 0.95)
     most_norm = 0.5
     module: Objective
+    product = "a head"
 
     def __init__(
         self,
@@ -104,7 +94,7 @@ class HeadTraining(Training):
         settings: HeadSettings | None = None,
         options: TrainingOptions | None = None,
         cache: Path | None = None,
-        progress: Callable[[str, int, int], None] = lambda *state: None,
+        progress: Stages = lambda *state: None,
     ) -> None:
         self.settings = settings or HeadSettings()
         folder = RunFolder(output, "model.safetensors", "config.json", "head")
@@ -115,22 +105,9 @@ class HeadTraining(Training):
                 f"sequences of {self.options.sequence_length} tokens are too short for "
                 f"{self.settings.unrolled} steps; give {least} or more"
             )
-        if is_gguf(target):
-            raise CheckpointError(
-                f"{target} is a GGUF file, and heads are trained for a folder; give "
-                "the model's Hugging Face folder"
-            )
-        self.target = Checkpoint.load(target, torch.float32)
-        convert(self.target.model, torch.float32)
-        self.target.model.set_attn_implementation("sdpa")
-        self.base = weights_sha256(checkpoint_folder(target))
-        self.check_length(self.target.model)
+        self.load_target(target, "heads")
         self.taps = self._taps()
-        self.corpus = self.read(self.target, data, least)
-        if self.settings.regenerate:
-            # The other processes read what the first wrote.
-            with PartialState().main_process_first():
-                self._regenerate(progress)
+        self.read_texts(data, least, self.settings.regenerate, progress)
         self.ids = self._draft_vocabulary()
         self.cache = cache
         torch.manual_seed(self.options.seed)
@@ -149,52 +126,11 @@ class HeadTraining(Training):
             )
         return taps
 
-    def _regenerate(self, progress: Callable[[str, int, int], None]) -> None:
-        """Let the target write the texts, or read what it wrote before a stop."""
-        file = self.folder.path / TEXTS
-        identity = json.dumps(self._identity(), sort_keys=True, default=list)
-        try:
-            stored = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            stored = {}
-        if stored.get("run") != identity:
-            parts = ("training", "validation")
-            count = sum(len(getattr(self.corpus, part)) for part in parts)
-            done = itertools.count(1)
-            self.target.model.to(PartialState().device)
-            texts = {
-                part: regenerated(
-                    self.target.model,
-                    getattr(self.corpus, part),
-                    self.target.eos_token_ids,
-                    self.options.batch_size,
-                    self.options.seed,
-                    lambda: progress("regenerate", next(done), count),
-                )
-                for part in parts
-            }
-            stored = {
-                "run": identity,
-                **{part: [asdict(t) for t in own] for part, own in texts.items()},
-            }
-            self.folder.create()
-            self.folder.write(TEXTS, json.dumps(stored))
-        for part in ("training", "validation"):
-            setattr(self.corpus, part, [Example(**text) for text in stored[part]])
-
     def _draft_vocabulary(self) -> Tensor | None:
-        """The most frequent learned tokens in the order of their ids; None for all."""
-        size, rows = self.settings.draft_vocabulary, self.target.vocab_size
-        if self.settings.kind != EAGLE3 or size >= rows:
+        """The tokens that an EAGLE-3 head can draft; None for all."""
+        if self.settings.kind != EAGLE3:
             return None
-        learned = [
-            token
-            for example in self.corpus.training
-            for token, is_learned in zip(example.ids, example.learned, strict=True)
-            if is_learned
-        ]
-        counts = torch.bincount(torch.tensor(learned), minlength=rows)
-        return counts.argsort(descending=True, stable=True)[:size].sort().values
+        return self.frequent_tokens(self.settings.draft_vocabulary)
 
     def _build(self) -> None:
         """The head and its loss, and what of it is learned."""
@@ -219,6 +155,19 @@ class HeadTraining(Training):
     def parameters(self) -> int:
         """The number of trained weights."""
         return sum(weight.numel() for weight in self.weights.values())
+
+    def summary(self) -> str:
+        """What is trained, over how many tokens, on how many sequences."""
+        return (
+            f"training {self.parameters} weights of an {self.settings.kind} head over "
+            f"{self.config.draft_vocab_size} tokens on {len(self.corpus.training)} "
+            "sequences"
+        )
+
+    def told(self, figures: Mapping[str, Any]) -> str:
+        """The loss of the first place, and how often each place is right."""
+        rates = " ".join(f"{share:.2f}" for share in figures["acceptance"])
+        return f"validation loss {figures['losses'][0]:.2f}, right by place {rates}"
 
     def settings_of_run(self) -> dict[str, Any]:
         """The settings of the head, and the target's hash."""
@@ -295,4 +244,4 @@ class HeadTraining(Training):
         self.folder.write(FIGURES, json.dumps(run, indent=2) + "\n")
         self.folder.save(tensors, fields, state, self.finished)
         if self.finished:
-            (self.folder.path / TEXTS).unlink(missing_ok=True)
+            self.forget_texts()

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from jetdraft.errors import DataError, OutputError
 from jetdraft.train.data import IGNORED, Batch
-from jetdraft.train.head.head_losses import Lesson, precision
-
-SHARD = 64
-"""Texts in each file of states."""
+from jetdraft.train.head.head_losses import Lesson
+from jetdraft.train.taught.precision import precision
+from jetdraft.train.taught.tensor_cache import TensorCache
 
 
 class Teacher:
@@ -99,76 +94,21 @@ def _key(text: Tensor) -> str:
     return hashlib.sha256(text.cpu().numpy().tobytes()).hexdigest()[:32]
 
 
-class StateCache:
-    """States of texts in the shards of a folder, which belongs to one target.
+class StateCache(TensorCache):
+    """States of texts on a disk, as halves where they are small enough.
 
-    `owner` is the hash of what the states were computed with. Raises `OutputError` for
-    a folder of another owner, and if it cannot be written.
-
-        cache = StateCache(Path("states"), owner, process=0)
+    cache = StateCache(Path("states"), owner, process=0)
     """
-
-    def __init__(self, folder: Path, owner: str, process: int = 0) -> None:
-        self.folder = folder
-        self.process = process
-        self._pending: dict[str, Tensor] = {}
-        self._places: dict[str, Path] = {}
-        note = folder / "owner.txt"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if note.exists() and note.read_text(encoding="utf-8") != owner:
-                raise OutputError(
-                    f"{folder} holds states of another target or for other taps; "
-                    "choose another folder"
-                )
-            note.write_text(owner, encoding="utf-8")
-        except OSError as error:
-            raise OutputError(
-                f"cannot write {folder} ({error.strerror}); choose another folder"
-            ) from error
-        for file in sorted(folder.glob("states-*.safetensors")):
-            try:
-                with safe_open(file, "pt") as opened:
-                    self._places |= dict.fromkeys(opened.keys(), file)
-            except (OSError, SafetensorError) as error:
-                raise DataError(f"{file} is damaged ({error}); delete it") from error
 
     def read(self, key: str) -> Tensor | None:
         """The states float32 [T, s] of a text, or None."""
-        if key in self._pending:
-            return self._pending[key].float()
-        if key not in self._places:
-            return None
-        with safe_open(self._places[key], "pt") as opened:
-            states: Tensor = opened.get_tensor(key)
-        return states.float()
+        states = super().read(key)
+        return None if states is None else states.float()
 
-    def write(self, key: str, states: Tensor) -> None:
+    def write(self, key: str, tensor: Tensor) -> None:
         """Keep the states of a text; a shard is written when it is full."""
-        if key in self._pending or key in self._places:
+        if self.has(key):
             return
-        half = states.cpu().half()
+        half = tensor.cpu().half()
         fits = bool(torch.isfinite(half).all())
-        self._pending[key] = (half if fits else states.cpu()).contiguous()
-        if len(self._pending) == SHARD:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the texts that are not in a file yet."""
-        if not self._pending:
-            return
-        mine = f"states-{self.process}-"
-        numbers = (int(f.stem[len(mine) :]) for f in self.folder.glob(f"{mine}*"))
-        # Beyond the last, since a shard before it may have been deleted.
-        name = f"{mine}{max(numbers, default=-1) + 1:08}.safetensors"
-        file, partial = self.folder / name, self.folder / f".{name}.partial"
-        try:
-            save_file(self._pending, partial)
-            partial.rename(file)
-        except (OSError, SafetensorError) as error:
-            raise OutputError(
-                f"cannot write {file} ({error}); free some space or choose another "
-                "folder"
-            ) from error
-        self._places |= dict.fromkeys(self._pending, file)
-        self._pending = {}
+        super().write(key, half if fits else tensor.cpu())

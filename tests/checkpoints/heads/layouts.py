@@ -206,3 +206,84 @@ def hydra(heads=3, layers=2):
             tensors[f"hydra_mlp.{head}.{layer}.linear.bias"] = torch.randn(H) * 0.1
         tensors[f"hydra_lm_head.{head}.weight"] = rand(VOCAB_SIZE, H)
     return config, tensors
+
+
+BLOCK, MASK = 6, 287
+"""Rows of a block with its first token, and the token of a mask."""
+
+
+def dflash(layers=2, outputs=(1, 2, 4), nested=True, prefix="", **changes):
+    """The layout of DFlash's authors and SpecForge."""
+    own = {"mask_token_id": MASK, "target_layer_ids": list(outputs)}
+    config = layer_config(
+        architectures=["DFlashDraftModel"],
+        auto_map={"AutoModel": "dflash.DFlashDraftModel"},
+        model_type="qwen3",
+        head_dim=D,
+        num_hidden_layers=layers,
+        rope_theta=1000000,
+        rope_scaling=None,
+        layer_types=["full_attention"] * layers,
+        attention_bias=False,
+        attention_dropout=0.0,
+        use_sliding_window=False,
+        sliding_window=None,
+        block_size=BLOCK,
+        num_target_layers=LAYERS,
+        **({"dflash_config": own} if nested else own),
+    )
+    tensors = {
+        "fc.weight": rand(H, len(outputs) * H),
+        "hidden_norm.weight": norm(),
+        "norm.weight": norm(),
+    }
+    for index in range(layers):
+        tensors |= layer_tensors(f"layers.{index}.", qk_norm=True)
+    return config | changes, {prefix + name: value for name, value in tensors.items()}
+
+
+def speculators_dflash(cut=True, **changes):
+    """DFlash as speculators writes it, with a draft vocabulary if `cut`."""
+    _, tensors = dflash()
+    config = {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.6.0",
+        "draft_vocab_size": VD if cut else VOCAB_SIZE,
+        "block_size": BLOCK,
+        "mask_token_id": MASK,
+        "target_hidden_size": None,
+        "aux_hidden_state_layer_ids": [2, 3, 5],
+        "sample_from_anchor": False,
+        "projector_type": "dflash",
+        "speculators_config": {"algorithm": "dflash"},
+        "transformer_layer_config": layer_config(
+            model_type="qwen3",
+            head_dim=D,
+            num_hidden_layers=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        ),
+        **changes,
+    }
+    if cut:
+        tensors |= {"lm_head.weight": rand(VD, H), **draft_map()}
+    return config, tensors
+
+
+def diffusion(layers=2, **changes):
+    """jetdraft's own layout of a drafter that reads text."""
+    config = layer_config(
+        model_type="jetdraft-diffusion",
+        num_hidden_layers=layers,
+        head_dim=D,
+        rope_theta=10000.0,
+        block_size=BLOCK,
+    )
+    tensors = {
+        "embed_tokens.weight": rand(VOCAB_SIZE, H),
+        "mask": rand(H),
+        "norm.weight": norm(),
+    }
+    for index in range(layers):
+        tensors |= layer_tensors(f"layers.{index}.", qk_norm=True)
+    return config | changes, tensors

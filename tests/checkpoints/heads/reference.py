@@ -149,3 +149,57 @@ def hydra(weights, head, f, path):
         x = kept + F.silu(F.linear(x, w["linear.weight"], w["linear.bias"]))
         layer += 1
     return F.linear(x, weights[f"hydra_lm_head.{head}.weight"])
+
+
+def block_attention(w, asking, rows, hidden, theta, d, eps):
+    """Attention of the last rows [m, h] over all `rows` [n, h], except the hidden."""
+
+    def project(name, x):
+        out = F.linear(x, w[f"self_attn.{name}_proj.weight"]).view(len(x), -1, d)
+        if f"self_attn.{name}_norm.weight" in w:
+            out = rms(out, w[f"self_attn.{name}_norm.weight"], eps)
+        return out
+
+    positions = torch.arange(len(rows))
+    q = rotated(project("q", asking), positions[-len(asking) :], theta)
+    k = rotated(project("k", rows), positions, theta)
+    groups = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(groups, 1) for t in (k, project("v", rows)))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * d**-0.5
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    mixed = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+    return F.linear(mixed, w["self_attn.o_proj.weight"])
+
+
+def dflash_context(weights, taps, eps=1e-5):
+    """The features of rows, from the target's states at the taps."""
+    joined = F.linear(torch.cat(taps, -1), weights["fc.weight"])
+    return rms(joined, weights["hidden_norm.weight"], eps)
+
+
+def dflash(weights, context, block, theta=1e6, d=16, eps=1e-5):
+    """The states [m, h] of a block, from features [n, h] and embeddings [m, h]."""
+    x, index = block, 0
+    hidden = torch.zeros(len(block), len(context) + len(block), dtype=torch.bool)
+    while w := under(weights, f"layers.{index}."):
+        normed = rms(x, w["input_layernorm.weight"], eps)
+        rows = torch.cat([context, normed])
+        x = x + block_attention(w, normed, rows, hidden, theta, d, eps)
+        x = x + mlp(w, rms(x, w["post_attention_layernorm.weight"], eps))
+        index += 1
+    return rms(x, weights["norm.weight"], eps)
+
+
+def diffusion(weights, tokens, block, theta=10000.0, d=16, eps=1e-5):
+    """The states [m, h] of a block of tokens behind others; None stands for a mask."""
+    table = weights["embed_tokens.weight"]
+    rows = [weights["mask"] if t is None else table[t] for t in (*tokens, *block)]
+    x, index, count = torch.stack(rows), 0, len(tokens)
+    hidden = torch.ones(len(rows), len(rows), dtype=torch.bool).triu(1)
+    hidden[count:] = False
+    while w := under(weights, f"layers.{index}."):
+        normed = rms(x, w["input_layernorm.weight"], eps)
+        x = x + block_attention(w, normed, normed, hidden, theta, d, eps)
+        x = x + mlp(w, rms(x, w["post_attention_layernorm.weight"], eps))
+        index += 1
+    return rms(x, weights["norm.weight"], eps)[count:]

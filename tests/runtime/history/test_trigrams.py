@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -111,6 +112,20 @@ def test_decoding_adds_to_the_table(monkeypatch):
     trigrams.learn([7, 8, 9])
     trigrams.learn([8, 8, 9])
     assert trigrams.successors(1, 2) == pytest.approx({3: 0.5, 4: 0.5})
+
+
+def test_what_decoding_learns_takes_little_memory():
+    """Each model has a table, and each user of a store: 64 of them are 250 MB."""
+    tokens = np.random.default_rng(3).integers(0, 60_000, 20_000).tolist()
+    trigrams = Trigrams()
+    tracemalloc.start()
+    try:
+        for end in range(16, len(tokens), 13):
+            trigrams.learn(tokens[end - 16 : end])
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 1e6 < taken < 5e6
 
 
 def test_the_golden_value_of_the_search():

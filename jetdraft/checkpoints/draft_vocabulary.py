@@ -1,0 +1,76 @@
+"""The map from the rows of a drafter's LM head to the target's tokens.
+
+EAGLE-3's authors store it as two tensors: `d2t` int64 [n] has the target's id less the
+row, and `t2d` bool [vocabulary] marks the ids. A drafter that `jetdraft train drafter`
+made for a part of the vocabulary has them beside its weights, whose LM head is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from jetdraft.errors import CheckpointError
+
+D2T, T2D = "d2t", "t2d"
+
+
+def map_of(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """The two tensors of a draft vocabulary, int64 ids [n].
+
+    map_of(torch.tensor([0, 7]), 288)["d2t"]    # [0, 6]
+    """
+    marked = torch.zeros(vocab_size, dtype=torch.bool)
+    marked[ids] = True
+    return {D2T: ids - torch.arange(len(ids)), T2D: marked}
+
+
+def ids_of(
+    source: str, tensors: Mapping[str, Tensor], rows: int, vocab_size: int
+) -> Tensor:
+    """The target's id of each of `rows` rows, int64; raises `CheckpointError`.
+
+    A `t2d` may be missing.
+    """
+    offsets, marked = tensors[D2T].long(), tensors.get(T2D)
+    ids = torch.arange(len(offsets)) + offsets
+    in_range = bool(((ids >= 0) & (ids < vocab_size)).all())
+    if len(ids) != rows or not in_range or len(set(ids.tolist())) != len(ids):
+        raise CheckpointError(
+            f"the d2t of {source} does not map {rows} rows to different ids below "
+            f"{vocab_size}; fetch it again"
+        )
+    if marked is not None and not _agree(ids, marked, vocab_size):
+        raise CheckpointError(
+            f"d2t and t2d of {source} name different tokens, so the map was perhaps "
+            "never set; fetch it again"
+        )
+    return ids
+
+
+def read_ids(folder: Path, vocab_size: int) -> Tensor | None:
+    """The draft vocabulary of a drafter's folder, ascending; None without a map.
+
+    Raises `CheckpointError` for a map that is none.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names = {D2T, T2D}.intersection(opened.keys())
+            tensors |= {name: opened.get_tensor(name) for name in names}
+    if D2T not in tensors:
+        return None
+    if tensors[D2T].ndim != 1 or not len(tensors[D2T]):
+        raise CheckpointError(f"the d2t of {folder} is no list; fetch it again")
+    ids = ids_of(str(folder), tensors, len(tensors[D2T]), vocab_size)
+    return ids.sort().values
+
+
+def _agree(ids: Tensor, marked: Tensor, vocab_size: int) -> bool:
+    expected = torch.zeros(vocab_size, dtype=torch.bool)
+    expected[ids] = True
+    return len(marked) == vocab_size and torch.equal(marked.bool(), expected)

@@ -1,0 +1,151 @@
+"""The arrays of a bundle's drafter for a checkpoint whose weights have moved on."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from jetdraft.bundle import CONTRIB, DRAFTER, Bundle, GraphEntry
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.silence import silenced
+from jetdraft.errors import CheckpointError, OptionError, PairError
+from jetdraft.export.export_options import ExportOptions
+from jetdraft.export.job import Job
+from jetdraft.export.pair.cut_head import CutHead
+from jetdraft.export.step import Step, kv_shapes
+from jetdraft.export.variants import chain_graph
+from jetdraft.quant.blocks import Floats
+from jetdraft.quant.calibration import MOST_WINDOWS, WINDOW, Windows, second_moments
+from jetdraft.quant.weights import Quantization
+from jetdraft.recipe import Recipe
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def drafter_arrays(bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> Arrays:
+    """The arrays of the drafter's graph that differ from the bundle's, by name.
+
+    `checkpoint` is the bundle's drafter after more training. Its matrices are quantized
+    with the recipe in the manifest; a recipe that needs a text reads `text`, token ids
+    int64 [n]. Raises `PairError` if the graph of the checkpoint has another form than
+    the bundle's, and `CheckpointError` for integers that cannot be trained.
+
+        drafter_arrays(bundle, checkpoint, torch.tensor([5, 8, 9]))
+    """
+    entry = bundle.graphs[DRAFTER]
+    check_trainable(bundle, checkpoint)
+    with TemporaryDirectory() as folder, silenced(logging.INFO):
+        chain_graph.write(_job(Path(folder), bundle, entry, checkpoint, text))
+        new = ir.load(Path(folder, entry.file))
+        return _changed(ir.load(bundle.path / entry.file), new)
+
+
+def check_trainable(bundle: Bundle, checkpoint: Checkpoint) -> None:
+    """Raise `PairError` unless a checkpoint can be the bundle's drafter.
+
+    Raises `CheckpointError` for integers that cannot be trained, and `OptionError` for
+    a bundle whose drafter's weights cannot be swapped.
+    """
+    entry = bundle.drafter
+    if entry is None or entry.contract.feature_input or bundle.flavour != CONTRIB:
+        raise OptionError(
+            "only a drafter that is a model of its own, in a contrib bundle, learns "
+            "from use; export with --drafter"
+        )
+    if checkpoint.packed is not None:
+        raise CheckpointError(
+            f"{checkpoint.source} is quantized already, so it cannot be trained; give "
+            "the checkpoint in floats"
+        )
+    contract = entry.contract
+    if (checkpoint.vocab_size, kv_shapes(checkpoint.model)) != (
+        contract.vocab_size,
+        contract.kv_shapes,
+    ):
+        raise _another(checkpoint.source)
+
+
+def _job(
+    folder: Path,
+    bundle: Bundle,
+    entry: GraphEntry,
+    checkpoint: Checkpoint,
+    text: Tensor,
+) -> Job:
+    """The drafter's job as its export had it; scales of integer buffers stay."""
+    recipe = replace(Recipe.from_json(entry.quantization), kv=None)
+    contract, ids = replace(entry.contract, kv_bits=0), bundle.draft_vocabulary()
+    cut = None
+    if ids is not None:
+        dtype = getattr(torch, contract.dtype)
+        cut = CutHead.of(checkpoint, torch.from_numpy(ids), dtype)
+        checkpoint = cut.checkpoint
+    moments = _moments(checkpoint, text) if recipe.needs_moments else {}
+    quantization = Quantization(recipe, checkpoint.head, moments=moments)
+    return Job(
+        folder=folder,
+        name=DRAFTER,
+        checkpoint=checkpoint,
+        entry=replace(entry, contract=contract),
+        options=ExportOptions(
+            drafter_recipe=recipe,
+            capacity=contract.capacity,
+            max_width=contract.max_width,
+            provider=bundle.drafter_provider or bundle.provider,
+            flavour=bundle.flavour,
+        ),
+        report=lambda stage, done, total: None,
+        quantization=cut.quantization(quantization) if cut else quantization,
+        scales=[],
+        names=checkpoint.names(),
+        step=Step(checkpoint.model, contract, ids=cut.ids if cut else None),
+    )
+
+
+def _moments(checkpoint: Checkpoint, text: Tensor) -> dict[str, Floats]:
+    length = min(WINDOW, len(text))
+    windows = text[: len(text) // length * length].reshape(-1, length)
+    return second_moments(checkpoint.model, Windows(windows[:MOST_WINDOWS]))
+
+
+def _changed(old: ir.Model, new: ir.Model) -> Arrays:
+    """The arrays of the graph `new` that differ from those of `old`.
+
+    onnxruntime replaces arrays in the weights file only, so no other array may differ.
+    """
+    before, after = _tensors(old), _tensors(new)
+    arrays: Arrays = {}
+    for name, tensor in after.items():
+        array, own = tensor.numpy(), before.get(name)
+        if own is None or (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
+            raise _another(f"the array {name}")
+        if np.array_equal(array, own.numpy()):
+            continue
+        if not isinstance(own, ir.ExternalTensor):
+            raise PairError(
+                f"the array {name} is too small for the weights file, so it cannot be "
+                "swapped; learn from use with a larger drafter"
+            )
+        arrays[name] = np.array(array)
+    return arrays
+
+
+def _tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
+    values = model.graph.initializers.items()
+    return {n: v.const_value for n, v in values if v.const_value is not None}
+
+
+def _another(what: str) -> PairError:
+    return PairError(
+        f"{what} does not have the form of the bundle's drafter; give the checkpoint "
+        "that was exported, or export the bundle again with this version"
+    )

@@ -1,0 +1,160 @@
+"""The sets of a drafter's weights in a folder, and the choice between them.
+
+A set is a folder with the arrays of a graph; its name is the hash of their file.
+`choice.json` names the set that drafts. Sets and choice each appear in one step, so a
+kill at any point leaves one whole set; several processes may share the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jetdraft.bundle import DRAFTER, Bundle
+from jetdraft.errors import JetdraftError, StoreError
+from jetdraft.files import read_arrays, write_text
+from jetdraft.manifest import sha256_of
+from jetdraft.untrusted.json_text import read_json_file
+from jetdraft.untrusted.record import Rule, read_record
+
+ARRAYS = "arrays.npz"
+"""The arrays of a set, by their names in the graph."""
+
+CHOICE = "choice.json"
+OWN = ""
+"""The name of the weights in the bundle."""
+
+LEARNED_TYPES = ("float32", "float16", "uint8")
+"""Floats and packed integers; the indexes of tokens in a graph are never replaced."""
+
+PARTIAL = ".partial-"
+"""How the name of a set begins while it is written."""
+
+_HASH = re.compile("[0-9a-f]{64}")
+Name = Annotated[
+    str, Rule("a hash", lambda name: name == OWN or bool(_HASH.fullmatch(name)))
+]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The set that drafts for the drafter `base`.
+
+    It is on trial while there is a set `before`, to which a bad trial goes back.
+    """
+
+    name: Name = OWN
+    before: Name | None = None
+    base: Name = ""
+
+
+class WeightSets:
+    """The sets of weights in a folder, for the drafter with the hash `base`.
+
+    sets = WeightSets(Path("learned"), base_of(bundle))
+    sets.arrays(sets.choice().name)
+    sets.settle(name, keep=False)    # the trial went badly
+    """
+
+    def __init__(self, folder: Path, base: str) -> None:
+        self.folder, self.base = folder, base
+
+    def check(self) -> None:
+        """Raise `StoreError` if the folder's sets belong to another drafter."""
+        if self._stored().base != self.base:
+            raise StoreError(
+                f"{self.folder} holds weights of another drafter; choose another "
+                "folder, or clear it with jetdraft store clear"
+            )
+
+    def choice(self) -> Choice:
+        """What drafts: a set, or the bundle's own weights."""
+        choice = self._stored()
+        return choice if choice.base == self.base else Choice(base=self.base)
+
+    def _stored(self) -> Choice:
+        """The choice in the file; a missing or malformed file chooses no set."""
+        try:
+            fields = read_json_file(self.folder / CHOICE)
+            choice: Choice = read_record(Choice, fields)
+        except (OSError, ValueError):
+            return Choice(base=self.base)
+        return choice
+
+    def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
+        """The arrays of a set; raises `StoreError` unless they are whole numbers."""
+        if name == OWN:
+            return {}
+        file = self.folder / name / ARRAYS
+        refusal = StoreError(f"the learned weights in {file} are damaged or missing")
+        try:
+            if sha256_of(file) != name:
+                raise refusal
+        except OSError as error:
+            raise refusal from error
+        arrays = read_arrays(file, refusal)
+        for array in arrays.values():
+            if array.dtype.name not in LEARNED_TYPES or not np.isfinite(array).all():
+                raise refusal
+        return arrays
+
+    def change(self, change: Callable[[Choice], Choice]) -> None:
+        """Choose anew, alone among all processes; sets that lost their use are deleted.
+
+        `change` may write sets too. Raises `OutputError` or `OSError`.
+        """
+        with self._locked():
+            after = change(self.choice())
+            write_text(self.folder / CHOICE, json.dumps(asdict(after)) + "\n")
+            self._sweep({after.name, after.before})
+
+    def settle(self, name: str, keep: bool) -> None:
+        """End the trial of a set; a failure only warns, since decoding goes on."""
+
+        def settled(now: Choice) -> Choice:
+            if now.name != name or now.before is None:
+                return now  # another process was faster
+            return Choice(name if keep else now.before, None, self.base)
+
+        try:
+            self.change(settled)
+        except (OSError, JetdraftError) as error:
+            warnings.warn(f"no verdict on learned weights ({error})", stacklevel=2)
+
+    def clear(self) -> None:
+        """Delete all sets; the bundle's own weights draft from now on."""
+        self.change(lambda now: Choice(base=self.base))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with (self.folder / "lock").open("a") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+    def _sweep(self, used: set[str | None]) -> None:
+        """Delete sets that are not used, and what killed processes have left."""
+        for entry in self.folder.iterdir():
+            is_set = entry.name.startswith(PARTIAL) or _HASH.fullmatch(entry.name)
+            if is_set and entry.name not in used:
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name.startswith(f"{CHOICE}."):
+                entry.unlink(missing_ok=True)
+
+
+def base_of(bundle: Bundle) -> str:
+    """The hash of the drafter's graph and weights in a bundle."""
+    files = sorted(n for n in bundle.files if n.startswith(f"{DRAFTER}.onnx"))
+    hashes = " ".join(bundle.files[name]["sha256"] for name in files)
+    return hashlib.sha256(hashes.encode()).hexdigest()

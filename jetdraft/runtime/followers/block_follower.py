@@ -1,0 +1,67 @@
+"""A head that reads the target's features as context, and fills a block behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jetdraft.runtime.followers.follower import Follower
+from jetdraft.runtime.followers.guess_follower import GuessFollower
+from jetdraft.runtime.followers.head_follower import HeadFollower
+from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.graph import Graph
+
+
+class BlockFollower(HeadFollower):
+    """Keeps a block head's cache in step with the features that the target gives.
+
+    Row t is the context of all tokens after t. The token after the last row begins the
+    block, and the guesses are for the tokens after it.
+
+        follower.observe(0, [5, 8, 9], answer.features)    # float [3, w]
+        follower.follow([5, 8, 9, 3])    # for what comes after 3, and after that
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph)
+        self._ahead: Sequence[int] = ()
+        """Tokens that the target has not run yet: the beginning of the block."""
+
+    def follow(self, context: Sequence[int]) -> Answer | None:
+        """The guesses after `context`; None without features, or beyond the block."""
+        self._fed.cut(len(self._fed.tokens))
+        answer = None
+        while tokens := self._ready(context):
+            answer = self._feed(tokens)
+        self._ahead = context[len(self._seen) + 1 :]
+        if answer is None or not self._ahead:
+            return answer
+        fits = len(self._ahead) < self.graph.contract.block
+        return self.refine(()) if fits else None
+
+    def refine(self, known: Sequence[int]) -> Answer:
+        """The guesses after the first tokens of a block, which are `known` now."""
+        block = [*self._ahead, *known]
+        answer = self._fed.again(
+            lambda last: self.graph.run([last], features=self._last, block=block)
+        )
+        return answer.rows(slice(len(block), None))
+
+    def _feed(self, tokens: Sequence[int]) -> Answer:
+        self._last = self._features[len(tokens) - 1 : len(tokens)]
+        return super()._feed(tokens)
+
+
+Refining = Follower | BlockFollower
+"""The followers of graphs that fill a block."""
+
+AnyFollower = Follower | HeadFollower | GuessFollower
+
+
+def follower_of(graph: Graph) -> AnyFollower:
+    """What feeds a drafter's graph: a head is fed with features too."""
+    contract = graph.contract
+    if not contract.feature_input:
+        return Follower(graph)
+    if contract.block:
+        return BlockFollower(graph)
+    return GuessFollower(graph) if contract.guesses else HeadFollower(graph)

@@ -1,0 +1,88 @@
+"""The drafter's weights that were learned from use: tried, then kept or taken back."""
+
+from __future__ import annotations
+
+import warnings
+from threading import Lock
+
+from jetdraft.bundle import GraphEntry
+from jetdraft.errors import JetdraftError
+from jetdraft.kept.tally import Tally, is_better
+from jetdraft.kept.weight_sets import OWN, Choice, WeightSets
+from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.opener import Opener, Weights
+
+
+class LearnedWeights:
+    """Which weights draft, for all twins of a model.
+
+    A new set is on trial. The weights before it go on until `WINDOW` of their drafted
+    tokens have been evaluated; then the set drafts, and `is_better` compares the two.
+    `version` counts the changes: a twin whose graph is of another version takes `graph`
+    between two of its generations. Nothing of the target is loaded again.
+
+        weights = LearnedWeights(sets, opener, bundle.drafter)
+        version = weights.look()
+        weights.count(version, accepted=12, evaluated=20)
+    """
+
+    def __init__(self, sets: WeightSets, opener: Opener, entry: GraphEntry) -> None:
+        self._sets, self._opener, self._entry = sets, opener, entry
+        self.version, self._name = 0, OWN
+        self._tally = Tally()
+        self._before: Tally | None = None
+        self._weights: Weights | None = None
+        self._lock = Lock()
+
+    def look(self) -> int:
+        """The version that should draft now."""
+        with self._lock:
+            choice = self._sets.choice()
+            name = self._wanted(choice)
+            is_trial = choice.before is not None and name == choice.name
+            if name != self._name:
+                self._before = self._tally if is_trial else None
+                self._name, self._tally, self._weights = name, Tally(), None
+                self.version += 1
+            elif not is_trial:
+                self._before = None  # another process has judged
+            return self.version
+
+    def _wanted(self, choice: Choice) -> str:
+        """The set that should draft: one on trial only if there is a rate before it."""
+        if choice.before is None:
+            return choice.name
+        goes_on = self._name == choice.name and self._before is not None
+        begins = self._name == choice.before and self._tally.is_full
+        return choice.name if goes_on or begins else choice.before
+
+    def graph(self) -> Graph | None:
+        """The drafter's graph with the weights that should draft now.
+
+        Its buffers are empty. None, with a warning, if the weights are damaged or do
+        not fit the graph; a set on trial goes back then.
+        """
+        with self._lock:
+            try:
+                if self._weights is None:
+                    weights = self._sets.arrays(self._name)
+                    self._opener.reopen()
+                    self._weights = weights
+                return self._opener.graph(self._entry, self._weights)
+            except JetdraftError as error:
+                warnings.warn(f"no weights were swapped: {error}", stacklevel=2)
+                self._sets.settle(self._name, keep=False)
+                return None
+
+    def count(self, version: int, accepted: int, evaluated: int) -> None:
+        """Count the drafted tokens of a generation, and judge if they are enough."""
+        with self._lock:
+            if version != self.version or not evaluated:
+                return
+            self._tally.add(accepted, evaluated)
+            if self._before is None:
+                return
+            verdict = is_better(self._before, self._tally)
+            if verdict is not None:
+                self._before = None
+                self._sets.settle(self._name, keep=verdict)

@@ -1,0 +1,52 @@
+"""Drafting with a graph that fills a block: a DFlash head, or a diffusion model.
+
+A head (2602.06036) fills it from the target's own states, a small masked diffusion
+model (2408.05636) from the text.
+"""
+
+from __future__ import annotations
+
+from jetdraft.bundle import Bundle
+from jetdraft.runtime.followers.block_follower import Refining
+from jetdraft.runtime.proposers.draft import SAMPLES
+from jetdraft.runtime.proposers.guessing.block_proposer import (
+    BlockOptions,
+    BlockProposer,
+)
+from jetdraft.runtime.proposers.guessing.head_guesses import follower_for, head_traits
+from jetdraft.runtime.proposers.method import Method
+from jetdraft.runtime.proposers.parts import Parts
+from jetdraft.runtime.proposers.proposer import Proposer
+
+
+def _method(name: str, summary: str, needed: str, reads: bool) -> Method[BlockOptions]:
+    """A method whose graph `reads` features, or does not."""
+
+    def lacks(bundle: Bundle) -> str:
+        contract = bundle.drafter.contract if bundle.drafter else None
+        has_graph = (
+            contract and contract.block and reads == bool(contract.feature_input)
+        )
+        return "" if has_graph else f"export with --head, and {needed}"
+
+    def make(parts: Parts, options: BlockOptions) -> Proposer:
+        follower = follower_for(parts, name, needed, lacks(parts.bundle))
+        assert isinstance(follower, Refining)
+        return BlockProposer(follower, head_traits(parts, options, name), options)
+
+    samples = (*SAMPLES, {"steps": 2})
+    return Method(name, summary, make, BlockOptions, lacks, trees=True, samples=samples)
+
+
+DFLASH = _method(
+    "dflash",
+    "a head that fills a block from the target's states",
+    "a DFlash head",
+    True,
+)
+DIFFUSION = _method(
+    "diffusion",
+    "a small diffusion model that fills a block",
+    "a diffusion drafter",
+    False,
+)

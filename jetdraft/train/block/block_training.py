@@ -1,0 +1,273 @@
+"""Trains drafters that fill a block: DFlash heads, and diffusion models."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from jetdraft.checkpoints.heads.block_reader import default_outputs
+from jetdraft.checkpoints.heads.head_config import HeadConfig
+from jetdraft.checkpoints.streamed import decoder_layers
+from jetdraft.errors import OptionError, TrainingError
+from jetdraft.train.block.block_layout import (
+    dflash_config,
+    diffusion_config,
+    new_block_drafter,
+    written,
+)
+from jetdraft.train.block.block_losses import BlockObjective, total
+from jetdraft.train.block.block_places import Blocks
+from jetdraft.train.block.block_settings import (
+    TEXT,
+    BlockSettings,
+    DFlashSettings,
+    DiffusionSettings,
+)
+from jetdraft.train.data import Batch
+from jetdraft.train.head.head_layout import trained_weights
+from jetdraft.train.head.teacher import Teacher
+from jetdraft.train.run_folder import RunFolder
+from jetdraft.train.taught.taught_training import Stages, TaughtTraining
+from jetdraft.train.training import TrainingOptions
+
+FIGURES = "training.json"
+"""What was trained, for how long, and how often it was right."""
+
+MOST_LAYERS, FEWEST_TAPS = 5, 3
+"""The layers of the published heads, and the taps of a head with one layer or two."""
+
+TOKENS_PER_WEIGHT = 20
+"""What a model of a given cost learns most from (2203.15556)."""
+
+VALIDATED = 16
+"""Blocks of a sequence that a validation fills."""
+
+
+class BlockTraining(TaughtTraining):
+    """A training whose output is the folder of a drafter, for `export --head`.
+
+    A subclass says what drafter it is. `progress` gets a stage, and how many of its
+    texts are written.
+    """
+
+    betas = (0.9, 0.95)
+    most_norm = 1.0
+    module: BlockObjective
+
+    def __init__(
+        self,
+        target: str,
+        output: Path,
+        data: Sequence[Path],
+        settings: BlockSettings,
+        options: TrainingOptions | None = None,
+        progress: Stages = lambda *state: None,
+    ) -> None:
+        self.settings: Any = settings
+        folder = RunFolder(output, "model.safetensors", "config.json", "drafter")
+        super().__init__(folder, options or TrainingOptions())
+        least = settings.block_rows + 2
+        if self.options.sequence_length < least:
+            raise OptionError(
+                f"sequences of {self.options.sequence_length} tokens are too short for "
+                f"blocks of {settings.block_rows}; give {least} or more"
+            )
+        self.load_target(target, "drafters")
+        self.layers = len(decoder_layers(self.target.model))
+        self.read_texts(data, 3, settings.regenerate, progress)
+        torch.manual_seed(self.options.seed)
+        self.config = self.new_config()
+        drafter = new_block_drafter(self.target, self.config)
+        self.weights = trained_weights(drafter, self.target)
+        for weight in self.weights.values():
+            weight.requires_grad_(True)
+        self.module = BlockObjective(drafter, settings.loss == TEXT)
+        self._teacher: Teacher | None = None
+
+    @abstractmethod
+    def new_config(self) -> HeadConfig:
+        """The config of the drafter; raises `OptionError`."""
+
+    @property
+    def parameters(self) -> int:
+        """The number of trained weights."""
+        return sum(weight.numel() for weight in self.weights.values())
+
+    def advised_steps(self) -> int:
+        """The steps that learn twenty guesses for each weight."""
+        blocks: int = self.settings.anchors * self.options.batch_size
+        guesses = blocks * self.config.slots
+        return max(200, TOKENS_PER_WEIGHT * self.parameters // guesses)
+
+    def summary(self) -> str:
+        """What is trained on how many sequences."""
+        return (
+            f"training {self.parameters} weights of {self.product} with "
+            f"{self.config.num_layers} layers, for blocks of "
+            f"{self.settings.block_rows}, on {len(self.corpus.training)} sequences"
+        )
+
+    def told(self, figures: Mapping[str, Any]) -> str:
+        """The loss of the first guess, and how often guesses are accepted."""
+        rates = " ".join(f"{rate:.2f}" for rate in figures["acceptance"])
+        return (
+            f"validation loss {figures['losses'][0]:.2f}, accepted by place {rates}, "
+            f"so {figures['tokens_per_pass']:.2f} tokens a pass"
+        )
+
+    def settings_of_run(self) -> dict[str, Any]:
+        """The settings of the drafter, and the target's hash."""
+        own = asdict(self.settings) | {"target": self.base}
+        return own | {"taps": list(self.config.taps)}
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Muon for the matrices of the layers, AdamW for embeddings and norms."""
+        inner = {
+            name: weight
+            for name, weight in self.weights.items()
+            if weight.ndim == 2 and not name.startswith(("embed_tokens", "lm_head"))
+        }
+        others = [w for name, w in self.weights.items() if name not in inner]
+        return [
+            torch.optim.Muon(inner.values(), lr=0.0, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=0.0, betas=self.betas),
+        ]
+
+    def begin(self) -> None:
+        """Make the folder, which holds no copy of the target."""
+        self.folder.create()
+
+    def loss(self, accelerator: Any, module: Any, batch: Batch) -> Tensor:
+        """The decayed sum of the means by distance, over all processes."""
+        blocks = self._drawn(accelerator, batch)
+        sums = module(self._taught(accelerator).lesson(batch), blocks)
+        places = accelerator.reduce(sums.places, "sum")
+        # Processes average their gradients, and each has a part of the sum.
+        loss: Tensor = total(sums, places) * accelerator.num_processes
+        return loss
+
+    def _drawn(self, accelerator: Any, batch: Batch) -> Blocks:
+        """Blocks that depend on the seed and on a sequence's number in the training."""
+        first = self.step * self.options.batch_size + accelerator.process_index
+        numbers = range(first, first + 10**6, accelerator.num_processes)
+        seeds = (1_000_003 * self.options.seed + number for number in numbers)
+        generators = [
+            torch.Generator().manual_seed(seed)
+            for seed, _ in zip(seeds, batch.ids, strict=False)
+        ]
+        settings, slots = self.settings, self.config.slots
+        share = settings.known_share
+        return Blocks.drawn(batch, settings.anchors, slots, share, generators)
+
+    def _taught(self, accelerator: Any) -> Teacher:
+        """The teacher, on the device of this process."""
+        if self._teacher is None:
+            model = self.target.model.to(accelerator.device)
+            self._teacher = Teacher(model, self.config.taps, None)
+        return self._teacher
+
+    def validate(self, accelerator: Any, module: Any) -> dict[str, Any]:
+        """Losses, and how often a guess is accepted if all before it are, by place."""
+        teacher = self._taught(accelerator)
+        objective = accelerator.unwrap_model(module)
+        parts = []
+        for batch in self.corpus.validation_batches(self.options.batch_size):
+            on_device = batch.to(accelerator.device)
+            blocks = Blocks.spread(on_device, VALIDATED)
+            parts.append(objective(teacher.lesson(on_device), blocks))
+        lost, places, reached, accepted = (
+            torch.stack([getattr(part, name) for part in parts]).sum(0).cpu()
+            for name in ("lost", "places", "reached", "accepted")
+        )
+        if not torch.isfinite(lost).all():
+            raise TrainingError(self.failure())
+        rates = accepted / reached.clamp(min=1)
+        return {
+            "losses": _rounded(lost / places.clamp(min=1)),
+            "acceptance": _rounded(rates),
+            "tokens_per_pass": round(1 + rates.cumprod(0).sum().item(), 3),
+        }
+
+    def save(
+        self, weights: dict[str, Tensor], state: Any, figures: dict[str, Any] | None
+    ) -> None:
+        """Write the drafter's folder, and the figures beside it."""
+        fields, tensors = written(self.config, weights, self.settings.half, self.layers)
+        run = {**self.settings_of_run(), "step": self.step, "validation": figures}
+        self.folder.write(FIGURES, json.dumps(run, indent=2) + "\n")
+        self.folder.save(tensors, fields, state, self.finished)
+        if self.finished:
+            self.forget_texts()
+
+
+class DFlashTraining(BlockTraining):
+    """Trains a DFlash head, in the layout of its authors.
+
+    DFlashTraining("target", Path("head"), [Path("a.txt")], DFlashSettings()).run(print)
+    """
+
+    product = "a DFlash head"
+    settings: DFlashSettings
+
+    def new_config(self) -> HeadConfig:
+        """Layers of the target's sizes: as many as the settings say, or a seventh."""
+        settings = self.settings
+        advised = min(MOST_LAYERS, max(1, round(self.layers / 7)))
+        layers = settings.layers or advised
+        spread = default_outputs(max(FEWEST_TAPS, layers), self.layers)
+        outputs = sorted(set(settings.taps or spread))
+        # Teachers give the last layer's output normed, which a head does not read.
+        if any(not 0 <= output < self.layers - 1 for output in outputs):
+            raise OptionError(
+                f"the taps {list(outputs)} are not outputs of layers that a head can "
+                f"read; give --taps with numbers from 0 to {self.layers - 2}"
+            )
+        taps = [output + 1 for output in outputs]
+        slots = settings.block_rows - 1
+        return dflash_config(self.target, layers, taps, slots, self._mask_token())
+
+    def _mask_token(self) -> int:
+        """A token that texts lack: the last id without a token, or the rarest id."""
+        ids = range(self.target.vocab_size)
+        named = set(
+            Tokenizer.from_str(self.target.tokenizer or "").get_vocab().values()
+        )
+        if free := [token for token in ids if token not in named]:
+            return free[-1]
+        counts = Counter(t for text in self.corpus.training for t in text.ids)
+        return min(reversed(ids), key=lambda token: counts[token])
+
+
+class DiffusionTraining(BlockTraining):
+    """Trains a masked diffusion model that drafts.
+
+    DiffusionTraining("target", Path("drafter"), data, DiffusionSettings()).run(print)
+    """
+
+    product = "a diffusion drafter"
+    settings: DiffusionSettings
+
+    def new_config(self) -> HeadConfig:
+        """What the settings say, or two layers half as wide as the target."""
+        width = self.config_of_target.hidden_size
+        own = self.settings.hidden_size or max(16, width // 2 // 16 * 16)
+        layers, slots = self.settings.layers or 2, self.settings.block_rows
+        return diffusion_config(self.target, layers, own, slots)
+
+    @property
+    def config_of_target(self) -> Any:
+        """The config of the target's decoder."""
+        return self.target.model.config.get_text_config(decoder=True)
+
+
+def _rounded(numbers: Tensor) -> list[float]:
+    return [round(number, 4) for number in numbers.tolist()]

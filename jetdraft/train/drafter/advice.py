@@ -1,0 +1,50 @@
+"""What size a drafter should have, and how many tokens it should see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jetdraft.devices.planning.dimensions import Dimensions
+from jetdraft.devices.planning.roofline import Load
+from jetdraft.recipe import Recipe
+
+SHARE = 0.05
+"""What a draft step should read at most, as a share of what a pass of the target
+reads; reading bounds the time of both (docs/devices.md)."""
+
+CONTEXT = 1024
+"""Tokens in both caches."""
+
+TOKENS_PER_WEIGHT = 200
+"""Tokens to train on for each weight.
+
+With M tokens for each weight, the loss is above that of endless training by a part that
+falls as a power of M (the law of over-training, 2403.08540). An exponent of -0.3 is
+assumed here, not taken from the paper: 200 tokens for each weight then leave half of
+what the usual 20 leave. Training costs once, and each weight costs time in every draft.
+"""
+
+
+def cost_share(
+    drafter: Mapping[str, Any], target: Mapping[str, Any], draft_vocab: int | None
+) -> float:
+    """What a draft step reads, as a share of what a pass of the target reads.
+
+    Both are fields of a config.json. By the model of `jetdraft plan`, with int4 weights
+    in the target and int8 in the drafter, which can draft `draft_vocab` tokens or all.
+    Raises `CheckpointError` for a config that cannot be planned.
+    """
+    small = Dimensions.of(dict(drafter))
+    if draft_vocab is not None:
+        rows = max(draft_vocab, drafter["vocab_size"])
+        small = replace(small, head=small.head * draft_vocab // rows)
+    recipe = Recipe()
+    read = Load(small, Recipe.for_drafter(recipe)).pass_bytes(CONTEXT)
+    return read / Load(Dimensions.of(dict(target)), recipe).pass_bytes(CONTEXT)
+
+
+def advised_tokens(weights: int) -> int:
+    """The tokens that a drafter of so many weights should see."""
+    return TOKENS_PER_WEIGHT * weights

@@ -1,0 +1,1 @@
+"""What trainings have in common whose teacher is the target."""

@@ -1,0 +1,124 @@
+"""A training whose teacher is the target, which stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from torch import Tensor
+
+from jetdraft.checkpoints.checkpoint import (
+    Checkpoint,
+    checkpoint_folder,
+    weights_sha256,
+)
+from jetdraft.checkpoints.gguf import is_gguf
+from jetdraft.checkpoints.parameters import convert
+from jetdraft.errors import CheckpointError
+from jetdraft.train.data import Example
+from jetdraft.train.taught.written_texts import Writing, WrittenTexts
+from jetdraft.train.training import Training
+
+TOGETHER = 32
+"""Texts that are written at a time at least; each step reads all weights once."""
+
+Stages = Callable[[str, int, int], None]
+"""Gets a stage, and how many of its texts are written: (stage, done, total)."""
+
+
+class TaughtTraining(Training):
+    """What trainings share that learn from a target: the target, and its texts.
+
+    `target` is the loaded checkpoint in float32, and `base` the hash of its weights. A
+    trainer calls `load_target`, then `read_texts`.
+    """
+
+    target: Checkpoint
+    base: str
+    _written: WrittenTexts | None = None
+
+    def load_target(self, source: str, learned: str) -> None:
+        """Load the target; `learned` are what is trained for it, for example "heads".
+
+        Raises `CheckpointError`, or `OptionError` for too long sequences.
+        """
+        if is_gguf(source):
+            raise CheckpointError(
+                f"{source} is a GGUF file, and {learned} are trained for a folder; "
+                "give the model's Hugging Face folder"
+            )
+        self.target = Checkpoint.load(source, torch.float32)
+        convert(self.target.model, torch.float32)
+        self.target.model.set_attn_implementation("sdpa")
+        self.base = weights_sha256(checkpoint_folder(source))
+        self.check_length(self.target.model)
+
+    def read_texts(
+        self, data: Sequence[Path], least: int, regenerate: bool, progress: Stages
+    ) -> None:
+        """Read the corpus; the target completes prompts without a completion.
+
+        With `regenerate` it writes all completions. A text has at least `least` tokens.
+        Raises `DataError`.
+        """
+        self.corpus = self.read(self.target, data, least, prompts_alone=True)
+        count = len(self.corpus.training)
+        # A corpus of one text validates with it too.
+        apart = self.corpus.validation[0] is not self.corpus.training[0]
+        texts = self.corpus.training + (self.corpus.validation if apart else [])
+        chosen = [
+            n for n, text in enumerate(texts) if regenerate or not text.is_written
+        ]
+        if not chosen:
+            return
+        self.folder.create()
+        texts = self._completed(texts, chosen, progress)
+        self.corpus.training = texts[:count]
+        self.corpus.validation = texts[count:] or texts
+
+    def _completed(
+        self, texts: list[Example], chosen: list[int], progress: Stages
+    ) -> list[Example]:
+        """The texts, of which the target has written the chosen, now or earlier."""
+        options, state = self.options, PartialState()
+        parts = (options.seed, options.sequence_length, options.validation_share)
+        self._written = WrittenTexts(
+            self.folder.path,
+            f"{self.base} {self.corpus.sha256} {parts} {len(chosen)}",
+            state.process_index,
+            state.num_processes,
+        )
+        writing = Writing(
+            self.target.model.to(state.device),
+            self.target.eos_token_ids,
+            options.sequence_length,
+            max(options.batch_size, TOGETHER),
+            options.seed,
+        )
+        return self._written.completed(
+            writing, texts, chosen, lambda done, total: progress("write", done, total)
+        )
+
+    def frequent_tokens(self, count: int) -> Tensor | None:
+        """The `count` learned tokens that are most frequent, int64, ascending.
+
+        None if the vocabulary has no more.
+        """
+        rows = self.target.vocab_size
+        if count >= rows:
+            return None
+        learned = [
+            token
+            for example in self.corpus.training
+            for token, is_learned in zip(example.ids, example.learned, strict=True)
+            if is_learned
+        ]
+        counts = torch.bincount(torch.tensor(learned), minlength=rows)
+        return counts.argsort(descending=True, stable=True)[:count].sort().values
+
+    def forget_texts(self) -> None:
+        """Delete the target's texts, which only a training that goes on needs."""
+        if self._written is not None:
+            self._written.forget()

@@ -1,0 +1,1 @@
+"""Learning from use: a drafter is trained on the places where its drafts were wrong."""

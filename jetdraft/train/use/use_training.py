@@ -1,0 +1,236 @@
+"""Trains a bundle's drafter on the places where its drafts were wrong.
+
+Online Speculative Decoding (2310.07177) trains all weights while the model serves. Here
+LoRA is trained beside it and merged, and the running model judges the result.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetdraft.bundle import DRAFTER, Bundle
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.parameters import convert
+from jetdraft.errors import CheckpointError, DataError, OptionError, TrainingError
+from jetdraft.export.pair.drafter_arrays import check_trainable, drafter_arrays
+from jetdraft.kept.lessons import Lesson, Lessons
+from jetdraft.kept.weight_sets import WeightSets, base_of
+from jetdraft.train.use.adapters import add_lora, merge_lora
+from jetdraft.train.use.pace import Pace
+from jetdraft.train.use.publication import judged_weights, publish
+from jetdraft.train.use.wrong_places import LessonBatch, Missed, missed
+
+HELD_OUT = 8
+"""One lesson of so many is held out."""
+
+LOOK_EVERY = 10
+"""Steps between two looks at the lessons that are held out."""
+
+WARM_UP = 10
+"""Steps in which the learning rate rises."""
+
+
+@dataclass(frozen=True)
+class UseOptions:
+    """How a drafter learns from use.
+
+    `least` is the fewest wrong places to learn from. LoRA has the rank `lora_rank`.
+
+        UseOptions(steps=100, learning_rate=1e-3)
+    """
+
+    steps: int = 200
+    batch_size: int = 8
+    learning_rate: float = 2e-3
+    lora_rank: int = 16
+    least: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, least, most in (
+            ("steps", self.steps, 1, 10**9),
+            ("batch size", self.batch_size, 1, 10**6),
+            ("learning rate", self.learning_rate, 0.0, 1.0),
+            ("lora rank", self.lora_rank, 1, 1024),
+            ("least", self.least, 1, 10**9),
+        ):
+            if not least <= value <= most:
+                raise OptionError(
+                    f"{name} {value} is out of range; give {least} to {most}"
+                )
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a training did: held-out figures before and after, and the set's name.
+
+    The name is None if nothing was published, since the loss did not fall.
+    """
+
+    steps: int
+    places: int
+    before: Missed
+    after: Missed
+    name: str | None
+
+
+class UseTraining:
+    """Trains the drafter of a bundle on the lessons in a folder.
+
+    `source` is the drafter's checkpoint in floats, which the bundle was exported from.
+    Raises `CheckpointError`, `PairError`, `OptionError` or `StoreError`.
+
+        training = UseTraining(bundle, Path("learned"), "drafter/")
+        training.run(Pace(seconds=60.0)).after.right
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        folder: Path,
+        source: str,
+        options: UseOptions | None = None,
+    ) -> None:
+        self.bundle, self.source = bundle, source
+        self.options = options or UseOptions()
+        check_trainable(bundle, self._checkpoint())
+        vocab_size = bundle.target.contract.vocab_size
+        self.lessons = Lessons(folder, bundle.tokenizer_sha256, vocab_size)
+        self.sets = WeightSets(folder, base_of(bundle))
+        self.sets.check()
+
+    def run(
+        self, pace: Pace, report: Callable[[int, int], None] = lambda done, total: None
+    ) -> Learned:
+        """Train once, and put the weights on trial if the held-out loss has fallen.
+
+        Raises `DataError` for too few wrong places, and `TrainingError` if the loss is
+        not a number; then, and at a `KeyboardInterrupt`, nothing is published.
+        """
+        lessons = self.lessons.read()
+        places = sum(len(lesson.places) for lesson in lessons)
+        if places < self.options.least:
+            raise DataError(
+                f"there are {places} wrong places to learn from, and "
+                f"{self.options.least} are needed; use the model for longer"
+            )
+        run = _Run(self._model(), lessons, self.options)
+        before = run.held_out()
+        done = run.train(pace, report)
+        after = run.held_out()
+        name = None
+        if after.loss < before.loss:
+            name = self._publish(merge_lora(run.model), lessons)
+        return Learned(done, places, before, after, name)
+
+    def _checkpoint(self) -> Checkpoint:
+        dtype = getattr(torch, self.bundle.graphs[DRAFTER].contract.dtype)
+        try:
+            return Checkpoint.load(self.source, dtype)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"cannot read the drafter's checkpoint ({error}); name it with --from"
+            ) from error
+
+    def _with(self, weights: dict[str, Tensor]) -> Checkpoint:
+        """The checkpoint with other weights in place of some."""
+        checkpoint = self._checkpoint()
+        convert(checkpoint.model, torch.float32)
+        own = dict(checkpoint.model.named_parameters())
+        for name, weight in weights.items():
+            if name not in own or own[name].shape != weight.shape:
+                raise CheckpointError(
+                    f"the learned weights do not fit {self.source}; give the "
+                    "checkpoint that was exported"
+                )
+            own[name].data = weight
+        return checkpoint
+
+    def _model(self) -> Any:
+        """The drafter as it was judged last, to train in float32."""
+        model = self._with(judged_weights(self.sets)).model
+        model.set_attn_implementation("sdpa")
+        return model
+
+    def _publish(self, changed: dict[str, Tensor], lessons: Sequence[Lesson]) -> str:
+        text = torch.cat([torch.from_numpy(lesson.tokens) for lesson in lessons])
+        arrays = drafter_arrays(self.bundle, self._with(changed), text)
+        return publish(self.sets, arrays, changed)
+
+
+class _Run:
+    """One training of LoRA in a model on some lessons."""
+
+    def __init__(
+        self, model: Any, lessons: Sequence[Lesson], options: UseOptions
+    ) -> None:
+        torch.manual_seed(options.seed)
+        self.model, self.options = model, options
+        self._lora = add_lora(model, options.lora_rank)
+        self._draw = random.Random(options.seed)
+        order = self._draw.sample(lessons, len(lessons))
+        self._held = order[::HELD_OUT] if len(order) >= HELD_OUT else order
+        held = set(map(id, self._held))
+        self._training = [o for o in order if id(o) not in held] or order
+
+    def train(self, pace: Pace, report: Callable[[int, int], None]) -> int:
+        """Train, and keep the LoRA of the least held-out loss; gives the steps."""
+        optimizer = torch.optim.AdamW(self._lora, lr=0.0, weight_decay=0.0)
+        least, best, step = math.inf, list[Tensor](), 0
+        while step < self.options.steps and pace.goes_on():
+            optimizer.param_groups[0]["lr"] = self._rate(step)
+            self._step(optimizer)
+            step += 1
+            pace.rest()
+            report(step, self.options.steps)
+            if step % LOOK_EVERY == 0 or step == self.options.steps:
+                loss = self.held_out().loss.item()
+                if loss < least:
+                    least, best = loss, [w.detach().clone() for w in self._lora]
+        with torch.no_grad():
+            for weight, kept in zip(self._lora, best, strict=bool(best)):
+                weight.copy_(kept)
+        return step
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        size = min(self.options.batch_size, len(self._training))
+        loss = self._missed(self._draw.sample(self._training, size)).loss
+        if not torch.isfinite(loss):
+            raise TrainingError(
+                "the loss is not a number, and nothing was published; train with a "
+                "lower --learning-rate"
+            )
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._lora, 1.0)
+        optimizer.step()
+
+    def _rate(self, step: int) -> float:
+        """A warm-up, then a linear decay."""
+        warm, rest = (step + 1) / WARM_UP, 1.0 - step / self.options.steps
+        return self.options.learning_rate * min(1.0, warm, rest)
+
+    @torch.no_grad()
+    def held_out(self) -> Missed:
+        """The figures of the lessons that are held out, in batches."""
+        size, held = self.options.batch_size, self._held
+        parts = [held[start : start + size] for start in range(0, len(held), size)]
+        counts = [sum(len(lesson.places) for lesson in part) for part in parts]
+        told = [self._missed(part) for part in parts]
+        pairs = list(zip(counts, told, strict=True))
+        return Missed(
+            sum((n * one.loss for n, one in pairs), torch.zeros(())) / sum(counts),
+            sum(n * one.right for n, one in pairs) / sum(counts),
+        )
+
+    def _missed(self, lessons: Sequence[Lesson]) -> Missed:
+        batch = LessonBatch.of(lessons)
+        return missed(self.model(input_ids=batch.tokens, use_cache=False).logits, batch)

@@ -1,0 +1,126 @@
+"""jetdraft train drafter --from-use: a bundle's drafter learns from its use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jetdraft.bundle import Bundle
+from jetdraft.errors import OptionError
+from jetdraft.terminal.command import Command, option, together
+from jetdraft.terminal.flags import PATH, bundle_argument, training_seed_option
+from jetdraft.terminal.progress import ProgressBars
+from jetdraft.train.use.background import Background
+from jetdraft.train.use.pace import Pace, stand_back
+from jetdraft.train.use.use_training import Learned, UseOptions, UseTraining
+
+_numbers = together(
+    *(
+        option(
+            "training",
+            flag,
+            type=type(default),
+            default=default,
+            show_default=True,
+            help=text,
+        )
+        for flag, default, text in (
+            ("--steps", UseOptions.steps, "Steps of a training."),
+            ("--batch-size", UseOptions.batch_size, "Texts per step."),
+            (
+                "--learning-rate",
+                UseOptions.learning_rate,
+                "Learning rate of the first step; it falls to zero.",
+            ),
+            ("--lora-rank", UseOptions.lora_rank, "Rank of the LoRA adapters."),
+            ("--least", UseOptions.least, "Fewest wrong places to learn from."),
+        )
+    )
+)
+
+
+@click.command("drafter", cls=Command)
+@bundle_argument
+@option(
+    "training",
+    "--from-use",
+    "folder",
+    metavar="DIR",
+    type=PATH,
+    required=True,
+    help="The folder that serve --learn or load(learn=) fills.",
+)
+@option(
+    "training",
+    "--from",
+    "source",
+    metavar="CHECKPOINT",
+    help="The drafter's checkpoint in floats; default: where the export read it.",
+)
+@_numbers
+@training_seed_option
+@option(
+    "training",
+    "--seconds",
+    type=click.FloatRange(0, min_open=True),
+    help="The most seconds of training; default: no limit.",
+)
+@option(
+    "training",
+    "--watts",
+    type=click.FloatRange(0, min_open=True),
+    help="Wait while the module draws more; a Jetson tells.",
+)
+@option(
+    "training",
+    "--background",
+    is_flag=True,
+    help="At idle priority, and again whenever there is enough to learn from, until "
+    "the seconds are spent.",
+)
+def command(
+    bundle: Path,
+    folder: Path,
+    source: str | None,
+    seconds: float | None,
+    watts: float | None,
+    background: bool,
+    **options: Any,
+) -> None:
+    """Train BUNDLE's drafter on the places where its drafts were wrong.
+
+    A model that runs with the same DIR takes the weights between two texts, and takes
+    them back if fewer of their tokens are accepted.
+    """
+    opened = Bundle.open(bundle)
+    if opened.drafter is None:
+        raise OptionError(f"{bundle} has no drafter; export with --drafter", "bundle")
+    pace = Pace(seconds, watts)
+    if background:
+        stand_back()
+    training = UseTraining(
+        opened, folder, source or opened.drafter.source, UseOptions(**options)
+    )
+    if background:
+        Background(training, pace).run(_tell)
+        return
+    with ProgressBars() as bars:
+        learned = training.run(pace, lambda done, total: bars("train", done, total))
+    _tell(learned)
+
+
+def _tell(learned: Learned) -> None:
+    before, after = learned.before, learned.after
+    outcome = (
+        "nothing was learned, and nothing was published"
+        if learned.name is None
+        else f"the weights {learned.name[:12]} are on trial"
+    )
+    click.echo(
+        f"{learned.steps} steps on {learned.places} wrong places: held-out loss "
+        f"{before.loss:.2f} to {after.loss:.2f}, right {before.right:.2f} to "
+        f"{after.right:.2f}; {outcome}",
+        err=True,
+    )

@@ -1,0 +1,70 @@
+"""Learning from use on the command line: off by default, cleared on demand."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+
+import pytest
+
+import jetdraft as package
+from jetdraft.kept.lessons import FILE
+from jetdraft.testing import toy_bundle
+from tests.cli.running import assert_refused, jetdraft
+from tests.server.serving import started
+from tests.toy_drafter import put_on_trial, random_arrays
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return toy_bundle(tmp_path_factory.mktemp("toy") / "bundle")
+
+
+def learn(toy, folder, **options):
+    drafted = {"method": "draft", "num_draft_tokens": 4, "max_new_tokens": 40}
+    with package.load(toy, threads=1, learn=folder) as model:
+        model.generate("The robot sees", **drafted, **options)
+
+
+def test_clear_erases_lessons_and_weights(toy, tmp_path):
+    folder = tmp_path / "learned"
+    learn(toy, folder, drafting={"user": "ann"})
+    learn(toy, folder)
+    name = put_on_trial(folder, toy, random_arrays(toy))
+    done = jetdraft("store", "clear", toy, folder, "--user", "ann")
+    assert "1 entries removed" in done.stderr
+    assert b"ann" not in (folder / FILE).read_bytes()
+    assert not (folder / name).exists()
+    assert "1 entries removed" in jetdraft("store", "clear", toy, folder).stderr
+    learn(toy, folder)
+
+
+def test_a_folder_that_learned_nothing_is_not_cleared(toy, tmp_path):
+    (tmp_path / "notes").write_text("what I have to do")
+    assert_refused(jetdraft("store", "clear", toy, tmp_path), "store")
+    assert [file.name for file in tmp_path.iterdir()] == ["notes"]
+
+
+def test_refusals(toy, tmp_path):
+    command = ("train", "drafter", toy, "--from-use", tmp_path / "learned")
+    assert_refused(jetdraft(*command), "no checkpoint at", "drafter")
+    assert_refused(
+        jetdraft(*command, "--watts", 5, "--from", tmp_path), "no power monitors"
+    )
+    assert_refused(jetdraft(*command, "--steps", 0, "--from", tmp_path), "steps 0")
+    assert not (tmp_path / "learned").exists()
+
+
+def test_the_server_learns_for_each_client(toy, tmp_path):
+    folder = tmp_path / "learned"
+    body = {"prompt": "The robot sees", "method": "draft", "num_draft_tokens": 4}
+    with started(toy, "--learn", folder) as (_, url):
+        request = urllib.request.Request(
+            f"{url}/v1/completions",
+            json.dumps({**body, "max_tokens": 40, "temperature": 0}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as reply:
+            assert json.load(reply)["choices"][0]["text"]
+    cleared = jetdraft("store", "clear", toy, folder, "--user", "127.0.0.1")
+    assert "1 entries removed" in cleared.stderr

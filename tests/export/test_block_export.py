@@ -1,0 +1,280 @@
+"""Drafters of blocks in a bundle: a block sees itself and its context."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+import jetdraft
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.block_drafter import masked
+from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.errors import OptionError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from jetdraft.terminal.description import describe
+from tests.checkpoints.heads import layouts
+from tests.checkpoints.heads.layouts import BLOCK, LAYERS, write
+from tests.export.head_passes import TOKENS, graphs
+from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
+
+PROMPT = " the self"
+MASKS = {"dflash": BLOCK - 1, "diffusion": BLOCK}
+LAYOUTS = {
+    "dflash": layouts.dflash,
+    "diffusion": layouts.diffusion,
+    "speculators": layouts.speculators_dflash,
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("block-target") / "target"
+    config = llama_config(num_hidden_layers=LAYERS, tie_word_embeddings=False)
+    return str(save_checkpoint(folder, config))
+
+
+@pytest.fixture(scope="module")
+def made(source, tmp_path_factory):
+    """Exports a layout once for each set of options; gives bundle and folder."""
+    bundles = {}
+
+    def make(layout="dflash", recipe="none", **options):
+        key = layout, recipe, *options.items()
+        if key not in bundles:
+            folder = tmp_path_factory.mktemp("block")
+            torch.manual_seed(3)
+            head = write(folder / "head", *LAYOUTS[layout]())
+            settings = ExportOptions(
+                Recipe.parse(recipe, 32),
+                Recipe.parse(recipe, 32),
+                capacity=64,
+                max_width=16,
+                **options,
+            )
+            bundle = export(source, folder / "bundle", options=settings, head=head)
+            bundles[key] = bundle, head
+        return bundles[key]
+
+    return make
+
+
+def in_torch(drafter, features, count, known=()):
+    """The logits of the block behind `count` rows, from all rows at once."""
+    slots = drafter.config.slots
+    block = [*known, *[VOCAB_SIZE] * (slots - len(known))]
+    size = drafter.block_rows
+    if drafter.reads_text:
+        context = torch.tensor([TOKENS[:count]])
+        mask = torch.ones(count + size, count + size, dtype=torch.bool).tril()
+        mask[count:] = True
+    else:
+        context, mask = torch.tensor(features)[None, :count], None
+        block = [TOKENS[count], *block]
+    positions = torch.arange(count + size)[None]
+    with torch.no_grad():
+        states = drafter(context, torch.tensor([block]), positions, masked(mask))
+        return drafter.lm_head(drafter.guessed(states))[0].numpy()
+
+
+def in_graph(graph, features, start, end, known=()):
+    """The answer of a pass over the context rows from `start` to `end`."""
+    graph.cache.rewind(start)
+    if not graph.contract.feature_input:
+        return graph.run(TOKENS[start:end], last_only=True, block=known)
+    rows = features[start:end]
+    return graph.run(TOKENS[start + 1 : end + 1], True, features=rows, block=known)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_graph_does_what_the_module_does(source, made, layout):
+    """Prompt, catch-up, one row, and blocks with known tokens; only context is kept."""
+    bundle, folder = made(layout)
+    target, graph = graphs(bundle)
+    features = target.run(TOKENS[:14]).features
+    features = None if features is None else features.copy()
+    drafter = load_head(folder, Checkpoint.load(source, torch.float32), torch.float32)
+    compared = 0
+    graph.cache.rewind(0)
+    for start, end in ((0, 5), (5, 8), (8, 9), (9, 13)):
+        for known in ((), (7, 3)):
+            answer = in_graph(graph, features, start, end, known)
+            wanted = in_torch(drafter, features, end, known)
+            assert answer.candidates.shape[0] == drafter.config.slots
+            if drafter.ids is None:
+                np.testing.assert_allclose(answer.logits, wanted, atol=2e-4)
+                ids = np.arange(VOCAB_SIZE)
+            else:
+                ids = drafter.ids.numpy()
+            best = np.argsort(-wanted, axis=1)[:, :5]
+            assert np.array_equal(answer.candidates[:, :5], ids[best])
+            top = np.take_along_axis(wanted, best, axis=1)
+            np.testing.assert_allclose(answer.candidate_logits[:, :5], top, atol=2e-4)
+            sums = torch.logsumexp(torch.tensor(wanted), 1).numpy()
+            np.testing.assert_allclose(answer.logsumexp, sums, atol=2e-4)
+            assert np.ptp(wanted) > 1, "too flat to prove anything"
+            compared += 1
+        graph.cache.advance(end - start)
+    assert compared == 8
+
+
+@pytest.mark.parametrize("layout", ["dflash", "diffusion"])
+def test_rows_of_a_block_are_no_context(made, layout):
+    """After a block the same context gives the same bits, as if it had not been."""
+    bundle, _ = made(layout)
+    target, graph = graphs(bundle)
+    features = target.run(TOKENS[:14]).features
+    features = None if features is None else features.copy()
+    in_graph(graph, features, 0, 5)
+    graph.cache.advance(5)
+    first = in_graph(graph, features, 5, 8).logits.copy()
+    in_graph(graph, features, 5, 8, known=(1, 2, 3, 4))
+    assert np.array_equal(in_graph(graph, features, 5, 8).logits, first)
+    kept = in_graph(graph, features, 5, 6)
+    graph.cache.advance(1 + 2)  # a mistake: two rows of the block stay
+    wrong = in_graph(graph, features, 8, 9).logits.copy()
+    assert kept is not None
+    graph.cache.rewind(5)
+    in_graph(graph, features, 5, 8)
+    graph.cache.advance(3)
+    right = in_graph(graph, features, 8, 9).logits
+    assert np.abs(right - wrong).max() > 1e-3
+
+
+@pytest.mark.parametrize("layout", ["dflash", "diffusion"])
+def test_the_last_tokens_of_a_block_change_the_first(made, layout):
+    """Attention goes both ways: what is known behind a mask changes its guess."""
+    bundle, _ = made(layout)
+    target, graph = graphs(bundle)
+    features = target.run(TOKENS[:14]).features
+    features = None if features is None else features.copy()
+    count = graph.contract.block
+    unknown = [VOCAB_SIZE] * (count - 1)
+    one, other = (
+        in_graph(graph, features, 0, 5, [*unknown, token]).logits[0].copy()
+        for token in (4, 9)
+    )
+    assert np.abs(one - other).max() > 1e-3
+
+
+@pytest.mark.parametrize("layout", ["dflash", "diffusion"])
+def test_a_block_takes_the_spare_slots(made, layout):
+    """At the end of the buffers a block still fits behind the last row."""
+    bundle, _ = made(layout)
+    _, graph = graphs(bundle)
+    contract = graph.contract
+    assert contract.slots >= contract.capacity + 2 * contract.block
+    width = contract.feature_input
+    features = np.ones((16, width), np.float32) if width else None
+    for _ in range(4):
+        answer = graph.run([5] * 16, last_only=True, features=features)
+        graph.cache.advance(16)
+        assert np.isfinite(answer.logits).all()
+    assert graph.cache.room == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_the_bundle_says(made, layout):
+    bundle, _ = made(layout)
+    entry = bundle.drafter
+    kind = "diffusion" if layout == "diffusion" else "dflash"
+    assert entry.contract.block == entry.contract.guesses == MASKS[kind]
+    assert entry.contract.kv_shapes == ((2, 16),) * 2
+    assert entry.tree_file is entry.compaction_file is None
+    lines = describe(bundle).split("\ndrafter")[1]
+    assert f"guesses       {MASKS[kind]} tokens in a block behind the last row" in lines
+    assert "sliding" not in lines
+    assert ("features of width 64" in lines) == (kind == "dflash")
+    assert bundle.target.contract.feature_size == (64 if kind == "dflash" else 0)
+    stored = entry.quantization["acceptance"]["by_position"]
+    assert len(stored) == 4
+
+
+def test_the_targets_matrices_are_read_from_its_file(made):
+    """Embedding and LM head are not in the head's own weights."""
+    bundle, _ = made("dflash", "int8")
+    model = onnx.load(bundle.path / bundle.drafter.file, load_external_data=False)
+    lent = [
+        tensor
+        for tensor in model.graph.initializer
+        if any("target" in entry.value for entry in tensor.external_data)
+    ]
+    sizes = {tuple(tensor.dims) for tensor in lent}
+    assert any(dims[0] == VOCAB_SIZE for dims in sizes), sizes
+
+
+OPTIONS = {
+    "none": {},
+    "int8": {"recipe": "int8"},
+    "standard": {"flavour": "standard"},
+    "fp16": {"dtype": "fp16"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("layout", ["dflash", "diffusion"])
+def test_its_drafts_change_no_text(made, layout, options):
+    bundle, _ = made(layout, **options)
+    with jetdraft.load(bundle.path, threads=1) as model:
+        assert layout in model.methods
+        assert not {"draft", "eagle", "medusa"} & set(model.methods)
+        for way in ({}, {"temperature": 1.0, "seed": 4, "top_p": 0.95}):
+            how = {"max_new_tokens": 30, "ignore_eos": True, **way}
+            plain = model.generate(PROMPT, method="none", **how)
+            assert len(set(plain.token_ids)) > 3, "too dull to prove anything"
+            for drafting in (
+                {"num_draft_tokens": 5, "drafting": {"confidence": 0.0}},
+                {"num_draft_tokens": 5, "drafting": {"confidence": 0.0, "steps": 2}},
+                {"drafting": {"tree": "best"}},
+                {"drafting": {"tree": "heap"}, "exact": False},
+                {"drafting": {"tree": "k-ary", "branching": (3, 2, 1)}},
+            ):
+                drafted = model.generate(PROMPT, method=layout, **how, **drafting)
+                assert drafted.token_ids == plain.token_ids, drafting
+                assert drafted.stats.drafted_tokens > 20
+            for method in (f"{layout},lookup", "lookup", "auto"):
+                drafted = model.generate(PROMPT, method=method, **how)
+                assert drafted.token_ids == plain.token_ids, method
+
+
+def test_several_turns_and_a_saved_prefix(made, tmp_path):
+    for layout in ("dflash", "diffusion"):
+        bundle, _ = made(layout)
+        how = {"max_new_tokens": 9, "ignore_eos": True}
+        with jetdraft.load(bundle.path, threads=1) as model:
+            tokens = list(TOKENS)
+            for _ in range(3):
+                plain = model.generate(token_ids=tokens, method="none", **how).token_ids
+                for _ in range(2):
+                    drafted = model.generate(token_ids=tokens, method=layout, **how)
+                    assert drafted.token_ids == plain
+                tokens += [*plain, 7]
+            model.save_prefix(tmp_path / layout, tokens)
+            expected = model.generate(token_ids=tokens, method=layout, **how)
+        with jetdraft.load(bundle.path, threads=1) as model:
+            model.load_prefix(tmp_path / layout)
+            drafted = model.generate(token_ids=tokens, method=layout, **how)
+            assert drafted.stats.reused_tokens > 0
+            assert drafted.token_ids == expected.token_ids
+            assert drafted.stats.accepted_tokens == expected.stats.accepted_tokens
+
+
+def test_the_lm_head_can_be_cut(source, tmp_path):
+    """A DFlash head drafts fewer tokens; a diffusion drafter refuses."""
+    torch.manual_seed(3)
+    options = ExportOptions(
+        Recipe("none"), Recipe("none"), capacity=64, max_width=16, draft_vocab=50
+    )
+    head = write(tmp_path / "head", *layouts.dflash())
+    bundle = export(source, tmp_path / "bundle", options=options, head=head)
+    assert bundle.drafter.contract.draft_vocab == 50
+    with jetdraft.load(bundle.path, threads=1) as model:
+        how = {"max_new_tokens": 20, "ignore_eos": True}
+        drafted = model.generate(PROMPT, method="dflash", num_draft_tokens=4, **how)
+        plain = model.generate(PROMPT, method="none", **how)
+        assert drafted.token_ids == plain.token_ids
+    head = write(tmp_path / "other", *layouts.diffusion())
+    with pytest.raises(OptionError, match="leave --draft-vocab out"):
+        export(source, tmp_path / "not", options=options, head=head)

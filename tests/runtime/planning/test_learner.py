@@ -1,0 +1,290 @@
+"""A model that learns from use: what it keeps, what it takes, and the same text."""
+
+import shutil
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import jetdraft
+from jetdraft.bundle import Bundle
+from jetdraft.errors import OptionError, StoreError
+from jetdraft.kept import lessons
+from jetdraft.kept.lessons import CANDIDATES, FILE, Lessons
+from jetdraft.kept.tally import EARLY, WINDOW
+from jetdraft.kept.weight_sets import Choice, base_of
+from jetdraft.testing import toy_bundle
+from tests.toy_drafter import arrays_of, choose, put_on_trial, random_arrays
+
+PROMPTS = ("The robot sees", "A man likes", "Hello", "Sue finds a", "The cat", "Go")
+DRAFTED = {"method": "draft", "num_draft_tokens": 4, "max_new_tokens": 48}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return toy_bundle(tmp_path_factory.mktemp("toy") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def plain(toy):
+    with jetdraft.load(toy, threads=1) as model:
+        return {p: model.generate(p, method="none", max_new_tokens=48) for p in PROMPTS}
+
+
+def load(toy, folder, **options):
+    return jetdraft.load(toy, threads=1, learn=folder, **options)
+
+
+def read(folder, model):
+    contract = model.bundle.target.contract
+    sha256 = model.bundle.tokenizer_sha256
+    return Lessons(folder, sha256, contract.vocab_size).read()
+
+
+def rounds(model, count, plain, **options):
+    """Generate texts until `count` drafted tokens were evaluated; gives the rate."""
+    accepted = evaluated = number = 0
+    while evaluated < count:
+        prompt = PROMPTS[number % len(PROMPTS)]
+        result = model.generate(prompt, **{**DRAFTED, **options})
+        assert result.token_ids == plain[prompt].token_ids
+        share = result.stats.by_method["draft"]
+        accepted += share.accepted_tokens
+        evaluated += share.evaluated_tokens
+        number += 1
+    return accepted / evaluated
+
+
+def test_nothing_is_kept_without_the_option(toy, tmp_path, monkeypatch, plain):
+    monkeypatch.chdir(tmp_path)
+    with jetdraft.load(toy, threads=1) as model:
+        assert model.parts.learning is None
+        before = {file: file.stat().st_mtime_ns for file in toy.rglob("*")}
+        rounds(model, 50, plain)
+        assert {file: file.stat().st_mtime_ns for file in toy.rglob("*")} == before
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tree", ["chain", "best"])
+@pytest.mark.parametrize("exact", [True, False])
+def test_wrong_places_are_where_the_target_spoke(toy, tmp_path, tree, exact):
+    with load(toy, tmp_path) as model:
+        result = model.generate(
+            "The robot sees", **DRAFTED, drafting={"tree": tree}, exact=exact
+        )
+        [lesson] = read(tmp_path, model)
+        prompt = model.parts.text.encode("The robot sees")
+        text = [*prompt, *result.token_ids]
+        assert lesson.tokens.tolist() == text
+        assert len(lesson.places) == len(set(lesson.places))
+        assert min(lesson.places) >= len(prompt)
+        share = result.stats.by_method["draft"]
+        wrong = share.evaluated_tokens - share.accepted_tokens
+        assert abs(len(lesson.places) - wrong) <= 1, "the last may be beyond the limit"
+        assert lesson.ids.shape == (len(lesson.places), CANDIDATES)
+        for place, ids, logits in zip(
+            lesson.places, lesson.ids, lesson.logits, strict=True
+        ):
+            again = model.generate(
+                token_ids=text[:place], method="none", max_new_tokens=1, logprobs=1
+            )
+            assert ids[0] == text[place] == again.token_ids[0]
+            assert (np.diff(logits) <= 0).all()
+
+
+def test_right_drafts_and_plain_decoding_teach_nothing(toy, tmp_path):
+    with load(toy, tmp_path) as model:
+        model.generate("The robot sees", method="none", max_new_tokens=32)
+        assert read(tmp_path, model) == []
+
+
+def test_long_texts_keep_their_end(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr("jetdraft.runtime.planning.learner.MOST_TOKENS", 24)
+    monkeypatch.setattr("jetdraft.runtime.planning.learner.MOST_PLACES", 3)
+    with load(toy, tmp_path) as model:
+        result = model.generate("The robot sees", **DRAFTED)
+        [lesson] = read(tmp_path, model)
+        assert lesson.tokens.tolist() == result.token_ids[-24:]
+        assert 1 <= len(lesson.places) <= 3
+        assert lesson.ids[:, 0].tolist() == lesson.tokens[lesson.places].tolist()
+
+
+def test_each_user_has_lessons(toy, tmp_path):
+    with load(toy, tmp_path) as model:
+        model.generate("The robot sees", **DRAFTED, drafting={"user": "ann"})
+        assert len(read(tmp_path, model)) == 1
+        sha256, size = model.bundle.tokenizer_sha256, 384
+        kept = Lessons(tmp_path, sha256, size)
+        assert (kept.clear("bob"), kept.clear("ann")) == (0, 1)
+
+
+def test_new_weights_wait_for_a_rate_before_them(toy, tmp_path, plain):
+    same = {"model.embed_tokens.weight": arrays_of(toy)["model.embed_tokens.weight"]}
+    with load(toy, tmp_path) as model:
+        name = put_on_trial(tmp_path, toy, same)
+        weights = model.parts.learning.weights
+        target = model.parts.target.sessions.any.session
+        before = model.parts.drafter.sessions.any.session
+        rounds(model, WINDOW, plain)
+        assert model.parts.drafter.sessions.any.session is before
+        rounds(model, 1, plain)
+        assert model.parts.drafter.sessions.any.session is not before
+        assert model.parts.target.sessions.any.session is target
+        rounds(model, WINDOW - 1, plain)
+        choice = weights._sets.choice()
+        assert (choice.name, choice.before) in ((name, None), ("", None))
+    with load(toy, tmp_path) as model:  # what was kept drafts from the beginning
+        rounds(model, 1, plain)
+        assert model.parts.learning.weights._name == choice.name
+
+
+def test_bad_weights_are_taken_back(toy, tmp_path, plain):
+    with load(toy, tmp_path) as model:
+        sets = model.parts.learning.weights._sets
+        good = rounds(model, WINDOW, plain)
+        name = put_on_trial(tmp_path, toy, random_arrays(toy))
+        bad = rounds(model, EARLY, plain)
+        assert bad < good / 2
+        assert sets.choice().name == "", "the verdict needs no more tokens"
+        assert not (tmp_path / name).exists()
+        assert rounds(model, WINDOW, plain) == pytest.approx(good, abs=0.1)
+
+
+def test_a_swap_computes_the_drafters_buffers_again(toy, tmp_path):
+    """After a swap the drafter drafts as one that never had other weights."""
+    arrays, prompt = random_arrays(toy, 3), "The robot sees"
+    name = put_on_trial(tmp_path / "new", toy, arrays)
+    choice = kept_choice(toy, name)
+    choose(tmp_path / "new", choice)
+    with load(toy, tmp_path / "new") as model:
+        fresh = model.generate(prompt, **DRAFTED).stats.to_json()
+    with load(toy, tmp_path / "old") as model:
+        model.generate(prompt, **DRAFTED)
+        put_on_trial(tmp_path / "old", toy, arrays)
+        choose(tmp_path / "old", choice)
+        swapped = model.generate(prompt, **DRAFTED).stats.to_json()
+    for key in ("drafted_tokens", "accepted_by_position", "rounds_by_choice"):
+        assert swapped[key] == fresh[key]
+
+
+def kept_choice(toy, name):
+    return Choice(name, None, base_of(Bundle.open(toy)))
+
+
+WRONG = {
+    "another shape": {"model.embed_tokens.weight": np.ones((3, 3), np.float32)},
+    "another type": {"model.embed_tokens.weight": np.ones((384, 32), np.float16)},
+    "an unknown array": {"no such weight": np.ones((4, 4), np.float32)},
+    "not a number": {"model.embed_tokens.weight": np.full((384, 32), np.nan, "f4")},
+}
+
+
+@pytest.mark.parametrize("arrays", WRONG.values(), ids=WRONG)
+def test_weights_that_do_not_fit_are_refused(toy, tmp_path, plain, arrays):
+    with load(toy, tmp_path) as model:
+        rounds(model, WINDOW, plain)
+        put_on_trial(tmp_path, toy, arrays)
+        with pytest.warns(UserWarning, match="no weights were swapped"):
+            rounds(model, 1, plain)
+        rounds(model, WINDOW, plain)
+        assert model.parts.learning.weights._sets.choice().name == ""
+
+
+def test_huge_weights_change_no_text(toy, tmp_path, plain):
+    """Numbers that overflow give logits that are no numbers."""
+    huge = {name: array * 1e30 for name, array in random_arrays(toy).items()}
+    with load(toy, tmp_path) as model:
+        rounds(model, WINDOW, plain)
+        put_on_trial(tmp_path, toy, huge)
+        rounds(model, EARLY, plain)
+        rounds(model, EARLY, plain, temperature=0.0, drafting={"tree": "best"})
+
+
+def test_poisoned_lessons_change_no_text(toy, tmp_path, plain):
+    with load(toy, tmp_path) as model:
+        rounds(model, 20, plain)
+        with closing(sqlite3.connect(tmp_path / FILE)) as database, database:
+            database.execute("update lessons set ids = ?, tokens = 'x'", (b"x" * 7,))
+        rounds(model, 20, plain)
+        (tmp_path / FILE).write_bytes(b"\x00\xff" * 5000)
+        with pytest.warns(UserWarning, match="could not be kept"):
+            rounds(model, 20, plain)
+
+
+def test_twins_take_the_same_weights(toy, tmp_path, plain):
+    with load(toy, tmp_path) as model:
+        twin = model.twin()
+        rounds(model, WINDOW, plain)
+        put_on_trial(tmp_path, toy, random_arrays(toy))
+        rounds(model, 1, plain)
+        assert rounds(twin, 1, plain) < 0.4, "the twin swaps too"
+        rounds(twin, EARLY, plain)
+        assert model.parts.learning.weights._sets.choice().name == ""
+        rounds(model, 1, plain)
+        rounds(twin, 1, plain)
+        mine, its = (m.parts.drafter.sessions.any.session for m in (model, twin))
+        assert mine is its
+        twin.close()
+
+
+USER = """\
+import sys
+import jetdraft
+
+with jetdraft.load(sys.argv[1], threads=1, learn=sys.argv[2]) as model:
+    for number in range(12):
+        result = model.generate(
+            f"The robot sees {number}", method="draft", num_draft_tokens=4,
+            max_new_tokens=48, drafting={"user": sys.argv[3]},
+        )
+        print(result.text)
+"""
+
+
+def test_two_processes_share_a_folder(toy, tmp_path):
+    put_on_trial(tmp_path / "learned", toy, random_arrays(toy))
+    users = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-W",
+                "error",
+                "-c",
+                USER,
+                toy,
+                tmp_path / "learned",
+                user,
+            ],
+            stdout=subprocess.PIPE,
+        )
+        for user in ("ann", "bob")
+    ]
+    one, other = (user.communicate()[0] for user in users)
+    assert [user.returncode for user in users] == [0, 0]
+    assert one == other != b""
+    with load(toy, tmp_path / "learned") as model:
+        kept = model.parts.learning.lessons
+        assert len(kept.read()) == 24
+        assert kept.clear("ann") == 12
+
+
+def test_a_drafter_is_needed(toy, tmp_path):
+    with pytest.raises(OptionError, match="only a drafter that is a model"):
+        load(toy, tmp_path / "no", drafter_provider="off")
+    with pytest.raises(OptionError, match="learn 3 is not a path"):
+        load(toy, 3)
+    assert not (tmp_path / "no").exists()
+
+
+def test_another_drafters_weights_are_refused(toy, tmp_path):
+    put_on_trial(tmp_path, toy, random_arrays(toy))
+    choose(tmp_path, replace(kept_choice(toy, ""), base="0" * 64))
+    with pytest.raises(StoreError, match="another drafter"):
+        load(toy, tmp_path)
+    shutil.rmtree(tmp_path)
+    load(toy, tmp_path).close()
+    assert lessons.FILE in {file.name for file in tmp_path.iterdir()}

@@ -1,0 +1,131 @@
+"""Kill a swap of a drafter's weights at points drawn by chance; look at what is left.
+
+    python -m tests.swap_kills FOLDER KILLS
+
+Prints as JSON, for each step of a swap, the number of kills and which weights drafted
+after them: the old, the new, or the bundle's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.modules["onnxruntime"] = None  # type: ignore[assignment]
+
+import numpy as np
+import torch
+
+from jetdraft.kept.weight_sets import WeightSets
+from jetdraft.train.use.publication import judged_weights, publish
+from tests.kills import die
+
+OLD, NEW, LATER = 1.0, 2.0, 3.0
+OWN = "own"
+
+
+def put(sets: WeightSets, value: float) -> str:
+    """Publish weights that all have one value."""
+    arrays = {"matrix": np.full((64, 64), value, np.float32)}
+    return publish(sets, arrays, {"weight": torch.full((64, 64), value)})
+
+
+def publish_new(sets: WeightSets) -> None:
+    """A training has ended."""
+    put(sets, NEW)
+
+
+def keep_new(sets: WeightSets) -> None:
+    """A trial went well."""
+    sets.settle(sets.choice().name, keep=True)
+
+
+def take_back(sets: WeightSets) -> None:
+    """A trial went badly."""
+    sets.settle(sets.choice().name, keep=False)
+
+
+def clear(sets: WeightSets) -> None:
+    """jetdraft store clear."""
+    sets.clear()
+
+
+STEPS: dict[str, tuple[bool, Callable[[WeightSets], None], set[object]]] = {
+    "publish": (False, publish_new, {OLD, NEW}),
+    "keep": (True, keep_new, {NEW}),
+    "back": (True, take_back, {NEW, OLD}),
+    "clear": (True, clear, {NEW, OWN}),
+}
+"""For each step: whether new weights are on trial before it, the step, and what may
+draft after a kill in it."""
+
+
+def value(sets: WeightSets, name: str) -> object:
+    """The value of a set, after checking that it is whole."""
+    arrays = sets.arrays(name)
+    if not arrays:
+        return OWN
+    [only] = {float(x) for x in arrays["matrix"].flat}
+    return only
+
+
+def prepared(place: Path, on_trial: bool) -> WeightSets:
+    """A folder whose old weights were kept, and perhaps new weights on trial."""
+    place.mkdir()
+    sets = WeightSets(place, "0" * 64)
+    put(sets, OLD)
+    keep_new(sets)
+    if on_trial:
+        put(sets, NEW)
+    return sets
+
+
+def check(sets: WeightSets) -> object:
+    """What drafts after a kill; all sets are whole, and so is the next swap."""
+    choice = sets.choice()
+    drafts = value(sets, choice.name)
+    if choice.before is not None:
+        value(sets, choice.before)
+    judged_weights(sets)
+    later = put(sets, LATER)
+    assert value(sets, sets.choice().name) == LATER
+    sets.settle(later, keep=True)
+    left = sorted(f.name for f in sets.folder.iterdir())
+    assert left == sorted([later, "choice.json", "lock"]), left
+    return drafts
+
+
+def kill(folder: Path, step: str, kills: int, draw: random.Random) -> dict[str, object]:
+    """Kill one step at points drawn by chance."""
+    on_trial, work, allowed = STEPS[step]
+    calls, place = 1, folder / step
+    sets = prepared(place, on_trial)
+    profile: list[int] = []
+    sys.setprofile(lambda frame, event, what: profile.append(event == "c_call"))
+    work(sets)
+    sys.setprofile(None)
+    calls = sum(profile)
+    shutil.rmtree(place)
+    found: Counter[object] = Counter()
+    for at in sorted(draw.sample(range(1, calls + 1), min(kills, calls))):
+        sets = prepared(place, on_trial)
+        die(lambda: work(sets), at)  # noqa: B023  # it is called at once
+        found[check(sets)] += 1
+        shutil.rmtree(place)
+    assert set(found) <= allowed, found
+    return {"calls": calls, "found": {str(k): n for k, n in found.items()}}
+
+
+if __name__ == "__main__":
+    os.fsync = lambda file: None
+    torch.set_num_threads(1)
+    draw = random.Random(0)
+    folder, kills = Path(sys.argv[1]), int(sys.argv[2])
+    print(json.dumps({step: kill(folder, step, kills, draw) for step in STEPS}))

@@ -1,0 +1,46 @@
+"""A text that repeats, and targets that know it: cheap to learn, easy to draft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.tiny import llama_config, save_checkpoint
+
+PERIOD = "for self in range print return "
+
+
+def write_periodic(file: Path) -> Path:
+    """Write the text a hundred times."""
+    file.write_text(PERIOD * 100)
+    return file
+
+
+def nothing(progress: Any) -> None:
+    """No report."""
+
+
+def learned_target(folder: Path, layers: int) -> str:
+    """A target that knows the text which drafters are to guess."""
+    base = save_checkpoint(folder / "base", llama_config(num_hidden_layers=layers))
+    return tuned(str(base), write_periodic(folder / "text.txt"), folder / "tuned")
+
+
+def tuned(target: str, text: Path, folder: Path) -> str:
+    """The target after a plain training on the text."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(target)
+    words = AutoTokenizer.from_pretrained(target)
+    ids = torch.tensor([words(text.read_text())["input_ids"][:96]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(120):
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,427 @@
+"""Training drafters: what is learned, in which layout, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import jetdraft
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.errors import (
+    CheckpointError,
+    DataError,
+    OptionError,
+    OutputError,
+    PairError,
+    TrainingError,
+)
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from jetdraft.train.drafter import kinds, model_training
+from jetdraft.train.drafter.advice import SHARE, cost_share
+from jetdraft.train.drafter.divergences import DIVERGENCES
+from jetdraft.train.drafter.kinds import Kind, settings_of
+from jetdraft.train.drafter.model_settings import LOSSES, ModelSettings
+from jetdraft.train.drafter.model_training import ModelTraining
+from jetdraft.train.drafter.new_drafter import advised_config, new_config
+from jetdraft.train.run_folder import STATE
+from jetdraft.train.training import TrainingOptions
+from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint, save_tokenizer
+from tests.tiny import tokenizer as tiny_tokenizer
+from tests.train.periodic import PERIOD, learned_target, nothing
+
+SMALL = ModelSettings(layers=1, hidden_size=32)
+QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
+LONGER = replace(
+    QUICK, steps=100, sequence_length=48, learning_rate=1e-2, validate_every=100
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> str:
+    """A target that knows the text which drafters are to guess."""
+    return learned_target(tmp_path_factory.mktemp("drafters"), 4)
+
+
+def train(target, output, text, settings=SMALL, options=QUICK, report=nothing):
+    run = ModelTraining(target, output, [text], settings, options)
+    return run, run.run(report)
+
+
+def written(folder) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_new_drafter_learns(target, text, tmp_path, loss):
+    """With every loss; the folder reads back as it was."""
+    seen = []
+    settings = replace(SMALL, loss=loss)
+    run, figures = train(target, tmp_path / "out", text, settings, LONGER, seen.append)
+    before = seen[0].validation
+    # The first tokens of a window cannot be guessed by anyone.
+    assert min(figures["agreement"]) > 0.6 > max(before["agreement"]) + 0.3
+    assert figures["acceptance"][0] > before["acceptance"][0] + 0.2
+    assert figures["tokens_per_pass"][1] > 2.5
+    checkpoint = Checkpoint.load(str(tmp_path / "out"), torch.float32)
+    checkpoint.model.set_attn_implementation("sdpa")
+    ids = torch.arange(7)[None]
+    with torch.no_grad():
+        one, two = (m(ids).logits for m in (checkpoint.model, run.module.model))
+    torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
+    assert json.loads((tmp_path / "out" / "drafter.json").read_text())["step"] == 100
+    assert not (tmp_path / "out" / STATE).exists()
+
+
+def test_a_cut_vocabulary_is_trained_and_exported(target, text, tmp_path):
+    """The bundle drafts from the trained part, and the text stays the same."""
+    settings = replace(SMALL, draft_vocab=30, half=True)
+    run, figures = train(target, tmp_path / "out", text, settings, LONGER)
+    assert min(figures["agreement"]) > 0.8
+    tensors = written(tmp_path / "out")
+    assert tensors["model.embed_tokens.weight"].shape == (VOCAB_SIZE, 32)
+    assert tensors["model.embed_tokens.weight"].dtype == torch.float16
+    assert tensors["t2d"].sum() == 30
+    checkpoint = Checkpoint.load(str(tmp_path / "out"), torch.float32)
+    assert torch.equal(checkpoint.draft_ids, run.ids)
+    options = ExportOptions(Recipe("int8", 32), capacity=128, max_width=16, fast=True)
+    with pytest.raises(OptionError, match="drafter was trained with its own"):
+        export(
+            target,
+            tmp_path / "bundle",
+            str(tmp_path / "out"),
+            replace(options, draft_vocab=20),
+        )
+    bundle = export(target, tmp_path / "bundle", str(tmp_path / "out"), options)
+    assert bundle.draft_vocabulary().tolist() == run.ids.tolist()
+    with jetdraft.load(bundle.path, threads=1) as model:
+        how = {"max_new_tokens": 40, "ignore_eos": True}
+        plain = model.generate(PERIOD * 2, method="none", **how)
+        drafted = model.generate(PERIOD * 2, method="draft", num_draft_tokens=3, **how)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.tokens_per_pass > 2.5
+
+
+def test_a_damaged_map_is_refused(target, text, tmp_path):
+    from safetensors.torch import save_file
+
+    train(target, tmp_path / "out", text, replace(SMALL, draft_vocab=30))
+    tensors = written(tmp_path / "out")
+    for name, message in (
+        (torch.full((30,), 999), "map 30 rows"),
+        (torch.zeros(2, 2).long(), "is no list"),
+    ):
+        file = tmp_path / "out" / "model.safetensors"
+        save_file({**tensors, "d2t": name}, file, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=message):
+            Checkpoint.load(str(tmp_path / "out"), torch.float32)
+
+
+def first_figures(target, text, output, settings, options=QUICK):
+    seen = []
+    train(target, output, text, settings, options, seen.append)
+    return seen[0].validation
+
+
+def test_all_layers_of_the_target_are_the_target(target, text, tmp_path):
+    settings = ModelSettings(from_layers=(0, 1, 2, 3))
+    figures = first_figures(target, text, tmp_path / "all", settings)
+    assert figures["acceptance"] == pytest.approx([1.0] * 4, abs=1e-2)
+    assert figures["loss"] == pytest.approx(0.0, abs=1e-2)
+    some, _ = train(target, tmp_path / "some", text, ModelSettings(from_layers=(0, 3)))
+    assert some.module.model.config.num_hidden_layers == 2
+    own = Checkpoint.load(target, torch.float32).model.model.layers
+    fresh = ModelTraining(
+        target, tmp_path / "f", [text], ModelSettings(from_layers=(0, 3)), QUICK
+    )
+    for layer, place in zip(fresh.module.model.model.layers, (0, 3), strict=True):
+        assert torch.equal(
+            layer.mlp.up_proj.weight, own[place].mlp.up_proj.weight.float()
+        )
+
+
+def test_a_drafter_goes_on_from_a_checkpoint(target, text, tmp_path):
+    """With its weights and its draft vocabulary."""
+    cut = replace(SMALL, draft_vocab=30)
+    run, figures = train(target, tmp_path / "1", text, cut, LONGER)
+    start = ModelSettings(start=str(tmp_path / "1"))
+    one = replace(LONGER, steps=1)
+    again = first_figures(target, text, tmp_path / "2", start, one)
+    assert again["loss"] == pytest.approx(figures["loss"], abs=1e-3)
+    assert torch.equal(
+        Checkpoint.load(str(tmp_path / "2"), torch.float32).draft_ids, run.ids
+    )
+    with pytest.raises(OptionError, match="its own draft vocabulary of 30"):
+        ModelTraining(
+            target, tmp_path / "3", [text], replace(start, draft_vocab=9), QUICK
+        )
+
+
+def test_a_checkpoint_of_another_tokenizer_is_refused(target, text, tmp_path):
+    other = save_checkpoint(tmp_path / "other", llama_config(), tokenizer=False)
+    save_tokenizer(
+        other, words=("hello", "world", "nothing", "the", "same", "abcdefgh")
+    )
+    with pytest.raises(PairError, match="another tokenizer"):
+        ModelTraining(
+            target, tmp_path / "o", [text], ModelSettings(start=str(other)), QUICK
+        )
+    wide = save_checkpoint(tmp_path / "wide", llama_config(vocab_size=320))
+    with pytest.raises(PairError, match="another tokenizer"):
+        ModelTraining(
+            target, tmp_path / "o", [text], ModelSettings(start=str(wide)), QUICK
+        )
+
+
+def test_it_resumes_where_it_stopped(target, text, tmp_path):
+    """A run that was interrupted ends with the weights of an uninterrupted run."""
+    settings = replace(SMALL, on_policy_share=0.5)
+    train(target, tmp_path / "whole", text, settings)
+
+    def stop(progress):
+        if progress.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(target, tmp_path / "cut", text, settings, report=stop)
+    assert (tmp_path / "cut" / STATE).is_file()
+    with pytest.raises(OutputError, match=r"other settings.*loss"):
+        train(target, tmp_path / "cut", text, replace(settings, loss="tv"))
+    train(target, tmp_path / "cut", text, settings)
+    whole, cut = written(tmp_path / "whole"), written(tmp_path / "cut")
+    for name, tensor in whole.items():
+        torch.testing.assert_close(cut[name], tensor)
+    with pytest.raises(OutputError, match="holds a finished training"):
+        train(target, tmp_path / "cut", text, settings)
+
+
+def test_a_loss_that_is_no_number_stops_it(target, text, tmp_path, monkeypatch):
+    """What was saved before stays."""
+    original, calls = DIVERGENCES["tv"], []
+
+    def divergence(wanted, got, beta):
+        if got.requires_grad:
+            calls.append(beta)
+        return original(wanted, got, beta) * (float("nan") if len(calls) == 3 else 1.0)
+
+    monkeypatch.setitem(DIVERGENCES, "tv", divergence)
+    with pytest.raises(TrainingError, match="the loss of step 3 is not a number"):
+        train(target, tmp_path / "out", text, replace(SMALL, loss="tv"))
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 30])
+def test_labels_from_the_disk_teach_the_same(
+    target, text, tmp_path, monkeypatch, draft_vocab
+):
+    """Every text runs through the target once."""
+    settings = replace(SMALL, draft_vocab=draft_vocab)
+    _, figures = train(target, tmp_path / "1", text, settings)
+    cached = replace(settings, cache=tmp_path / "labels", cache_tokens=20)
+    _, first = train(target, tmp_path / "2", text, cached)
+    assert first["loss"] == pytest.approx(figures["loss"], rel=5e-2)
+    assert not list((tmp_path / "labels").glob(".*"))
+    monkeypatch.setattr(model_training, "exact_labels", None)
+    _, again = train(target, tmp_path / "3", text, cached)
+    assert again == first
+    with pytest.raises(OutputError, match="another draft vocabulary"):
+        train(target, tmp_path / "4", text, replace(cached, draft_vocab=9))
+    with pytest.raises(OutputError, match="choose another folder"):
+        train(target, tmp_path / "5", text, replace(cached, cache_tokens=9))
+
+
+def test_a_part_of_each_batch_is_the_drafters_own(target, text, tmp_path):
+    """A share of the rows; their prompts stay, and the same step gives the same."""
+
+    class Alone:
+        process_index, num_processes, device = 0, 1, torch.device("cpu")
+
+    options = replace(QUICK, batch_size=4)
+    settings = replace(SMALL, on_policy_share=0.5, draft_vocab=30)
+    run = ModelTraining(target, tmp_path / "out", [text], settings, options)
+    plain = run.corpus.batch(0, 4)
+    batch = run.batch(Alone)
+    own = [row for row in range(4) if not torch.equal(batch.ids[row], plain.ids[row])]
+    assert own == [1, 3]
+    for row in own:
+        size = int((batch.labels[row] >= 0).nonzero()[0])
+        assert size == 16
+        assert torch.equal(batch.ids[row, :16], plain.ids[row, :16])
+        assert set(batch.ids[row, 16:].tolist()) <= {0, *run.ids.tolist()}
+    again = run.batch(Alone)
+    assert torch.equal(again.ids, batch.ids)
+    run.step = 1
+    assert not torch.equal(run.batch(Alone).ids[1], batch.ids[1])
+
+
+def lines(file, rows):
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    return file
+
+
+def test_prompts_alone_are_a_task(target, tmp_path):
+    """The target writes what is missing; without --regenerate the rest stays."""
+    prompts = [{"prompt": f"for self {n}"} for n in range(9)]
+    full = {"prompt": "return ", "completion": "print" * 3}
+    data = lines(tmp_path / "task.jsonl", [*prompts, full])
+    run = ModelTraining(target, tmp_path / "out", [data], SMALL, QUICK)
+    texts = run.corpus.training + run.corpus.validation
+    assert len(texts) == 10
+    words = tiny_tokenizer()
+    kept = [t for t in texts if t.ids[:1] == words.encode("return ").ids[:1]]
+    assert [words.decode(text.ids) for text in kept] == ["return " + "print" * 3]
+    for text in texts:
+        assert text.is_written
+        assert len(text.ids) <= 32
+    regenerated = ModelTraining(
+        target, tmp_path / "again", [data], replace(SMALL, regenerate=True), QUICK
+    )
+    both = regenerated.corpus.training + regenerated.corpus.validation
+    assert kept[0] not in both
+    run.run(nothing)
+    assert not (tmp_path / "out" / "written").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "x" * 200}, "more than the sequence length"),
+        ({"prompt": ""}, "has 0 tokens"),
+        ({"completion": "a"}, "is not an object with prompt"),
+        ({"prompt": "a", "completion": 3}, "is not an object with prompt"),
+    ],
+)
+def test_lines_that_cannot_be_used(target, tmp_path, row, message):
+    data = lines(tmp_path / "task.jsonl", [{"prompt": "for self"}, row])
+    with pytest.raises(DataError, match=message):
+        ModelTraining(target, tmp_path / "o", [data], SMALL, QUICK)
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": "mse"}, "unknown loss 'mse'; choose forward-kl"),
+        ({"layers": 0}, "layers 0 is out of range"),
+        ({"hidden_size": 7}, "hidden size 7 is out of range"),
+        ({"hidden_size": 36}, "hidden size 36 is not a multiple of 8"),
+        ({"beta": 0.5}, "loss forward-kl has no beta"),
+        ({"loss": "js", "beta": 1.5}, "beta 1.5 is out of range"),
+        ({"on_policy_share": 1.5}, "on policy share 1.5 is out of range"),
+        ({"start": "x", "from_layers": (1,)}, "give --from or --from-layers"),
+        ({"from_layers": (1,), "layers": 2}, "leave --layers and --hidden-size out"),
+        ({"from_layers": (1, 9)}, r"the layers \[1, 9\] are not all layers"),
+        ({"draft_vocab": VOCAB_SIZE}, "is not a part of the target's 288"),
+        ({"cache": Path("x"), "on_policy_share": 0.5}, "leave --cache out"),
+        ({"cache": Path("x"), "loss": "text"}, "leave --cache out"),
+        ({"start": "/nowhere/at/all"}, "no checkpoint at"),
+    ],
+)
+def test_settings_that_cannot_be_used(target, text, tmp_path, settings, message):
+    """One line each, before anything is written."""
+    with pytest.raises((OptionError, CheckpointError), match=message):
+        ModelTraining(target, tmp_path / "o", [text], ModelSettings(**settings), QUICK)
+    assert not (tmp_path / "o").exists()
+
+
+def test_the_advised_size_is_the_largest_that_is_cheap(tmp_path):
+    """Of a target that is not tiny; and a draft vocabulary allows more."""
+    config = llama_config(
+        hidden_size=512, intermediate_size=1536, num_hidden_layers=12, vocab_size=2048
+    )
+    checkpoint = Checkpoint.load(
+        str(save_checkpoint(tmp_path / "t", config)), torch.float32
+    )
+    whole = config.to_dict()
+    widths = []
+    for draft_vocab in (None, 256):
+        advised = advised_config(checkpoint, None, None, draft_vocab)
+        share = cost_share(advised.to_dict(), whole, draft_vocab)
+        assert share <= SHARE
+        sizes = advised.num_hidden_layers, advised.hidden_size + 64
+        wider = new_config(checkpoint, *sizes).to_dict()
+        assert cost_share(wider, whole, draft_vocab) > SHARE
+        widths.append(advised.hidden_size * advised.num_hidden_layers)
+    assert widths[1] > widths[0]
+    fixed = advised_config(checkpoint, 3, None, None)
+    assert fixed.num_hidden_layers == 3
+    assert advised_config(checkpoint, 2, 320, None).hidden_size == 320
+
+
+def test_steps_and_size_are_advised_and_said(target, text, tmp_path):
+    run = ModelTraining(
+        target, tmp_path / "o", [text], None, replace(QUICK, steps=None)
+    )
+    assert run.steps == 200 * run.parameters // 64
+    line = run.summary()
+    assert f"{run.parameters} weights, a step at " in line
+    assert "(200 a weight, advised 200)" in line
+    assert "\n" not in line
+
+
+def test_options_of_another_kind_are_refused_in_one_line(monkeypatch):
+    @dataclass(frozen=True)
+    class BlockSettings:
+        block: int = 8
+
+    monkeypatch.setitem(kinds.KINDS, "block", Kind(BlockSettings, ModelTraining))
+    flags = {"block": "--block", "layers": "--layers", "loss": "--loss"}
+    assert settings_of("block", {"block": 4}, flags) == BlockSettings(4)
+    with pytest.raises(OptionError, match="kind block does not take --layers, --loss"):
+        settings_of("block", {"layers": 2, "loss": "tv"}, flags)
+    with pytest.raises(OptionError, match=r"--block; .*or give --kind block"):
+        settings_of("model", {"block": 4}, flags)
+    with pytest.raises(OptionError, match=r"unknown kind 'x'; choose model or .*block"):
+        settings_of("x", {}, flags)
+
+
+TWO = """
+import sys
+import torch
+from pathlib import Path
+from dataclasses import replace
+from tests.train.test_drafter_training import QUICK, SMALL, train
+torch.cpu.get_capabilities = dict
+target, output, text = sys.argv[1:]
+settings = replace(SMALL, regenerate=True, on_policy_share=0.5)
+train(target, Path(output), Path(text), settings, replace(QUICK, steps=2))
+"""
+
+
+def test_two_processes_learn_what_one_learns(target, text, tmp_path, monkeypatch):
+    """Each writes a part of the texts and has a part of each batch; gloo averages.
+
+    In float32: bfloat16 rounds a part otherwise than the whole.
+    """
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    settings = replace(SMALL, regenerate=True, on_policy_share=0.5)
+    train(target, tmp_path / "one", text, settings, replace(QUICK, steps=2))
+    script = tmp_path / "two.py"
+    script.write_text(TWO)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--standalone", str(script), target, str(tmp_path / "two")]
+    done = subprocess.run(
+        [*command, str(text)],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "ACCELERATE_USE_CPU": "true",
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = written(tmp_path / "one"), written(tmp_path / "two")
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,173 @@
+"""Texts that a model writes: by plain sampling, in shards, by several processes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from threading import Thread
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from jetdraft.errors import DataError, TrainingError
+from jetdraft.train.data import Example
+from jetdraft.train.taught import written_texts
+from jetdraft.train.taught.continuation import continuations
+from jetdraft.train.taught.written_texts import Writing, WrittenTexts
+from tests.tiny import llama_config
+
+END = 0
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(llama_config()).eval()
+
+
+PROMPTS = [[5, 7, 9, 11, 2], [8], [30, 31, 32]]
+
+
+def test_a_text_depends_on_its_own_prompt_and_seed_alone(model):
+    together = continuations(model, PROMPTS, [6, 12, 9], {END}, [1, 2, 3])
+    for prompt, count, seed, text in zip(
+        PROMPTS, [6, 12, 9], [1, 2, 3], together, strict=True
+    ):
+        [alone] = continuations(model, [prompt], [count], {END}, [seed])
+        assert text == alone
+        assert text[: len(prompt)] == prompt
+        assert len(text) == len(prompt) + count or text[-1] == END
+    [other] = continuations(model, PROMPTS[:1], [6], {END}, [4])
+    assert other != together[0]
+
+
+def test_its_tokens_have_the_models_distribution(model):
+    """Also under a checkpoint's own settings, which say other things of sampling."""
+    model.generation_config.repetition_penalty = 50.0
+    model.generation_config.top_k = 1
+    draws = 3000
+    texts = continuations(model, [[5, 7]] * draws, [1] * draws, {END}, range(draws))
+    counts = Counter(text[-1] for text in texts)
+    with torch.no_grad():
+        logits = model(torch.tensor([[5, 7]])).logits[0, -1]
+    expected = draws * logits.double().softmax(-1)
+    often = (expected > 10).nonzero()[:, 0].tolist()
+    assert len(often) > 10
+    square = sum(
+        (counts[t] - expected[t].item()) ** 2 / expected[t].item() for t in often
+    )
+    # Five standard deviations above the mean.
+    assert square < len(often) + 5 * (2 * len(often)) ** 0.5
+
+
+def test_a_text_ends_after_an_end_and_has_chosen_tokens_only(model):
+    ids = torch.arange(40, 90, 7)
+    texts = continuations(model, PROMPTS, [30] * 3, {47}, [1, 2, 3], ids)
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        written = text[len(prompt) :]
+        assert set(written) <= set(ids.tolist())
+        assert 47 not in written[:-1]
+        assert len(written) == 30 or written[-1] == 47
+
+
+def examples(count):
+    """Texts with a prompt, texts without, and prompts alone."""
+    kinds = [
+        lambda n: Example([n + 1] * 12, [False] * 5 + [True] * 7),
+        lambda n: Example([n + 2] * 40, [True] * 40),
+        lambda n: Example([n + 3, 9, 9], [False] * 3),
+    ]
+    return [kinds[number % 3](number) for number in range(count)]
+
+
+def writing(model):
+    return Writing(model, [END], length=24, batch_size=4, seed=5)
+
+
+def test_prompts_stay_and_lengths_are_kept(model, tmp_path):
+    before = examples(6)
+    after = WrittenTexts(tmp_path, "me").completed(writing(model), before, range(6))
+    for old, new, size in zip(before, after, [5, 16, 3] * 2, strict=True):
+        assert new.ids[:size] == old.ids[:size]
+        assert new.learned == [place >= size for place in range(len(new.ids))]
+        assert len(new.ids) <= (len(old.ids) if old.is_written else 24)
+        assert new.is_written
+    some = WrittenTexts(tmp_path, "others").completed(writing(model), before, [2, 5])
+    assert [one == two for one, two in zip(some, before, strict=True)] == [
+        *(True, True, False),
+        *(True, True, False),
+    ]
+
+
+def test_a_stopped_writing_goes_on_after_its_last_shard(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(written_texts, "SHARD", 4)
+    whole = WrittenTexts(tmp_path / "1", "me").completed(
+        writing(model), examples(10), range(10)
+    )
+    original, calls = written_texts.continuations, []
+
+    def stopping(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(written_texts, "continuations", stopping)
+    texts = WrittenTexts(tmp_path / "2", "me")
+    with pytest.raises(KeyboardInterrupt):
+        texts.completed(writing(model), examples(10), range(10))
+    assert len(list(texts.folder.iterdir())) == 1
+    told = []
+    again = texts.completed(
+        writing(model), examples(10), range(10), lambda *state: told.append(state)
+    )
+    assert again == whole
+    assert len(calls) == 4  # the first shard was not written again
+    assert told[-1] == (10, 10)
+    other = WrittenTexts(tmp_path / "2", "another target")
+    assert other.digest != texts.digest
+    texts.forget()
+    assert not texts.folder.exists()
+
+
+def test_processes_share_the_shards(model, tmp_path, monkeypatch):
+    """Nobody writes a shard of another process, and all read the same texts."""
+    monkeypatch.setattr(written_texts, "SHARD", 4)
+    monkeypatch.setattr(written_texts, "LOOK_EVERY", 0.01)
+    whole = WrittenTexts(tmp_path / "one", "me").completed(
+        writing(model), examples(10), range(10)
+    )
+    shares, told = {}, {0: [], 1: []}
+
+    def run(process):
+        texts = WrittenTexts(tmp_path / "two", "me", process, processes=2)
+        shares[process] = texts.completed(
+            writing(model),
+            examples(10),
+            range(10),
+            lambda *state: told[process].append(state),
+        )
+
+    threads = [Thread(target=run, args=[process]) for process in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert shares == {0: whole, 1: whole}
+    assert told[0][-1] == (6, 6)
+    assert told[1][-1] == (4, 4)
+
+
+def test_a_process_that_is_gone_is_named_and_a_damaged_shard_too(
+    model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(written_texts, "PATIENCE", 0.0)
+    texts = WrittenTexts(tmp_path, "me", process=1, processes=2)
+    with pytest.raises(TrainingError, match="share the output folder"):
+        texts.completed(writing(model), examples(2), range(2))
+    alone = WrittenTexts(tmp_path, "me")
+    alone.completed(writing(model), examples(2), range(2))
+    [file] = alone.folder.iterdir()
+    file.write_text(file.read_text()[:-9])
+    with pytest.raises(DataError, match=r"is damaged.*delete it"):
+        alone.completed(writing(model), examples(2), range(2))

@@ -1,0 +1,68 @@
+"""A training that stands back."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jetdraft.devices.rails import Rail
+from jetdraft.errors import DeviceError
+from jetdraft.train.use import pace as module
+from jetdraft.train.use.pace import Pace
+from tests.devices.trees import POWER, write
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
+def test_only_steps_are_counted(clock):
+    pace, steps = Pace(seconds=3.0), 0
+    while pace.goes_on():
+        clock.now += 1.0
+        pace.rest()
+        clock.now += 100.0  # a validation
+        steps += 1
+    assert steps == 3
+    assert not pace.has_time
+    assert Pace().goes_on()
+
+
+def test_it_waits_while_the_board_is_hot(clock, tmp_path, monkeypatch):
+    root = write(tmp_path, POWER)
+    powers = iter([12.0, 11.0, 3.0])
+    monkeypatch.setattr(Rail, "watts", lambda self: next(powers))
+    pace = Pace(seconds=1.0, watts=10.0, root=root)
+    assert pace.goes_on()
+    assert clock.now == 2 * module.REST
+    assert pace.spent == 0.0, "waiting is not training"
+
+
+def test_a_machine_must_tell_its_power(tmp_path):
+    with pytest.raises(DeviceError, match="no power monitors"):
+        Pace(watts=10.0, root=tmp_path)
+
+
+def test_idle_priority():
+    code = (
+        "import os; from jetdraft.train.use.pace import stand_back; stand_back();"
+        "print(os.nice(0), os.sched_getscheduler(0) == os.SCHED_IDLE)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "19 True\n"

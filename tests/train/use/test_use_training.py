@@ -1,0 +1,174 @@
+"""A drafter learns from the places where it was wrong, while its model goes on."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from jetdraft.bundle import Bundle
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.devices.providers import PROVIDERS
+from jetdraft.errors import CheckpointError, DataError, PairError, TrainingError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.export.pair.drafter_arrays import drafter_arrays
+from jetdraft.kept.lessons import Lesson
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.passes.opener import Opener
+from jetdraft.runtime.passes.session import ONE_THREAD
+from jetdraft.testing import toy_bundle
+from jetdraft.train.use import background as background_module
+from jetdraft.train.use.background import Background
+from jetdraft.train.use.pace import Pace
+from jetdraft.train.use.use_training import Learned, UseOptions, UseTraining
+from jetdraft.train.use.wrong_places import Missed
+from tests.tiny import drafter_config, llama_config, save_checkpoint
+from tests.toy_drafter import save_drafter
+
+TEXT = torch.arange(1, 65)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return toy_bundle(tmp_path_factory.mktemp("toy") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def drafter(toy, tmp_path_factory):
+    return save_drafter(toy, tmp_path_factory.mktemp("drafter"))
+
+
+def test_an_export_of_the_same_weights_changes_nothing(toy, drafter):
+    checkpoint = Checkpoint.load(str(drafter), torch.float32)
+    assert drafter_arrays(Bundle.open(toy), checkpoint, TEXT) == {}
+
+
+def test_another_checkpoint_is_refused(toy, tmp_path):
+    other = save_checkpoint(tmp_path / "other", drafter_config())
+    with pytest.raises(PairError, match="does not have the form"):
+        UseTraining(Bundle.open(toy), tmp_path / "learned", str(other))
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
+        UseTraining(Bundle.open(toy), tmp_path / "learned", str(tmp_path / "no"))
+    assert not (tmp_path / "learned").exists()
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory):
+    """A bundle whose drafter has integers, found with a text, and a part of the tokens.
+
+    Its rows of scales are long enough for the weights file.
+    """
+    folder = tmp_path_factory.mktemp("quantized")
+    wide = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    small = {"num_hidden_layers": 1, "tie_word_embeddings": True}
+    target = save_checkpoint(folder / "target", llama_config(**small))
+    drafter = save_checkpoint(
+        folder / "drafter", drafter_config(**wide, intermediate_size=128), seed=1
+    )
+    options = ExportOptions(
+        Recipe("none"),
+        Recipe.parse("int8-gptq-b32"),
+        capacity=64,
+        max_width=32,
+        draft_vocab=192,
+    )
+    export(str(target), folder / "bundle", str(drafter), options)
+    return folder
+
+
+def test_integers_and_a_cut_vocabulary_are_made_again(quantized):
+    """The bundle's graph with the arrays computes what the checkpoint computes."""
+    bundle = Bundle.open(quantized / "bundle")
+    checkpoint = Checkpoint.load(str(quantized / "drafter"), torch.float32)
+    torch.manual_seed(0)
+    for name, weight in checkpoint.model.named_parameters():
+        if "proj" in name:
+            weight.add_(0.2 * torch.randn_like(weight))
+    tokens = [5, 8, 9, 40, 41, 7, 100, 3]
+    model = checkpoint.model
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        wanted = model(input_ids=torch.tensor([tokens])).logits[0]
+    changed = {name: w.detach().clone() for name, w in model.named_parameters()}
+    checkpoint = Checkpoint.load(str(quantized / "drafter"), torch.float32)
+    for name, weight in checkpoint.model.named_parameters():
+        weight.copy_(changed[name])
+    arrays = drafter_arrays(bundle, checkpoint, TEXT.repeat(4))
+    assert {array.dtype.name for array in arrays.values()} == {"uint8", "float32"}
+    opener = Opener(bundle, PROVIDERS["cpu"], ONE_THREAD)
+    own = opener.graph(bundle.drafter).run(tokens)
+    columns = torch.from_numpy(bundle.draft_vocabulary())
+    before = np.abs(own.candidate_logits - best(wanted[:, columns])).mean()
+    opener.reopen()
+    swapped = opener.graph(bundle.drafter, arrays).run(tokens)
+    after = np.abs(swapped.candidate_logits - best(wanted[:, columns])).mean()
+    assert after < before / 5
+
+
+def best(logits):
+    return logits.topk(64).values.numpy()
+
+
+def lesson(place=3, best=9, count=12):
+    tokens = (np.arange(count) * 7 + place) % 300
+    ids = np.array([[best, best + 1]])
+    return Lesson(tokens, np.array([place]), ids, np.array([[3.0, 1.0]], np.float32))
+
+
+def test_too_little_to_learn_from(toy, drafter, tmp_path):
+    training = UseTraining(Bundle.open(toy), tmp_path, str(drafter))
+    training.lessons.add(lesson())
+    with pytest.raises(DataError, match="there are 1 wrong places"):
+        training.run(Pace())
+
+
+def test_a_loss_that_is_no_number_publishes_nothing(
+    toy, drafter, tmp_path, monkeypatch
+):
+    training = UseTraining(
+        Bundle.open(toy), tmp_path, str(drafter), UseOptions(least=1)
+    )
+    training.lessons.add(lesson())
+    nothing = Missed(torch.tensor(math.nan, requires_grad=True), 0.0)
+    monkeypatch.setattr(
+        "jetdraft.train.use.use_training.missed", lambda *state: nothing
+    )
+    with pytest.raises(TrainingError, match="nothing was published"):
+        training.run(Pace())
+    assert training.sets.choice().name == ""
+
+
+def test_the_background_trains_when_there_is_enough(monkeypatch):
+    """And not while a set is on trial; and not beyond its seconds."""
+    lessons, pace, told, naps = [], Pace(seconds=10.0), [], []
+
+    class Choice:
+        before = None
+
+    class Training:
+        options = UseOptions(least=3)
+
+        class lessons:
+            read = staticmethod(lambda: list(kept))
+
+        class sets:
+            choice = staticmethod(lambda: Choice)
+
+        def run(self, pace):
+            pace.spent += 5.0
+            Choice.before = ""  # it is on trial now
+            return Learned(1, len(kept), Missed(torch.ones(()), 0.0), None, "name")
+
+    kept = lessons
+
+    def nap(seconds):
+        naps.append(seconds)
+        kept.append(lesson(place=3 + len(naps)))
+        if len(naps) == 8:
+            Choice.before = None  # judged
+
+    Background(Training(), pace, nap).run(told.append)
+    assert [learned.places for learned in told] == [3, 8]
+    assert set(naps) == {background_module.LOOK_SECONDS}
