@@ -45,10 +45,8 @@ UNFINISHED = ".unfinished"
 WEIGHTS = "streams.safetensors"
 SHARED, LOSSLESS = "shared", "lossless"
 MODES = (SHARED, LOSSLESS)
-ROWS_OF = "rows_before_streams"
-GAMMA_OF = "streams_per_carrier"
-"""Attributes of attention modules: the number of rows that are not streams, and the
-number of streams per carrier."""
+LAYOUT_OF = "layout_of_streams"
+"""The attribute of attention modules with the `Layout` of the pass under way."""
 
 _ADAPTER = "streams"
 
@@ -112,7 +110,7 @@ class Streamed(nn.Module):
     Hooks on its layers add the streams. The model's own code sees the rows only; at the
     first of the top layers the probes join them, with their own rotations.
 
-        logits, _, _ = Streamed(model, streams)(ids, positions, rows, ids, keep)
+        logits, _, _ = Streamed(model, streams)(ids, positions, rows, probes, keep)
 
     `entered` is called when the probes have joined the rows. `tuned` identifies the
     LoRA that was merged into the model; it is "" if no LoRA was merged.
@@ -144,23 +142,23 @@ class Streamed(nn.Module):
         probe_rows: Tensor,
         probe_ids: Tensor,
         keep: Tensor,
-        early_exit: bool = False,
+        early: Tensor | slice | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Logits [b, m + r, vocab] of the rows `keep` [m] and then of the r probes.
 
-        `input_ids` and `position_ids` are int64 [b, n]. `probe_rows` and `probe_ids`
-        are [r]: the row that carries each probe, and its stream, from 0 on. The second
-        result are the logits of the pruning adapter, [b, n, vocab], with `early_exit`.
-        The third are the hidden states that enter the top layers, [b, n, h].
+        `input_ids` and `position_ids` are int64 [b, n]. `probe_rows` [r] are the rows
+        that carry probes, or [b, r] where each sequence has its own, and `probe_ids`
+        [r] their streams, from 0 on. The second result are the logits of the pruning
+        adapter [b, e, vocab] at the rows `early` [e]. The third are the hidden states
+        that enter the top layers, [b, n, h].
         """
-        rows, probes = input_ids.shape[1], probe_rows.shape[0]
-        # Indexing of integers would run on the host with WebGPU.
-        positions = position_ids.index_select(1, probe_rows) + probe_ids + 1
+        rows, probes = input_ids.shape[1], probe_rows.shape[-1]
+        positions = _carried(position_ids, probe_rows) + probe_ids + 1
         all_positions = torch.cat([position_ids, positions], 1)
         # Computed from tensors on the device: a row count would be read on the host.
         is_probe = torch.cat(
-            [torch.zeros_like(position_ids[0]), torch.ones_like(probe_rows)]
+            [torch.zeros_like(position_ids[0]), torch.ones_like(probe_ids)]
         )
         self._pass = _Pass(rows, probe_rows, probe_ids, all_positions, is_probe)
         probe_places = torch.arange(rows, rows + probes, device=keep.device)
@@ -172,10 +170,10 @@ class Streamed(nn.Module):
                 **options,
             ).logits
             below = self._pass.below[0]
-            early = self._early_logits(below) if early_exit else None
+            exits = None if early is None else self._early_logits(below[:, early])
         finally:
             self._pass = None
-        return logits, early, below
+        return logits, exits, below
 
     def _early_logits(self, hidden: Tensor) -> Tensor:
         """The early exit: pruning adapter, frozen norm and head over hidden states."""
@@ -195,7 +193,7 @@ class Streamed(nn.Module):
         kwargs = dict(kwargs)
         hidden = args[0] if args else kwargs.pop("hidden_states")
         current.below.append(hidden)
-        starts = hidden[:, current.probe_rows]
+        starts = _carried(hidden, current.probe_rows)
         starts = starts + self.streams.embeddings[current.probe_ids]
         self.entered()
         return (torch.cat([hidden, starts], 1), *args[1:]), kwargs
@@ -207,11 +205,12 @@ class Streamed(nn.Module):
         for of_rows, of_rows_and_probes in current.rotations:
             if kwargs.get("position_embeddings") is of_rows:
                 kwargs["position_embeddings"] = of_rows_and_probes
+        gamma = self.streams.settings.gamma
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 # Attention over whole sequences must know where the rows end.
-                setattr(module, ROWS_OF, current.rows)
-                setattr(module, GAMMA_OF, self.streams.settings.gamma)
+                layout = Layout(current.rows, gamma, current.probe_rows)
+                setattr(module, LAYOUT_OF, layout)
         return args, kwargs
 
     def _rotate(self, rotary: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -227,6 +226,27 @@ class Streamed(nn.Module):
     def _only_probes(self, factor: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Let LoRA change the probes only."""
         return output * self._current_pass.is_probe[:, None].to(output.dtype)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The rows of a layer with streams: `rows` of the text, and then the streams.
+
+    `probe_rows` are the carriers of the streams, see `Streamed`; where all streams of a
+    row are there, each carrier comes `gamma` times in turn.
+    """
+
+    rows: int
+    gamma: int
+    probe_rows: Tensor
+
+
+def _carried(rows: Tensor, probe_rows: Tensor) -> Tensor:
+    """What the carriers of probes have of [b, n, ...]: [b, r, ...]."""
+    if probe_rows.ndim == 1:
+        # Indexing of integers would run on the host with WebGPU.
+        return rows.index_select(1, probe_rows)
+    return rows[torch.arange(len(rows), device=rows.device)[:, None], probe_rows]
 
 
 @dataclass

@@ -74,7 +74,7 @@ class StreamStep(Step):
                 probe_rows,
                 probe_ids,
                 answer_rows,
-                early_exit=True,
+                early=slice(None),
                 past_key_values=HandThrough(),
                 use_cache=True,
             )
