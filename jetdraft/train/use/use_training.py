@@ -23,10 +23,11 @@ from jetdraft.errors import CheckpointError, DataError, OptionError, TrainingErr
 from jetdraft.export.pair.drafter_arrays import check_trainable, drafter_arrays
 from jetdraft.kept.lessons import Lesson, Lessons
 from jetdraft.kept.weight_sets import WeightSets, base_of
+from jetdraft.train.taught.chosen_rows import logits_at
 from jetdraft.train.use.adapters import add_lora, merge_lora
 from jetdraft.train.use.pace import Pace
 from jetdraft.train.use.publication import judged_weights, publish
-from jetdraft.train.use.wrong_places import LessonBatch, Missed, missed
+from jetdraft.train.use.wrong_places import LessonBatch, Missed, missed, together
 
 HELD_OUT = 8
 """One lesson of so many is held out."""
@@ -122,7 +123,7 @@ class UseTraining:
                 f"there are {places} wrong places to learn from, and "
                 f"{self.options.least} are needed; use the model for longer"
             )
-        run = _Run(self._model(), lessons, self.options)
+        run = _Run(self._model(), self._can_draft(), lessons, self.options)
         before = run.held_out()
         done = run.train(pace, report)
         after = run.held_out()
@@ -160,6 +161,15 @@ class UseTraining:
         model.set_attn_implementation("sdpa")
         return model
 
+    def _can_draft(self) -> Tensor | None:
+        """The tokens that the drafter can draft, bool [vocabulary]; None for all."""
+        ids = self.bundle.draft_vocabulary()
+        if ids is None:
+            return None
+        can_draft = torch.zeros(self.bundle.target.contract.vocab_size).bool()
+        can_draft[torch.from_numpy(ids)] = True
+        return can_draft
+
     def _publish(self, changed: dict[str, Tensor], lessons: Sequence[Lesson]) -> str:
         text = torch.cat([torch.from_numpy(lesson.tokens) for lesson in lessons])
         arrays = drafter_arrays(self.bundle, self._with(changed), text)
@@ -170,10 +180,15 @@ class _Run:
     """One training of LoRA in a model on some lessons."""
 
     def __init__(
-        self, model: Any, lessons: Sequence[Lesson], options: UseOptions
+        self,
+        model: Any,
+        can_draft: Tensor | None,
+        lessons: Sequence[Lesson],
+        options: UseOptions,
     ) -> None:
         torch.manual_seed(options.seed)
         self.model, self.options = model, options
+        self._can_draft = can_draft
         self._lora = add_lora(model, options.lora_rank)
         self._draw = random.Random(options.seed)
         order = self._draw.sample(lessons, len(lessons))
@@ -223,14 +238,9 @@ class _Run:
         """The figures of the lessons that are held out, in batches."""
         size, held = self.options.batch_size, self._held
         parts = [held[start : start + size] for start in range(0, len(held), size)]
-        counts = [sum(len(lesson.places) for lesson in part) for part in parts]
-        told = [self._missed(part) for part in parts]
-        pairs = list(zip(counts, told, strict=True))
-        return Missed(
-            sum((n * one.loss for n, one in pairs), torch.zeros(())) / sum(counts),
-            sum(n * one.right for n, one in pairs) / sum(counts),
-        )
+        return together([self._missed(part) for part in parts])
 
     def _missed(self, lessons: Sequence[Lesson]) -> Missed:
         batch = LessonBatch.of(lessons)
-        return missed(self.model(input_ids=batch.tokens, use_cache=False).logits, batch)
+        logits = logits_at(self.model, batch.tokens, batch.rows, batch.places - 1)
+        return missed(logits, batch, self._can_draft)

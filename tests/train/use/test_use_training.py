@@ -131,7 +131,7 @@ def test_a_loss_that_is_no_number_publishes_nothing(
         Bundle.open(toy), tmp_path, str(drafter), UseOptions(least=1)
     )
     training.lessons.add(lesson())
-    nothing = Missed(torch.tensor(math.nan, requires_grad=True), 0.0)
+    nothing = Missed(torch.tensor(math.nan, requires_grad=True), 0.0, 1)
     monkeypatch.setattr(
         "jetdraft.train.use.use_training.missed", lambda *state: nothing
     )
@@ -159,7 +159,7 @@ def test_the_background_trains_when_there_is_enough(monkeypatch):
         def run(self, pace):
             pace.spent += 5.0
             Choice.before = ""  # it is on trial now
-            return Learned(1, len(kept), Missed(torch.ones(()), 0.0), None, "name")
+            return Learned(1, len(kept), Missed(torch.ones(()), 0.0, 1), None, "name")
 
     kept = lessons
 
