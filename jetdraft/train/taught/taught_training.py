@@ -16,6 +16,7 @@ from jetdraft.checkpoints.checkpoint import (
 )
 from jetdraft.checkpoints.gguf import is_gguf
 from jetdraft.checkpoints.parameters import convert
+from jetdraft.checkpoints.streamed import SHARED
 from jetdraft.errors import CheckpointError
 from jetdraft.train.data import Example
 from jetdraft.train.taught.written_texts import Writing, WrittenTexts
@@ -50,9 +51,16 @@ class TaughtTraining(Training):
                 "give the model's Hugging Face folder"
             )
         self.target = Checkpoint.load(source, torch.float32)
+        self.base = weights_sha256(checkpoint_folder(source))
+        streams = self.target.streams
+        if streams is not None and streams.mode == SHARED:
+            # The text of such a bundle is that of the tuned weights.
+            streamed = self.target.with_streams(1.0)
+            self.base += f" {streamed.tuned}"
+            self.target = Checkpoint.load(source, torch.float32)
+            self.target.model.load_state_dict(streamed.model.state_dict())
         convert(self.target.model, torch.float32)
         self.target.model.set_attn_implementation("sdpa")
-        self.base = weights_sha256(checkpoint_folder(source))
         self.check_length(self.target.model)
 
     def read_texts(
