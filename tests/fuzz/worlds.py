@@ -17,6 +17,8 @@ from jetdraft.errors import JetdraftError
 from jetdraft.runtime.piece import Result
 from jetdraft.testing import toy_bundle
 from tests.fuzz.resized import resized
+from tests.toy_block import METHODS, toy_block
+from tests.toy_eagle import toy_eagle
 
 SIZES = ((16, 2), (17, 3), (64, 5), (40, 16), (200, 33))
 """Capacity and width of the toy bundle's siblings."""
@@ -88,6 +90,13 @@ def toy_worlds(folder: Path) -> Iterator[World]:
     for capacity, width in SIZES:
         name = f"toy-{capacity}-{width}"
         yield World(name, resized(toy, folder / name, capacity, width))
+
+
+def head_worlds(folder: Path) -> Iterator[World]:
+    """Targets that give features, with heads and drafters that fill a block."""
+    yield World("toy-eagle", toy_eagle(folder / "toy-eagle"), folder / "eagle.sqlite")
+    for method in METHODS:
+        yield World(f"toy-{method}", toy_block(folder / f"toy-{method}", method))
 
 
 def other_worlds(folder: Path) -> Iterator[World]:
