@@ -363,6 +363,10 @@ class Bundle:
                 "bytes": file.stat().st_size,
                 "sha256": sha256_of(file),
             }
+        self.save_manifest()
+
+    def save_manifest(self) -> None:
+        """Write the manifest alone, where the files have their hashes already."""
         text = json.dumps(self.to_json(), indent=2) + "\n"
         (self.path / MANIFEST).write_text(text, encoding="utf-8")
 
