@@ -39,7 +39,7 @@ class Disturbances:
         return kind
 
     def _options(self, draw: Random, model: Model) -> dict[str, object]:
-        return {**draw_options(draw, model), **draw_drafting(draw)}
+        return {**draw_options(draw, model), **draw_drafting(draw, model)}
 
     def _do_finished(self, draw: Random, model: Model, prompt: list[int]) -> None:
         model.generate(token_ids=prompt, **self._options(draw, model))

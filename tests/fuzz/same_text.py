@@ -60,7 +60,7 @@ class SameText(Subject):
         ids = draw_prompt(draw, world.model, self._earlier)
         options = draw_options(draw, world.model)
         ways = [
-            draw_drafting(draw, self._table_of(world))
+            draw_drafting(draw, world.model, self._table_of(world))
             for _ in range(draw.randint(1, 3))
         ]
         self._say(f"{world.name}: token_ids={ids}, {words(options)}")
