@@ -49,6 +49,11 @@ class Streak:
             self.successes[place] = self.successes[place] * self.MEMORY + success
             self.trials[place] = self.trials[place] * self.MEMORY + 1
 
+    @property
+    def reach(self) -> int:
+        """Twice the positions up to the first that has never had a success."""
+        return 2 * (1 + sum(successes > 0 for successes in self.successes))
+
     def rates(self, length: int) -> list[float]:
         """The rates at positions 0..length-1, each given successes at all before it."""
         rates, rate = [], self.prior
@@ -80,6 +85,14 @@ class Acceptance:
         self.by_evidence: dict[int, Streak] = {}
         # A success is a wrong sibling: the series of siblings ends with the right one.
         self.siblings = Streak(1.0 - self.SIBLING_PRIOR)
+
+    @property
+    def reach(self) -> int | None:
+        """The longest draft to pay for: it doubles while drafts are right.
+
+        What lies farther is mere hope. None where evidence says more.
+        """
+        return None if self.by_evidence else self.places.reach
 
     def fade(self) -> None:
         """Let the rates fade after a round without a draft of this proposer."""

@@ -205,6 +205,8 @@ class Adaptive:
             token_ms, evidence = self.curve.drafts.get(traits.name, 0.0), None
             if proposer in offers:  # its rows are there, and their time is spent
                 token_ms, evidence = 0.0, proposer.evidence
+            elif token_ms:
+                limit = min(limit, self.acceptance[traits.name].reach or limit)
             for promise in self._promises(proposer, limit, evidence):
                 length = promise.length
                 branches = promise.parents is not None
