@@ -347,5 +347,5 @@ def test_two_processes_learn_what_one_learns(target, text, tmp_path, monkeypatch
     for name, tensor in one.items():
         # Muon computes in bfloat16, so the two differ by 1 % of what they learned;
         # half of a batch would differ by a third of it, 1e-3 of the weights.
-        distance = (two[name] - tensor).float().norm()
+        distance = (two[name].float() - tensor.float()).norm()
         assert distance <= 1e-4 * tensor.float().norm(), name
