@@ -77,7 +77,8 @@ def check_rows(model, sequence, at_least=1):
     assert np.array_equal(key[:, 1 : 1 + WIDTH], features_of(sequence)[:fed])
     seen = len(follower._seen)
     assert follower._seen == sequence[:seen]
-    assert np.array_equal(follower._features, features_of(sequence)[fed:seen])
+    waiting = np.reshape(follower._features, (-1, WIDTH))
+    assert np.array_equal(waiting, features_of(sequence)[fed:seen])
 
 
 @pytest.mark.parametrize("way", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
