@@ -35,7 +35,7 @@ class Medusa(nn.Module):
     """
 
     ids: Tensor | None = None
-    """It chooses among the whole vocabulary."""
+    """The tokens of the LM heads' rows, int64 [n]; None for all tokens."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()

@@ -51,13 +51,22 @@ class HeadFollower:
         """How many of the first `kept` tokens need not be observed again."""
         return min(kept, len(self._seen))
 
-    def restore(self, tokens: Sequence[int]) -> None:
+    def waiting(self, tokens: Sequence[int]) -> Float32s | None:
+        """The features [1, w] of the last of these tokens, which is not fed yet.
+
+        None if they are not known.
+        """
+        is_next = len(self._fed.tokens) == len(tokens) - 1
+        return np.stack(self._features[:1]) if is_next and self._features else None
+
+    def restore(self, tokens: Sequence[int], waiting: Float32s | None = None) -> None:
         """Somebody else has put the rows of these tokens into the cache.
 
-        The last of them is not the head's: it has no features.
+        The last of them is not the head's, which has `waiting` features at most.
         """
         self._fed.restore(tokens[1:])
-        self._seen, self._features = list(tokens[:-1]), []
+        self._features = [] if waiting is None else list(waiting)
+        self._seen = list(tokens[: len(tokens) - 1 + len(self._features)])
 
     def forget(self) -> None:
         """Keep nothing."""
