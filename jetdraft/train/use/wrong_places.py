@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,6 +48,17 @@ class LessonBatch:
             first += places
         places = torch.cat([torch.from_numpy(lesson.places) for lesson in lessons])
         return cls(tokens, torch.tensor(rows), places, ids, logits)
+
+    def at(self, chosen: Tensor) -> LessonBatch:
+        """The wrong places at which `chosen` bool [w] is true."""
+        places, rows = self.places[chosen], self.rows[chosen]
+        return replace(
+            self,
+            rows=rows,
+            places=places,
+            ids=self.ids[chosen],
+            logits=self.logits[chosen],
+        )
 
 
 @dataclass(frozen=True)
