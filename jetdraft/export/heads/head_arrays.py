@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from jetdraft.bundle import CONTRIB, DRAFTER, TARGET, Bundle
+from jetdraft.bundle import DRAFTER, TARGET, Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head import Head
-from jetdraft.errors import OptionError
 from jetdraft.export.export_options import DTYPES, ExportOptions
 from jetdraft.export.heads.head_export import head_job
 from jetdraft.export.job import Job
@@ -35,16 +34,6 @@ def head_arrays(bundle: Bundle, target: Checkpoint, head: Head) -> Arrays:
         chain_graph.write(job)
 
     return changed_arrays(bundle, write)
-
-
-def check_trainable_head(bundle: Bundle) -> None:
-    """Raise `OptionError` for a bundle whose head's weights cannot be swapped."""
-    entry = bundle.graphs[DRAFTER]
-    if not entry.contract.carried_size or bundle.flavour != CONTRIB:
-        raise OptionError(
-            "only heads of EAGLE and MTP, in a contrib bundle, learn from use; export "
-            "with such a head, or with --drafter"
-        )
 
 
 def _target_job(folder: Path, bundle: Bundle, target: Checkpoint) -> Job:

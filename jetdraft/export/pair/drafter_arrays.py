@@ -42,8 +42,8 @@ def drafter_arrays(bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> Arra
 
         drafter_arrays(bundle, checkpoint, torch.tensor([5, 8, 9]))
     """
-    entry = bundle.graphs[DRAFTER]
     check_trainable(bundle, checkpoint)
+    entry = bundle.graphs[DRAFTER]
 
     def write(folder: Path) -> None:
         chain_graph.write(_job(folder, bundle, entry, checkpoint, text))
@@ -60,18 +60,24 @@ def changed_arrays(bundle: Bundle, write: Callable[[Path], None]) -> Arrays:
         return _changed(ir.load(bundle.path / entry.file), new)
 
 
+def check_swappable(bundle: Bundle) -> GraphEntry:
+    """The drafter, whose weights can be swapped; raises `OptionError` for others."""
+    entry = bundle.drafter
+    if entry is None or entry.contract.guesses or bundle.flavour != CONTRIB:
+        raise OptionError(
+            "only a drafter model, or a head of EAGLE or MTP, in a contrib bundle, "
+            "learns from use; export with one of them"
+        )
+    return entry
+
+
 def check_trainable(bundle: Bundle, checkpoint: Checkpoint) -> None:
     """Raise `PairError` unless a checkpoint can be the bundle's drafter.
 
     Raises `CheckpointError` for integers that cannot be trained, and `OptionError` for
     a bundle whose drafter's weights cannot be swapped.
     """
-    entry = bundle.drafter
-    if entry is None or entry.contract.feature_input or bundle.flavour != CONTRIB:
-        raise OptionError(
-            "only a drafter that is a model of its own, in a contrib bundle, learns "
-            "from use; export with --drafter"
-        )
+    entry = check_swappable(bundle)
     if checkpoint.packed is not None:
         raise CheckpointError(
             f"{checkpoint.source} is quantized already, so it cannot be trained; give "

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jetdraft.bundle import DRAFTER, Bundle
+from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.parameters import convert
-from jetdraft.errors import CheckpointError, OptionError
-from jetdraft.export.heads.head_arrays import check_trainable_head, head_arrays
+from jetdraft.errors import CheckpointError
+from jetdraft.export.heads.head_arrays import head_arrays
 from jetdraft.export.pair.cut_head import cut_head
-from jetdraft.export.pair.drafter_arrays import Arrays
+from jetdraft.export.pair.drafter_arrays import Arrays, check_swappable
 from jetdraft.kept.lessons import Lesson
 from jetdraft.train.head.head_losses import unrolled
 from jetdraft.train.head.teacher import states_at
@@ -37,7 +37,6 @@ class HeadStudent(Student):
 
     def __init__(self, bundle: Bundle, source: str, target: str) -> None:
         super().__init__(bundle, source)
-        check_trainable_head(bundle)
         self._target_source = target
         self._target = self._teacher()
         self.load({})
@@ -122,11 +121,7 @@ def student_of(bundle: Bundle, source: str = "", target: str = "") -> Student:
     Without the checkpoints those that the bundle was exported from are read. Raises
     `CheckpointError`, `PairError` or `OptionError`.
     """
-    entry = bundle.graphs.get(DRAFTER)
-    if entry is None:
-        raise OptionError(
-            f"{bundle.path} has no drafter; export with --drafter", "bundle"
-        )
+    entry = check_swappable(bundle)
     source = source or entry.source
     if entry.contract.feature_input:
         return HeadStudent(bundle, source, target or bundle.target.source)
