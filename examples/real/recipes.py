@@ -7,8 +7,9 @@
 
 trains what the recipe names, one stage after another, and then measures it. A stage
 that has ended is skipped, and one that was stopped goes on. `runs/sql/minutes.json`
-says how long each took. `--list` prints the commands and runs none. Run nothing beside
-`--measure`.
+says how long each took. `--list` prints the commands and runs none, and `--share 0.02`
+takes that share of all steps, to see in minutes that every stage runs. Run nothing
+beside `--measure`.
 
 - sql, data, dialogue: streams, a drafter, a head and plain tuning of a checkpoint, on a
   task of examples/tasks
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -34,6 +35,9 @@ ROOT = Path(__file__).parent.parent.parent
 PYCODE = ROOT / "examples/pycode"
 RECIPES = ["--quantize", "int4-rtn-b32-head8", "--quantize-drafter", "int8-rtn-b32"]
 """Measuring recipes would take longer than the training, and choose other ones."""
+
+LENGTHS = "--steps", "--minutes", "--minutes-drafter"
+"""The options that say how long a stage takes."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,15 @@ class Stage:
     def is_done(self) -> bool:
         """Whether the product is there, and not that of a training under way."""
         return self.product.exists() and not (self.product / ".unfinished").exists()
+
+    def shortened(self, share: float) -> Stage:
+        """The stage with a share of its steps or minutes."""
+        words = list(self.command)
+        for place, word in enumerate(words[:-1]):
+            if word in LENGTHS:
+                wanted = share * float(words[place + 1])
+                words[place + 1] = f"{max(1, round(wanted))}"
+        return replace(self, command=words)
 
 
 @dataclass(frozen=True)
@@ -257,6 +270,7 @@ def run(stage: Stage, threads: int, minutes: Path) -> None:
 @click.option("--measure", is_flag=True, help="Measure what has been trained.")
 @click.option("--seed", default=1, show_default=True)
 @click.option("--threads", default=1, show_default=True, help="Of a training.")
+@click.option("--share", default=1.0, show_default=True, help="Of all steps.")
 @click.option("--list", "listed", is_flag=True, help="Print the commands only.")
 def main(
     name: str,
@@ -266,12 +280,13 @@ def main(
     measure: bool,
     seed: int,
     threads: int,
+    share: float,
     listed: bool,
 ) -> None:
     """Run the trainings of the recipe NAME, or with --measure its measurements."""
     work = (output / name).absolute()
     stages = NAMES[name](Inputs(target.absolute(), data.absolute(), work, seed))
-    for stage in stages:
+    for stage in [whole.shortened(share) for whole in stages]:
         if stage.is_timed != measure or (stage.is_done and not listed):
             continue
         click.echo("$ " + " ".join(map(str, stage.command)), err=True)
