@@ -20,6 +20,7 @@ from jetdraft.export.pair.drafter_arrays import Arrays, check_swappable
 from jetdraft.kept.lessons import Lesson
 from jetdraft.train.head.head_losses import unrolled
 from jetdraft.train.head.teacher import states_at
+from jetdraft.train.taught.taught_training import teacher_of
 from jetdraft.train.use.student import ModelStudent, Student
 from jetdraft.train.use.wrong_places import LessonBatch, Missed, missed, together
 
@@ -37,8 +38,13 @@ class HeadStudent(Student):
 
     def __init__(self, bundle: Bundle, source: str, target: str) -> None:
         super().__init__(bundle, source)
-        self._target_source = target
-        self._target = self._teacher()
+        try:
+            self._target, _ = teacher_of(target)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"cannot read the target's checkpoint ({error}), whose states the head "
+                "reads; name it with --target"
+            ) from error
         self.load({})
 
     def load(self, weights: Mapping[str, Tensor]) -> Any:
@@ -69,7 +75,7 @@ class HeadStudent(Student):
 
     def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> Arrays:
         """See `head_arrays`."""
-        target = self._checkpoint(self.dtype)
+        target = Checkpoint.load(self._target.source, self.dtype)
         head = self._head(target, self.dtype)
         self.put(head, weights)
         return head_arrays(self.bundle, target, head)
@@ -98,21 +104,6 @@ class HeadStudent(Student):
         if ids is not None and head.ids is None:
             cut_head(head, torch.from_numpy(ids), dtype)
         return head
-
-    def _checkpoint(self, dtype: torch.dtype) -> Checkpoint:
-        try:
-            return Checkpoint.load(self._target_source, dtype)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"cannot read the target's checkpoint ({error}), whose states the head "
-                "reads; name it with --target"
-            ) from error
-
-    def _teacher(self) -> Checkpoint:
-        target = self._checkpoint(torch.float32)
-        convert(target.model, torch.float32)
-        target.model.set_attn_implementation("sdpa")
-        return target
 
 
 def student_of(bundle: Bundle, source: str = "", target: str = "") -> Student:
