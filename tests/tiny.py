@@ -25,7 +25,6 @@ from jetdraft.checkpoints.streamed import (
     Streams,
     StreamSettings,
     add_adapters,
-    stream_weights,
 )
 
 END_OF_TEXT = "<|endoftext|>"
@@ -87,8 +86,7 @@ def save_streams(folder: Path, settings: StreamSettings, seed: int = 0) -> Path:
     add_adapters(model, settings)
     streamed = Streamed(model, Streams(settings, model.config.hidden_size))
     weights = {
-        name: torch.randn_like(weight) * 0.2
-        for name, weight in stream_weights(streamed).items()
+        name: torch.randn_like(weight) * 0.2 for name, weight in streamed.task.items()
     }
     save_file(weights, folder / WEIGHTS)
     (folder / SETTINGS).write_text(json.dumps(settings.to_json()))
