@@ -130,6 +130,7 @@ class StreamRecord(_ProbeRecord, total=False):
     prune_rank: Size
     positions: str
     members: Size
+    prefix: Count
     ranks: tuple[tuple[Share, ...], ...]
 
 

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from jetdraft.checkpoints.checkpoint import Checkpoint, weights_sha256
+from jetdraft.checkpoints.probing.prompted import Prompted, Prompts, PromptSettings
 from jetdraft.checkpoints.streamed import (
     SETTINGS,
     WEIGHTS,
@@ -88,6 +89,18 @@ def save_streams(folder: Path, settings: StreamSettings, seed: int = 0) -> Path:
     weights = {
         name: torch.randn_like(weight) * 0.2 for name, weight in streamed.task.items()
     }
+    save_file(weights, folder / WEIGHTS)
+    (folder / SETTINGS).write_text(json.dumps(settings.to_json()))
+    return folder
+
+
+def save_prompts(folder: Path, settings: PromptSettings, seed: int = 0) -> Path:
+    """Add random prompt tokens to a checkpoint, as large as its embeddings."""
+    model = Checkpoint.load(str(folder), torch.float32).model
+    settings = replace(settings, base=weights_sha256(folder))
+    torch.manual_seed(seed)
+    prompted = Prompted(model, Prompts.empty(settings, model))
+    weights = {n: torch.randn_like(w) * 0.2 for n, w in prompted.task.items()}
     save_file(weights, folder / WEIGHTS)
     (folder / SETTINGS).write_text(json.dumps(settings.to_json()))
     return folder

@@ -5,6 +5,7 @@ TRAINERS = {
     "drafter": "Train a small model that drafts for a target.",
     "head": "Train a head that reads the target's hidden states.",
     "ppd": "Add prompt tokens to a checkpoint.",
+    "forecast": "Add forecasts that see a learned prefix to a checkpoint.",
     "acceptance": "Teach a drafter when to stop.",
     "table": "Count a trigram table in text files.",
 }

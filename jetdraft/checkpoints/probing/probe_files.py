@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jetdraft.checkpoints.probing.probed import Probed
-from jetdraft.checkpoints.probing.prompted import PROMPTS, PromptSettings, load_prompts
+from jetdraft.checkpoints.probing.prompted import MODES, PromptSettings, load_prompts
 from jetdraft.checkpoints.streamed import (
     SETTINGS,
     UNFINISHED,
@@ -31,7 +31,7 @@ def read_settings(folder: Path) -> ProbeSettings | None:
         return None
     try:
         fields = read_json_file(file)
-        kind = PromptSettings if fields["mode"] == PROMPTS else StreamSettings
+        kind = PromptSettings if fields["mode"] in MODES else StreamSettings
         settings = {name: fields[name] for name in kind.__dataclass_fields__}
         return read_record(kind, settings)  # type: ignore[no-any-return]
     except (OSError, ValueError, KeyError, TypeError) as error:

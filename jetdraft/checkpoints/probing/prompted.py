@@ -7,6 +7,10 @@ it predicts the token at p + j + 1. Each prompt token can be an ensemble: member
 the members k of the tokens below, and the logits of the members are averaged.
 
     weights    gamma * members * h embeddings; the target itself stays as it is
+
+Forecasts, as Qualcomm's self-speculative decoding ships them, are prompt tokens that
+also see a learned prefix: keys and values of some rows, in every layer. No other row
+sees it.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from jetdraft.checkpoints.probing.probed import Probed
 from jetdraft.checkpoints.streamed import SETTINGS, WEIGHTS, decoder_layers
 from jetdraft.errors import CheckpointError, OptionError
 
-PROMPTS = "prompts"
+PROMPTS, FORECAST = "prompts", "forecast"
+MODES = (PROMPTS, FORECAST)
 
 RANKS = 8
 """Guesses of a prompt token whose rates are kept."""
@@ -34,15 +39,17 @@ RANKS = 8
 class PromptSettings:
     """`gamma` prompt tokens behind a row, each with `members` embeddings.
 
-    `base` is the hash of the weights that they were trained for, see `weights_sha256`.
-    `ranks` are measured on held-out text: how often the best, the second, ... guess of
-    each prompt token is the target's choice.
+    They see a learned `prefix` of that many rows in the mode "forecast". `base` is the
+    hash of the weights that they were trained for, see `weights_sha256`. `ranks` are
+    measured on held-out text: how often the best, the second, ... guess of each prompt
+    token is the target's choice.
 
         PromptSettings(gamma=3, members=1)
     """
 
     gamma: int = 3
     members: int = 1
+    prefix: int = 0
     mode: str = PROMPTS
     base: str = ""
     ranks: tuple[tuple[float, ...], ...] = ()
@@ -52,6 +59,7 @@ class PromptSettings:
         for name, value, least, most in (
             ("prompt tokens", self.gamma, 1, 16),
             ("ensemble", self.members, 1, 64),
+            ("prefix", self.prefix, int(self.mode == FORECAST), 1024),
         ):
             if not least <= value <= most:
                 raise OptionError(
@@ -64,17 +72,47 @@ class PromptSettings:
 
 
 class Prompts(nn.Module):
-    """The embeddings of the prompt tokens: of token j's members, float [gamma * k, h].
+    """What is trained: the embeddings of the prompt tokens, and the prefix.
 
-    They start as the embeddings of `words`, int64 [gamma * k], tokens of the model.
+    `embeddings` float [gamma * members, h] are those of token 1's members first.
+    `keys` and `values` float [layers, kv_heads, prefix, head_dim] are the prefix; keys
+    are as a layer's attention gets them, after their rotation.
     """
 
-    def __init__(self, settings: PromptSettings, model: Any, words: Tensor) -> None:
+    def __init__(
+        self,
+        settings: PromptSettings,
+        embeddings: Tensor,
+        keys: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.settings = settings
-        with torch.no_grad():
-            starts = model.get_input_embeddings()(words).detach()
-        self.embeddings = nn.Parameter(starts.clone().float())
+        self.embeddings = nn.Parameter(embeddings.detach().clone().float())
+        self.keys = self.values = None
+        if keys is not None and values is not None:
+            self.keys = nn.Parameter(keys.detach().clone().float())
+            self.values = nn.Parameter(values.detach().clone().float())
+
+    @classmethod
+    def empty(cls, settings: PromptSettings, model: Any) -> Prompts:
+        """Zeros, in the shapes that a model needs."""
+        config = model.config.get_text_config(decoder=True)
+        rows = settings.gamma * settings.members
+        embeddings = torch.zeros(rows, model.get_input_embeddings().embedding_dim)
+        if not settings.prefix:
+            return cls(settings, embeddings)
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        shape = config.num_hidden_layers, kv_heads, settings.prefix, head_dim
+        return cls(settings, embeddings, torch.zeros(shape), torch.zeros(shape))
+
+    def prefix(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The prefix of a layer: keys and values [1, kv_heads, prefix, head_dim]."""
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[layer][None], self.values[layer][None]
 
 
 class Prompted(Probed):
@@ -131,7 +169,8 @@ class Prompted(Probed):
         if members == 1:
             return logits
         rows, probes = logits[:, : keep.shape[0]], logits[:, keep.shape[0] :]
-        means = probes.unflatten(1, (-1, members)).float().mean(2).to(logits.dtype)
+        parts = probes.reshape(probes.shape[0], -1, members, probes.shape[2])
+        means = parts.float().mean(2).to(logits.dtype)
         return torch.cat([rows, means], 1)
 
     def starts(self, hidden: Tensor) -> Tensor:
@@ -148,8 +187,7 @@ def _of_members(numbers: Tensor, members: int) -> Tensor:
 def load_prompts(model: Any, settings: PromptSettings, folder: Path) -> Prompted:
     """Add a checkpoint's prompt tokens to its model, in place."""
     settings.check()
-    words = torch.zeros(settings.gamma * settings.members, dtype=torch.long)
-    prompted = Prompted(model, Prompts(settings, model, words))
+    prompted = Prompted(model, Prompts.empty(settings, model))
     try:
         tensors = load_file(folder / WEIGHTS)
         with torch.no_grad():

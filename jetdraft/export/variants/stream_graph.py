@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from jetdraft.bundle import STREAMS, TARGET
-from jetdraft.checkpoints.attention import HandThrough, attending
+from jetdraft.checkpoints.attention import HandThrough, StepState, attending
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.probing.probed import Probed
-from jetdraft.checkpoints.probing.prompted import PromptSettings
-from jetdraft.checkpoints.streamed import SHARED, Streamed
+from jetdraft.checkpoints.probing.prompted import Prompted
+from jetdraft.checkpoints.streamed import SHARED, Streamed, StreamSettings
 from jetdraft.contract import HIDDEN, PARENTS, SCORES, StepContract
 from jetdraft.errors import OptionError, PairError
 from jetdraft.export.export_options import ExportOptions
@@ -55,11 +55,13 @@ class ProbeStep(Step):
     ) -> list[torch.Tensor]:
         """The outputs in the order of `StepContract.outputs`, then extra outputs."""
         state = state_of(position_ids, cursor, total_length, past)
-        members = self.contract.members
+        state.rows = input_ids.shape[1]
 
         def entered() -> None:
-            state.last_row = state.last_row + count(probe_rows[None]) * members
+            slots = count(probe_rows[None]) * self.contract.members
+            state.last_row = state.last_row + slots
             state.bias = _widened(draft_mask, draft_start, self.contract)
+            self.prepend(state)
 
         self.model.entered = entered
         with attending(state):
@@ -79,11 +81,43 @@ class ProbeStep(Step):
         )
         return [*row_answers, *probe_answers, *presents(state), *extra_outputs]
 
+    def prepend(self, state: StepState) -> None:
+        """Put before the probes what they alone see; most probes have nothing."""
+
     def outputs(
         self, rows_and_probes: tuple[torch.Tensor, ...], **options: Any
     ) -> list[torch.Tensor]:
         """The logits of rows and probes, and then the extra outputs."""
         return [self.model(*rows_and_probes, **options)]
+
+
+class PrefixStep(ProbeStep):
+    """One pass of a model whose probes see a learned prefix in each layer.
+
+    Its keys and values land between those of the rows and of the probes. Attention is
+    causal, so that the rows cannot see them.
+    """
+
+    def __init__(self, prompted: Prompted, contract: StepContract) -> None:
+        super().__init__(prompted, contract)
+        self._prefix_rows = torch.zeros(0, dtype=torch.long)
+
+    def forward(  # type: ignore[override]  # its graph has one more input
+        self, *inputs: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """As of `ProbeStep`; `prefix_rows` int64 [p] come before the buffers."""
+        *others, self._prefix_rows, past = inputs
+        return super().forward(*others, past)  # type: ignore[arg-type]
+
+    def prepend(self, state: StepState) -> None:
+        """Add the prefix to the keys and values of each layer."""
+        rows = self._prefix_rows
+        state.last_row = state.last_row + count(rows[None])
+        prefixes = map(self.model.prompts.prefix, range(len(state.past)))
+        state.prefix = [
+            (keys.index_select(2, rows), values.index_select(2, rows))
+            for keys, values in prefixes
+        ]
 
 
 class StreamStep(ProbeStep):
@@ -162,8 +196,10 @@ def declare(checkpoint: Checkpoint, contract: StepContract) -> StepContract:
     settings = checkpoint.streams
     if settings is None:
         return contract
-    members = settings.members if isinstance(settings, PromptSettings) else 1
-    return replace(contract, streams=settings.gamma, members=members)
+    contract = replace(contract, streams=settings.gamma)
+    if isinstance(settings, StreamSettings):
+        return contract
+    return replace(contract, members=settings.members, prefix=settings.prefix)
 
 
 def write(job: Job) -> None:
@@ -171,12 +207,20 @@ def write(job: Job) -> None:
     if job.checkpoint.streams is None:
         return
     probed = job.checkpoint.with_streams(job.options.adapter_scale)
-    is_streamed = isinstance(probed, Streamed)
-    job.step = (StreamStep if is_streamed else ProbeStep)(probed, job.contract)
+    job.step = _step(probed, job.contract)
     job.task = probed.task
     _write_task(job.folder / STREAMS, probed, job.contract.dtype)
     settings = job.checkpoint.streams.to_json()
     job.entry = replace(job.entry, streams={**settings, "base": probed.base})
+
+
+def _step(probed: Probed, contract: StepContract) -> ProbeStep:
+    """The pass of a model with probes."""
+    if isinstance(probed, Streamed):
+        return StreamStep(probed, contract)
+    if isinstance(probed, Prompted) and contract.prefix:
+        return PrefixStep(probed, contract)
+    return ProbeStep(probed, contract)
 
 
 def _write_task(file: Path, probed: Probed, dtype: str) -> None:

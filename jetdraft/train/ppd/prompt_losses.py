@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.probing.prompted import RANKS, Prompts
+from jetdraft.checkpoints.probing.prompted import RANKS, Prompts, PromptSettings
 from jetdraft.train.block.block_places import Blocks
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.head.head_losses import DECAY
@@ -65,13 +65,18 @@ class PromptObjective(nn.Module):
     def _guessed(self, anchors: Tensor, rows: int, cache: Any) -> Tensor:
         """The logits [b, n, gamma, vocab] of the prompt tokens behind n places."""
         settings, (size, count) = self.prompts.settings, anchors.shape
+        if settings.prefix:
+            for number, layer in enumerate(cache.layers):
+                keys, values = self.prompts.prefix(number)
+                layer.keys = _behind(layer.keys, keys)
+                layer.values = _behind(layer.values, values)
         distances = torch.arange(1, settings.gamma + 1, device=anchors.device)
         distances = distances.repeat_interleave(settings.members)
         positions = (anchors[..., None] + distances).flatten(1)
         outputs = self.model(
             inputs_embeds=self.prompts.embeddings.repeat(size, count, 1),
             position_ids=positions,
-            attention_mask=visible(anchors, rows, settings.gamma, settings.members),
+            attention_mask=visible(anchors, rows, settings),
             past_key_values=cache,
             use_cache=True,
         )
@@ -80,16 +85,25 @@ class PromptObjective(nn.Module):
         return logits.mean(3)
 
 
-def visible(anchors: Tensor, rows: int, gamma: int, members: int) -> Tensor:
-    """What prompt tokens see: bool [b, 1, n * gamma * members, rows + as many].
+def _behind(rows: Tensor, prefix: Tensor) -> Tensor:
+    """The prefix [1, kv_heads, p, d] behind the rows [b, kv_heads, T, d] of a layer."""
+    return torch.cat([rows, prefix.to(rows.dtype).expand(len(rows), -1, -1, -1)], 2)
 
-    `anchors` int64 [b, n] are the rows that carry them.
+
+def visible(anchors: Tensor, rows: int, settings: PromptSettings) -> Tensor:
+    """What prompt tokens see: bool [b, 1, n * slots, rows + prefix + n * slots].
+
+    `anchors` int64 [b, n] are the rows that carry them, each with gamma * members slots
+    behind it.
     """
-    slot = torch.arange(gamma * members, device=anchors.device)
+    members = settings.members
+    slot = torch.arange(settings.gamma * members, device=anchors.device)
     past = torch.arange(rows, device=anchors.device) <= anchors[..., None]
     past = past.repeat_interleave(len(slot), 1)
     below = (slot <= slot[:, None]) & (slot % members == (slot % members)[:, None])
-    own = torch.block_diag(*[below.float()] * anchors.shape[1]).bool()
+    places = torch.eye(anchors.shape[1], device=anchors.device)
+    own = torch.kron(places, below.float()).bool()
+    own = torch.nn.functional.pad(own, (settings.prefix, 0), value=True)
     return torch.cat([past, own.expand(len(anchors), -1, -1)], -1)[:, None]
 
 

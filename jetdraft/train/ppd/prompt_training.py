@@ -75,14 +75,24 @@ def lesson_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return places(texts(command))
 
 
+def _has_windows(config: Any) -> bool:
+    """Whether a layer of a model attends to less than all rows before."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return set(kinds) != {"full_attention"}
+    used = getattr(config, "use_sliding_window", True)
+    return bool(used and getattr(config, "sliding_window", None))
+
+
 class PromptTraining(TaughtTraining):
     """A training whose output is a checkpoint: the target's files and prompt tokens.
+
+    With a prefix the prompt tokens are called forecasts.
 
     PromptTraining("target", Path("out"), [Path("a.txt")], PromptSettings()).run(print)
     """
 
     module: PromptObjective
-    product = "prompt tokens"
 
     def __init__(
         self,
@@ -96,6 +106,7 @@ class PromptTraining(TaughtTraining):
     ) -> None:
         settings = settings or PromptSettings()
         settings.check()
+        self.product = "forecasts" if settings.prefix else "prompt tokens"
         self.lessons = lessons or Lessons()
         folder = RunFolder(output, learned=self.product)
         super().__init__(folder, options or TrainingOptions())
@@ -120,8 +131,7 @@ class PromptTraining(TaughtTraining):
                 f"{source} already has streams or prompt tokens; give a checkpoint "
                 "without"
             )
-        config = self.target.model.config.get_text_config(decoder=True)
-        if {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
+        if _has_windows(self.target.model.config.get_text_config(decoder=True)):
             raise UnsupportedModelError(
                 f"{source} attends in sliding windows; {self.product} need plain "
                 "attention, so choose another model"
@@ -129,13 +139,33 @@ class PromptTraining(TaughtTraining):
 
     def _build(self) -> None:
         """The prompt tokens, which start as frequent words, and their loss."""
-        count = self.settings.gamma * self.settings.members
-        words = self.frequent_tokens(count)
-        if words is None:
-            words = torch.arange(count) % self.target.vocab_size
-        prompts = Prompts(self.settings, self.target.model, words)
+        prompts = self._new_prompts()
         self.module = PromptObjective(prompts, self.target.model)
         self.weights = {f"prompts.{n}": w for n, w in prompts.named_parameters()}
+
+    def _new_prompts(self) -> Prompts:
+        """Frequent words, and as a prefix the rows of the first learned text."""
+        settings, model = self.settings, self.target.model
+        words = self.frequent_tokens(settings.gamma * settings.members)
+        if words is None:
+            words = torch.arange(settings.gamma * settings.members)
+            words = words % self.target.vocab_size
+        embeddings = model.get_input_embeddings()(words)
+        if not settings.prefix:
+            return Prompts(settings, embeddings)
+        ids = torch.tensor([self.corpus.training[0].ids])
+        repeats = -(-settings.prefix // ids.shape[1])
+        ids = ids.repeat(1, repeats)[:, : settings.prefix]
+        with torch.no_grad():
+            layers = model(input_ids=ids, use_cache=True).past_key_values.layers
+        if len({layer.keys.shape for layer in layers}) > 1:
+            raise UnsupportedModelError(
+                f"{self.target.source} has layers of several head sizes, which a "
+                "prefix cannot have; choose another model"
+            )
+        keys = torch.cat([layer.keys for layer in layers])
+        values = torch.cat([layer.values for layer in layers])
+        return Prompts(settings, embeddings, keys, values)
 
     @property
     def parameters(self) -> int:
