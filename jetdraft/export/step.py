@@ -68,8 +68,8 @@ class Step(torch.nn.Module):
     def example(self) -> list[torch.Tensor]:
         """The contract's inputs up to the buffers, with values to trace with."""
         rows = torch.arange(_TRACED_ROWS)
-        sizes = (_TRACED_ROWS, _TRACED_ANSWERS, _TRACED_PROBES)
-        sizes = (*sizes, self.contract.members, self.contract.prefix)
+        rows_of_pass = _TRACED_ROWS, _TRACED_ANSWERS, _TRACED_PROBES
+        sizes = (*rows_of_pass, self.contract.members, self.contract.prefix)
         values = {
             "position_ids": rows[None],
             "total_length": torch.tensor([_TRACED_ROWS], dtype=torch.int32),

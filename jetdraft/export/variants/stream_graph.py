@@ -98,6 +98,8 @@ class PrefixStep(ProbeStep):
     causal, so that the rows cannot see them.
     """
 
+    model: Prompted
+
     def __init__(self, prompted: Prompted, contract: StepContract) -> None:
         super().__init__(prompted, contract)
         self._prefix_rows = torch.zeros(0, dtype=torch.long)

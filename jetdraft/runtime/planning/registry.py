@@ -28,7 +28,7 @@ from jetdraft.runtime.proposers import (
 )
 from jetdraft.runtime.proposers.guessing import (
     block_methods,
-    forecast,
+    forecasts,
     medusa_method,
     ppd,
 )
@@ -42,7 +42,7 @@ AUTO, NONE = "auto", "none"
 _METHODS: tuple[Method[Any], ...] = (
     *(m.METHOD for m in (lookup, draft, head_method, medusa_method)),
     *(block_methods.DFLASH, block_methods.DIFFUSION),
-    *(m.METHOD for m in (stream, ppd, forecast, recall, trigram, cascade)),
+    *(m.METHOD for m in (stream, ppd, forecasts, recall, trigram, cascade)),
 )
 
 
