@@ -20,7 +20,7 @@ VisibleSlots = Sequence[Sequence[int]]
 _Shown = tuple[tuple[tuple[int, ...], ...], int]
 """The visible slots of a mask, and how many slots earlier passes have filled."""
 
-STEADY = ("answer_rows", "probe_rows", "probe_ids", "draft_mask")
+STEADY = ("answer_rows", "probe_rows", "probe_ids", "prefix_rows", "draft_mask")
 """Inputs that most passes do not change."""
 
 ON_REQUEST = ("logits", "probe_logits")
@@ -31,7 +31,8 @@ class Bound:
     """The inputs and outputs of passes with fixed numbers of rows, answers and probes.
 
     `tensors` holds them by name, on the host and on the device; `arrays` holds their
-    arrays on the host. `buffers` are the KV buffers, by name of the input.
+    arrays on the host. `buffers` are the KV buffers, by name of the input. `members`
+    and `prefix` are those of the contract.
 
         bound = Bound(session, inputs, outputs, buffers, rows=4, answers=4, probes=0)
         bound.arrays["input_ids"][0] = [5, 8, 9, 2]
@@ -49,6 +50,8 @@ class Bound:
         answers: int,
         probes: int,
         memory: Memory = HOST,
+        members: int = 1,
+        prefix: int = 0,
     ) -> None:
         self.session = session
         self._memory = memory
@@ -65,7 +68,8 @@ class Bound:
                 if spec.name in buffer_names:
                     continue  # bound below
                 place = HOST if spec.name in memory.on_host else memory
-                tensor = place.tensor(spec.sized(rows, answers, probes), spec.dtype)
+                shape = spec.sized(rows, answers, probes, members, prefix)
+                tensor = place.tensor(shape, spec.dtype)
                 self.tensors[spec.name] = tensor
                 bind(spec.name, tensor.value)
         for name, buffer in buffers.items():

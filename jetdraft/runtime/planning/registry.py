@@ -26,7 +26,12 @@ from jetdraft.runtime.proposers import (
     stream,
     trigram,
 )
-from jetdraft.runtime.proposers.guessing import block_methods, medusa_method
+from jetdraft.runtime.proposers.guessing import (
+    block_methods,
+    forecasts,
+    medusa_method,
+    ppd,
+)
 from jetdraft.runtime.proposers.method import Method
 
 GROUP = "jetdraft.methods"
@@ -37,7 +42,7 @@ AUTO, NONE = "auto", "none"
 _METHODS: tuple[Method[Any], ...] = (
     *(m.METHOD for m in (lookup, draft, head_method, medusa_method)),
     *(block_methods.DFLASH, block_methods.DIFFUSION),
-    *(m.METHOD for m in (stream, recall, trigram, cascade)),
+    *(m.METHOD for m in (stream, ppd, forecasts, recall, trigram, cascade)),
 )
 
 
