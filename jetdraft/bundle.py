@@ -374,7 +374,7 @@ def check_pair(
 
     Both must have the same capacity and the same vocabulary, though a head may choose
     among a part of it. The features that a head reads must have the width of the
-    features that the target gives.
+    features that the target gives, and buffers that it reads those of the target.
     """
     if target.vocab_size != drafter.vocab_size:
         raise PairError(
@@ -391,6 +391,14 @@ def check_pair(
             f"the {name} reads features of width {drafter.feature_input}, the target "
             f"gives width {target.feature_size}; export both together"
         )
+    for layer, *shape in drafter.reads:
+        lent = target.kv_shapes[layer : layer + 1]
+        if target.kv_bits or lent != (tuple(shape),):
+            raise PairError(
+                f"the {name} reads {shape[0]} heads of {shape[1]} floats of the "
+                f"target's layer {layer}, which the target does not keep; export both "
+                "together"
+            )
 
 
 def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:

@@ -14,6 +14,8 @@ of `capacity` rows:
 | `draft_start` | int32 [1], the slot of the draft's first row; trees or streams |
 | `probe_rows`, `probe_ids` | int64 [r], the row and the stream of each probe |
 | `features` | float32 [1, n, w], one per row, in the graph of a head |
+| `target_length` | int32 [1], committed rows in the target's buffers |
+| `target_key.{i}`, `target_value.{i}` | the target's buffers of layer i, only read |
 | `block` | int64 [1, g], tokens behind the rows; `vocab_size` for an unknown one |
 | `past_key.{i}`, `past_value.{i}` | dtype [1, kv_heads, capacity, head_dim] |
 
@@ -74,6 +76,9 @@ ROWS, ANSWERS, PROBES, ALL = "n", "m", "r", "n+r"
 """The names of the dynamic axes: the rows of a pass, the rows it answers for, its
 probes, and rows and probes together."""
 
+SLOTS = "s"
+"""The name of the axis of slots in buffers of another graph, which may have more."""
+
 EARLY_EXIT = ("streams.narrow.weight", "streams.widen.weight")
 """The weights of the pruning adapter, which only the lower half of a graph has."""
 
@@ -102,6 +107,9 @@ class TensorSpec:
 PARENTS = TensorSpec("parents", "int64", (ROWS,))
 """The parents of a draft's rows, for an early exit; the root is its own parent."""
 
+TARGET_LENGTH = TensorSpec("target_length", "int32", (1,))
+"""The committed rows in the target's buffers."""
+
 SCORES = TensorSpec("scores", "float32", (1, ROWS))
 """What an early exit gives: the log probability of each row's token."""
 
@@ -119,8 +127,9 @@ class StepContract:
     `hidden_size` of the output `hidden`, `feature_size` of the output `features`,
     `feature_input` of the input `features`, and `carried_size` of `carried`. A
     `draft_vocab` of 0 means the whole vocabulary. `guesses` is the number of tokens
-    that a head guesses at once, 0 for other graphs. Raises `ContractError` for sizes
-    that contradict each other.
+    that a head guesses at once, 0 for other graphs. `reads` has (layer, kv_heads,
+    head_dim) of each layer of the target whose buffers the graph reads. Raises
+    `ContractError` for sizes that contradict each other.
 
     The buffers have `spare_slots` more slots than the capacity. A pass near the end may
     fill them, and no pass reads them.
@@ -147,6 +156,7 @@ class StepContract:
     draft_vocab: Count = 0
     guesses: Annotated[int, in_range(0, 1024)] = 0
     spare_slots: Count = 0
+    reads: tuple[tuple[Count, Size, Size], ...] = ()
 
     def __post_init__(self) -> None:
         for is_wrong, fact in (
@@ -174,6 +184,11 @@ class StepContract:
         ):
             if is_wrong:
                 raise ContractError(f"graph contract: {fact}; export the bundle again")
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether a drafter with this graph is a model of its own, which reads text."""
+        return not (self.feature_input or self.guesses or self.reads)
 
     @property
     def slots(self) -> int:
@@ -208,7 +223,19 @@ class StepContract:
             *(self.probes if self.streams else []),
             *_optional("features", ROWS, self.feature_input),
             *([TensorSpec("block", "int64", (1, self.block))] if self.block else []),
+            *([TARGET_LENGTH, *self.lent] if self.reads else []),
             *self.buffers("past"),
+        )
+
+    @property
+    def lent(self) -> tuple[TensorSpec, ...]:
+        """The buffers of the target that the graph reads."""
+        return tuple(
+            TensorSpec(
+                f"target_{kind}.{layer}", self.dtype, (1, heads, SLOTS, head_dim)
+            )
+            for layer, heads, head_dim in self.reads
+            for kind in ("key", "value")
         )
 
     @property
@@ -284,8 +311,9 @@ class StepContract:
     ) -> SplitContract:
         """The contract of two halves; the upper half has the top `layers`.
 
-        `hidden_size` is the width of the states between them; with `scores` the lower
-        half has an early exit. Raises `ContractError` if a half would have no layer.
+        `hidden_size` is the width of the states between them, which take the place of
+        features; with `scores` the lower half has an early exit. Raises
+        `ContractError` if a half would have no layer.
         """
         below = len(self.kv_shapes) - layers
         if layers < 1 or below < 1:
@@ -296,8 +324,8 @@ class StepContract:
         return SplitContract(
             whole=self,
             hidden_size=hidden_size,
-            lower=replace(self, kv_shapes=self.kv_shapes[:below]),
-            upper=replace(self, kv_shapes=self.kv_shapes[below:]),
+            lower=replace(self, kv_shapes=self.kv_shapes[:below], feature_size=0),
+            upper=replace(self, kv_shapes=self.kv_shapes[below:], feature_size=0),
             scores=scores,
         )
 

@@ -19,6 +19,21 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C."""
 
 
+regenerate_option = option(
+    "training",
+    "--regenerate",
+    is_flag=True,
+    help="Let the target complete the texts itself, and train on what it writes.",
+)
+
+
+def half_option(product: str) -> Decorator:
+    """The option that stores what is trained in float16."""
+    return option(
+        "training", "--half", is_flag=True, help=f"Write the {product} in float16."
+    )
+
+
 def training_options(
     saved: str, steps: int | None = 200, needs_data: bool = True
 ) -> Decorator:

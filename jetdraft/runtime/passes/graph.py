@@ -52,6 +52,8 @@ class Graph:
         self.memory = memory
         self.captures = captures
         self.lengths: Sequence[int] = ()
+        self.lender: Cache | None = None
+        """The target's buffers, for a graph that reads them; set it before a pass."""
         self.prepare(exact=True)
         self.cache = Cache(self.contract, compaction, memory)
         self.seconds = 0.0
@@ -200,6 +202,8 @@ class Graph:
         length = self._length(cursor + size.width, binding.biased)
         binding.cursor[0] = cursor
         binding.total_length[0] = length
+        if self.lender is not None:
+            binding.arrays["target_length"][0] = self.lender.length
         options = None
         if self.captures is not None:
             # Prefills have few passes of any width, which are not worth a capture.
@@ -228,6 +232,17 @@ def _lengths(capacity: int) -> list[int]:
     return [*(length for length in powers if length < capacity), capacity]
 
 
+def _lent(graph: Graph) -> dict[str, ort.OrtValue]:
+    """The buffers of the target that a graph reads, by the names of its inputs."""
+    names = [spec.name for spec in graph.contract.lent]
+    if not names:
+        return {}
+    if graph.lender is None:
+        raise ValueError("this graph reads the target's buffers; set its lender")
+    own = graph.lender.buffers
+    return {name: own[name.replace("target_", "past_")] for name in names}
+
+
 @dataclass(frozen=True)
 class _Size:
     """The sizes of a binding's passes; they answer for their last `answers` rows."""
@@ -252,6 +267,7 @@ class _Binding(Bound):
             size.answers,
             probes.total,
             graph.memory,
+            _lent(graph),
         )
         self.size = size
         self.biased = contract.biased

@@ -42,4 +42,5 @@ METHOD = Method(
     trees=True,
     cost="drafter",
     samples=SAMPLES,
+    alone={},
 )
