@@ -43,6 +43,8 @@ ONLY_PARSED = {
     "jetdraft train drafter": "needs a drafter's checkpoint; tests/train",
     "jetdraft store clear bundles/pycode learned": "needs lessons; tests/cli",
     "jetdraft train head": "takes a quarter of an hour; tests/train",
+    "jetdraft train kangaroo": "takes minutes; tests/train",
+    "jetdraft generate bundles/with-adapter": "needs an export; tests/train",
     "jetdraft bench bundles/faster": "needs a trained drafter; tests/train",
     "jetdraft generate bundles/with-block": "needs an export; tests/export",
     "jetdraft generate bundles/with-head": "needs an export; tests/test_pycode.py",

@@ -178,7 +178,8 @@ def _cut(measures: Measures, reader: AnyHead | None) -> CutHead | None:
     else:
         return None
     dtype = getattr(torch, DTYPES[options.dtype_of(DRAFTER)])
-    if isinstance(reader, Head | BlockDrafter):
+    if reader is not None:
+        assert not isinstance(reader, Guessing)  # refused by the options' check
         cut_head(reader, measures.ids, dtype)
         return None
     cut = CutHead.of(checkpoints[DRAFTER], measures.ids, dtype)

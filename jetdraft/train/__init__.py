@@ -4,6 +4,7 @@ TRAINERS = {
     "streams": "Add speculative streams to a checkpoint.",
     "drafter": "Train a small model that drafts for a target.",
     "head": "Train a head that reads the target's hidden states.",
+    "kangaroo": "Train an adapter that drafts with the target's lower layers.",
     "acceptance": "Teach a drafter when to stop.",
     "table": "Count a trigram table in text files.",
 }

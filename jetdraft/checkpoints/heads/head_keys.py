@@ -69,6 +69,7 @@ SPECULATORS_DFLASH_KEYS = SPECULATORS_KEYS | {
     "auf",
 }
 DIFFUSION_KEYS = _LAYER | {"block_size"}
+KANGAROO_KEYS = _LAYER | {"exit_layer"}
 
 _WITHOUT_EFFECT = {
     "attention_dropout",

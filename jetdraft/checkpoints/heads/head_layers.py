@@ -21,7 +21,7 @@ from jetdraft.checkpoints.heads.head_config import EAGLE1, EAGLE3, HeadConfig
 from jetdraft.checkpoints.streamed import decoder_layers
 from jetdraft.errors import UnsupportedModelError
 
-_CACHE = (
+CACHE = (
     "cache"
     if "cache" in inspect.signature(LlamaDecoderLayer.forward).parameters
     else "past_key_values"
@@ -77,7 +77,7 @@ class HeadLayers(nn.Module):
                 attention_mask=mask,
                 position_ids=positions,
                 position_embeddings=self.rotations(states, positions),
-                **{_CACHE: cache},
+                **{CACHE: cache},
                 **(first if index == 0 else {}),
             )
             states = states[0] if isinstance(states, tuple) else states

@@ -9,11 +9,13 @@ import torch
 
 from jetdraft.bundle import CONTRIB, DRAFTER, GraphEntry
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.attached.exit_adapter import ExitAdapter
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.head_reader import AnyHead, load_head
 from jetdraft.checkpoints.taps import Taps
 from jetdraft.contract import StepContract
 from jetdraft.export.export_options import DTYPES, ExportOptions
+from jetdraft.export.heads.adapter_step import AdapterStep, adapter_contract
 from jetdraft.export.heads.block_step import BlockStep, block_contract
 from jetdraft.export.heads.guess_step import Guessing, GuessStep, guess_contract
 from jetdraft.export.heads.head_step import HeadStep, head_contract
@@ -38,6 +40,8 @@ def taps_of(head: AnyHead) -> Taps | None:
     config = head.config
     if isinstance(head, BlockDrafter) and head.reads_text:
         return None
+    if isinstance(head, ExitAdapter):
+        return Taps(config.taps, config.feature_size, cut=head.exit_layer)
     if isinstance(head, Guessing) or not config.taps:
         return Taps((), config.feature_size)
     parts = {name: getattr(head, name) for name in _FUSION if hasattr(head, name)}
@@ -97,6 +101,8 @@ def _step_of(head: AnyHead, target: StepContract, dtype: str) -> Step:
         return GuessStep(head, guess_contract(head, target, dtype))
     if isinstance(head, BlockDrafter):
         return BlockStep(head, block_contract(head, target, dtype))
+    if isinstance(head, ExitAdapter):
+        return AdapterStep(head, adapter_contract(head, target, dtype))
     return HeadStep(head, head_contract(head, target, dtype))
 
 

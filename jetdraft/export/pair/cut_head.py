@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from jetdraft.bundle import DRAFTER
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.attached.exit_adapter import ExitAdapter
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.parameters import run_in
@@ -65,7 +66,9 @@ class CutHead:
         return replace(plain, borrowed={self.embedding: self.whole}, lender=lender)
 
 
-def cut_head(head: Head | BlockDrafter, ids: Tensor, dtype: torch.dtype) -> None:
+def cut_head(
+    head: Head | BlockDrafter | ExitAdapter, ids: Tensor, dtype: torch.dtype
+) -> None:
     """Let a head that reads states choose among these tokens, in place.
 
     The target's own LM head stays as it is.

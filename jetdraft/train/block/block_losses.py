@@ -13,7 +13,7 @@ from jetdraft.checkpoints.heads.block_drafter import BlockDrafter, masked
 from jetdraft.train.block.block_places import Blocks
 from jetdraft.train.data import IGNORED
 from jetdraft.train.head.head_losses import Lesson
-from jetdraft.train.taught.places import Sums, sums_of
+from jetdraft.train.taught.place_sums import Sums, sums_of
 from jetdraft.train.taught.precision import precision
 
 

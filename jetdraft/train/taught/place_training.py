@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from jetdraft.errors import TrainingError
 from jetdraft.train.head.head_layout import trained_weights
-from jetdraft.train.taught.places import Sums
+from jetdraft.train.taught.place_sums import Sums
 from jetdraft.train.taught.taught_training import TaughtTraining
 
 FIGURES = "training.json"
