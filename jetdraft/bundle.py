@@ -335,10 +335,15 @@ class Bundle:
         return bundle
 
     def _check_names(self) -> None:
-        """Raise `ValueError` unless there is a target, and all graphs are listed."""
+        """Raise `ValueError` unless there is a target, and all graphs are listed.
+
+        A target reads its own buffers only.
+        """
         listed = {file for entry in self.graphs.values() for file in entry.files}
         if TARGET not in self.graphs or not listed <= set(self.files):
             raise ValueError("a graph or its file is not listed")
+        if self.target.contract.reads:
+            raise ValueError("the target reads the buffers of a target")
 
     def to_json(self) -> dict[str, Any]:
         """The manifest, with its own hash."""

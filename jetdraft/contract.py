@@ -99,6 +99,7 @@ class TensorSpec:
         `answers` of the rows are answered for.
         """
         sizes = {ROWS: rows, ANSWERS: answers, PROBES: probes, ALL: rows + probes}
+        sizes[SLOTS] = rows + 1  # of buffers that are lent, to trace with
         return tuple(
             sizes[axis] if isinstance(axis, str) else axis for axis in self.shape
         )

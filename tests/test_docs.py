@@ -44,6 +44,8 @@ ONLY_PARSED = {
     "jetdraft store clear bundles/pycode learned": "needs lessons; tests/cli",
     "jetdraft train head": "takes a quarter of an hour; tests/train",
     "jetdraft train kangaroo": "takes minutes; tests/train",
+    "jetdraft train glide": "takes minutes; tests/train",
+    "jetdraft generate bundles/with-glide": "needs an export; tests/train",
     "jetdraft generate bundles/with-adapter": "needs an export; tests/train",
     "jetdraft bench bundles/faster": "needs a trained drafter; tests/train",
     "jetdraft generate bundles/with-block": "needs an export; tests/export",

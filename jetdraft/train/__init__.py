@@ -5,6 +5,7 @@ TRAINERS = {
     "drafter": "Train a small model that drafts for a target.",
     "head": "Train a head that reads the target's hidden states.",
     "kangaroo": "Train an adapter that drafts with the target's lower layers.",
+    "glide": "Train a layer that drafts from the target's keys and values.",
     "acceptance": "Teach a drafter when to stop.",
     "table": "Count a trigram table in text files.",
 }

@@ -34,6 +34,16 @@ def half_option(product: str) -> Decorator:
     )
 
 
+def inner_option(product: str) -> Decorator:
+    """The option of the width inside an MLP."""
+    return option(
+        "training",
+        "--inner",
+        default=0,
+        help=f"Width inside the MLP of {product}; default: the target's.",
+    )
+
+
 def training_options(
     saved: str, steps: int | None = 200, needs_data: bool = True
 ) -> Decorator:

@@ -259,6 +259,20 @@ def test_a_prompt_that_goes_on_is_not_read_again(model):
     assert again.stats.accepted_tokens == fresh.stats.accepted_tokens
 
 
+def test_a_saved_prefix_holds_the_adapters_rows(bundles, tmp_path):
+    prompt, how = PERIOD * 2, {"method": "kangaroo", "num_draft_tokens": 3, **LONG}
+    with jetdraft.load(bundles["trained"].path, threads=1) as model:
+        ids = model.parts.text.encode(prompt)
+        fresh = model.generate(prompt, **how)
+        model.save_prefix(tmp_path / "prefix.npz", ids[:-2])
+    with jetdraft.load(bundles["trained"].path, threads=1) as model:
+        model.load_prefix(tmp_path / "prefix.npz")
+        again = model.generate(prompt, **how)
+        assert again.stats.reused_tokens > 10
+    assert again.token_ids == fresh.token_ids
+    assert again.stats.accepted_counts == fresh.stats.accepted_counts
+
+
 def test_the_adapter_in_the_graph_is_the_module(target, folders, tmp_path):
     """The graph answers what the module says of the states at the exit.
 

@@ -15,6 +15,7 @@ from jetdraft.checkpoints.heads.attached.exit_adapter import (
     is_kangaroo,
     read_kangaroo,
 )
+from jetdraft.checkpoints.heads.attached.glide import Glide, is_glide, read_glide
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.block_reader import (
     is_dflash,
@@ -32,9 +33,9 @@ from jetdraft.checkpoints.heads.mtp import is_mtp, read_mtp
 from jetdraft.checkpoints.parameters import run_in
 from jetdraft.errors import CheckpointError
 
-AnyHead = Head | BlockDrafter | Medusa | Hydra | ExitAdapter
+AnyHead = Head | BlockDrafter | Medusa | Hydra | ExitAdapter | Glide
 
-_KINDS = "EAGLE-1, EAGLE-2, EAGLE-3, MTP, DFlash, Medusa, Hydra and Kangaroo"
+_KINDS = "EAGLE-1, EAGLE-2, EAGLE-3, MTP, DFlash, Medusa, Hydra, Kangaroo and GliDe"
 
 
 def load_head(source: str, target: Checkpoint, dtype: torch.dtype) -> AnyHead:
@@ -64,6 +65,7 @@ def _built(files: HeadFiles, target: Checkpoint) -> AnyHead:
         (is_hydra, _hydra),
         (lambda files: is_dflash(files) or is_diffusion(files), _block_drafter),
         (is_kangaroo, _kangaroo),
+        (is_glide, _glide),
         (is_mtp, _mtp),
         (_is_eagle, _eagle),
     ):
@@ -103,6 +105,13 @@ def _kangaroo(files: HeadFiles, target: Checkpoint) -> AnyHead:
     adapter = ExitAdapter(config, target.model)
     _fill(files.source, adapter, tensors, taken=("lm_head.",))
     return adapter
+
+
+def _glide(files: HeadFiles, target: Checkpoint) -> AnyHead:
+    config, tensors = read_glide(files, target)
+    drafter = Glide(config, target.model)
+    _fill(files.source, drafter, tensors, taken=("embed_tokens.", "lm_head."))
+    return drafter
 
 
 def _mtp(files: HeadFiles, target: Checkpoint) -> AnyHead:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from jetdraft.bundle import DRAFTER
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.attached.exit_adapter import ExitAdapter
+from jetdraft.checkpoints.heads.attached.glide import Glide
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.parameters import run_in
@@ -67,7 +68,7 @@ class CutHead:
 
 
 def cut_head(
-    head: Head | BlockDrafter | ExitAdapter, ids: Tensor, dtype: torch.dtype
+    head: Head | BlockDrafter | ExitAdapter | Glide, ids: Tensor, dtype: torch.dtype
 ) -> None:
     """Let a head that reads states choose among these tokens, in place.
 

@@ -26,7 +26,7 @@ from jetdraft.runtime.proposers import (
     stream,
     trigram,
 )
-from jetdraft.runtime.proposers.attached import exit_method
+from jetdraft.runtime.proposers.attached import exit_method, glide_method
 from jetdraft.runtime.proposers.guessing import block_methods, medusa_method
 from jetdraft.runtime.proposers.method import Method
 
@@ -36,7 +36,7 @@ AUTO, NONE = "auto", "none"
 """Names in place of a method: the methods that promise most, and plain decoding."""
 
 _METHODS: tuple[Method[Any], ...] = (
-    *(m.METHOD for m in (lookup, draft, head_method, exit_method)),
+    *(m.METHOD for m in (lookup, draft, head_method, exit_method, glide_method)),
     *(medusa_method.METHOD, block_methods.DFLASH, block_methods.DIFFUSION),
     *(m.METHOD for m in (stream, recall, trigram, cascade)),
 )

@@ -13,6 +13,7 @@ from jetdraft.train.head.head_training import KINDS, HeadSettings, HeadTraining
 from jetdraft.train.training import TrainingOptions
 from jetdraft.train.training_command import (
     half_option,
+    inner_option,
     regenerate_option,
     run_training,
     training_options,
@@ -51,12 +52,7 @@ from jetdraft.train.training_command import (
     help="Steps of a draft that are trained, or the tokens that Medusa guesses.",
 )
 @regenerate_option
-@option(
-    "training",
-    "--inner",
-    default=0,
-    help="Width inside the MLP of an EAGLE head; default: the target's.",
-)
+@inner_option("an EAGLE head")
 @half_option("head")
 @option(
     "training",

@@ -52,10 +52,11 @@ class ExitOptions(TreeOptions):
 
 def _lacks(bundle: Bundle) -> str:
     contract = bundle.drafter.contract if bundle.drafter else None
+    halves = bundle.target.halves
     has_adapter = (
-        bundle.target.halves is not None
+        halves is not None
         and contract is not None
-        and contract.feature_input
+        and contract.feature_input == halves.hidden_size
         and not (contract.carried_size or contract.guesses)
     )
     return "" if has_adapter else "export with --head, and a Kangaroo adapter"
