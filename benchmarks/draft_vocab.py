@@ -5,7 +5,8 @@
 
 BUNDLE is the exported pair of the checkpoints TARGET and DRAFTER. For each count its
 drafter is exported again, cut as `jetdraft export --draft-vocab COUNT` cuts it; the
-target's graphs stay. Bundles run in turns, greedy; the median over the turns is shown.
+target's graphs stay. Bundles run in turns, greedy; the median over the turns is shown,
+and over plain decoding of the same bundle in the same turn. Run nothing beside.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import json
 import os
 import shutil
 import statistics
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from tokenizers import Tokenizer
 
 import jetdraft
+from jetdraft import Stats
 from jetdraft.bundle import DRAFTER, TARGET, Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.export.export_options import ExportOptions
@@ -31,6 +35,12 @@ from jetdraft.manifest import MANIFEST
 from jetdraft.recipe import Recipe
 
 PASSES = 40
+"""Passes of the drafter over one row, whose median is the time of a draft step."""
+
+
+def say(fact: str) -> None:
+    """A line of progress, with the seconds since the start."""
+    click.echo(f"{time.perf_counter() - STARTED:5.0f} s  {fact}", err=True)
 
 
 def cut_bundle(
@@ -58,54 +68,66 @@ def cut_bundle(
         {TARGET: target, DRAFTER: Checkpoint.load(source, torch.float32)},
         {
             TARGET: bundle.target.contract,
-            DRAFTER: replace(entry.contract, draft_vocab=count),
+            DRAFTER: replace(entry.contract, draft_vocab=count, tree=False),
         },
         options,
         lambda *state: None,
     )
-    cut = _cut(measures)
+    cut = _cut(measures, None)
     assert cut is not None
     job = _cut_job(_job(folder, DRAFTER, cut.checkpoint, measures), cut)
     graphs = {**bundle.graphs, DRAFTER: _write_graphs(job)}
-    made = replace(bundle, path=folder, graphs=graphs, files={})
-    made.save()
+    replace(bundle, path=folder, graphs=graphs, files={}).save()
     return Bundle.open(folder)
 
 
-def measured(bundle: Bundle, prompts: list[list[int]], k: int, new: int) -> Any:
+def measured(
+    bundle: Bundle, prompts: list[list[int]], k: int, new: int
+) -> dict[str, Any]:
     """Milliseconds of a draft step, and the figures of the texts."""
     with jetdraft.load(bundle.path, threads=2) as model:
         drafter = model.parts.drafter
         assert drafter is not None
+        how: dict[str, Any] = {"max_new_tokens": new, "ignore_eos": True}
+        drafted = {"method": "draft", "num_draft_tokens": k}
+        # The first generation measures the machine.
+        model.generate(token_ids=prompts[0], **{**how, "max_new_tokens": 4}, **drafted)
+        model.forget()
         times = []
         for _ in range(PASSES):
             before = drafter.seconds
             drafter.run([100])
             times.append(1e3 * (drafter.seconds - before))
-        stats = None
-        texts = []
+        stats, plain, texts = list[Stats](), list[Stats](), []
         for prompt in prompts:
-            result = model.generate(
-                token_ids=prompt,
-                method="draft",
-                num_draft_tokens=k,
-                max_new_tokens=new,
-                ignore_eos=True,
-            )
+            result = model.generate(token_ids=prompt, **drafted, **how)
             texts.append(result.token_ids)
-            if stats is None:
-                stats = result.stats
-            else:
-                stats.merge(result.stats)
-        assert stats is not None
-        return {
-            "draft_ms": statistics.median(times),
-            "tokens_per_second": stats.tokens_per_second,
-            "acceptance": stats.acceptance_rate,
-            "by_position": stats.accepted_by_position,
-            "tokens_per_pass": stats.tokens_per_pass,
-            "texts": texts,
-        }
+            stats.append(result.stats)
+            model.forget()
+            plain.append(model.generate(token_ids=prompt, method="none", **how).stats)
+            model.forget()
+    total, without = merged(stats), merged(plain)
+    speeds = total.tokens_per_second or 0.0, without.tokens_per_second or 1.0
+    return {
+        "draft_ms": statistics.median(times),
+        "tokens_per_second": speeds[0],
+        "over_plain": speeds[0] / speeds[1],
+        "acceptance": total.acceptance_rate or 0.0,
+        "by_position": total.accepted_by_position,
+        "tokens_per_pass": total.tokens_per_pass,
+        "texts": texts,
+    }
+
+
+def merged(parts: list[Stats]) -> Stats:
+    """The sums of some generations."""
+    first, *others = parts
+    for other in others:
+        first.merge(other)
+    return first
+
+
+STARTED = time.perf_counter()
 
 
 @click.command()
@@ -114,11 +136,12 @@ def measured(bundle: Bundle, prompts: list[list[int]], k: int, new: int) -> Any:
 @click.argument("drafter")
 @click.option("--calibration", type=Path, required=True)
 @click.option("--prompts", "files", type=Path, multiple=True, required=True)
-@click.option("--counts", default="65536,32768,8192")
+@click.option("--counts", default="32768,8192", show_default=True)
 @click.option("-w", "--work", type=Path, required=True)
-@click.option("-k", "--draft-tokens", default=3)
-@click.option("-n", "--new-tokens", default=64)
-@click.option("--turns", default=2)
+@click.option("-k", "--draft-tokens", default=3, show_default=True)
+@click.option("-n", "--new-tokens", default=64, show_default=True)
+@click.option("--turns", default=2, show_default=True)
+@click.option("--count", default=4, show_default=True, help="Prompts of each file.")
 @click.option("--json", "output", type=Path)
 def main(
     bundle: Path,
@@ -131,32 +154,60 @@ def main(
     draft_tokens: int,
     new_tokens: int,
     turns: int,
+    count: int,
     output: Path | None,
 ) -> None:
     """Measure BUNDLE and its cut versions."""
+    prompts = [p for file in files for p in prompts_of(file, bundle)[:count]]
     whole = Bundle.open(bundle)
-    checkpoint = Checkpoint.load(target, torch.float32)
     bundles = {whole.target.contract.vocab_size: whole}
-    for count in map(int, counts.split(",")):
-        folder = work / str(count)
-        bundles[count] = cut_bundle(
-            whole, checkpoint, drafter, calibration, count, folder
+    say(f"reads {target}")
+    checkpoint = Checkpoint.load(target, torch.float32)
+    for size in map(int, counts.split(",")):
+        say(f"exports the drafter with {size} tokens")
+        bundles[size] = cut_bundle(
+            whole, checkpoint, drafter, calibration, size, work / str(size)
         )
-        click.echo(f"exported {count}", err=True)
     del checkpoint
-    lines = [line for f in files for line in f.read_text().splitlines() if line]
-    prompts = [json.loads(line)["token_ids"] for line in lines]
-    rounds: dict[int, list[Any]] = {count: [] for count in bundles}
-    for _ in range(turns):
-        for count, one in bundles.items():
-            rounds[count].append(measured(one, prompts, draft_tokens, new_tokens))
-            row = row_of(count, rounds, one)
-            click.echo(f"measured {json.dumps(row)}", err=True)
-    rows = [row_of(count, rounds, bundles[count]) for count in bundles]
-    for row in rows:
-        click.echo(json.dumps(row))
+    rounds: dict[int, list[Any]] = {size: [] for size in bundles}
+    for turn in range(turns):
+        for size, one in bundles.items():
+            say(f"turn {turn + 1} of {turns}, {size} tokens")
+            rounds[size].append(measured(one, prompts, draft_tokens, new_tokens))
+    rows = [row_of(size, rounds, one) for size, one in bundles.items()]
+    show(rows)
+    say("done")
     if output is not None:
         output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+def prompts_of(file: Path, bundle: Path) -> list[list[int]]:
+    """The prompts of a file of JSON lines, as token ids: its own, or of its texts."""
+    lines = [json.loads(line) for line in file.read_text().splitlines() if line]
+    file_of_words = Bundle.open(bundle).tokenizer
+    ids = []
+    for line in lines:
+        if "token_ids" not in line:
+            words = Tokenizer.from_file(str(file_of_words))
+            line["token_ids"] = words.encode(line["prompt"]).ids
+        ids.append(line["token_ids"])
+    return ids
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print a Markdown table."""
+    heads = ("N", "weights MB", "draft ms", "acceptance", "by position")
+    heads += ("tokens/pass", "tokens/s", "over plain", "same texts")
+    click.echo("| " + " | ".join(heads) + " |")
+    click.echo("| " + " | ".join(["---"] * len(heads)) + " |")
+    for row in rows:
+        places = " ".join(f"{share:.2f}" for share in row["by_position"])
+        click.echo(
+            f"| {row['draft_vocab']} | {row['weights_mb']} | {row['draft_ms']:.2f} "
+            f"| {row['acceptance']:.3f} | {places} | {row['tokens_per_pass']:.2f} "
+            f"| {row['tokens_per_second']:.1f} | {row['over_plain']:.2f}x "
+            f"| {'yes' if row['same_texts'] else 'NO'} |"
+        )
 
 
 def row_of(count: int, rounds: dict[int, list[Any]], bundle: Bundle) -> dict[str, Any]:
@@ -174,6 +225,7 @@ def row_of(count: int, rounds: dict[int, list[Any]], bundle: Bundle) -> dict[str
                 "acceptance",
                 "tokens_per_pass",
                 "tokens_per_second",
+                "over_plain",
             )
         },
         "by_position": [round(x, 3) for x in own[0]["by_position"]],

@@ -32,7 +32,6 @@ from jetdraft.contract import StepContract
 from jetdraft.errors import OptionError, PairError
 from jetdraft.export.embeddings import write_similarity
 from jetdraft.export.export_options import DTYPES, ExportOptions
-from jetdraft.export.heads.guess_step import Guessing
 from jetdraft.export.heads.head_export import head_of, taps_of, write_head
 from jetdraft.export.job import Job, Progress
 from jetdraft.export.kv import cache_scales
@@ -117,7 +116,7 @@ def export(
         bundle.save()
         if _can_draft_here(bundle, options):
             report("measure acceptance", 0, 1)
-            with_acceptance(bundle, measures.prompts).save()
+            with_acceptance(bundle, measures.prompts).save_manifest()
             report("measure acceptance", 1, 1)
     return Bundle.open(output)
 
@@ -145,12 +144,10 @@ def _check_draft_vocabulary(
             f"a draft vocabulary of {count} tokens is not a part of the target's "
             f"{most + 1}; give 1 to {most}, or leave it out"
         )
-    if isinstance(reader, Guessing) or (
-        isinstance(reader, BlockDrafter) and reader.reads_text
-    ):
+    if isinstance(reader, BlockDrafter) and reader.reads_text:
         raise OptionError(
-            "heads of Medusa and Hydra and diffusion drafters draft from the whole "
-            "vocabulary; leave --draft-vocab out"
+            "diffusion drafters draft from the whole vocabulary; leave --draft-vocab "
+            "out"
         )
     drafter = checkpoints.get(DRAFTER)
     for name, ids in (
@@ -179,7 +176,6 @@ def _cut(measures: Measures, reader: AnyHead | None) -> CutHead | None:
         return None
     dtype = getattr(torch, DTYPES[options.dtype_of(DRAFTER)])
     if reader is not None:
-        assert not isinstance(reader, Guessing)  # refused by the options' check
         cut_head(reader, measures.ids, dtype)
         return None
     cut = CutHead.of(checkpoints[DRAFTER], measures.ids, dtype)

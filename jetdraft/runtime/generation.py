@@ -305,6 +305,7 @@ class Generation:
             off="" if count else self._why_off(limit - len(context), offer),
             asked={p.traits.name: spent for p, spent in offer.drafted.items()},
             evidence=offer.evidence,
+            seconds=time.perf_counter() - round_start,
         )
         self.controller.observe(round_)
         return round_, Piece("", committed, len(path) - 1, logprobs)

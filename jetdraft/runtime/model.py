@@ -283,11 +283,12 @@ class Model:
         self.generate(token_ids=tokens, method=AUTO, max_new_tokens=1)
         parts = self.parts
         parts.claim.check_free()  # ends idle work, which needs the buffers too
+        # A prompt as long as the buffers leaves its last token unread.
+        rows, waiting = tokens[: parts.target.cache.length], None
         if parts.follower is not None:
             parts.follower.follow(tokens)
-        # A prompt as long as the buffers leaves its last token unread.
-        rows = tokens[: parts.target.cache.length]
-        save_prefix(Path(file), rows, parts.caches, parts.profiles.machine)
+            waiting = parts.follower.waiting(rows)
+        save_prefix(Path(file), rows, parts.caches, parts.profiles.machine, waiting)
 
     def load_prefix(self, file: str | Path) -> None:
         """Put a prefix that was saved with this bundle into the buffers.
@@ -298,10 +299,14 @@ class Model:
         parts = self.parts
         parts.claim.check_free()
         self.forget()
-        tokens, is_own = load_prefix(Path(file), parts.caches, parts.profiles.machine)
+        drafter = parts.drafter
+        size = 0 if drafter is None else drafter.contract.feature_input
+        tokens, is_own, waiting = load_prefix(
+            Path(file), parts.caches, parts.profiles.machine, size
+        )
         parts.prefix.restore(tokens, exact=is_own)
         if parts.follower is not None:
-            parts.follower.restore(tokens)
+            parts.follower.restore(tokens, waiting)
 
     def measure_again(self) -> None:
         """Measure the width classes and pass times of this machine again."""

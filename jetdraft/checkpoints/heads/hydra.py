@@ -35,7 +35,7 @@ class Hydra(nn.Module):
     """
 
     ids: Tensor | None = None
-    """It chooses among the whole vocabulary."""
+    """The tokens of the LM heads' rows, int64 [n]; None for all tokens."""
 
     def __init__(self, config: HeadConfig, embed_tokens: nn.Module) -> None:
         super().__init__()
@@ -74,7 +74,8 @@ class Hydra(nn.Module):
         path, guesses = tokens[..., None], []
         for slot, lm_head in enumerate(self.lm_heads):
             guesses.append(lm_head(self(slot, features, path)))
-            path = torch.cat([path, guesses[-1].argmax(-1, keepdim=True)], dim=-1)
+            best = guesses[-1].argmax(-1, keepdim=True)
+            path = torch.cat([path, best if self.ids is None else self.ids[best]], -1)
         return torch.stack(guesses, dim=2)
 
 
@@ -132,7 +133,7 @@ def read_hydra(
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size,
         slots=len(heads),
-        blocks=1 + max(int(match[2]) for match in layers),
+        blocks=len({match[2] for match in layers}),
     )
     renamed = {
         name.replace("hydra_mlp.", "mlps.").replace(

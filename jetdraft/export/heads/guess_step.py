@@ -9,7 +9,7 @@ import torch
 from jetdraft.checkpoints.heads.hydra import Hydra
 from jetdraft.checkpoints.heads.medusa import Medusa
 from jetdraft.contract import StepContract
-from jetdraft.export.step import Step, answers, dtype_of
+from jetdraft.export.step import Step, dtype_of
 
 Guessing = Medusa | Hydra
 
@@ -19,6 +19,9 @@ class GuessStep(Step):
 
     trace(GuessStep(medusa, contract), checkpoint.names())
     """
+
+    def __init__(self, heads: Guessing, contract: StepContract) -> None:
+        super().__init__(heads, contract, ids=heads.ids)
 
     def forward(  # type: ignore[override]  # heads have features as an input
         self,
@@ -34,7 +37,7 @@ class GuessStep(Step):
         last = features[:, answer_rows][:, -1:].to(dtype_of(self.contract))
         tokens = input_ids[:, answer_rows][:, -1:]
         logits = self.model.guesses(last, tokens)[:, 0].float()
-        return answers(logits, self.contract)
+        return self.answers(logits)
 
 
 def guess_contract(heads: Guessing, target: StepContract, dtype: str) -> StepContract:
@@ -47,6 +50,7 @@ def guess_contract(heads: Guessing, target: StepContract, dtype: str) -> StepCon
         kv_bits=0,
         feature_size=0,
         feature_input=heads.config.feature_size,
+        draft_vocab=0 if heads.ids is None else len(heads.ids),
         guesses=heads.config.slots,
         spare_slots=0,
     )

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from jetdraft.bundle import DRAFTER
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.attached.exit_adapter import ExitAdapter
-from jetdraft.checkpoints.heads.attached.glide import Glide
-from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
-from jetdraft.checkpoints.heads.head import Head
+from jetdraft.checkpoints.heads.head_reader import AnyHead
+from jetdraft.checkpoints.heads.hydra import Hydra
+from jetdraft.checkpoints.heads.medusa import Medusa
 from jetdraft.checkpoints.parameters import run_in
 from jetdraft.quant.blocks import Blocks
 from jetdraft.quant.weights import Quantization
@@ -67,14 +66,16 @@ class CutHead:
         return replace(plain, borrowed={self.embedding: self.whole}, lender=lender)
 
 
-def cut_head(
-    head: Head | BlockDrafter | ExitAdapter | Glide, ids: Tensor, dtype: torch.dtype
-) -> None:
+def cut_head(head: AnyHead, ids: Tensor, dtype: torch.dtype) -> None:
     """Let a head that reads states choose among these tokens, in place.
 
     The target's own LM head stays as it is.
     """
-    head.lm_head = _rows(head.lm_head, ids, dtype)
+    if isinstance(head, Medusa | Hydra):
+        cut = (_rows(lm_head, ids, dtype) for lm_head in head.lm_heads)
+        head.lm_heads = nn.ModuleList(cut)
+    else:
+        head.lm_head = _rows(head.lm_head, ids, dtype)
     head.ids = ids
 
 

@@ -49,7 +49,7 @@ class BlockFollower(HeadFollower):
         return answer.rows(slice(len(block), None))
 
     def _feed(self, tokens: Sequence[int]) -> Answer:
-        self._last = self._features[len(tokens) - 1 : len(tokens)]
+        self._last = self._features[len(tokens) - 1][None]
         return super()._feed(tokens)
 
 

@@ -27,7 +27,11 @@ class Follower:
         """Start a new sequence; the beginning that the last sequence shares stays."""
         self._fed.cut(self._fed.shared(prompt))
 
-    def restore(self, tokens: Sequence[int]) -> None:
+    def waiting(self, tokens: Sequence[int]) -> Float32s | None:
+        """No features of the target wait for a pass of a drafter."""
+        return None
+
+    def restore(self, tokens: Sequence[int], waiting: Float32s | None = None) -> None:
         """Somebody else has put the rows of these tokens into the cache."""
         self._fed.restore(tokens)
 

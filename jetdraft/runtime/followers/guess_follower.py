@@ -29,7 +29,11 @@ class GuessFollower:
         """Start a new sequence."""
         self.forget()
 
-    def restore(self, tokens: Sequence[int]) -> None:
+    def waiting(self, tokens: Sequence[int]) -> Float32s | None:
+        """No features are worth keeping: every sequence begins without them."""
+        return None
+
+    def restore(self, tokens: Sequence[int], waiting: Float32s | None = None) -> None:
         """Somebody else has run these tokens, and their features are not known."""
         self.forget()
 

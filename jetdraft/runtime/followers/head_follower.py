@@ -31,8 +31,8 @@ class HeadFollower:
         self.graph, self._fed = graph, Fed(graph)
         self._seen: list[int] = []
         """The tokens whose features were observed; the head was fed with some."""
-        self._features = _NONE
-        """The features of the tokens that are seen and not fed, [seen - fed, w]."""
+        self._features: list[Float32s] = []
+        """The features of each token that is seen and not fed, [w]."""
         self._last = _NONE
         """What the last row before a draft carries, [1, w]."""
         self._carried: dict[int, Float32s] = {}
@@ -51,18 +51,27 @@ class HeadFollower:
         """How many of the first `kept` tokens need not be observed again."""
         return min(kept, len(self._seen))
 
-    def restore(self, tokens: Sequence[int]) -> None:
+    def waiting(self, tokens: Sequence[int]) -> Float32s | None:
+        """The features [1, w] of the last of these tokens, which is not fed yet.
+
+        None if they are not known.
+        """
+        is_next = len(self._fed.tokens) == len(tokens) - 1
+        return np.stack(self._features[:1]) if is_next and self._features else None
+
+    def restore(self, tokens: Sequence[int], waiting: Float32s | None = None) -> None:
         """Somebody else has put the rows of these tokens into the cache.
 
-        The last of them is not the head's: it has no features.
+        The last of them is not the head's, which has `waiting` features at most.
         """
         self._fed.restore(tokens[1:])
-        self._seen, self._features = list(tokens[:-1]), _NONE
+        self._features = [] if waiting is None else list(waiting)
+        self._seen = list(tokens[: len(tokens) - 1 + len(self._features)])
 
     def forget(self) -> None:
         """Keep nothing."""
         self._fed.cut(0)
-        self._seen, self._features = [], _NONE
+        self._seen, self._features = [], []
 
     def observe(
         self, first: int, tokens: Sequence[int], features: Float32s | None
@@ -71,9 +80,8 @@ class HeadFollower:
         if features is None or first > len(self._seen):
             return  # what it missed is read again with the next prompt
         self._cut(first, first)
-        waiting = [self._features, features] if len(self._features) else [features]
         self._seen += tokens
-        self._features = np.concatenate(waiting)
+        self._features += list(features)
         while len(self._features) > self.graph.contract.max_width:
             self._feed(self._ready(self._seen))
 
@@ -122,7 +130,8 @@ class HeadFollower:
 
     def _feed(self, tokens: Sequence[int]) -> Answer:
         """Run tokens whose features have waited; the answer for the last row."""
-        rows, self._features = np.split(self._features, [len(tokens)])
+        rows = np.stack(self._features[: len(tokens)])
+        del self._features[: len(tokens)]
         answer = self.graph.run(tokens, last_only=True, features=rows)
         self._fed.add(tokens)
         return answer
@@ -139,7 +148,7 @@ class HeadFollower:
         The features of the rows that were fed are gone.
         """
         if fed < len(self._fed.tokens):
-            seen, self._features = fed, _NONE
+            seen, self._features = fed, []
         self._fed.cut(fed)
         del self._seen[seen:]
-        self._features = self._features[: len(self._seen) - len(self._fed.tokens)]
+        del self._features[len(self._seen) - len(self._fed.tokens) :]

@@ -6,7 +6,9 @@ every round corrects the curve.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import asdict, dataclass, field
+from statistics import median_low
 from typing import Any
 
 from jetdraft.contract import WIDEST
@@ -21,6 +23,11 @@ LONGEST_MS = 1e6
 
 FOLLOWING = 0.05
 """The weight of one round in an estimate; one stall says little."""
+
+RECENT = 5
+"""Rounds whose median is the time of a drafted token. It depends on how tokens are
+chosen, so a new generation may need another time at once, and two stalls change it
+little."""
 
 
 @dataclass
@@ -43,6 +50,9 @@ class Curve:
     probe: float = 0.0
     drafter: float = 0.0
     drafts: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._recent: dict[str, deque[float]] = {}
 
     def pass_ms(self, width: int) -> float:
         """The milliseconds of a chain pass, on a line through the nearest widths."""
@@ -71,6 +81,7 @@ class Curve:
         """Take the times that `jetdraft tune` has measured."""
         self.passes |= {w: ms for w, ms in tuned.passes.items() if w <= WIDEST}
         self.drafts |= tuned.drafts
+        self._recent.clear()
         self.trees, self.compaction = dict(tuned.trees), tuned.compaction
 
     def learn(self, round_: Round) -> None:
@@ -86,11 +97,11 @@ class Curve:
         for method in round_.asked.keys() & self.drafts.keys():
             drafted, seconds = round_.asked[method]
             if drafted:
-                per_token = seconds * 1e3 / drafted
-                # An estimate of 0 was never timed, so the first time replaces it.
-                self.drafts[method] = _followed(
-                    self.drafts[method] or per_token, per_token
-                )
+                recent = self._recent.setdefault(method, deque(maxlen=RECENT))
+                if not recent and self.drafts[method]:  # 0 was never timed
+                    recent.append(self.drafts[method])
+                recent.append(seconds * 1e3 / drafted)
+                self.drafts[method] = median_low(recent)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads."""

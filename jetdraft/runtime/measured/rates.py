@@ -27,14 +27,23 @@ class Streak:
         self.successes: list[float] = []
         self.trials: list[float] = []
         self._failures_in_a_row: list[int] = []
+        self._rounds_without = 0
 
     def fade(self) -> None:
         """Let the counts fade after a round without such events."""
-        self.successes = [x * self.FADING for x in self.successes]
-        self.trials = [x * self.FADING for x in self.trials]
+        self._rounds_without += 1
+
+    def _faded(self) -> None:
+        """Make up for the rounds without events, when the counts are needed."""
+        if self._rounds_without:
+            left = self.FADING**self._rounds_without
+            self.successes = [x * left for x in self.successes]
+            self.trials = [x * left for x in self.trials]
+            self._rounds_without = 0
 
     def observe(self, outcomes: Sequence[bool]) -> None:
         """Count the outcomes of one series of events, from position 0 on."""
+        self._faded()
         grow = len(outcomes) - len(self.trials)
         self.successes += [0.0] * grow
         self.trials += [0.0] * grow
@@ -49,8 +58,14 @@ class Streak:
             self.successes[place] = self.successes[place] * self.MEMORY + success
             self.trials[place] = self.trials[place] * self.MEMORY + 1
 
+    @property
+    def reach(self) -> int:
+        """Twice the positions up to the first that has never had a success."""
+        return 2 * (1 + sum(successes > 0 for successes in self.successes))
+
     def rates(self, length: int) -> list[float]:
         """The rates at positions 0..length-1, each given successes at all before it."""
+        self._faded()
         rates, rate = [], self.prior
         for place in range(length):
             counted = place < len(self.trials)
@@ -80,6 +95,14 @@ class Acceptance:
         self.by_evidence: dict[int, Streak] = {}
         # A success is a wrong sibling: the series of siblings ends with the right one.
         self.siblings = Streak(1.0 - self.SIBLING_PRIOR)
+
+    @property
+    def reach(self) -> int | None:
+        """The longest draft to pay for: it doubles while drafts are right.
+
+        What lies farther is mere hope. None where evidence says more.
+        """
+        return None if self.by_evidence else self.places.reach
 
     def fade(self) -> None:
         """Let the rates fade after a round without a draft of this proposer."""

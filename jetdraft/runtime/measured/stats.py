@@ -19,7 +19,8 @@ class Round(NamedTuple):
     the rank is their number. `probes` is the number of probes, which drafted for the
     next round. `off` says why this round had no draft. `asked` maps each method that
     was asked to the number of rows that it offered and its seconds. `evidence` is the
-    proposer's for this draft.
+    proposer's for this draft. `seconds` is the time of the whole round, 0 if nobody
+    took it; `draft_seconds` are those until the draft was there, or given up.
     """
 
     method: str
@@ -32,6 +33,7 @@ class Round(NamedTuple):
     off: str = ""
     asked: Mapping[str, tuple[int, float]] = MappingProxyType({})
     evidence: int = 0
+    seconds: float = 0.0
 
     @property
     def evaluated(self) -> int:

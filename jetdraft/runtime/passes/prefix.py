@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from jetdraft.errors import BundleError
 from jetdraft.files import read_arrays, write_arrays
-from jetdraft.runtime.drafts.arrays import Int64s
+from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.target import Target
 from jetdraft.untrusted.json_text import read_json
@@ -72,14 +72,20 @@ def common_length(one: Sequence[int] | Int64s, other: Sequence[int] | Int64s) ->
 
 
 TOKENS, IDENTITY, DIGEST = "tokens", "identity", "sha256"
+WAITING = "waiting"
 
 
 def save_prefix(
-    file: Path, tokens: list[int], caches: dict[str, Cache], identity: dict[str, Any]
+    file: Path,
+    tokens: list[int],
+    caches: dict[str, Cache],
+    identity: dict[str, Any],
+    waiting: Float32s | None = None,
 ) -> None:
     """Write the rows of `tokens` from all caches, which must hold them, to an npz file.
 
-    `identity` says what the rows depend on. Raises `OutputError`.
+    `identity` says what the rows depend on, `waiting` float32 [1, w] are the target's
+    features that a head has not read yet. Raises `OutputError`.
     """
     arrays: dict[str, Any] = {
         TOKENS: np.array(tokens, np.int64),
@@ -88,6 +94,8 @@ def save_prefix(
     for owner, cache in caches.items():
         stored = cache.stored(len(tokens))
         arrays |= {f"{owner}/{name}": rows for name, rows in stored.items()}
+    if waiting is not None:
+        arrays[WAITING] = waiting
     write_arrays(file, {**arrays, DIGEST: np.array(digest_of(arrays))})
 
 
@@ -105,12 +113,13 @@ def digest_of(arrays: Mapping[str, npt.NDArray[Any]]) -> str:
 
 
 def load_prefix(
-    file: Path, caches: dict[str, Cache], identity: dict[str, Any]
-) -> tuple[list[int], bool]:
+    file: Path, caches: dict[str, Cache], identity: dict[str, Any], size: int = 0
+) -> tuple[list[int], bool, Float32s | None]:
     """Put saved rows into all caches.
 
-    Gives their tokens, and whether this machine computed them. Raises `BundleError` for
-    rows of another bundle, and for a file that was altered or does not fit the buffers.
+    Gives their tokens, whether this machine computed them, and the features of that
+    `size` that wait for a head, if it has such. Raises `BundleError` for rows of
+    another bundle, and for a file that was altered or does not fit the buffers.
     """
     refusal = BundleError(f"{file} is not a saved prefix; save it again")
     arrays = read_arrays(file, refusal)
@@ -135,10 +144,13 @@ def load_prefix(
         for name, buffer in cache.buffers.items()
     }
     stored = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+    waiting = arrays.get(WAITING) if size else None
+    if waiting is not None:
+        forms[WAITING] = (1, size), np.dtype(np.float32)
     is_too_long = any(len(tokens) > cache.capacity for cache in caches.values())
     if is_too_long or any(stored.get(name) != forms[name] for name in forms):
         raise refusal
     for owner, cache in caches.items():
         rows = {name: arrays[f"{owner}/{name}"] for name in cache.buffers}
         cache.restore(rows, len(tokens))
-    return tokens, origin == identity
+    return tokens, origin == identity, waiting

@@ -10,6 +10,7 @@ from jetdraft.contract import WIDEST
 from jetdraft.devices.best_tree import best_tree
 from jetdraft.runtime.drafts.probes import NO_PROBING, Probing
 from jetdraft.runtime.measured.curve import Curve
+from jetdraft.runtime.measured.profit import Profit
 from jetdraft.runtime.measured.rates import Acceptance
 from jetdraft.runtime.measured.stats import Round
 from jetdraft.runtime.proposers.proposer import Proposer
@@ -99,6 +100,10 @@ class _Promise(NamedTuple):
     parents: tuple[int, ...] | None = None
 
 
+def _assigned(proposer: Proposer, promise: _Promise, probing: Probing) -> Assignment:
+    return Assignment(proposer, promise.length, probing, promise.parents)
+
+
 class _Steady(NamedTuple):
     """A way to go on round after round with the same probes.
 
@@ -125,6 +130,9 @@ class Adaptive:
     Probes cost time one pass before their draft is used. So the controller compares
     ways to go on round after round: without probes, or with the probes that would pay
     in the long run.
+
+    Where all of this gains nothing by the clock, most rounds go without it, see
+    `Profit`.
     """
 
     def __init__(
@@ -136,6 +144,7 @@ class Adaptive:
         max_draft_tokens: int,
         exact: bool = True,
         branching: bool = False,
+        profit: Profit | None = None,
     ) -> None:
         self.proposers = list(proposers)
         self.curve = curve
@@ -148,9 +157,17 @@ class Adaptive:
         ]
         self.max_draft_tokens = max_draft_tokens
         self.acceptance = acceptance
+        self.profit = profit or Profit()
+        self.profit.begin()
+        self._resting = 0
+        self._plans = True
 
     def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
         """The best draft under the current estimates."""
+        self._plans = self._resting == 0
+        if not self._plans:
+            self._resting -= 1
+            return PLAIN
         best, best_value = self._without_probes(room, offers)
         winner = None
         for proposer in self.proposers:
@@ -163,12 +180,12 @@ class Adaptive:
         self, room: int, offers: Mapping[Proposer, int]
     ) -> tuple[Assignment, float]:
         """The draft that promises most tokens per ms, and how many it promises."""
-        best, best_value = PLAIN, 1.0 / self._pass_ms(1, NO_PROBING)
-        for draft, promise, spent_ms in self._drafts(room, offers, NO_PROBING):
+        best, best_value = None, 1.0 / self._pass_ms(1, NO_PROBING)
+        for proposer, promise, spent_ms in self._drafts(room, offers, NO_PROBING):
             value = promise.tokens / spent_ms
             if value > MARGIN * best_value:
-                best, best_value = draft, value
-        return best, best_value
+                best, best_value = (proposer, promise), value
+        return PLAIN if best is None else _assigned(*best, NO_PROBING), best_value
 
     def _with_probes(
         self, room: int, offers: Mapping[Proposer, int], steady: _Steady
@@ -184,19 +201,19 @@ class Adaptive:
         probing, best = steady.probing, Assignment(None, 0, steady.probing)
         spent_ms = self._pass_ms(1, probing)
         best_worth = 1.0 - steady.value * spent_ms + steady.prepared
-        for draft, promise, spent_ms in self._drafts(room, offers, probing):
+        for proposer, promise, spent_ms in self._drafts(room, offers, probing):
             if probing.last_only and promise.parents is not None:
                 continue  # the accepted path seldom ends at the last row of a tree
             chance = promise.chance if probing.last_only else 1.0
             worth = promise.tokens - steady.value * spent_ms + chance * steady.prepared
             if worth > best_worth:
-                best, best_worth = draft, worth
+                best, best_worth = _assigned(proposer, promise, probing), worth
         return best
 
     def _drafts(
         self, room: int, offers: Mapping[Proposer, int], probing: Probing
-    ) -> Iterator[tuple[Assignment, _Promise, float]]:
-        """Every draft that this round could have, its promise, and its milliseconds."""
+    ) -> Iterator[tuple[Proposer, _Promise, float]]:
+        """Every draft that this round could have: who, what, and its milliseconds."""
         for proposer in self.proposers:
             traits = proposer.traits
             if traits.probes and not probing.streams:
@@ -205,12 +222,13 @@ class Adaptive:
             token_ms, evidence = self.curve.drafts.get(traits.name, 0.0), None
             if proposer in offers:  # its rows are there, and their time is spent
                 token_ms, evidence = 0.0, proposer.evidence
+            elif token_ms:
+                limit = min(limit, self.acceptance[traits.name].reach or limit)
             for promise in self._promises(proposer, limit, evidence):
                 length = promise.length
                 branches = promise.parents is not None
                 ms = self._pass_ms(length + 1, probing, branches) + length * token_ms
-                draft = Assignment(proposer, length, probing, promise.parents)
-                yield draft, promise, ms
+                yield proposer, promise, ms
 
     def _steady(self, proposer: Proposer) -> Iterator[_Steady]:
         """The ways to go on with a proposer's probes.
@@ -294,7 +312,11 @@ class Adaptive:
         return probes_ms + self.curve.pass_ms(width)
 
     def observe(self, round_: Round) -> None:
-        """Update the rates and the curve."""
+        """Update the rates, the curve and the profit."""
+        if self._plans:
+            self._resting = self.profit.planned(round_)
+        else:
+            self.profit.plain(round_)
         self.curve.learn(round_)
         for name, acceptance in self.acceptance.items():
             if name == round_.method and round_.drafted:

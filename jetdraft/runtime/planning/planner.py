@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jetdraft.errors import DraftingError, JetdraftError, OptionError
+from jetdraft.runtime.measured.profit import Profit
 from jetdraft.runtime.measured.rates import Acceptance
 from jetdraft.runtime.measured.widths import prefill_widths
 from jetdraft.runtime.passes.target import Target
@@ -49,6 +50,7 @@ class Planner:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.acceptance: dict[str, Acceptance] = defaultdict(Acceptance)
+        self._profits: dict[tuple[str, ...], Profit] = defaultdict(Profit)
         self._proposers: dict[tuple[Method[Any], MethodOptions], Proposer] = {}
         self._observers: list[Observer] = []
         learning, follower = parts.learning, parts.follower
@@ -177,6 +179,7 @@ class Planner:
             count or MAX_DRAFT_TOKENS,
             drafting.exact,
             self._may_branch(drafting),
+            self._profits[drafting.names],
         )
 
     def _may_branch(self, drafting: Drafting) -> bool:

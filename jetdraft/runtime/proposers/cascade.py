@@ -4,15 +4,21 @@ Vertical cascade: the drafter reviews the tokens of a cheaper proposer, many in 
 pass, so that it seldom runs a pass for a single token. Horizontal cascade: the first
 tokens, which matter most, come from the drafter, the tokens behind them from the
 cheaper proposer alone.
+
+A head cannot review several tokens in a pass, since each of its rows reads what the row
+before carries. So its cascade is horizontal only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jetdraft.bundle import Bundle
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.followers.follower import Follower
+from jetdraft.runtime.followers.head_follower import HeadFollower
 from jetdraft.runtime.proposers.draft import DraftProposer, drafter_of, lacks_drafter
+from jetdraft.runtime.proposers.head_method import head_of, lacks_head
 from jetdraft.runtime.proposers.lookup import LookupProposer
 from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.parts import Parts
@@ -26,18 +32,21 @@ REVIEWED = 5
 
 
 class CascadeProposer(DraftProposer):
-    """An independent drafter that reviews the tokens of `below`.
+    """A drafter that reviews the tokens of `below`, or a head before them.
 
-    The drafted tokens are those that it would draft by itself; `below` saves passes.
+    The first tokens are those that it would draft by itself; `below` saves passes.
 
         CascadeProposer(follower, LookupProposer()).propose(context, budget=8)
     """
 
     def __init__(
-        self, follower: Follower, below: LookupProposer, ms_per_token: float = 0.0
+        self,
+        follower: Follower | HeadFollower,
+        below: LookupProposer,
+        ms_per_token: float = 0.0,
     ) -> None:
         super().__init__(follower, ms_per_token, name=NAME)
-        self._drafter, self.below = follower, below
+        self.below = below
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         """Forget the last sequence."""
@@ -47,10 +56,14 @@ class CascadeProposer(DraftProposer):
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The drafter's own tokens, then the tokens of the proposer below."""
         drafted, reviewed = list[int](), min(budget, REVIEWED)
-        while len(drafted) < reviewed:
-            guess = self._below(context, drafted, reviewed - len(drafted))
-            drafted += self._review([*context, *drafted], guess)
-        if len(drafted) < budget:
+        if isinstance(self._follower, Follower):
+            while len(drafted) < reviewed:
+                guess = self._below(context, drafted, reviewed - len(drafted))
+                drafted += self._review(self._follower, [*context, *drafted], guess)
+        else:
+            self._below(context, drafted, 0)  # it must know the context
+            drafted += super().propose(context, reviewed).tokens[1:]
+        if drafted and len(drafted) < budget:
             drafted += self._below(context, drafted, budget - len(drafted))
         return Rows.chain([context[-1], *drafted[:budget]], self.traits.kind)
 
@@ -62,9 +75,11 @@ class CascadeProposer(DraftProposer):
             return self.below.after(drafted, count)
         return self.below.propose(context, count).tokens[1:]
 
-    def _review(self, context: list[int], guess: list[int]) -> list[int]:
+    def _review(
+        self, drafter: Follower, context: list[int], guess: list[int]
+    ) -> list[int]:
         """The drafter's choices after a context, up to the first that differs."""
-        answer = self._drafter.review(context, guess)
+        answer = drafter.review(context, guess)
         positions = range(len(context), len(context) + 1 + len(guess))
         chosen = self._chooser.choose(answer, positions)
         right = 0
@@ -73,16 +88,22 @@ class CascadeProposer(DraftProposer):
         return chosen[: right + 1]
 
 
+def _lacks(bundle: Bundle) -> str:
+    return lacks_drafter(bundle) and lacks_head(bundle) and "export with --drafter"
+
+
 def _make(parts: Parts, options: MethodOptions) -> Proposer:
     below = LookupProposer(store=parts.store_of(options.user))
-    return CascadeProposer(drafter_of(parts, NAME), below, parts.curve.drafter)
+    has_head = not lacks_head(parts.bundle)
+    follower = head_of(parts, NAME) if has_head else drafter_of(parts, NAME)
+    return CascadeProposer(follower, below, parts.curve.drafter)
 
 
 METHOD = Method(
     NAME,
     "the drafter, which only reviews what lookup proposes",
     _make,
-    lacks=lacks_drafter,
+    lacks=_lacks,
     # It would compete with `draft`, which runs the same drafter.
     in_auto=lambda options: False,
 )

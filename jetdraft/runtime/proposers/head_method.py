@@ -17,20 +17,26 @@ from jetdraft.runtime.proposers.proposer import Proposer
 NAME = "eagle"
 
 
-def _lacks(bundle: Bundle) -> str:
+def lacks_head(bundle: Bundle) -> str:
+    """What an export must add to a bundle for a head that carries; "" if nothing."""
     entry = bundle.drafter
     has_head = entry is not None and entry.contract.carried_size
     return "" if has_head else "export with --head"
 
 
-def _make(parts: Parts, options: DraftOptions) -> Proposer:
-    if not isinstance(parts.follower, HeadFollower) or _lacks(parts.bundle):
+def head_of(parts: Parts, method: str) -> HeadFollower:
+    """The head of a bundle; raises `OptionError` if there is none."""
+    if not isinstance(parts.follower, HeadFollower) or lacks_head(parts.bundle):
         raise OptionError(
-            f"{NAME} needs a head; export with --head, and do not pass "
+            f"{method} needs a head; export with --head, and do not pass "
             "--drafter-provider off",
             "method",
         )
-    return drafting(parts, options, parts.follower, NAME)
+    return parts.follower
+
+
+def _make(parts: Parts, options: DraftOptions) -> Proposer:
+    return drafting(parts, options, head_of(parts, NAME), NAME)
 
 
 METHOD = Method(
@@ -38,7 +44,7 @@ METHOD = Method(
     "a head that reads the target's own states",
     _make,
     DraftOptions,
-    lacks=_lacks,
+    lacks=lacks_head,
     trees=True,
     cost="drafter",
     samples=SAMPLES,

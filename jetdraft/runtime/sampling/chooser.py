@@ -134,6 +134,8 @@ class Chooser:
         """
         rows, candidates = scaled.shape
         vocabulary, sampling = answer.vocab_size, self.sampling
+        if self._unfiltered:
+            return np.full(rows, _OPEN if candidates < vocabulary else candidates)
         total = min(sampling.top_k or vocabulary, vocabulary)
         most = np.full(rows, total)
         least = np.minimum(most, candidates)
@@ -233,10 +235,10 @@ class Chooser:
         """
         seed, temperature = self.sampling.seed, self.sampling.temperature
         most = np.exp(last - scores)
-        rows, ids = quiet(seed, positions, answer.vocab_size, most)
+        rows, ids, values = quiet(seed, positions, answer.vocab_size, most)
         rivals = answer.logits_at(rows, ids).astype(np.float64) / temperature
-        rivals += gumbel(seed, positions[rows], ids)
-        for row in np.unique(rows):
+        rivals -= np.log(values)
+        for row in set(rows.tolist()):
             own = rows == row
             best = np.argmax(rivals[own])
             if rivals[own][best] > scores[row]:

@@ -74,16 +74,18 @@ def write(folder, config, tensors, file="model.safetensors"):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    if file == "shards":
+    if file.startswith("shards of "):
+        name, _, ending = file.removeprefix("shards of ").partition(".")
+        save = save_file if ending == "safetensors" else torch.save
         names = sorted(tensors)
         weight_map = {}
         for part in (0, 1):
-            shard = f"model-0000{part + 1}-of-00002.safetensors"
+            shard = f"{name}-0000{part + 1}-of-00002.{ending}"
             own = {name: tensors[name] for name in names[part::2]}
-            save_file(own, folder / shard)
+            save(own, folder / shard)
             weight_map |= dict.fromkeys(own, shard)
         index = {"metadata": {}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        (folder / f"{name}.{ending}.index.json").write_text(json.dumps(index))
     elif file.endswith(".safetensors"):
         save_file(tensors, folder / file)
     else:

@@ -84,10 +84,11 @@ def test_quiet_tokens_are_those_below_the_limit(vocab_size, most):
     positions = POSITIONS[:50]
     values = exponentials(3, positions, np.arange(vocab_size)[None])
     limits = np.full(50, most)
-    rows, ids = quiet(3, positions.ravel(), vocab_size, limits)
+    rows, ids, quiets = quiet(3, positions.ravel(), vocab_size, limits)
     assert list(zip(rows, ids, strict=True)) == list(
         zip(*np.nonzero(values < most), strict=True)
     )
+    assert np.array_equal(quiets, values[rows, ids])
 
 
 @pytest.mark.parametrize("lag", [0, 1, 17])

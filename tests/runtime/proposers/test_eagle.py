@@ -17,6 +17,7 @@ from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.step_sessions import StepSessions
 from jetdraft.runtime.passes.tensor import Memory
 from jetdraft.runtime.planning.registry import methods
+from jetdraft.runtime.proposers.cascade import REVIEWED
 from jetdraft.runtime.proposers.lookup import LookupProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from tests.runtime.proposers.distribution import check_distribution, other_verifiers
@@ -77,7 +78,8 @@ def check_rows(model, sequence, at_least=1):
     assert np.array_equal(key[:, 1 : 1 + WIDTH], features_of(sequence)[:fed])
     seen = len(follower._seen)
     assert follower._seen == sequence[:seen]
-    assert np.array_equal(follower._features, features_of(sequence)[fed:seen])
+    waiting = np.reshape(follower._features, (-1, WIDTH))
+    assert np.array_equal(waiting, features_of(sequence)[fed:seen])
 
 
 @pytest.mark.parametrize("way", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -204,6 +206,31 @@ def test_several_methods_at_once(model, plain, method, way):
         result = generate(model, method, way)
         assert result.token_ids == plain["temperature" in way]
         check_rows(model, PROMPT + result.token_ids)
+
+
+@pytest.mark.parametrize("way", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_cascade_with_a_head(model, plain, way):
+    result = generate(model, "cascade", way, num_draft_tokens=9)
+    assert result.token_ids == plain["temperature" in way]
+    assert result.stats.tokens_per_pass > 1.4
+    check_rows(model, PROMPT + result.token_ids)
+
+
+def test_behind_the_tokens_of_a_head_come_those_of_lookup(model):
+    """They follow the same tokens earlier in the text."""
+    head = model.planner.proposers()["eagle"]
+    cascade = model.planner.proposers()["cascade"]
+    for proposer in (head, cascade):
+        proposer.begin(PROMPT, Chooser(Sampling()))
+    follower = model.parts.follower
+    follower.observe(0, PROMPT[:-1], features_of(PROMPT[:-1]))
+    own = head.propose(PROMPT, REVIEWED).tokens[1:]
+    # The head reads the last token and its place, so it says the same after this text.
+    longer = [*own, 7, 8, 9, *PROMPT[len(own) + 3 :]]
+    for proposer in (head, cascade):
+        proposer.begin(longer, Chooser(Sampling()))
+    follower.observe(0, longer[:-1], features_of(longer[:-1]))
+    assert cascade.propose(longer, REVIEWED + 3).tokens[1:] == [*own, 7, 8, 9]
 
 
 def test_a_cancelled_round(model, plain):
@@ -402,7 +429,7 @@ def test_a_saved_prefix(model, bundle, tmp_path):
     with jetdraft.load(bundle, threads=1) as other:
         other.load_prefix(file)
         result = generate(other, num_draft_tokens=3)
-        assert result.stats.reused_tokens == 49
+        assert result.stats.reused_tokens == 50
         check_rows(other, PROMPT + result.token_ids)
     assert result.token_ids == expected.token_ids
     assert result.stats.accepted_tokens == expected.stats.accepted_tokens

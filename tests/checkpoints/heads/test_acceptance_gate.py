@@ -1,0 +1,317 @@
+"""Mistakes that no equality of texts can see lower the acceptance of a trained head.
+
+A target learns a text in which three tokens decide the next, and heads learn from the
+target to draft it (heads that read early states must attend to do so). Then each
+mistake that an engine has made with a published head is made here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head import Head
+from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.train.head.head_losses import Lesson, Objective, total
+from tests.checkpoints.heads import layouts
+from tests.checkpoints.heads.layouts import LAYERS, VD, H, write
+from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
+
+SYMBOLS, ORDER = 5, 3
+TAPS = [0, 1, 2]
+DRAFTED = 3
+FIRST, LAST = 30, 130
+"""The part of the text that is drafted."""
+
+FALL = 0.2
+"""Tokens a round that a mistake costs at least."""
+
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def text() -> Tensor:
+    """Tokens of which any three in a row occur once, and then their beginning again."""
+    order = [0] * SYMBOLS * ORDER
+    letters: list[int] = []
+
+    def extend(place: int, period: int) -> None:
+        if place > ORDER:
+            letters.extend(order[1 : period + 1] if ORDER % period == 0 else ())
+            return
+        order[place] = order[place - period]
+        extend(place + 1, period)
+        for letter in range(order[place - period] + 1, SYMBOLS):
+            order[place] = letter
+            extend(place + 1, place)
+
+    extend(1, 1)
+    return torch.tensor([10 + 3 * letter for letter in letters + letters[:30]])
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """A target that knows the text, and its states and logits there."""
+    folder = tmp_path_factory.mktemp("gate") / "target"
+    config = llama_config(
+        num_hidden_layers=LAYERS,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )
+    save_checkpoint(folder, config, tokenizer=False)
+    model, ids = AutoModelForCausalLM.from_pretrained(folder), text()[None]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(130):
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    target = Checkpoint.load(str(folder), torch.float32)
+    target.model.set_attn_implementation("eager")
+    streams: list[Tensor] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
+        for layer in (*target.model.model.layers, target.model.model.norm)
+    ]
+    with torch.no_grad():
+        out = target.model(input_ids=ids, output_hidden_states=True)
+    for hook in hooks:
+        hook.remove()
+    right = out.logits[0, FIRST:LAST].argmax(-1) == ids[0, FIRST + 1 : LAST + 1]
+    assert right.float().mean() > 0.95, "the text must be the target's own"
+    return SimpleNamespace(
+        target=target,
+        ids=ids,
+        streams=streams,
+        final=out.hidden_states[-1],
+        logits=out.logits,
+    )
+
+
+def eagle3(taught, folder) -> Head:
+    """speculators 3.1 with all its flags, and frequencies that are stretched."""
+    config, tensors = layouts.speculators(
+        norm_output=True,
+        fc_norm=True,
+        norm_before_residual=True,
+        eagle_aux_hidden_state_layer_ids=TAPS,
+    )
+    config["transformer_layer_config"]["rope_parameters"] = ROPE
+    known = text().unique()
+    ids = torch.cat([known, torch.arange(150, 150 + VD - len(known))])
+    tensors["d2t"] = ids - torch.arange(VD)
+    tensors["t2d"] = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
+    tensors["t2d"][ids] = True
+    return load_head(write(folder, config, tensors), taught.target, torch.float32)
+
+
+def eagle1(taught, folder) -> Head:
+    """The state after the final norm, and the target's own embedding and LM head."""
+    config, tensors = layouts.eagle1(embedding=False)
+    return load_head(write(folder, config, tensors), taught.target, torch.float32)
+
+
+def learn(head: Head, taught) -> None:
+    """Train a head on the text, as `jetdraft train head` does."""
+    own = {id(weight) for weight in taught.target.model.parameters()}
+    weights = [weight for weight in head.parameters() if id(weight) not in own]
+    for weight in weights:
+        weight.requires_grad_(True)
+    ids = taught.ids
+    logits = taught.logits if head.ids is None else taught.logits[..., head.ids]
+    known = torch.ones(ids.shape, dtype=torch.bool)
+    lesson = Lesson(ids, ids, taps_of(head, taught), taught.final, logits, known)
+    objective, optimizer = Objective(head, DRAFTED), torch.optim.AdamW(weights, lr=3e-3)
+    for _ in range(100):
+        sums = objective(lesson)
+        optimizer.zero_grad()
+        total(sums, sums.places).backward()
+        optimizer.step()
+    head.requires_grad_(False).eval()
+
+
+def taps_of(head: Head, taught) -> list[Tensor]:
+    return [taught.streams[tap] for tap in head.config.taps] or [taught.final]
+
+
+@dataclass
+class Loop:
+    """Draft, verify, catch up, round after round (section 2 of EAGLE).
+
+    Drafted rows sit `shift` places too far; with `keeps` the rows of accepted tokens
+    stay as the head drafted them.
+    """
+
+    head: Head
+    taps: list[Tensor]
+    offset: int = 0
+    shift: int = 0
+    keeps: bool = False
+
+    def tokens_per_round(self) -> float:
+        """Drafted after every round of the text, and the target's own token."""
+        features, words = self.head.fuse(self.taps)[0], text().tolist()
+        self.cache = DynamicCache()
+        place, fed, rounds = FIRST, 0, 0
+        while place < LAST:
+            self._crop(min(fed, place - 1))
+            rows = range(self.cache.get_seq_length(), place)
+            token, carried = self._run(
+                [words[row + 1] for row in rows], features[rows], rows
+            )
+            draft = [token]
+            for step in range(DRAFTED - 1):
+                at = [place + step + self.shift]
+                token, carried = self._run(draft[-1:], carried, at)
+                draft.append(token)
+            accepted = 0
+            while accepted < DRAFTED and draft[accepted] == words[place + 1 + accepted]:
+                accepted += 1
+            fed = place + accepted if self.keeps else place
+            place, rounds = place + accepted + 1, rounds + 1
+        return (place - FIRST) / rounds
+
+    def _run(self, tokens, features, positions) -> tuple[int, Tensor]:
+        """The token after the last row, and what this row carries."""
+        places = torch.tensor([[self.offset + position for position in positions]])
+        hidden, carried = self.head(
+            torch.tensor([tokens]), features[None], places, self.cache
+        )
+        best = int(self.head.lm_head(hidden)[0, -1].argmax())
+        ids = self.head.ids
+        return best if ids is None else int(ids[best]), carried[0, -1:]
+
+    def _crop(self, length: int) -> None:
+        surplus = self.cache.get_seq_length() - length
+        if surplus > 0:
+            self.cache.crop(-surplus)
+
+
+@pytest.fixture(scope="module")
+def trained(taught, tmp_path_factory):
+    """A head of each kind that drafts the text."""
+    folder, heads = tmp_path_factory.mktemp("gate-heads"), {}
+    for make in (eagle3, eagle1):
+        torch.manual_seed(8)
+        heads[make] = make(taught, folder / make.__name__)
+        learn(heads[make], taught)
+    return heads
+
+
+Mistake = Callable[[Loop, SimpleNamespace], None]
+
+
+def taps_off_by_one(loop, taught):
+    loop.taps = [taught.streams[tap + 1] for tap in TAPS]
+
+
+def taps_in_another_order(loop, taught):
+    loop.taps = loop.taps[::-1]
+
+
+def features_shifted_by_a_row(loop, taught):
+    loop.taps = [tap.roll(1, 1) for tap in loop.taps]
+
+
+def residual_flag_flipped(loop, taught):
+    loop.head.stack.layers[0].norm_before_residual = False
+
+
+def recycled_state_not_normed(loop, taught):
+    loop.head.config = replace(loop.head.config, carries_normed=False)
+
+
+def embedding_after_the_feature(loop, taught):
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight = getattr(loop.head.stack.layers[0].self_attn, name).weight
+        weight.data = weight.data.roll(H, dims=1)
+
+
+def offsets_read_as_ids(loop, taught):
+    loop.head.ids = loop.head.ids - torch.arange(VD)
+
+
+def rope_of_the_target(loop, taught):
+    loop.head.stack.rotary = taught.target.model.model.rotary_emb
+
+
+def drafted_rows_at_other_positions(loop, taught):
+    loop.shift = 1
+
+
+def drafted_rows_kept(loop, taught):
+    loop.keeps = True
+
+
+def state_before_the_final_norm(loop, taught):
+    loop.taps = [taught.streams[-1]]
+
+
+def feature_before_the_embedding(loop, taught):
+    loop.head.config = replace(loop.head.config, hidden_first=True)
+
+
+MISTAKES: list[tuple[Callable[..., Head], Mistake]] = [
+    (eagle3, taps_off_by_one),
+    (eagle3, taps_in_another_order),
+    (eagle3, features_shifted_by_a_row),
+    (eagle3, residual_flag_flipped),
+    (eagle3, recycled_state_not_normed),
+    (eagle3, embedding_after_the_feature),
+    (eagle3, offsets_read_as_ids),
+    (eagle3, rope_of_the_target),
+    (eagle3, drafted_rows_at_other_positions),
+    (eagle3, drafted_rows_kept),
+    (eagle1, state_before_the_final_norm),
+    (eagle1, feature_before_the_embedding),
+    (eagle1, drafted_rows_kept),
+]
+
+
+def loop_of(trained, taught, kind) -> Loop:
+    head = trained[kind]
+    taps = taps_of(head, taught)
+    # A mistake must not change the head of the next test, nor copy the target.
+    own = {id(module): module for module in taught.target.model.modules()}
+    return Loop(copy.deepcopy(head, memo=own), taps)
+
+
+@pytest.mark.parametrize("kind", [eagle3, eagle1], ids=lambda k: k.__name__)
+def test_a_trained_head_drafts_the_text(trained, taught, kind):
+    with torch.no_grad():
+        assert loop_of(trained, taught, kind).tokens_per_round() > 2.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "mistake"), MISTAKES, ids=lambda value: value.__name__
+)
+def test_a_mistake_lowers_the_acceptance(trained, taught, kind, mistake):
+    loop = loop_of(trained, taught, kind)
+    with torch.no_grad():
+        right = loop.tokens_per_round()
+        mistake(loop, taught)
+        assert loop.tokens_per_round() < right - FALL
+
+
+@pytest.mark.parametrize("offset", [1, 7])
+def test_all_positions_may_be_off_by_the_same(trained, taught, offset):
+    """Some count a row by its token, some by its feature: only differences matter."""
+    loop = loop_of(trained, taught, eagle3)
+    with torch.no_grad():
+        right = loop.tokens_per_round()
+        loop.offset = offset
+        assert loop.tokens_per_round() == right
