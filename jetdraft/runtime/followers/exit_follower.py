@@ -50,7 +50,11 @@ class ExitFollower:
         """How many of the first `kept` tokens need not be observed again."""
         return min(kept, len(self._seen))
 
-    def restore(self, tokens: Sequence[int]) -> None:
+    def waiting(self, tokens: Sequence[int]) -> Float32s | None:
+        """No states wait, since each row reads its own."""
+        return None
+
+    def restore(self, tokens: Sequence[int], waiting: Float32s | None = None) -> None:
         """Somebody else has put the rows of these tokens into the cache."""
         self._fed.restore(tokens)
         self._seen, self._states = list(tokens), _NONE
