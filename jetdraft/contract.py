@@ -13,6 +13,7 @@ of `capacity` rows:
 | `draft_mask` | uint8 [s, n + r], 1 where a slot is hidden; trees or streams |
 | `draft_start` | int32 [1], the slot of the draft's first row; trees or streams |
 | `probe_rows`, `probe_ids` | int64 [r], the row and the stream of each probe |
+| `recent_ids` | int64 [1, n, q], the q tokens before each row's, the oldest first |
 | `features` | float32 [1, n, w], one per row, in the graph of a head |
 | `target_length` | int32 [1], committed rows in the target's buffers |
 | `target_key.{i}`, `target_value.{i}` | the target's buffers of layer i, only read |
@@ -129,8 +130,9 @@ class StepContract:
     `feature_input` of the input `features`, and `carried_size` of `carried`. A
     `draft_vocab` of 0 means the whole vocabulary. `guesses` is the number of tokens
     that a head guesses at once, 0 for other graphs. `reads` has (layer, kv_heads,
-    head_dim) of each layer of the target whose buffers the graph reads. Raises
-    `ContractError` for sizes that contradict each other.
+    head_dim) of each layer of the target whose buffers the graph reads, and `recent` is
+    the number of tokens before a row's that it reads. Raises `ContractError` for sizes
+    that contradict each other.
 
     The buffers have `spare_slots` more slots than the capacity. A pass near the end may
     fill them, and no pass reads them.
@@ -158,6 +160,7 @@ class StepContract:
     guesses: Annotated[int, in_range(0, 1024)] = 0
     spare_slots: Count = 0
     reads: tuple[tuple[Count, Size, Size], ...] = ()
+    recent: Annotated[int, in_range(0, 64)] = 0
 
     def __post_init__(self) -> None:
         for is_wrong, fact in (
@@ -222,11 +225,17 @@ class StepContract:
             TensorSpec("answer_rows", "int64", (ANSWERS,)),
             *(self.mask if self.masked else ()),
             *(self.probes if self.streams else []),
+            *([self.recent_ids] if self.recent else []),
             *_optional("features", ROWS, self.feature_input),
             *([TensorSpec("block", "int64", (1, self.block))] if self.block else []),
             *([TARGET_LENGTH, *self.lent] if self.reads else []),
             *self.buffers("past"),
         )
+
+    @property
+    def recent_ids(self) -> TensorSpec:
+        """The input of the tokens before each row's; token 0 stands before a text."""
+        return TensorSpec("recent_ids", "int64", (1, ROWS, self.recent))
 
     @property
     def lent(self) -> tuple[TensorSpec, ...]:

@@ -6,6 +6,8 @@ TRAINERS = {
     "head": "Train a head that reads the target's hidden states.",
     "kangaroo": "Train an adapter that drafts with the target's lower layers.",
     "glide": "Train a layer that drafts from the target's keys and values.",
+    "chimera": "Train a layer that drafts from three tokens and all of the target's "
+    "states.",
     "acceptance": "Teach a drafter when to stop.",
     "table": "Count a trigram table in text files.",
 }

@@ -52,7 +52,14 @@ def test_the_walk_reaches_every_command():
     assert found == set(VERBS)
     trained = {words.split()[1] for words in COMMANDS if words.startswith("train")}
     assert trained == {
-        *("streams", "drafter", "head", "kangaroo", "glide", "acceptance", "table")
+        "streams",
+        "drafter",
+        "head",
+        "kangaroo",
+        "glide",
+        "chimera",
+        "acceptance",
+        "table",
     }
 
 

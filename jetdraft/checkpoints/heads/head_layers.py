@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
+    rotate_half,
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
@@ -97,6 +98,13 @@ class HeadLayers(nn.Module):
             config = getattr(module, "config", None)
             if config is not None:
                 config._attn_implementation = implementation
+
+
+def rotated(rows: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    """Rows [b, heads, n, d], turned by cosines and sines [b, n, d]."""
+    cosines, sines = turns
+    turned: Tensor = rows * cosines[:, None] + rotate_half(rows) * sines[:, None]
+    return turned
 
 
 def own_layers(config: HeadConfig) -> HeadLayers:

@@ -10,6 +10,11 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from jetdraft.checkpoints.checkpoint import Checkpoint, as_checkpoint_error
+from jetdraft.checkpoints.heads.attached.chimera import (
+    Chimera,
+    is_chimera,
+    read_chimera,
+)
 from jetdraft.checkpoints.heads.attached.exit_adapter import (
     ExitAdapter,
     is_kangaroo,
@@ -33,9 +38,11 @@ from jetdraft.checkpoints.heads.mtp import is_mtp, read_mtp
 from jetdraft.checkpoints.parameters import run_in
 from jetdraft.errors import CheckpointError
 
-AnyHead = Head | BlockDrafter | Medusa | Hydra | ExitAdapter | Glide
+AnyHead = Head | BlockDrafter | Medusa | Hydra | ExitAdapter | Glide | Chimera
 
-_KINDS = "EAGLE-1, EAGLE-2, EAGLE-3, MTP, DFlash, Medusa, Hydra, Kangaroo and GliDe"
+_KINDS = (
+    "EAGLE-1, EAGLE-2, EAGLE-3, MTP, DFlash, Medusa, Hydra, Kangaroo, GliDe and Chimera"
+)
 
 
 def load_head(source: str, target: Checkpoint, dtype: torch.dtype) -> AnyHead:
@@ -66,6 +73,7 @@ def _built(files: HeadFiles, target: Checkpoint) -> AnyHead:
         (lambda files: is_dflash(files) or is_diffusion(files), _block_drafter),
         (is_kangaroo, _kangaroo),
         (is_glide, _glide),
+        (is_chimera, _chimera),
         (is_mtp, _mtp),
         (_is_eagle, _eagle),
     ):
@@ -110,6 +118,13 @@ def _kangaroo(files: HeadFiles, target: Checkpoint) -> AnyHead:
 def _glide(files: HeadFiles, target: Checkpoint) -> AnyHead:
     config, tensors = read_glide(files, target)
     drafter = Glide(config, target.model)
+    _fill(files.source, drafter, tensors, taken=("embed_tokens.", "lm_head."))
+    return drafter
+
+
+def _chimera(files: HeadFiles, target: Checkpoint) -> AnyHead:
+    config, tensors = read_chimera(files, target)
+    drafter = Chimera(config, target.model)
     _fill(files.source, drafter, tensors, taken=("embed_tokens.", "lm_head."))
     return drafter
 

@@ -9,6 +9,7 @@ import torch
 
 from jetdraft.bundle import CONTRIB, DRAFTER, GraphEntry
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.attached.chimera import Chimera
 from jetdraft.checkpoints.heads.attached.exit_adapter import ExitAdapter
 from jetdraft.checkpoints.heads.attached.glide import Glide
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
@@ -18,6 +19,7 @@ from jetdraft.contract import StepContract
 from jetdraft.export.export_options import DTYPES, ExportOptions
 from jetdraft.export.heads.adapter_step import AdapterStep, adapter_contract
 from jetdraft.export.heads.block_step import BlockStep, block_contract
+from jetdraft.export.heads.chimera_step import ChimeraStep, chimera_contract
 from jetdraft.export.heads.glide_step import (
     GlideStep,
     check_lent,
@@ -53,7 +55,7 @@ def taps_of(head: AnyHead) -> Taps | None:
         return None
     if isinstance(head, ExitAdapter):
         return Taps(config.taps, config.feature_size, cut=head.exit_layer)
-    if isinstance(head, Guessing) or not config.taps:
+    if isinstance(head, Guessing | Chimera) or not config.taps:
         return Taps((), config.feature_size)
     parts = {name: getattr(head, name) for name in _FUSION if hasattr(head, name)}
     return Taps(config.taps, config.feature_size, head.fuse, parts)
@@ -116,6 +118,8 @@ def _step_of(head: AnyHead, target: StepContract, dtype: str) -> Step:
         return BlockStep(head, block_contract(head, target, dtype))
     if isinstance(head, Glide):
         return GlideStep(head, glide_contract(head, target, dtype))
+    if isinstance(head, Chimera):
+        return ChimeraStep(head, chimera_contract(head, target, dtype))
     if isinstance(head, ExitAdapter):
         return AdapterStep(head, adapter_contract(head, target, dtype))
     return HeadStep(head, head_contract(head, target, dtype))

@@ -26,7 +26,11 @@ from jetdraft.runtime.proposers import (
     stream,
     trigram,
 )
-from jetdraft.runtime.proposers.attached import exit_method, glide_method
+from jetdraft.runtime.proposers.attached import (
+    chimera_method,
+    exit_method,
+    glide_method,
+)
 from jetdraft.runtime.proposers.guessing import block_methods, medusa_method
 from jetdraft.runtime.proposers.method import Method
 
@@ -37,6 +41,7 @@ AUTO, NONE = "auto", "none"
 
 _METHODS: tuple[Method[Any], ...] = (
     *(m.METHOD for m in (lookup, draft, head_method, exit_method, glide_method)),
+    chimera_method.METHOD,
     *(medusa_method.METHOD, block_methods.DFLASH, block_methods.DIFFUSION),
     *(m.METHOD for m in (stream, recall, trigram, cascade)),
 )

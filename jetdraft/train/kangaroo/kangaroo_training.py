@@ -12,10 +12,8 @@ from jetdraft.checkpoints.heads.attached.exit_adapter import ARCHITECTURE, ExitA
 from jetdraft.checkpoints.heads.head_config import KANGAROO, HeadConfig
 from jetdraft.checkpoints.streamed import decoder_layers, final_norm
 from jetdraft.errors import OptionError
-from jetdraft.train.data import Batch
 from jetdraft.train.head.head_layout import config_of
 from jetdraft.train.head.head_losses import Lesson
-from jetdraft.train.head.teacher import Teacher
 from jetdraft.train.taught.beginnings import take_norm, take_weights
 from jetdraft.train.taught.next_token_training import (
     NextTokenObjective,
@@ -61,7 +59,6 @@ class KangarooTraining(NextTokenTraining):
 
     product = "a Kangaroo adapter"
     settings: KangarooSettings
-    _teacher: Teacher | None = None
 
     def default_settings(self) -> KangarooSettings:
         """The default exit."""
@@ -94,13 +91,6 @@ class KangarooTraining(NextTokenTraining):
     def new_objective(self, drafter: nn.Module) -> KangarooObjective:
         """The adapter and its loss."""
         return KangarooObjective(drafter)
-
-    def lesson(self, accelerator: Any, batch: Batch) -> Lesson:
-        """The states at the exit, and what the target says."""
-        if self._teacher is None:
-            model = self.target.model.to(accelerator.device)
-            self._teacher = Teacher(model, self.config.taps, None)
-        return self._teacher.lesson(batch)
 
     def own_fields(self) -> dict[str, Any]:
         """The name of the architecture, and the layers of the lower half."""

@@ -21,6 +21,7 @@ from jetdraft.errors import OptionError
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.head.head_layout import layer_fields
 from jetdraft.train.head.head_losses import Lesson
+from jetdraft.train.head.teacher import Teacher
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.taught.place_sums import Sums, sums_of
 from jetdraft.train.taught.place_training import PlaceTraining
@@ -139,9 +140,13 @@ class NextTokenTraining(PlaceTraining):
     def new_objective(self, drafter: nn.Module) -> NextTokenObjective:
         """The drafter and its loss."""
 
-    @abstractmethod
     def lesson(self, accelerator: Any, batch: Batch) -> Any:
-        """What the target says of a batch, on the batch's device."""
+        """What the target says of a batch, and its states at the config's taps.
+
+        On the batch's device.
+        """
+        model = self.target.model.to(accelerator.device)
+        return Teacher(model, self.config.taps, None).lesson(batch)
 
     @abstractmethod
     def own_fields(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import rotate_half
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_config import GLIDE, HeadConfig
@@ -23,7 +22,12 @@ from jetdraft.checkpoints.heads.head_fields import (
 )
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_keys import GLIDE_KEYS, check_keys
-from jetdraft.checkpoints.heads.head_layers import CACHE, HeadLayers, own_layers
+from jetdraft.checkpoints.heads.head_layers import (
+    CACHE,
+    HeadLayers,
+    own_layers,
+    rotated,
+)
 from jetdraft.checkpoints.streamed import decoder_layers
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
@@ -120,12 +124,10 @@ class Glide(nn.Module):
         bias: Tensor,
     ) -> Tensor:
         """What the rows read of the target, [b, n, h]."""
-        cosines, sines = turns
         query = self.cross["q_proj"](states).unflatten(-1, (-1, self.config.head_dim))
-        query = query.transpose(1, 2)
-        query = query * cosines[:, None] + rotate_half(query) * sines[:, None]
+        rows: Any = rotated(query.transpose(1, 2), turns)
         # The heads of a group lie beside each other: [b, kv_heads, group, n, d].
-        query = query.unflatten(1, (keys.shape[1], -1))
+        query = rows.unflatten(1, (keys.shape[1], -1))
         scores = (query @ keys[:, :, None].transpose(3, 4)).float()
         scores = scores * self.config.head_dim**-0.5 + bias.float()[:, :, None]
         weights = scores.softmax(-1).to(values.dtype)
