@@ -173,6 +173,10 @@ class StepContract:
                 "carried features need features as an input",
             ),
             (
+                self.recent and not self.carried_size,
+                "recent tokens need carried features",
+            ),
+            (
                 self.guesses and not (self.feature_input or self.kv_shapes),
                 "guesses need features as an input, or buffers",
             ),

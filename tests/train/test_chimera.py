@@ -20,6 +20,7 @@ from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import CheckpointError, OptionError, OutputError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
+from jetdraft.runtime.followers.recent import Recent
 from jetdraft.train.chimera.chimera_training import (
     ChimeraSettings,
     ChimeraTraining,
@@ -210,6 +211,16 @@ def test_a_path_of_a_tree_is_a_chain(floats):
     np.testing.assert_allclose(made[1], chain[1], atol=1e-5)
     np.testing.assert_allclose(last[0], chain[2], atol=1e-5)
     assert np.abs(made[0] - chain[1]).max() > 0.01
+
+
+def test_the_tokens_before_rows(floats):
+    """Token 0 stands before a text."""
+    recent = Recent(floats[0].parts.drafter)
+    tails = [recent.tail([5, 8, 9], end) for end in range(4)]
+    assert tails == [(0, 0), (0, 5), (5, 8), (8, 9)]
+    assert recent.before((0, 5), [8, 9, 4]).tolist() == [[0, 5], [5, 8], [8, 9]]
+    assert recent.rows(tails).tolist() == [list(tail) for tail in tails]
+    assert recent.after((5, 8), 9) == (8, 9)
 
 
 # --- the training -------------------------------------------------------------------
