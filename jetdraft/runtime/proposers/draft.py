@@ -168,7 +168,8 @@ class TreeProposer(DraftProposer):
     ) -> dict[int, Distribution]:
         """Run rows of the tree; gives the drafter's distributions after them."""
         filled = len(slots)
-        ancestors = [[slots[r] for r in tree.path(row)[1:-1]] for row in rows]
+        # From the root's child to the row's parent, the last, as in `Rows.ancestors`.
+        ancestors = [[slots[r] for r in tree.path(row)[-2:0:-1]] for row in rows]
         answer = self._follower.branch(
             [tree.tokens[row] for row in rows],
             [tree.depths[row] - 1 for row in rows],
