@@ -65,6 +65,10 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
     if contract.feature_input:
         ids = f"{contract.choices:,} of {contract.vocab_size:,} tokens"
         yield f"  head          features of width {contract.feature_input}, {ids}"
+    if contract.recent:
+        yield f"  recent        {contract.recent} tokens before each row's"
+    for layer, *_ in contract.reads:
+        yield f"  reads         the target's keys and values of layer {layer}"
     if contract.guesses:
         place = "in a block behind the last row" if contract.block else "from one row"
         yield f"  guesses       {contract.guesses} tokens {place}"

@@ -56,7 +56,8 @@ def check_trainable(bundle: Bundle, checkpoint: Checkpoint) -> None:
     a bundle whose drafter's weights cannot be swapped.
     """
     entry = bundle.drafter
-    if entry is None or entry.contract.feature_input or bundle.flavour != CONTRIB:
+    is_model = entry is not None and entry.contract.stands_alone
+    if entry is None or not is_model or bundle.flavour != CONTRIB:
         raise OptionError(
             "only a drafter that is a model of its own, in a contrib bundle, learns "
             "from use; export with --drafter"
