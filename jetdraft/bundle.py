@@ -117,16 +117,24 @@ class Quantization(TypedDict, total=False):
     acceptance: AcceptanceRecord
 
 
-class StreamRecord(TypedDict):
-    """What the manifest says of a target's streams."""
+class _ProbeRecord(TypedDict):
+    """What the manifest says of all probes."""
 
     gamma: Size
-    layers: Size
     mode: str
+    base: str
+
+
+class StreamRecord(_ProbeRecord, total=False):
+    """What the manifest says of a target's streams or prompt tokens."""
+
+    layers: Size
     lora_rank: Size
     prune_rank: Size
     positions: str
-    base: str
+    members: Size
+    prefix: Count
+    ranks: tuple[tuple[Share, ...], ...]
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ of `capacity` rows:
 | `cursor` | int32 [1], committed rows in the buffer |
 | `total_length` | int32 [1], cursor + n; the capacity in a tree graph |
 | `answer_rows` | int64 [m], the rows to answer for: all, or the last in a prefill |
-| `draft_mask` | uint8 [s, n + r], 1 where a slot is hidden; trees or streams |
+| `draft_mask` | uint8 [s, n + b], 1 where a slot is hidden; trees or streams |
 | `draft_start` | int32 [1], the slot of the draft's first row; trees or streams |
 | `probe_rows`, `probe_ids` | int64 [r], the row and the stream of each probe |
+| `prefix_rows` | int64 [p], the rows of a learned prefix that probes see: all or none |
 | `recent_ids` | int64 [1, n, q], the q tokens before each row's, the oldest first |
 | `features` | float32 [1, n, w], one per row, in the graph of a head |
 | `target_length` | int32 [1], committed rows in the target's buffers |
@@ -36,7 +37,10 @@ Line 0 is for the slots before the draft, which all rows see. The graph widens t
 to a bias of all slots, so that little crosses to a device.
 
 Probes are rows that propose and are never committed; only graphs that draft as they
-verify have probes. Their keys and values land past the rows of the pass.
+verify have probes. Their keys and values land past the rows of the pass, in b slots:
+first those of a learned prefix, which probes alone see, then `members` slots for each
+probe. The members of a probe start from different embeddings, and its logits are the
+mean of theirs.
 
 A *head graph* reads the `features` of another graph. It may choose among a part of the
 vocabulary only, its *draft vocabulary*. Then its `input_ids` and `candidates` are still
@@ -73,9 +77,9 @@ CAPACITY, MAX_WIDTH = 2048, 128
 HIDDEN = -1e4
 """Added to the score of a slot that a row may not see; fits float16."""
 
-ROWS, ANSWERS, PROBES, ALL = "n", "m", "r", "n+r"
+ROWS, ANSWERS, PROBES, PREFIX, ALL = "n", "m", "r", "p", "n+b"
 """The names of the dynamic axes: the rows of a pass, the rows it answers for, its
-probes, and rows and probes together."""
+probes, the rows of their prefix, and the slots of all these together."""
 
 SLOTS = "s"
 """The name of the axis of slots in buffers of another graph, which may have more."""
@@ -93,14 +97,27 @@ class TensorSpec:
     shape: tuple[int | str, ...]
 
     def sized(
-        self, rows: int = 0, answers: int = 0, probes: int = 0
+        self,
+        rows: int = 0,
+        answers: int = 0,
+        probes: int = 0,
+        members: int = 1,
+        prefix: int = 0,
     ) -> tuple[int, ...]:
         """The shape in a pass of `rows` rows and `probes` probes.
 
-        `answers` of the rows are answered for.
+        `answers` of the rows are answered for. `members` and `prefix` are those of the
+        contract.
         """
-        sizes = {ROWS: rows, ANSWERS: answers, PROBES: probes, ALL: rows + probes}
-        sizes[SLOTS] = rows + 1  # of buffers that are lent, to trace with
+        prefix = prefix if probes else 0
+        sizes = {
+            ROWS: rows,
+            ANSWERS: answers,
+            PROBES: probes,
+            PREFIX: prefix,
+            ALL: rows + prefix + probes * members,
+            SLOTS: rows + 1,  # of buffers that are lent, to trace with
+        }
         return tuple(
             sizes[axis] if isinstance(axis, str) else axis for axis in self.shape
         )
@@ -122,8 +139,9 @@ class StepContract:
 
     `kv_shapes` holds (kv_heads, head_dim) per layer; `dtype`, "float32" or "float16",
     is the type of the KV buffers. A `tree` graph verifies branching drafts too. A row
-    can carry `streams` probes, which draft as many tokens. With `kv_bits` 8 the buffers
-    hold int8, with 0 they hold `dtype`.
+    can carry `streams` probes, which draft as many tokens; each takes `members` slots,
+    and all of them see a `prefix` of that many slots. With `kv_bits` 8 the buffers hold
+    int8, with 0 they hold `dtype`.
 
     The other sizes are widths of optional tensors, 0 where a graph does not have them:
     `hidden_size` of the output `hidden`, `feature_size` of the output `features`,
@@ -159,6 +177,8 @@ class StepContract:
     draft_vocab: Count = 0
     guesses: Annotated[int, in_range(0, 1024)] = 0
     spare_slots: Count = 0
+    members: Annotated[int, in_range(1, 64)] = 1
+    prefix: Annotated[int, in_range(0, 1024)] = 0
     reads: tuple[tuple[Count, Size, Size], ...] = ()
     recent: Annotated[int, in_range(0, 64)] = 0
 
@@ -265,7 +285,12 @@ class StepContract:
     @property
     def draft_slots(self) -> int:
         """The most slots that a draft takes with its probes."""
-        return min(self.max_width * (1 + self.streams), self.slots)
+        behind = self.prefix + self.max_width * self.streams * self.members
+        return min(self.max_width + (behind if self.streams else 0), self.slots)
+
+    def behind(self, probes: int) -> int:
+        """The slots that probes and their prefix take behind the rows of a pass."""
+        return self.prefix + probes * self.members if probes else 0
 
     @property
     def mask(self) -> tuple[TensorSpec, ...]:
@@ -278,10 +303,11 @@ class StepContract:
 
     @property
     def probes(self) -> tuple[TensorSpec, ...]:
-        """The inputs that give each probe its row and its stream."""
+        """The inputs that give each probe its row and its stream, and the prefix."""
         return (
             TensorSpec("probe_rows", "int64", (PROBES,)),
             TensorSpec("probe_ids", "int64", (PROBES,)),
+            *([TensorSpec("prefix_rows", "int64", (PREFIX,))] if self.prefix else []),
         )
 
     @property

@@ -56,8 +56,12 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
         yield f"  trees         {entry.tree_file}, weights of {entry.file}.data"
     if entry.streams is not None:
         streams = entry.streams
-        layers = f"in the top {streams['layers']} layers"
-        yield f"  streams       {streams['gamma']} {layers}, {streams['mode']}"
+        if "layers" in streams:
+            layers = f"in the top {streams['layers']} layers"
+            yield f"  streams       {streams['gamma']} {layers}, {streams['mode']}"
+        else:
+            members = f"{streams['gamma']} with {streams['members']} embeddings each"
+            yield f"  {streams['mode']:13} {members}"
     if contract.feature_input:
         ids = f"{contract.choices:,} of {contract.vocab_size:,} tokens"
         yield f"  head          features of width {contract.feature_input}, {ids}"

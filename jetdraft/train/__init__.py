@@ -1,4 +1,4 @@
-"""The trainers of streams, of drafters, of heads and of tables."""
+"""The trainers of probes, of drafters, of heads and of tables."""
 
 TRAINERS = {
     "streams": "Add speculative streams to a checkpoint.",
@@ -8,6 +8,8 @@ TRAINERS = {
     "glide": "Train a layer that drafts from the target's keys and values.",
     "chimera": "Train a layer that drafts from three tokens and all of the target's "
     "states.",
+    "ppd": "Add prompt tokens to a checkpoint.",
+    "forecast": "Add forecasts that see a learned prefix to a checkpoint.",
     "acceptance": "Teach a drafter when to stop.",
     "table": "Count a trigram table in text files.",
 }

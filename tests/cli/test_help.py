@@ -58,6 +58,8 @@ def test_the_walk_reaches_every_command():
         "kangaroo",
         "glide",
         "chimera",
+        "ppd",
+        "forecast",
         "acceptance",
         "table",
     }

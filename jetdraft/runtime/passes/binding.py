@@ -21,7 +21,7 @@ VisibleSlots = Sequence[Sequence[int]]
 _Shown = tuple[tuple[tuple[int, ...], ...], int]
 """The visible slots of a mask, and how many slots earlier passes have filled."""
 
-STEADY = ("answer_rows", "probe_rows", "probe_ids", "draft_mask")
+STEADY = ("answer_rows", "probe_rows", "probe_ids", "prefix_rows", "draft_mask")
 """Inputs that most passes do not change."""
 
 ON_REQUEST = ("logits", "probe_logits")
@@ -33,7 +33,8 @@ class Bound:
 
     `tensors` holds them by name, on the host and on the device; `arrays` holds their
     arrays on the host. `buffers` are the KV buffers, by name of the input; those that
-    are `lent` belong to another graph, and are only read.
+    are `lent` belong to another graph, and are only read. `members` and `prefix` are
+    those of the contract.
 
         bound = Bound(session, inputs, outputs, buffers, rows=4, answers=4, probes=0)
         bound.arrays["input_ids"][0] = [5, 8, 9, 2]
@@ -51,6 +52,8 @@ class Bound:
         answers: int,
         probes: int,
         memory: Memory = HOST,
+        members: int = 1,
+        prefix: int = 0,
         lent: Mapping[str, ort.OrtValue] = MappingProxyType({}),
     ) -> None:
         self.session = session
@@ -68,7 +71,8 @@ class Bound:
                 if spec.name in buffer_names:
                     continue  # bound below
                 place = HOST if spec.name in memory.on_host else memory
-                tensor = place.tensor(spec.sized(rows, answers, probes), spec.dtype)
+                shape = spec.sized(rows, answers, probes, members, prefix)
+                tensor = place.tensor(shape, spec.dtype)
                 self.tensors[spec.name] = tensor
                 bind(spec.name, tensor.value)
         for name, buffer in buffers.items():

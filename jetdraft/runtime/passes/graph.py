@@ -13,7 +13,7 @@ from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.probes import NO_PROBES, NO_PROBING, Probes, Probing
 from jetdraft.runtime.drafts.rows import Rows, without_gaps
 from jetdraft.runtime.passes.answer import Answer, answer_of
-from jetdraft.runtime.passes.binding import Bound
+from jetdraft.runtime.passes.binding import Bound, VisibleSlots
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.captures import Captures
 from jetdraft.runtime.passes.step_sessions import StepSession, StepSessions
@@ -96,7 +96,7 @@ class Graph:
         last_only = last_only and rows > 1
         if not last_only and not self.contract.block:  # a block follows the last row
             width = self.sessions.width(width, room)
-        probes = NO_PROBES if last_only else _fitting(probing, rows, room - width)
+        probes = NO_PROBES if last_only else self._fitting(probing, rows, room - width)
         size = _Size(width, 1 if last_only else width, probes, branching=False)
         binding = self._binding(size, room)
         binding.fill(tokens, range(cursor, cursor + width))
@@ -106,7 +106,7 @@ class Graph:
             binding.fill_block(block)
         if probes.total:
             chain = [list(range(row)) for row in range(width)]
-            binding.show_only([*chain, *probes.seen(chain)], cursor)
+            binding.show_only([*chain, *self._seen(probes, chain)], cursor)
         else:
             binding.show_all()
         answer = self._run(binding, cursor)
@@ -118,6 +118,7 @@ class Graph:
         self, rows: Rows, width: int, probing: Probing = NO_PROBING
     ) -> tuple[Rows, Answer]:
         """Run all rows of a draft in a pass of that width; gives rows and answer."""
+        probing = probing if rows.probes is None else Probing(counts=rows.probes)
         if rows.is_chain:
             return rows, self.run(rows.tokens, width=width, probing=probing)
         rows.check()
@@ -171,14 +172,14 @@ class Graph:
             raise ValueError("a chain graph cannot run branches; use a tree graph")
         rows, cursor, room = len(tokens), self.cache.length, self.draft_room(filled)
         width = self.sessions.width(max(width, rows), room)
-        probes = _fitting(probing, rows, room - width)
+        probes = self._fitting(probing, rows, room - width)
         binding = self._binding(_Size(width, width, probes, branching=True), room)
         padding = width - rows
         binding.fill(tokens, [cursor + depth for depth in (*depths, *[0] * padding)])
         binding.fill_rows("features", features)
         binding.fill_rows("recent_ids", recent)
         seen = [*ancestors, *[[]] * padding]
-        binding.show_only([*seen, *probes.seen(seen)], cursor, filled)
+        binding.show_only([*seen, *self._seen(probes, seen)], cursor, filled)
         answer = self._run(binding, cursor + filled)
         return answer if width == rows else answer.first(rows)
 
@@ -199,6 +200,15 @@ class Graph:
             binding = _Binding(self, session, size)
         bindings[size] = binding  # the last to be dropped
         return binding
+
+    def _fitting(self, probing: Probing, rows: int, room: int) -> Probes:
+        """The probes of a pass; no probes if they do not fit into the buffers too."""
+        probes = probing.of(rows)
+        return probes if self.contract.behind(probes.total) <= room else NO_PROBES
+
+    def _seen(self, probes: Probes, ancestors: Sequence[Sequence[int]]) -> VisibleSlots:
+        """What the slots behind the rows of a pass attend to."""
+        return probes.seen(ancestors, self.contract.members, self.contract.prefix)
 
     def _run(self, binding: _Binding, cursor: int) -> Answer:
         size = binding.size
@@ -221,12 +231,6 @@ class Graph:
         if biased:
             return self.contract.slots
         return next((length for length in self.lengths if length >= filled), filled)
-
-
-def _fitting(probing: Probing, rows: int, room: int) -> Probes:
-    """The probes of a pass; no probes if they do not fit into the buffers too."""
-    probes = probing.of(rows)
-    return probes if probes.total <= room else NO_PROBES
 
 
 def _lengths(capacity: int) -> list[int]:
@@ -270,6 +274,8 @@ class _Binding(Bound):
             size.answers,
             probes.total,
             graph.memory,
+            contract.members,
+            contract.prefix,
             _lent(graph),
         )
         self.size = size
@@ -282,6 +288,8 @@ class _Binding(Bound):
         if contract.streams:
             self.arrays["probe_rows"][:] = probes.rows
             self.arrays["probe_ids"][:] = probes.ids
+        if contract.prefix:
+            self.arrays["prefix_rows"][:] = range(len(self.arrays["prefix_rows"]))
         self.answer = answer_of(self.tensors, contract, probes)
 
     def fill(self, tokens: Sequence[int], positions: Sequence[int]) -> None:

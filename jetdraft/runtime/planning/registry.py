@@ -31,7 +31,12 @@ from jetdraft.runtime.proposers.attached import (
     exit_method,
     glide_method,
 )
-from jetdraft.runtime.proposers.guessing import block_methods, medusa_method
+from jetdraft.runtime.proposers.guessing import (
+    block_methods,
+    forecasts,
+    medusa_method,
+    ppd,
+)
 from jetdraft.runtime.proposers.method import Method
 
 GROUP = "jetdraft.methods"
@@ -43,7 +48,7 @@ _METHODS: tuple[Method[Any], ...] = (
     *(m.METHOD for m in (lookup, draft, head_method, exit_method, glide_method)),
     chimera_method.METHOD,
     *(medusa_method.METHOD, block_methods.DFLASH, block_methods.DIFFUSION),
-    *(m.METHOD for m in (stream, recall, trigram, cascade)),
+    *(m.METHOD for m in (stream, ppd, forecasts, recall, trigram, cascade)),
 )
 
 

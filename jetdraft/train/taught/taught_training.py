@@ -73,10 +73,14 @@ class TaughtTraining(Training):
         ]
         if not chosen:
             return
-        self.folder.create()
+        self.make_folder()
         texts = self._completed(texts, chosen, progress)
         self.corpus.training = texts[:count]
         self.corpus.validation = texts[count:] or texts
+
+    def make_folder(self) -> None:
+        """Make the output folder, to which each process writes texts."""
+        self.folder.create()
 
     def _completed(
         self, texts: list[Example], chosen: list[int], progress: Stages

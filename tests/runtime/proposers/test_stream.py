@@ -214,7 +214,7 @@ def test_probes_do_not_change_a_bit_of_the_rows(model):
             for streams in (1, 2, 3):
                 probing = Probing(streams, last_only)
                 beside = graph.run(PROMPT[:width], probing=probing)
-                assert sorted(beside.probes) == list(probing.of(width).carriers)
+                assert sorted(beside.probes) == probing.of(width).carriers
                 assert np.array_equal(beside.logits, alone)
 
 
@@ -251,15 +251,15 @@ def test_streams_that_would_change_the_text_are_refused(float_model, tmp_path, v
 
 def test_what_probes_see():
     """Two carriers with two streams each, after a row with two children."""
-    probes = Probes((0, 2), 2)
+    probes = Probes((2, 0, 2))
     assert (probes.total, probes.rows, probes.ids) == (4, [0, 0, 2, 2], [0, 1, 0, 1])
     seen = probes.seen([[], [0], [0]])
     assert seen == [[0], [0, 3], [0, 2], [0, 2, 5]]
 
 
 def test_who_carries_streams():
-    assert Probing(2).of(3) == Probes((0, 1, 2), 2)
-    assert Probing(2, last_only=True).of(3) == Probes((2,), 2)
+    assert Probing(2).of(3) == Probes((2, 2, 2))
+    assert Probing(2, last_only=True).of(3) == Probes((0, 0, 2))
     assert Probing().of(3).total == 0
 
 
