@@ -14,7 +14,10 @@ of `capacity` rows:
 | `draft_start` | int32 [1], the slot of the draft's first row; trees or streams |
 | `probe_rows`, `probe_ids` | int64 [r], the row and the stream of each probe |
 | `prefix_rows` | int64 [p], the rows of a learned prefix that probes see: all or none |
+| `recent_ids` | int64 [1, n, q], the q tokens before each row's, the oldest first |
 | `features` | float32 [1, n, w], one per row, in the graph of a head |
+| `target_length` | int32 [1], committed rows in the target's buffers |
+| `target_key.{i}`, `target_value.{i}` | the target's buffers of layer i, only read |
 | `block` | int64 [1, g], tokens behind the rows; `vocab_size` for an unknown one |
 | `past_key.{i}`, `past_value.{i}` | dtype [1, kv_heads, capacity, head_dim] |
 
@@ -78,6 +81,9 @@ ROWS, ANSWERS, PROBES, PREFIX, ALL = "n", "m", "r", "p", "n+b"
 """The names of the dynamic axes: the rows of a pass, the rows it answers for, its
 probes, the rows of their prefix, and the slots of all these together."""
 
+SLOTS = "s"
+"""The name of the axis of slots in buffers of another graph, which may have more."""
+
 EARLY_EXIT = ("streams.narrow.weight", "streams.widen.weight")
 """The weights of the pruning adapter, which only the lower half of a graph has."""
 
@@ -110,6 +116,7 @@ class TensorSpec:
             PROBES: probes,
             PREFIX: prefix,
             ALL: rows + prefix + probes * members,
+            SLOTS: rows + 1,  # of buffers that are lent, to trace with
         }
         return tuple(
             sizes[axis] if isinstance(axis, str) else axis for axis in self.shape
@@ -118,6 +125,9 @@ class TensorSpec:
 
 PARENTS = TensorSpec("parents", "int64", (ROWS,))
 """The parents of a draft's rows, for an early exit; the root is its own parent."""
+
+TARGET_LENGTH = TensorSpec("target_length", "int32", (1,))
+"""The committed rows in the target's buffers."""
 
 SCORES = TensorSpec("scores", "float32", (1, ROWS))
 """What an early exit gives: the log probability of each row's token."""
@@ -137,7 +147,9 @@ class StepContract:
     `hidden_size` of the output `hidden`, `feature_size` of the output `features`,
     `feature_input` of the input `features`, and `carried_size` of `carried`. A
     `draft_vocab` of 0 means the whole vocabulary. `guesses` is the number of tokens
-    that a head guesses at once, 0 for other graphs. Raises `ContractError` for sizes
+    that a head guesses at once, 0 for other graphs. `reads` has (layer, kv_heads,
+    head_dim) of each layer of the target whose buffers the graph reads, and `recent` is
+    the number of tokens before a row's that it reads. Raises `ContractError` for sizes
     that contradict each other.
 
     The buffers have `spare_slots` more slots than the capacity. A pass near the end may
@@ -167,6 +179,8 @@ class StepContract:
     spare_slots: Count = 0
     members: Annotated[int, in_range(1, 64)] = 1
     prefix: Annotated[int, in_range(0, 1024)] = 0
+    reads: tuple[tuple[Count, Size, Size], ...] = ()
+    recent: Annotated[int, in_range(0, 64)] = 0
 
     def __post_init__(self) -> None:
         for is_wrong, fact in (
@@ -177,6 +191,10 @@ class StepContract:
             (
                 self.carried_size and not self.feature_input,
                 "carried features need features as an input",
+            ),
+            (
+                self.recent and not self.carried_size,
+                "recent tokens need carried features",
             ),
             (
                 self.guesses and not (self.feature_input or self.kv_shapes),
@@ -194,6 +212,16 @@ class StepContract:
         ):
             if is_wrong:
                 raise ContractError(f"graph contract: {fact}; export the bundle again")
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether a drafter with this graph is a model of its own, which reads text."""
+        return not (self.feature_input or self.guesses or self.reads)
+
+    @property
+    def learns(self) -> bool:
+        """Whether use can train a drafter with this graph: a model, EAGLE or MTP."""
+        return self.stands_alone or bool(self.carried_size)
 
     @property
     def slots(self) -> int:
@@ -226,9 +254,27 @@ class StepContract:
             TensorSpec("answer_rows", "int64", (ANSWERS,)),
             *(self.mask if self.masked else ()),
             *(self.probes if self.streams else []),
+            *([self.recent_ids] if self.recent else []),
             *_optional("features", ROWS, self.feature_input),
             *([TensorSpec("block", "int64", (1, self.block))] if self.block else []),
+            *([TARGET_LENGTH, *self.lent] if self.reads else []),
             *self.buffers("past"),
+        )
+
+    @property
+    def recent_ids(self) -> TensorSpec:
+        """The input of the tokens before each row's; token 0 stands before a text."""
+        return TensorSpec("recent_ids", "int64", (1, ROWS, self.recent))
+
+    @property
+    def lent(self) -> tuple[TensorSpec, ...]:
+        """The buffers of the target that the graph reads."""
+        return tuple(
+            TensorSpec(
+                f"target_{kind}.{layer}", self.dtype, (1, heads, SLOTS, head_dim)
+            )
+            for layer, heads, head_dim in self.reads
+            for kind in ("key", "value")
         )
 
     @property
@@ -310,8 +356,9 @@ class StepContract:
     ) -> SplitContract:
         """The contract of two halves; the upper half has the top `layers`.
 
-        `hidden_size` is the width of the states between them; with `scores` the lower
-        half has an early exit. Raises `ContractError` if a half would have no layer.
+        `hidden_size` is the width of the states between them, which take the place of
+        features; with `scores` the lower half has an early exit. Raises
+        `ContractError` if a half would have no layer.
         """
         below = len(self.kv_shapes) - layers
         if layers < 1 or below < 1:
@@ -322,8 +369,8 @@ class StepContract:
         return SplitContract(
             whole=self,
             hidden_size=hidden_size,
-            lower=replace(self, kv_shapes=self.kv_shapes[:below]),
-            upper=replace(self, kv_shapes=self.kv_shapes[below:]),
+            lower=replace(self, kv_shapes=self.kv_shapes[:below], feature_size=0),
+            upper=replace(self, kv_shapes=self.kv_shapes[below:], feature_size=0),
             scores=scores,
         )
 

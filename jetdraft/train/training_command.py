@@ -19,6 +19,31 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C."""
 
 
+regenerate_option = option(
+    "training",
+    "--regenerate",
+    is_flag=True,
+    help="Let the target complete the texts itself, and train on what it writes.",
+)
+
+
+def half_option(product: str) -> Decorator:
+    """The option that stores what is trained in float16."""
+    return option(
+        "training", "--half", is_flag=True, help=f"Write the {product} in float16."
+    )
+
+
+def inner_option(product: str) -> Decorator:
+    """The option of the width inside an MLP."""
+    return option(
+        "training",
+        "--inner",
+        default=0,
+        help=f"Width inside the MLP of {product}; default: the target's.",
+    )
+
+
 def training_options(
     saved: str, steps: int | None = 200, needs_data: bool = True, rate: float = 5e-4
 ) -> Decorator:

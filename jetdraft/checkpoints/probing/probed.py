@@ -21,9 +21,9 @@ class Pass:
     """One pass: its rows, their probes, and the tensors that its hooks see.
 
     `carriers` int64 [s] or [b, s] and `ids` int64 [s] are the row and the embedding of
-    each slot behind the rows, `positions` the positions of rows and slots, `is_probe` is 0 for rows and 1
-    for slots. `rotations` has pairs: the rotations of the rows, and of rows and slots.
-    `below` has the hidden states that enter the layers with probes.
+    each slot behind the rows, `positions` the positions of rows and slots, `is_probe`
+    is 0 for rows and 1 for slots. `rotations` has pairs: the rotations of the rows, and
+    of rows and slots. `below` has the hidden states that enter the layers with probes.
     """
 
     rows: int
@@ -87,9 +87,7 @@ class Probed(nn.Module, ABC):
         rows = input_ids.shape[1]
         positions = carried(position_ids, carriers) + distances
         # Computed from tensors on the device: a row count would be read on the host.
-        is_probe = torch.cat(
-            [torch.zeros_like(position_ids[0]), torch.ones_like(ids)]
-        )
+        is_probe = torch.cat([torch.zeros_like(position_ids[0]), torch.ones_like(ids)])
         all_positions = torch.cat([position_ids, positions], 1)
         current = Pass(rows, carriers, ids, all_positions, is_probe)
         places = torch.arange(rows, rows + ids.shape[0], device=keep.device)

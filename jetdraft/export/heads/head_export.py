@@ -9,12 +9,23 @@ import torch
 
 from jetdraft.bundle import CONTRIB, DRAFTER, GraphEntry
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.attached.chimera import Chimera
+from jetdraft.checkpoints.heads.attached.exit_adapter import ExitAdapter
+from jetdraft.checkpoints.heads.attached.glide import Glide
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.head_reader import AnyHead, load_head
 from jetdraft.checkpoints.taps import Taps
 from jetdraft.contract import StepContract
 from jetdraft.export.export_options import DTYPES, ExportOptions
+from jetdraft.export.heads.adapter_step import AdapterStep, adapter_contract
 from jetdraft.export.heads.block_step import BlockStep, block_contract
+from jetdraft.export.heads.chimera_step import ChimeraStep, chimera_contract
+from jetdraft.export.heads.glide_step import (
+    GlideStep,
+    check_lent,
+    glide_contract,
+    read_less,
+)
 from jetdraft.export.heads.guess_step import Guessing, GuessStep, guess_contract
 from jetdraft.export.heads.head_step import HeadStep, head_contract
 from jetdraft.export.heads.shared_weights import share_weights
@@ -30,15 +41,21 @@ _FUSION = ("fc", "hidden_norm", "input_norm", "fc_norm")
 
 def head_of(source: str, target: Checkpoint, options: ExportOptions) -> AnyHead:
     """The head in a folder or hub repository; raises a `JetdraftError`."""
-    return load_head(source, target, getattr(torch, DTYPES[options.dtype_of(DRAFTER)]))
+    dtype = getattr(torch, DTYPES[options.dtype_of(DRAFTER)])
+    head = load_head(source, target, dtype)
+    if isinstance(head, Glide):
+        check_lent(options)
+    return head
 
 
 def taps_of(head: AnyHead) -> Taps | None:
-    """What a head reads of its target's states; None for a drafter that reads text."""
+    """What a head reads of its target's states; None for a drafter without them."""
     config = head.config
-    if isinstance(head, BlockDrafter) and head.reads_text:
+    if isinstance(head, Glide) or (isinstance(head, BlockDrafter) and head.reads_text):
         return None
-    if isinstance(head, Guessing) or not config.taps:
+    if isinstance(head, ExitAdapter):
+        return Taps(config.taps, config.feature_size, cut=head.exit_layer)
+    if isinstance(head, Guessing | Chimera) or not config.taps:
         return Taps((), config.feature_size)
     parts = {name: getattr(head, name) for name in _FUSION if hasattr(head, name)}
     return Taps(config.taps, config.feature_size, head.fuse, parts)
@@ -54,6 +71,8 @@ def write_head(
     """
     job = head_job(target, source, head, overlaps)
     chain_graph.write(job)
+    if job.contract.reads and target.options.provider_of(DRAFTER).name == "cpu":
+        read_less(job.file, job.contract)
     share_weights(job.file, target.file)
     if not job.contract.block:  # all rows of a draft's depth share a guess
         tree_graph.write(job)
@@ -104,6 +123,12 @@ def _step_of(head: AnyHead, target: StepContract, dtype: str) -> Step:
         return GuessStep(head, guess_contract(head, target, dtype))
     if isinstance(head, BlockDrafter):
         return BlockStep(head, block_contract(head, target, dtype))
+    if isinstance(head, Glide):
+        return GlideStep(head, glide_contract(head, target, dtype))
+    if isinstance(head, Chimera):
+        return ChimeraStep(head, chimera_contract(head, target, dtype))
+    if isinstance(head, ExitAdapter):
+        return AdapterStep(head, adapter_contract(head, target, dtype))
     return HeadStep(head, head_contract(head, target, dtype))
 
 

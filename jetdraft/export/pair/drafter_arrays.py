@@ -63,7 +63,7 @@ def changed_arrays(bundle: Bundle, write: Callable[[Path], None]) -> Arrays:
 def check_swappable(bundle: Bundle) -> GraphEntry:
     """The drafter, whose weights can be swapped; raises `OptionError` for others."""
     entry = bundle.drafter
-    if entry is None or entry.contract.guesses or bundle.flavour != CONTRIB:
+    if entry is None or not entry.contract.learns or bundle.flavour != CONTRIB:
         raise OptionError(
             "only a drafter model, or a head of EAGLE or MTP, in a contrib bundle, "
             "learns from use; export with one of them"

@@ -112,6 +112,10 @@ class Answer:
             _source=self._source,
         )
 
+    def with_features(self, features: Float32s) -> Answer:
+        """This answer with the features of its rows."""
+        return replace(self, features=features, _parts={})
+
     def with_candidates(self, ids: Int64s, logits: Float32s) -> Answer:
         """This answer with other candidates, best first."""
         return replace(self, candidates=ids, candidate_logits=logits, _parts={})

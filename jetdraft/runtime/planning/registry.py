@@ -26,6 +26,11 @@ from jetdraft.runtime.proposers import (
     stream,
     trigram,
 )
+from jetdraft.runtime.proposers.attached import (
+    chimera_method,
+    exit_method,
+    glide_method,
+)
 from jetdraft.runtime.proposers.guessing import (
     block_methods,
     forecasts,
@@ -40,8 +45,9 @@ AUTO, NONE = "auto", "none"
 """Names in place of a method: the methods that promise most, and plain decoding."""
 
 _METHODS: tuple[Method[Any], ...] = (
-    *(m.METHOD for m in (lookup, draft, head_method, medusa_method)),
-    *(block_methods.DFLASH, block_methods.DIFFUSION),
+    *(m.METHOD for m in (lookup, draft, head_method, exit_method, glide_method)),
+    chimera_method.METHOD,
+    *(medusa_method.METHOD, block_methods.DFLASH, block_methods.DIFFUSION),
     *(m.METHOD for m in (stream, ppd, forecasts, recall, trigram, cascade)),
 )
 

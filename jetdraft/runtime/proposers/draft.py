@@ -10,6 +10,7 @@ from jetdraft.errors import DraftingError, OptionError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.followers.block_follower import AnyFollower
+from jetdraft.runtime.followers.exit_follower import ExitFollower
 from jetdraft.runtime.followers.follower import Follower
 from jetdraft.runtime.followers.head_follower import HeadFollower
 from jetdraft.runtime.passes.answer import Answer
@@ -23,6 +24,9 @@ from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.trees.shape import Shape, Tree
 
 NAME = "draft"
+
+DraftingFollower = Follower | HeadFollower | ExitFollower
+"""The followers that draft a token after a drafted token."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class DraftProposer(Proposer):
 
     def __init__(
         self,
-        follower: Follower | HeadFollower,
+        follower: DraftingFollower,
         ms_per_token: float = 0.0,
         stopping: DraftStop | None = None,
         name: str = NAME,
@@ -105,16 +109,15 @@ class DraftProposer(Proposer):
         """Catch up with the context, then draft token by token."""
         tokens = [context[-1]]
         answer = self._follower.follow(context)
-        if answer is None:
-            return Rows.chain(tokens, self.traits.kind)
         if self.stopping is not None:
             self.stopping.begin()
-        for position in range(len(context), len(context) + budget):
-            if len(tokens) > 1:
-                if self.stopping is not None and self.stopping.stop(answer):
-                    break
-                answer = self._follower.step(tokens[-1])
-            tokens.append(self._choose(answer, position))
+        while answer is not None:
+            tokens.append(self._choose(answer, len(context) + len(tokens) - 1))
+            if len(tokens) > budget or (
+                self.stopping is not None and self.stopping.stop(answer)
+            ):
+                break
+            answer = self._follower.step(tokens[-1])
         return Rows.chain(tokens, self.traits.kind)
 
     def _choose(self, answer: Answer, position: int) -> int:
@@ -132,7 +135,7 @@ class TreeProposer(DraftProposer):
 
     def __init__(
         self,
-        follower: Follower | HeadFollower,
+        follower: DraftingFollower,
         shape: Shape,
         kind: Kind,
         ms_per_token: float = 0.0,
@@ -213,13 +216,12 @@ def drafter_of(parts: Parts, method: str) -> Follower:
 def lacks_drafter(bundle: Bundle) -> str:
     """What an export must add to a bundle for a drafter; "" if nothing."""
     entry = bundle.drafter
-    contract = entry.contract if entry else None
-    is_model = contract and not contract.feature_input and not contract.guesses
+    is_model = entry is not None and entry.contract.stands_alone
     return "" if is_model else "export with --drafter"
 
 
 def drafting(
-    parts: Parts, options: DraftOptions, follower: Follower | HeadFollower, name: str
+    parts: Parts, options: DraftOptions, follower: DraftingFollower, name: str
 ) -> Proposer:
     """The proposer of a method of that name; raises `OptionError`."""
     ms = parts.curve.drafter
@@ -246,4 +248,5 @@ METHOD = Method(
     trees=True,
     cost="drafter",
     samples=SAMPLES,
+    alone={},
 )

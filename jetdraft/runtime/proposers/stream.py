@@ -135,7 +135,7 @@ def _target(
     threshold = options.prune_threshold
     if threshold is None:
         return None
-    halves = parts.halves()
+    halves = parts.pruned()
     halves.prepare(None if threshold == AUTO else float(threshold), widths)
     return halves
 
