@@ -53,6 +53,9 @@ such graphs without TensorScatter, for a TensorRT that cannot read it."""
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 STREAMS = "streams.npz"
+MOST_WEIGHT = 1e4
+"""No trained stream has such weights. Products of larger numbers may overflow, and what
+is no number would change the text, though it is multiplied by zero there."""
 SIMILARITY = "similarity.npy"
 TARGET = "target"
 DRAFTER = "drafter"
@@ -363,6 +366,10 @@ class Bundle:
                 "bytes": file.stat().st_size,
                 "sha256": sha256_of(file),
             }
+        self.save_manifest()
+
+    def save_manifest(self) -> None:
+        """Write the manifest alone, where the files have their hashes already."""
         text = json.dumps(self.to_json(), indent=2) + "\n"
         (self.path / MANIFEST).write_text(text, encoding="utf-8")
 
@@ -414,6 +421,11 @@ def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
             raise BundleError(
                 f"{name} in {file} has another shape or type than in the bundle; train "
                 "with the same gamma, layers and ranks"
+            )
+        if not np.abs(weights[name]).max(initial=0) <= MOST_WEIGHT:  # refuses NaN too
+            raise BundleError(
+                f"{name} in {file} has numbers beyond {MOST_WEIGHT:g}, or that are "
+                "none; train the streams again"
             )
     return weights
 

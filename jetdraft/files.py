@@ -32,11 +32,17 @@ def check_name(file: Path) -> None:
 def replacing(file: Path) -> Iterator[Path]:
     """Give a path to write to; it becomes `file` when the block succeeds.
 
+    Raises `OSError`, for a pipe or a device in that place too.
+
     with replacing(Path("table.npz")) as partial:
         partial.write_bytes(b"...")
     """
     check_name(file)
-    file = file.resolve()  # a link stays a link
+    file = Path(os.path.realpath(file))  # a link stays a link
+    if file.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link to itself")
+    if file.exists() and not (file.is_file() or file.is_dir()):
+        raise OSError(errno.EINVAL, "it is a pipe or a device")
     # Another process may be writing the same file.
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:

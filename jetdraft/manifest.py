@@ -30,9 +30,9 @@ def seal_of(manifest: dict[str, Any]) -> str:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest in a folder; raises `BundleError` if it cannot be read."""
-    if not folder.is_dir():
-        raise BundleError(f"no bundle at {folder}; make one with jetdraft export")
     try:
+        if not folder.is_dir():
+            raise BundleError(f"no bundle at {folder}; make one with jetdraft export")
         manifest = dict(read_json_file(folder / MANIFEST))
         version = manifest[VERSION]
     except FileNotFoundError as error:

@@ -16,7 +16,9 @@ from tempfile import mkdtemp
 from zipfile import ZipFile
 
 from jetdraft.errors import OutputError
+from jetdraft.files import check_name
 from jetdraft.staging import writing
+from jetdraft.untrusted.printable import printable
 
 PACKED = Path(__file__).with_name("toy.zip")
 """The zip that scripts/toy makes."""
@@ -59,11 +61,12 @@ def _temporary() -> Path:
 def _check_free(path: Path) -> None:
     """Remove an empty folder; raise `OutputError` for anything else in its place."""
     try:
+        check_name(path)
         path.rmdir()  # refuses a folder that is not empty
     except FileNotFoundError:
         pass
     except OSError as error:
         raise OutputError(
-            f"cannot unpack a toy bundle to {path} ({error.strerror}); choose a new or "
-            "an empty folder"
+            f"cannot unpack a toy bundle to {printable(path)} ({error.strerror}); "
+            "choose a new or an empty folder"
         ) from error

@@ -173,16 +173,18 @@ def _check_folder(source: str) -> None:
     Any other source may be a hub id.
     """
     path = Path(source)
-    looks_local = path.exists() or source.startswith((".", "/", "~"))
+    # Unlike those of `Path`, these functions take a name of any length.
+    looks_local = os.path.exists(source) or source.startswith((".", "/", "~"))
     looks_local = looks_local or path.suffix == ".gguf"
     # A hub id has one slash, and its owner is no folder here.
-    looks_local = looks_local or source.count("/") != 1 or path.parent.is_dir()
+    looks_local = looks_local or source.count("/") != 1
+    looks_local = looks_local or os.path.isdir(path.parent)
     if not looks_local:
         return
-    if not path.is_dir():
+    if not os.path.isdir(source):
         raise CheckpointError(
-            f"no checkpoint at {source}; give a folder, a GGUF file, or a hub id "
-            "like org/name"
+            f"no checkpoint at {printable(source)}; give a folder, a GGUF file, or a "
+            "hub id like org/name"
         )
     if not (path / "config.json").is_file():
         for file in sorted(path.glob("*.gguf")):
@@ -190,6 +192,17 @@ def _check_folder(source: str) -> None:
         raise CheckpointError(
             f"{source} has no config.json; give a folder that save_pretrained wrote"
         )
+    check_entries(path)
+
+
+def check_entries(folder: Path) -> None:
+    """Raise `CheckpointError` for a pipe or a device, which might never end."""
+    for file in folder.iterdir():
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise CheckpointError(
+                f"{printable(file)} is a pipe or a device; remove it, or fetch the "
+                "files again"
+            )
 
 
 def checkpoint_folder(source: str) -> Path:
@@ -220,7 +233,7 @@ def weights_sha256(folder: Path) -> str:
 
 
 def _load_config(source: str) -> Any:
-    with _as_checkpoint_error(source):
+    with as_checkpoint_error(source):
         config = transformers.AutoConfig.from_pretrained(source, **_OWN_CODE)
         _check_config(source, config)
     return config
@@ -246,7 +259,7 @@ def _read_packed(source: str, config: Any) -> PackedWeights | None:
         return None
     # With it transformers would look for a GPU's kernels.
     del config.quantization_config
-    with _as_checkpoint_error(source):
+    with as_checkpoint_error(source):
         folder = Path(source)
         if not folder.is_dir():
             patterns = ["*.safetensors", "*.json"]
@@ -308,7 +321,7 @@ def _load_model(
             f"{source} is a {kind!r} model, which optimum cannot load for text "
             "generation; export a decoder-only language model"
         ) from error
-    with _as_checkpoint_error(source):
+    with as_checkpoint_error(source):
         if packed is not None:
             # from_pretrained of a family needs a folder, and would load its weights.
             with no_init_weights():
@@ -408,8 +421,11 @@ def _eos_token_ids(source: str, model: Any) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _as_checkpoint_error(source: str) -> Iterator[None]:
-    """Turn the errors of loaders into `CheckpointError`s of one line."""
+def as_checkpoint_error(source: str) -> Iterator[None]:
+    """Turn the errors of loaders into `CheckpointError`s of one line.
+
+    with as_checkpoint_error("org/name"): ...
+    """
     try:
         yield
     except SafetensorError as error:

@@ -7,6 +7,7 @@ changes those by the order of their rows only, if at all.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ class GgufContents:
 
 def is_gguf(source: str) -> bool:
     """Whether a source is a file; other checkpoints are folders or hub ids."""
-    return Path(source).is_file()
+    return os.path.isfile(source)  # False for a name that is too long
 
 
 def read_gguf(source: str) -> GgufContents:

@@ -18,6 +18,12 @@ from jetdraft.untrusted.printable import printable
 LONGEST = 2000
 """The most characters of an error or a warning."""
 
+REFUSALS = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.EISDIR, errno.ENOTDIR, errno.EINVAL),
+)
+"""Errors of the system about a file that it does not open, write or look at."""
+
 VERBS = {
     "export": "Export checkpoints to a bundle.",
     "generate": "Generate a text.",
@@ -56,9 +62,14 @@ class Verbs(LazyGroup):
         except JetdraftError as error:
             _fail(str(error))
         except OSError as error:
-            if not _is_full_disk(error):
+            if _is_full_disk(error):
+                _fail("the disk is full; free some space")
+            if error.errno not in REFUSALS or error.filename is None:
                 raise
-            _fail("the disk is full; free some space")
+            _fail(
+                f"the system refuses {error.filename} ({error.strerror}); check its "
+                "name and its permissions"
+            )
         except (click.Abort, KeyboardInterrupt):
             click.echo("interrupted", err=True)
             sys.exit(130)

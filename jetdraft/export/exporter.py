@@ -116,7 +116,7 @@ def export(
         bundle.save()
         if _can_draft_here(bundle, options):
             report("measure acceptance", 0, 1)
-            with_acceptance(bundle, measures.prompts).save()
+            with_acceptance(bundle, measures.prompts).save_manifest()
             report("measure acceptance", 1, 1)
     return Bundle.open(output)
 

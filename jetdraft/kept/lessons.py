@@ -19,7 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jetdraft.errors import StoreError
+from jetdraft.files import check_name
 from jetdraft.kept.store_file import DAMAGE, StoreFile, checked_user, possible_times
+from jetdraft.untrusted.printable import printable
 
 Int64s = npt.NDArray[np.int64]
 
@@ -88,10 +90,12 @@ class Lessons:
     def __init__(self, folder: Path, tokenizer: str, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         try:
+            check_name(folder)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(
-                f"cannot make the folder {folder} ({error.strerror}); choose another"
+                f"cannot make the folder {printable(folder)} ({error.strerror}); "
+                "choose another"
             ) from error
         self._file = StoreFile(folder / FILE, tokenizer, _TABLES)
         try:

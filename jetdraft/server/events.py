@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
 
-from jetdraft.errors import JetdraftError
+from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.piece import Result
 from jetdraft.server.desk import Job
 from jetdraft.server.generation_request import RequestError
@@ -70,8 +70,8 @@ class Events:
                 yield json.dumps(chunk)
             self._status = 200
         except JetdraftError as error:
-            self._status = 500
-            yield json.dumps(refusal_fields(error, 500))
+            self._status = 400 if isinstance(error, OptionError) else 500
+            yield json.dumps(refusal_fields(error, self._status))
         yield "[DONE]"
 
 

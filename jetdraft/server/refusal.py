@@ -8,9 +8,12 @@ from typing import Any
 from starlette.responses import Response
 
 from jetdraft.errors import LengthError
+from jetdraft.untrusted.printable import printable
 
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 CODES = {429: "rate_limit_exceeded"}
+LONGEST = 1000
+"""The most characters of a message."""
 
 
 def refusal(error: object, status: int, chat: bool = False) -> Response:
@@ -35,6 +38,6 @@ def refusal_fields(error: object, status: int, chat: bool = False) -> dict[str, 
     code = getattr(error, "code", None) or CODES.get(status)
     if isinstance(error, LengthError):
         code = "context_length_exceeded"
-    return {
-        "error": {"message": str(error), "type": kind, "param": param, "code": code}
-    }
+    # It may quote what a client has sent.
+    message = printable(" ".join(str(error).split()), LONGEST)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -75,7 +75,7 @@ def _parse(line: str, model: Model) -> Int64s:
     try:
         fields = json.loads(line)
         text, ids = fields.get("prompt"), fields.get("token_ids")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise click.UsageError(
             f"not a prompt: {line[:60]!r}; each line is a JSON object with prompt or "
             "token_ids"

@@ -220,7 +220,10 @@ class _Lines:
             return head, tail.ids
         except OptionError as error:
             raise DataError(f"{where}: {error}") from error
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (
+            *(ValueError, LookupError, TypeError, AttributeError),
+            RecursionError,
+        ) as error:
             raise DataError(
                 f"{where} is not an object with prompt and completion, or text, or "
                 "messages; correct it"

@@ -179,8 +179,9 @@ def test_prompts_may_hold_any_line_separator(lone_bundle, tmp_path):
         ('{"token_ids": [-1]}', "-1"),
         ('{"token_ids": [99999999999999999999]}', "integers"),
         (json.dumps({"token_ids": [1] * 257}), "256"),
+        ("[" * 100_000, "not a prompt"),
     ],
-    ids=range(18),
+    ids=range(19),
 )
 def test_bad_prompts_are_refused(bundle, tmp_path, text, said):
     file = tmp_path / "prompts.jsonl"

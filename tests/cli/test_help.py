@@ -156,6 +156,30 @@ def test_a_disk_without_room_is_one_line(error, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENAMETOOLONG, "File name too long", "a" * 500),
+        PermissionError(errno.EACCES, "Permission denied", "/root/checkpoint"),
+        NotADirectoryError(errno.ENOTDIR, "Not a directory", "bundle.json/x"),
+    ],
+)
+def test_a_file_that_the_system_refuses_is_one_line(error, monkeypatch):
+    def refused(root):
+        raise error
+
+    monkeypatch.setattr("jetdraft.cli.doctor.examine", refused)
+    assert_refused(jetdraft("doctor"), "check its name and its permissions")
+
+
+def test_an_error_that_is_no_refusal_keeps_its_traceback(monkeypatch):
+    def broken(root):
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr("jetdraft.cli.doctor.examine", broken)
+    assert isinstance(jetdraft("doctor").exception, OSError)
+
+
 def test_generate_has_at_most_26_options():
     assert len(options(generate)) <= 26
 

@@ -229,7 +229,7 @@ def test_its_drafts_change_no_text(made, layout, options):
                 {"num_draft_tokens": 5, "drafting": {"confidence": 0.0, "steps": 2}},
                 {"drafting": {"tree": "best"}},
                 {"drafting": {"tree": "heap"}, "exact": False},
-                {"drafting": {"tree": "k-ary", "branching": (3, 2, 1)}},
+                {"drafting": {"tree": "k-ary", "branching": (2, 2)}},
             ):
                 drafted = model.generate(PROMPT, method=layout, **how, **drafting)
                 assert drafted.token_ids == plain.token_ids, drafting

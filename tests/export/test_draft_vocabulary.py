@@ -13,16 +13,19 @@ import torch
 from tokenizers import Tokenizer
 
 import jetdraft
+from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.devices.providers import PROVIDERS
 from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.own_text import own_text
+from jetdraft.export.pair.draft_acceptance import with_acceptance
 from jetdraft.export.pair.frequent_tokens import frequent_tokens
 from jetdraft.quant.calibration import Windows, own_attention
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
+from jetdraft.testing import toy_bundle
 from tests import manifests
 from tests.checkpoints.heads.layouts import LAYERS, eagle1, eagle3, write
 from tests.cli.running import jetdraft as command
@@ -256,6 +259,20 @@ def test_an_export_stores_the_acceptance_and_check_finds_it_again(cut):
     shown = " ".join(f"{share:.2f}" for share in shares)
     assert f"acceptance by position {shown}, at export {shown}" in result.stdout
     assert "warning: the target accepts" not in result.stderr
+
+
+def test_no_file_is_hashed_again_to_store_it(tmp_path, monkeypatch):
+    """The files of a large pair take seconds to hash."""
+    bundle = Bundle.open(toy_bundle(tmp_path / "toy"))
+
+    def hashed(file):
+        raise AssertionError(f"{file} was hashed again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("jetdraft.bundle.sha256_of", hashed)
+        patched.setattr("jetdraft.manifest.sha256_of", hashed)
+        with_acceptance(bundle, [[5, 8, 9, 40, 41]]).save_manifest()
+    assert len(acceptance(Bundle.open(bundle.path))["by_position"]) == 4
 
 
 def test_check_warns_where_the_acceptance_fell(cut, tmp_path):

@@ -8,26 +8,35 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sqlite3
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import onnx
 from click.testing import CliRunner
 
 import jetdraft
-from jetdraft.bundle import TOKENIZER, Bundle
+from jetdraft.bundle import STREAMS, Bundle
 from jetdraft.cli import main
 from jetdraft.errors import JetdraftError
-from jetdraft.manifest import MANIFEST, SEAL, seal_of, sha256_of
+from jetdraft.kept.lessons import FILE
+from jetdraft.kept.weight_sets import ARRAYS, CHOICE, Choice, base_of
+from jetdraft.manifest import MANIFEST, sha256_of
+from jetdraft.runtime.piece import Result
 from jetdraft.testing import toy_bundle
 from jetdraft.train.table import count
+from tests.fuzz.damages import (
+    DAMAGES,
+    difference,
+    hash_again,
+    poison,
+    replace_by_odd,
+    seal_again,
+)
 from tests.fuzz.mutations import (
     Explodes,
-    Route,
     damaged_bytes,
     damaged_json,
     damaged_npz,
@@ -36,11 +45,14 @@ from tests.fuzz.mutations import (
     write_json,
 )
 from tests.fuzz.requests import TEXTS
+from tests.fuzz.streamed import streamed_bundle
 from tests.fuzz.subject import Fault, Subject
+from tests.toy_block import METHODS, toy_block
+from tests.toy_drafter import choose, put_on_trial, random_arrays
+from tests.toy_eagle import toy_eagle
 
 PROMPT = [5, 8, 9, 40, 41, 5, 8, 9, 40]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 10, "ignore_eos": False}
-METHODS = ("none", "lookup", "draft", "auto", "trigram", "cascade")
 TEMPLATES = (
     "{{ 1 // 0 }}",
     "{{ 2.0 ** 5000 }}",
@@ -55,11 +67,30 @@ TEMPLATES = (
     "{{ 'a' * 300000000 }}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
 )
-Damage = Callable[[Random, Path], bool]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A bundle that is whole, and what it writes after `PROMPT` by any method."""
+
+    path: Path
+    right: Result
+    methods: tuple[str, ...]
+
+    @classmethod
+    def of(cls, path: Path) -> Whole:
+        """Load a bundle; measurements stay in it, so that no case needs its own."""
+        with jetdraft.load(path, threads=1) as model:
+            right = model.generate(token_ids=PROMPT, method="none", **OPTIONS)
+            model.generate(token_ids=PROMPT, **OPTIONS)
+            return cls(path, right, (*model.methods, "auto"))
 
 
 class Bundles(Subject):
-    """Damages one thing, then uses it, in this process or on the command line."""
+    """Damages one thing, then uses it, in this process or on the command line.
+
+    A `light` subject has no bundle with streams, which takes an export.
+    """
 
     name = "bundles"
     things = "mutations"
@@ -69,10 +100,13 @@ class Bundles(Subject):
         super().__init__(folder, light)
         self.intact = toy_bundle(folder / "intact")
         self.place = folder / "case"
-        # Keeps the measurements, so that each case needs none of its own.
+        self.toy = Whole.of(self.intact)
         self.model = jetdraft.load(self.intact, threads=1)
-        self.right = self.model.generate(token_ids=PROMPT, method="none", **OPTIONS)
-        self.chat = self.model.chat([{"role": "user", "content": "Hello"}], **OPTIONS)
+        others = [toy_eagle(folder / "eagle")]
+        others += [toy_block(folder / method, method) for method in METHODS]
+        if not light:
+            others.append(streamed_bundle(folder / "streamed"))
+        self.wholes = [self.toy] * 2 + [Whole.of(other) for other in others]
         self._make_files()
 
     def _make_files(self) -> None:
@@ -84,9 +118,13 @@ class Bundles(Subject):
         self.table = self.folder / "table.npz"
         count([corpus], self.model.bundle, self.table)
         self.store = self.folder / "store.sqlite"
-        with jetdraft.load(self.intact, threads=1, store=self.store) as model:
+        self.learned = self.folder / "learned"
+        with jetdraft.load(
+            self.intact, threads=1, store=self.store, learn=self.learned
+        ) as model:
             model.generate(token_ids=PROMPT, **OPTIONS)
             model.generate(token_ids=[*PROMPT, 7], **OPTIONS)
+            model.generate(token_ids=PROMPT, method="draft", num_draft_tokens=4)
 
     def run(self, draw: Random) -> str:
         """Damage a copy and use it; gives what came of it."""
@@ -98,6 +136,7 @@ class Bundles(Subject):
         kinds = (
             *(self._files, self._files, self._manifest, self._manifest),
             *(self._profiles, self._prefix, self._table, self._store, self._template),
+            *(self._learned, self._streams),
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -118,44 +157,48 @@ class Bundles(Subject):
             error.add_note(f"damaged: {self.damage}")
             raise
 
-    def _copy(self) -> Path:
-        return Path(shutil.copytree(self.intact, self.place / "bundle"))
+    def _copy(self, whole: Whole) -> Path:
+        self.damage += f" of {whole.path.name}"
+        return Path(shutil.copytree(whole.path, self.place / "bundle"))
 
     def _files(self, draw: Random) -> str:
         """Damage a file that the manifest lists, with or without its hash."""
-        bundle = self._copy()
+        whole = draw.choice(self.wholes)
+        bundle = self._copy(whole)
         kind = draw.choice(tuple(DAMAGES))
         DAMAGES[kind](draw, bundle)
         hashed = draw.random() < 0.5
         self.damage += f", {kind}" + ", with new hashes" * hashed
         if hashed:
-            _hash_again(bundle)
-        return self._use(draw, bundle, may_differ=hashed)
+            hash_again(bundle)
+        return self._use(draw, bundle, whole, may_differ=hashed)
 
     def _manifest(self, draw: Random) -> str:
-        bundle = self._copy()
+        whole = draw.choice(self.wholes)
+        bundle = self._copy(whole)
         manifest = json.loads((bundle / MANIFEST).read_text())
         text = damaged_json(draw, manifest, manifest_routes(manifest))
         write_json(bundle / MANIFEST, text)
-        sealed = draw.random() < 0.5 and _seal_again(bundle)
-        self.damage += f", sealed again: {sealed}: " + _difference(manifest, text)
-        return self._use(draw, bundle, may_differ=sealed)
+        sealed = draw.random() < 0.5 and seal_again(bundle)
+        self.damage += f", sealed again: {sealed}: " + difference(manifest, text)
+        return self._use(draw, bundle, whole, may_differ=sealed)
 
     def _profiles(self, draw: Random) -> str:
         """Damage what was measured; it has no hash, and must not matter."""
-        bundle = self._copy()
+        whole = draw.choice(self.wholes)
+        bundle = self._copy(whole)
         file = draw.choice(sorted((bundle / "profiles").glob("*.json")))
-        whole = json.loads(file.read_text())
+        measured = json.loads(file.read_text())
         if draw.random() < 0.3:
             file = file.with_name(file.name.replace(".json", "-tuning.json"))
-            whole |= {"drafter_threads": 1}
-        text = damaged_json(draw, whole, list(routes(whole)))
-        self.damage += f", {file.name}: {_difference(whole, text)}"
+            measured |= {"drafter_threads": 1}
+        text = damaged_json(draw, measured, list(routes(measured)))
+        self.damage += f", {file.name}: {difference(measured, text)}"
         write_json(file, text)
-        return self._use(draw, bundle)
+        return self._use(draw, bundle, whole)
 
     def _template(self, draw: Random) -> str:
-        bundle, file = self._copy(), "chat_template.jinja"
+        bundle, file = self._copy(self.toy), "chat_template.jinja"
         text = draw.choice(TEMPLATES)
         self.damage += f" {text}"
         if draw.random() < 0.5:
@@ -163,7 +206,7 @@ class Bundles(Subject):
                 "utf-8", "surrogateescape"
             )
         write_json(bundle / file, text)
-        _hash_again(bundle)
+        hash_again(bundle)
 
         def use() -> object:
             with jetdraft.load(bundle, threads=1) as model:
@@ -189,13 +232,66 @@ class Bundles(Subject):
         file = self.place / "table.npz"
         file.write_bytes(damaged_npz(draw, self.table.read_bytes()))
         options = {**OPTIONS, "method": "trigram", "drafting": {"table": file}}
-        if draw.random() < 0.2:  # the toy bundle has no streams to replace
-
-            def load() -> object:
-                return jetdraft.load(self.intact, threads=1, streams=file)
-
-            return self._outcome(load)
         return self._outcome(lambda: self.model.generate(token_ids=PROMPT, **options))
+
+    def _streams(self, draw: Random) -> str:
+        """Load damaged streams in place of a bundle's own; most bundles have none."""
+        whole, file = draw.choice(self.wholes), self.place / "table.npz"
+        own = whole.path / STREAMS
+        if not own.exists():
+            own = self.table
+        file.write_bytes(damaged_npz(draw, own.read_bytes()))
+        self.damage += f" of {whole.path.name}"
+
+        def use() -> object:
+            with jetdraft.load(whole.path, threads=1, streams=file) as model:
+                return model.generate(
+                    token_ids=PROMPT, method=draw.choice(whole.methods), **OPTIONS
+                )
+
+        return self._outcome(use, whole)
+
+    def _learned(self, draw: Random) -> str:
+        """Damage what was learned from use; it must not matter."""
+        folder = Path(shutil.copytree(self.learned, self.place / "learned"))
+        name = put_on_trial(folder, self.intact, random_arrays(self.intact))
+        kind = draw.choice(("arrays", "choice", "choice", "lessons", "rows", "linked"))
+        self.damage += f", {kind}"
+        if kind == "arrays":
+            self._other_arrays(draw, folder, folder / name / ARRAYS)
+        elif kind == "choice":
+            chosen = json.loads((folder / CHOICE).read_text())
+            if draw.random() < 0.5:
+                chosen["before"] = None
+            text = damaged_json(draw, chosen, list(routes(chosen)))
+            self.damage += f": {difference(chosen, text)}"
+            write_json(folder / CHOICE, text)
+        elif kind == "lessons":
+            data = (folder / FILE).read_bytes()
+            (folder / FILE).write_bytes(damaged_bytes(draw, data))
+        elif kind == "rows":
+            columns = ("user", "kept", "tokens", "places", "ids", "logits")
+            poison(draw, folder / FILE, "lessons", columns)
+        else:
+            choose(folder, Choice(name, None, base_of(Bundle.open(self.intact))))
+            file = draw.choice((folder / name / ARRAYS, folder / CHOICE))
+            replace_by_odd(draw, file)
+
+        def use() -> object:
+            with jetdraft.load(self.intact, threads=1, learn=folder) as model:
+                for method in ("draft", draw.choice(self.toy.methods)):
+                    result = model.generate(token_ids=PROMPT, method=method, **OPTIONS)
+            return result
+
+        return self._outcome(use)
+
+    def _other_arrays(self, draw: Random, folder: Path, file: Path) -> None:
+        """Arrays under the hash that they have, so that they are read."""
+        file.write_bytes(damaged_npz(draw, file.read_bytes()))
+        name = sha256_of(file)
+        if draw.random() < 0.8:
+            file.parent.rename(folder / name)
+        choose(folder, Choice(name, None, base_of(Bundle.open(self.intact))))
 
     def _store(self, draw: Random) -> str:
         """Damage a store: its bytes, its rows, or its owner."""
@@ -205,7 +301,8 @@ class Bundles(Subject):
         if kind == "bytes":
             file.write_bytes(damaged_bytes(draw, file.read_bytes()))
         elif kind == "rows":
-            _poison(draw, file)
+            columns = ("user", "used", "prompt", "response", "vector", "id")
+            poison(draw, file, "entries", columns)
         else:
             return self._other_program(draw, file)
         if draw.random() < 0.3:
@@ -234,7 +331,9 @@ class Bundles(Subject):
             raise Fault("another program's file was changed as if it were a store")
         return outcome
 
-    def _use(self, draw: Random, bundle: Path, may_differ: bool = False) -> str:
+    def _use(
+        self, draw: Random, bundle: Path, whole: Whole, may_differ: bool = False
+    ) -> str:
         """Load and generate, or run a verb."""
         if draw.random() < 0.15:
             verb = draw.choice(
@@ -245,15 +344,20 @@ class Bundles(Subject):
                 )
             )
             return self._command(verb[0], bundle, *verb[1:])
-        method = draw.choice(METHODS)
+        method = draw.choice(whole.methods)
 
         def use() -> object:
             with jetdraft.load(bundle, threads=1) as model:
                 return model.generate(token_ids=PROMPT, method=method, **OPTIONS)
 
-        return self._outcome(use, may_differ)
+        return self._outcome(use, whole, may_differ)
 
-    def _outcome(self, use: Callable[[], Any], may_differ: bool = False) -> str:
+    def _outcome(
+        self,
+        use: Callable[[], Any],
+        whole: Whole | None = None,
+        may_differ: bool = False,
+    ) -> str:
         """The right text or a clear error; with new hashes, another text too."""
         try:
             result = use()
@@ -261,7 +365,8 @@ class Bundles(Subject):
             if not str(error).strip():
                 raise Fault("an error says nothing") from error
             return "refused"
-        right = (self.right.token_ids, self.right.text, self.right.finish_reason)
+        wanted = (whole or self.toy).right
+        right = (wanted.token_ids, wanted.text, wanted.finish_reason)
         if (result.token_ids, result.text, result.finish_reason) == right:
             return "the right text"
         if not may_differ:
@@ -290,147 +395,8 @@ class Bundles(Subject):
 
 
 EXPECTED = {"bundle", "outside", "prefix.npz", "table.npz", "store.sqlite"}
-EXPECTED |= {"store.sqlite.damaged", "store.sqlite-journal"}
-
-
-def _difference(before: Any, text: str) -> str:
-    """The places where a JSON text differs from a value."""
-    try:
-        after = json.loads(text)
-    except (ValueError, RecursionError):
-        return "no JSON"
-    places = {*routes(before), *routes(after)}
-    return "; ".join(
-        f"{'/'.join(map(str, place))} {old!r:.40} -> {new!r:.40}"
-        for place in sorted(places, key=str)
-        if (old := _at(before, place)) != (new := _at(after, place))
-    )
-
-
-def _at(value: Any, place: Route) -> Any:
-    try:
-        for key in place:
-            value = value[key]
-    except (KeyError, IndexError, TypeError):
-        return "nothing"
-    return value
+EXPECTED |= {"store.sqlite.damaged", "store.sqlite-journal", "learned"}
 
 
 def _state(folder: Path) -> list[tuple[str, bytes]]:
     return [(file.name, file.read_bytes()) for file in sorted(folder.iterdir())]
-
-
-def _listed(bundle: Path) -> list[Path]:
-    return [bundle / name for name in sorted(Bundle.open(bundle).files)]
-
-
-def _hash_again(bundle: Path) -> None:
-    """Let the manifest list what is there now."""
-    manifest = json.loads((bundle / MANIFEST).read_text())
-    for name, entry in manifest["files"].items():
-        file = bundle / name
-        if file.is_file():
-            entry |= {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
-    (bundle / MANIFEST).write_text(json.dumps(manifest))
-    _seal_again(bundle)
-
-
-def _seal_again(bundle: Path) -> bool:
-    """Renew the manifest's hash of itself; False if that cannot be done."""
-    try:
-        manifest = json.loads((bundle / MANIFEST).read_bytes())
-        manifest[SEAL] = seal_of(manifest)
-        (bundle / MANIFEST).write_text(json.dumps(manifest))
-    except (ValueError, TypeError, RecursionError):
-        return False
-    return True
-
-
-def _bytes(draw: Random, bundle: Path) -> None:
-    file = draw.choice(_listed(bundle))
-    file.write_bytes(damaged_bytes(draw, file.read_bytes()))
-
-
-def _swapped(draw: Random, bundle: Path) -> None:
-    one, other = draw.sample(_listed(bundle), 2)
-    one_bytes = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(one_bytes)
-
-
-def _removed(draw: Random, bundle: Path) -> None:
-    draw.choice(_listed(bundle)).unlink()
-
-
-def _renamed(draw: Random, bundle: Path) -> None:
-    """In the folder and in the manifest."""
-    file = draw.choice(_listed(bundle))
-    name = draw.choice(("other", "../outside/moved", "..", ".", "", "a/b", "x\0"))
-    manifest = json.loads((bundle / MANIFEST).read_text())
-    manifest["files"][name] = manifest["files"].pop(file.name)
-    text = json.dumps(manifest)
-    if draw.random() < 0.5:  # in the graphs too
-        text = text.replace(f'"{file.name}"', json.dumps(name))
-    (bundle / MANIFEST).write_text(text)
-
-
-def _linked(draw: Random, bundle: Path) -> None:
-    file = draw.choice(_listed(bundle))
-    file.unlink()
-    kind = draw.choice(("link", "loop", "folder", "fifo", "device"))
-    if kind == "link":
-        file.symlink_to("../outside/secret")
-    elif kind == "loop":
-        file.symlink_to(file.name)
-    elif kind == "folder":
-        file.mkdir()
-    elif kind == "fifo":
-        os.mkfifo(file)
-    else:
-        file.symlink_to("/dev/zero")
-
-
-def _external(draw: Random, bundle: Path) -> None:
-    """Let a graph read its weights elsewhere."""
-    file = draw.choice([file for file in _listed(bundle) if file.suffix == ".onnx"])
-    graph = onnx.load(file, load_external_data=False)
-    place = draw.choice(("../outside/secret", "/etc/hostname", "", "/dev/zero", ".."))
-    for weight in graph.graph.initializer:
-        for pair in weight.external_data:
-            if pair.key == "location":
-                pair.value = place
-            elif draw.random() < 0.2:
-                pair.value = draw.choice(("-1", "0", str(2**62), "x"))
-    onnx.save(graph, file)
-
-
-def _tokenizer(draw: Random, bundle: Path) -> None:
-    whole = json.loads((bundle / TOKENIZER).read_text())
-    write_json(bundle / TOKENIZER, damaged_json(draw, whole, list(routes(whole))))
-
-
-DAMAGES: dict[str, Callable[[Random, Path], None]] = {
-    "bytes": _bytes,
-    "swapped": _swapped,
-    "removed": _removed,
-    "renamed": _renamed,
-    "linked": _linked,
-    "external": _external,
-    "tokenizer": _tokenizer,
-}
-
-
-def _poison(draw: Random, file: Path) -> None:
-    """Rows that no jetdraft wrote."""
-    column = draw.choice(("user", "used", "prompt", "response", "vector", "id"))
-    value = draw.choice(
-        ("text", 1e300, float("inf"), -1, b"", b"\1", b"\xff" * 4000, bytes(64), "\x1b")
-    )
-    database = sqlite3.connect(file)
-    try:
-        with database:
-            database.execute(f"update entries set {column} = ?", (value,))
-    except sqlite3.Error:
-        pass  # not every column takes every value
-    finally:
-        database.close()

@@ -11,6 +11,8 @@ from jetdraft.errors import JetdraftError, OptionError, StoreError
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.sampling.chooser import Chooser
 from tests.fuzz.requests import draw_drafting, draw_options, draw_verifier
+from tests.fuzz.worlds import LEARNED
+from tests.toy_drafter import put_on_trial, random_arrays
 
 
 class Disturbances:
@@ -37,7 +39,7 @@ class Disturbances:
         return kind
 
     def _options(self, draw: Random, model: Model) -> dict[str, object]:
-        return {**draw_options(draw, model), **draw_drafting(draw)}
+        return {**draw_options(draw, model), **draw_drafting(draw, model)}
 
     def _do_finished(self, draw: Random, model: Model, prompt: list[int]) -> None:
         model.generate(token_ids=prompt, **self._options(draw, model))
@@ -96,6 +98,17 @@ class Disturbances:
         if stream.stats.finish_reason == "cancelled":
             raise AssertionError("two generations used the same buffers")
 
+    def _do_learned(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        """Other weights are on trial, and enough is drafted for them to begin."""
+        if model.parts.learning is None:
+            return
+        bundle, folder = model.bundle.path, self.folder / LEARNED
+        arrays = random_arrays(bundle, seed=draw.randrange(4))
+        put_on_trial(folder, bundle, arrays, before=draw.choice(("", *_sets(folder))))
+        options = {"method": "draft", "num_draft_tokens": 15, "max_new_tokens": 60}
+        for _ in range(draw.randint(1, 6)):
+            model.generate(token_ids=prompt, ignore_eos=True, **options)
+
     def forget(self) -> None:
         """Load none of the prefixes that were saved so far."""
         self._saved.clear()
@@ -112,3 +125,8 @@ class Disturbances:
         files = self._saved.get(str(model.bundle.path), [])
         if files:
             model.load_prefix(draw.choice(files))
+
+
+def _sets(folder: Path) -> list[str]:
+    """The names of the sets of weights in a folder, in one order."""
+    return sorted(entry.name for entry in folder.iterdir() if len(entry.name) == 64)

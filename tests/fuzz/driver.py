@@ -175,6 +175,7 @@ def _running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     with TemporaryDirectory(
         prefix="jetdraft-fuzz-", ignore_cleanup_errors=True
     ) as folder:
+        Path(folder).chmod(0o755)  # a case may become another user
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,

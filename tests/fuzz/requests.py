@@ -101,9 +101,14 @@ def _penalties(draw: Random, vocab_size: int) -> dict[str, Any]:
     return {name: penalties[name] for name in names}
 
 
-def draw_drafting(draw: Random, table: Path | None = None) -> dict[str, Any]:
-    """A method or several, a draft length, and options of the methods."""
-    names = list(methods())
+def draw_drafting(
+    draw: Random, model: Model, table: Path | None = None
+) -> dict[str, Any]:
+    """A method or several, a draft length, and options of the methods.
+
+    One method of ten is drawn from those of all bundles, so that some are refused.
+    """
+    names = list(methods() if draw.random() < 0.1 else model.methods[1:])
     if draw.random() < 0.15:
         method = ",".join(draw.sample(names, draw.randint(2, min(3, len(names)))))
     else:

@@ -14,7 +14,7 @@ from jetdraft.train.table import count
 from tests.fuzz.disturbances import Disturbances
 from tests.fuzz.requests import TEXTS, draw_drafting, draw_options, draw_prompt, words
 from tests.fuzz.subject import Fault, Subject
-from tests.fuzz.worlds import World, other_worlds, toy_worlds
+from tests.fuzz.worlds import World, head_worlds, other_worlds, toy_worlds
 
 REFUSALS = (OptionError, StoreError, BundleError)
 """What a draft may be refused with: contradicting options, a missing head."""
@@ -31,7 +31,7 @@ class SameText(Subject):
 
     def __init__(self, folder: Path, light: bool = False) -> None:
         super().__init__(folder, light)
-        self.worlds = list(toy_worlds(folder))
+        self.worlds = [*toy_worlds(folder), *head_worlds(folder)]
         if not light:
             self.worlds += other_worlds(folder)
         self.disturbances = Disturbances(folder)
@@ -60,7 +60,7 @@ class SameText(Subject):
         ids = draw_prompt(draw, world.model, self._earlier)
         options = draw_options(draw, world.model)
         ways = [
-            draw_drafting(draw, self._table_of(world))
+            draw_drafting(draw, world.model, self._table_of(world))
             for _ in range(draw.randint(1, 3))
         ]
         self._say(f"{world.name}: token_ids={ids}, {words(options)}")

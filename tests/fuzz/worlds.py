@@ -17,6 +17,9 @@ from jetdraft.errors import JetdraftError
 from jetdraft.runtime.piece import Result
 from jetdraft.testing import toy_bundle
 from tests.fuzz.resized import resized
+from tests.fuzz.streamed import streamed_bundle
+from tests.toy_block import METHODS, toy_block
+from tests.toy_eagle import toy_eagle
 
 SIZES = ((16, 2), (17, 3), (64, 5), (40, 16), (200, 33))
 """Capacity and width of the toy bundle's siblings."""
@@ -26,6 +29,9 @@ BUNDLES = "JETDRAFT_FUZZ_BUNDLES"
 
 EXPORTED = Path(__file__).parents[2] / "bundles"
 """Where scripts/demo puts a trained pair."""
+
+LEARNED = "learned"
+"""The folder of what the toy has learned from use."""
 
 MOST_KEPT = 4000
 """Plain texts that are kept."""
@@ -41,6 +47,7 @@ class World:
     name: str
     bundle: Path
     store: Path | None = None
+    learn: Path | None = None
     provider: str | None = None
     share: int = 10
     _kept: dict[str, Result] = field(default_factory=dict)
@@ -49,7 +56,11 @@ class World:
     def model(self) -> jetdraft.Model:
         """The model that is attacked."""
         return jetdraft.load(
-            self.bundle, threads=1, store=self.store, provider=self.provider
+            self.bundle,
+            threads=1,
+            store=self.store,
+            learn=self.learn,
+            provider=self.provider,
         )
 
     @cached_property
@@ -82,16 +93,24 @@ class World:
 
 
 def toy_worlds(folder: Path) -> Iterator[World]:
-    """The toy bundle and its siblings; only the toy has a store."""
+    """The toy bundle and its siblings; only the toy has a store, and learns."""
     toy = toy_bundle(folder / "toy")
-    yield World("toy", toy, folder / "store.sqlite", share=40)
+    yield World("toy", toy, folder / "store.sqlite", folder / LEARNED, share=40)
     for capacity, width in SIZES:
         name = f"toy-{capacity}-{width}"
         yield World(name, resized(toy, folder / name, capacity, width))
 
 
+def head_worlds(folder: Path) -> Iterator[World]:
+    """Targets that give features, with heads and drafters that fill a block."""
+    yield World("toy-eagle", toy_eagle(folder / "toy-eagle"), folder / "eagle.sqlite")
+    for method in METHODS:
+        yield World(f"toy-{method}", toy_block(folder / f"toy-{method}", method))
+
+
 def other_worlds(folder: Path) -> Iterator[World]:
-    """Bundles that were named or exported, and all worlds on other providers."""
+    """Streams, bundles that were named or exported, and worlds on other providers."""
+    yield World("streamed", streamed_bundle(folder / "streamed"))
     named = [Path(path) for path in os.environ.get(BUNDLES, "").split(":") if path]
     for bundle in named or sorted(EXPORTED.glob("*")):
         if (bundle / "bundle.json").is_file():

@@ -1,6 +1,7 @@
 """Sets of weights: whole after a kill, refused when damaged, shared by processes."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -67,6 +68,14 @@ def test_damaged_arrays_are_refused(toy, sets):
         sets.arrays(name)
     with pytest.raises(StoreError, match="damaged or missing"):
         sets.arrays("0" * 64)
+
+
+def test_a_pipe_in_place_of_arrays_is_refused(toy, sets):
+    name = put_on_trial(sets.folder, toy, ONES)
+    (sets.folder / name / ARRAYS).unlink()
+    os.mkfifo(sets.folder / name / ARRAYS)
+    with pytest.raises(StoreError, match="damaged or missing"):
+        sets.arrays(name)
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,28 @@ def test_codes_and_params(service, address):
         assert error(post(other, GOOD))["code"] == "invalid_api_key"
 
 
+def test_what_a_client_sent_comes_back_short_and_on_one_line(address):
+    message = error(post(address, {**GOOD, "method": "x" * 10_000}))["message"]
+    assert message.startswith("unknown method 'xxx")
+    assert len(message) <= 1000
+    tool = {"type": "function", "function": {"name": "a\nb\x1b[2J"}}
+    chosen = {"type": "function", "function": {"name": "c"}}
+    body = {**CHAT, "tools": [tool], "tool_choice": chosen}
+    message = error(post(address, body, "chat/completions"))["message"]
+    assert message.isprintable()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_constraint_that_ends_in_mid_text_is_the_client_s_error(address, stream):
+    """The library looks for the tokens that must follow, and there are too many."""
+    body = {**GOOD, "grammar": 'start: "a"{10000000}', "stream": stream}
+    answer = post(address, body)
+    assert answer.status_code == (200 if stream else 400)
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n")]
+    told = json.loads(lines[-3] if stream else answer.text)["error"]
+    assert (told["type"], told["param"]) == ("invalid_request_error", "grammar")
+
+
 def test_encoding_lets_other_threads_run(model):
     """A long prompt must not stop the event loop."""
     text, count, done = "The robot sees a box. " * 20_000, 0, threading.Event()

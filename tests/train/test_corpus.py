@@ -66,6 +66,13 @@ def test_lines_that_cannot_be_learned(tmp_path, row, message):
         read(tmp_path, row, end=(), template=template)
 
 
+def test_a_line_that_is_nested_deeply_is_refused(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"line 1 of .* is not an object with"):
+        Corpus.read([file], tokenizer(), (0,), length=64, least=2)
+
+
 def test_messages_need_a_template_that_takes_them(tmp_path):
     with pytest.raises(DataError, match="messages need a chat template"):
         read(tmp_path, {"messages": [USER, REPLY]})

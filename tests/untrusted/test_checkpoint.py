@@ -1,6 +1,7 @@
 """Checkpoints of strangers: their code does not run, and damage is one line."""
 
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -122,6 +123,19 @@ def test_a_config_of_wrong_types_is_one_line(folder, changes):
         assert str(error).isprintable()  # noqa: PT017
     else:
         assert "architectures" in changes, "transformers does not need it"
+
+
+def test_a_pipe_is_not_waited_for(folder):
+    os.mkfifo(folder / "more.safetensors")
+    with pytest.raises(CheckpointError, match="is a pipe or a device"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "a\ud800b"])
+def test_a_name_that_no_checkpoint_can_have_is_one_line(name):
+    with pytest.raises(CheckpointError) as refused:
+        load(name)
+    assert str(refused.value).isprintable()
 
 
 def test_an_end_of_text_that_cannot_occur_is_left_out(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sqlite3
 import time
@@ -168,6 +169,32 @@ def test_names_that_no_file_can_have(model, toy, tmp_path, name):
     with pytest.raises(StoreError, match="no file can have this name") as refused:
         jetdraft.load(toy, threads=1, store=file)
     assert str(refused.value).isprintable()
+    with pytest.raises(StoreError, match="no file can have this name") as refused:
+        jetdraft.load(toy, threads=1, learn=file)
+    assert str(refused.value).isprintable()
+    with pytest.raises(OutputError, match="no file can have this name") as refused:
+        toy_bundle(file)
+    assert str(refused.value).isprintable()
+
+
+def test_a_pipe_stays_a_pipe(model, tmp_path):
+    """A device would be replaced as well, which only root can make."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OutputError, match="it is a pipe or a device"):
+        model.save_prefix(tmp_path / "pipe", model.prompt(PROMPT))
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_link_to_itself_is_refused(model, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OutputError, match="it is a link to itself"):
+        model.save_prefix(tmp_path / "loop", model.prompt(PROMPT))
+
+
+def test_a_bundle_that_cannot_be_looked_at_is_refused():
+    """The system refuses the name, as it does below a folder of another user."""
+    with pytest.raises(BundleError, match=r"cannot read .*File name too long"):
+        jetdraft.load("a" * 5000)
 
 
 # --- stores ---------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def layer_fields(
     hidden, heads = (
         number(source, config, name) for name in ("hidden_size", "num_attention_heads")
     )
-    layers = {int(name.split(".")[1]) for name in tensors if name.startswith("layers.")}
+    layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     query = tensors.get(f"{FIRST_LAYER}self_attn.q_proj.weight")
     if query is None or query.shape[0] % heads:
         raise CheckpointError(

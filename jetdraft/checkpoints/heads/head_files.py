@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -14,7 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from jetdraft.checkpoints.checkpoint import check_entries
 from jetdraft.errors import CheckpointError
+from jetdraft.untrusted.json_text import read_json_file
+from jetdraft.untrusted.printable import printable
 
 _PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
 """The last is Medusa's and Hydra's; other files of torch belong to a training."""
@@ -41,7 +44,7 @@ class HeadFiles:
         """
         folder = _folder(source)
         try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            config = read_json_file(folder / "config.json")
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{source} has no readable config.json ({error}); give the folder of a "
@@ -60,13 +63,14 @@ class HeadFiles:
 
 
 def _folder(source: str) -> Path:
-    if Path(source).is_dir():
+    if os.path.isdir(source):
+        check_entries(Path(source))
         return Path(source)
     try:
         return Path(snapshot_download(source, allow_patterns=["*.json", *_PATTERNS]))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"no head at {source}; give a folder, or a hub id like org/name"
+            f"no head at {printable(source)}; give a folder, or a hub id like org/name"
         ) from error
 
 

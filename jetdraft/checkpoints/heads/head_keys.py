@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from jetdraft.errors import CheckpointError
+from jetdraft.untrusted.printable import printable
 
 _LAYER = {
     "hidden_size",
@@ -99,7 +100,10 @@ def check_keys(source: str, config: Mapping[str, Any], known: Iterable[str]) -> 
     if set(config.get("layer_types") or ()) - {"full_attention"}:
         unknown.add("layer_types")
     if unknown:
-        names = ", ".join(f"{name}={config[name]!r}" for name in sorted(unknown))
+        names = ", ".join(
+            f"{printable(name, 60)}={printable(repr(config[name]), 60)}"
+            for name in sorted(unknown)[:9]
+        )
         raise CheckpointError(
             f"the config of {source} has {names}, which jetdraft does not know; a head "
             "is never read in part, so give another head"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
-from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.checkpoint import Checkpoint, as_checkpoint_error
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.block_reader import (
     is_dflash,
@@ -47,7 +47,7 @@ def load_head(source: str, target: Checkpoint, dtype: torch.dtype) -> AnyHead:
         raise CheckpointError(
             f"{source} is a {kind!r} drafter of speculators; jetdraft reads {_KINDS}"
         )
-    with no_init_weights():
+    with as_checkpoint_error(source), no_init_weights():
         head = _built(files, target)
     _compute_in(head, target, dtype)
     return head.requires_grad_(False).eval()

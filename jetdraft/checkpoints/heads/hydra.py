@@ -133,7 +133,7 @@ def read_hydra(
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size,
         slots=len(heads),
-        blocks=1 + max(int(match[2]) for match in layers),
+        blocks=len({match[2] for match in layers}),
     )
     renamed = {
         name.replace("hydra_mlp.", "mlps.").replace(

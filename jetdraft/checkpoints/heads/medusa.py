@@ -13,6 +13,7 @@ from jetdraft.checkpoints.heads.head_config import MEDUSA, HeadConfig
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_keys import check_keys
 from jetdraft.errors import CheckpointError
+from jetdraft.untrusted.printable import printable
 
 _KEYS = {
     "medusa_num_heads",  # published configs have it wrong: the tensors are counted
@@ -94,7 +95,7 @@ def read_medusa(
     unknown = sorted(tensors.keys() - linears.keys() - heads.keys())
     if unknown or not heads:
         raise CheckpointError(
-            f"{files.source} has {unknown[0] if unknown else 'no tensors'} where "
+            f"{files.source} has {printable((*unknown, 'no tensors')[0], 60)} where "
             "Medusa has heads like 0.0.linear.weight and 0.1.weight; fetch it again"
         )
     width = target.model.config.get_text_config(decoder=True).hidden_size
@@ -105,7 +106,7 @@ def read_medusa(
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size,
         slots=len(heads),
-        blocks=max((int(match[2]) for match in linears.values()), default=-1) + 1,
+        blocks=len({match[2] for match in linears.values()}),
     )
     named: dict[str, Any] = {
         f"blocks.{match[1]}.{match[2]}.{match[3]}": tensors[name]

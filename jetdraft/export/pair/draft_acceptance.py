@@ -13,9 +13,8 @@ from typing import Any
 
 from jetdraft.bundle import DRAFTER, AcceptanceRecord, Bundle
 from jetdraft.contract import StepContract
-from jetdraft.manifest import MANIFEST
 from jetdraft.runtime.measured.stats import Stats
-from jetdraft.runtime.model import Model, load
+from jetdraft.runtime.model import Model
 from jetdraft.runtime.proposers import draft, head_method
 from jetdraft.runtime.proposers.guessing import block_methods, medusa_method
 
@@ -92,7 +91,10 @@ def measured_again(model: Model) -> tuple[list[float], list[float]] | None:
 
 
 def with_acceptance(bundle: Bundle, prompts: Sequence[Sequence[int]]) -> Bundle:
-    """The saved bundle with its acceptance after these prompts, not yet saved again."""
+    """The saved bundle with its acceptance after these prompts.
+
+    Its manifest is not saved yet; its files are those of before.
+    """
     capacity = bundle.target.contract.capacity
     longest = min(LONGEST, capacity // 2)
     record = AcceptanceRecord(
@@ -100,14 +102,13 @@ def with_acceptance(bundle: Bundle, prompts: Sequence[Sequence[int]]) -> Bundle:
         prompts=tuple(tuple(p[:longest]) for p in prompts[:MOST_PROMPTS]),
         new_tokens=min(NEW_TOKENS, capacity - longest),
     )
-    with load(bundle.path) as model:
+    with Model(bundle) as model:  # to open it would hash gigabytes again
         record["by_position"] = tuple(acceptance_of(model, record))
     shutil.rmtree(bundle.path / "profiles", ignore_errors=True)
-    (bundle.path / MANIFEST).unlink()
     drafter = bundle.graphs[DRAFTER]
     fields: dict[str, Any] = {**drafter.quantization, "acceptance": record}
     graphs = {**bundle.graphs, DRAFTER: replace(drafter, quantization=fields)}
-    return replace(bundle, graphs=graphs, files={})
+    return replace(bundle, graphs=graphs)
 
 
 def fallen(stored: Sequence[float], measured: Sequence[float]) -> bool:

@@ -148,7 +148,7 @@ class Matcher:
         try:
             link.send(STEP_SECONDS, self._must_end, *request)
         except EndedError as error:
-            raise _unfollowed(TOO_MUCH) from error
+            raise self._unfollowed(TOO_MUCH) from error
         self._asked = asked
 
     def _reply(self) -> tuple[Any, bytes]:
@@ -156,19 +156,19 @@ class Matcher:
         try:
             value, masks = self.prepare().reply(STEP_SECONDS, self._must_end)
         except EndedError as error:
-            raise _unfollowed(TOO_MUCH) from error
+            raise self._unfollowed(TOO_MUCH) from error
         if isinstance(value, dict):
-            raise _unfollowed(value["error"])
+            raise self._unfollowed(value["error"])
         return value, masks
+
+    def _unfollowed(self, problem: str) -> ConstraintError:
+        return ConstraintError(
+            f"the constraint cannot be followed ({problem}); make it simpler",
+            self._constraint.field,
+        )
 
 
 TOO_MUCH = "it takes too much time or memory"
-
-
-def _unfollowed(problem: str) -> ConstraintError:
-    return ConstraintError(
-        f"the constraint cannot be followed ({problem}); make it simpler", "constraint"
-    )
 
 
 @dataclass(frozen=True)

@@ -204,6 +204,15 @@ def test_huge_weights_change_no_text(toy, tmp_path, plain):
         rounds(model, EARLY, plain, temperature=0.0, drafting={"tree": "best"})
 
 
+def test_a_trial_against_itself_is_none(toy, tmp_path, plain):
+    """Nobody writes such a choice, but it must not end a text."""
+    with load(toy, tmp_path) as model:
+        name = put_on_trial(tmp_path, toy, random_arrays(toy))
+        choose(tmp_path, Choice(name, name, base_of(Bundle.open(toy))))
+        rounds(model, EARLY, plain)
+        assert model.parts.learning.weights._name == name
+
+
 def test_poisoned_lessons_change_no_text(toy, tmp_path, plain):
     with load(toy, tmp_path) as model:
         rounds(model, 20, plain)

@@ -236,6 +236,19 @@ def test_streams_of_another_base_are_refused(model, tmp_path):
         jetdraft.load(model.bundle.path, streams=tmp_path / "missing.npz")
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1e38])
+def test_streams_that_would_change_the_text_are_refused(float_model, tmp_path, value):
+    """Rows of the text multiply them by zero, which does not make them zero."""
+    folder, file = float_model.bundle.path, tmp_path / "streams.npz"
+    with np.load(folder / "streams.npz") as stored:
+        arrays = dict(stored)
+    name = next(name for name in arrays if "q_proj.lora_A" in name)
+    arrays[name] = np.full_like(arrays[name], value)
+    np.savez(file, **arrays)
+    with pytest.raises(BundleError, match="has numbers beyond 10000, or that are none"):
+        jetdraft.load(folder, threads=1, streams=file)
+
+
 def test_what_probes_see():
     """Two carriers with two streams each, after a row with two children."""
     probes = Probes((0, 2), 2)
