@@ -7,7 +7,8 @@
 
 Every way decodes a prompt before the next prompt, at T = 0 and 0.8. Speed-ups are over
 plain decoding at width 1 in the same bundle, since pages of memory differ. `draft ms`
-is the time of one drafted token. Run nothing beside.
+is the time of one drafted token, and `outside ms` what a round spends outside sessions;
+both are shown of the longest chain. Run nothing beside.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from jetdraft.runtime.measured.stats import Round
 
 TEMPERATURES = (0.0, 0.8)
 LENGTHS = (1, 2, 3, 4, 5)
+LOOKUP = 4
 TREE = 7
 SEED = 1
 
@@ -75,7 +77,7 @@ class Row:
         ]
 
 
-def ways(name: str, bench: Bench, method: str) -> list[Row]:
+def ways(name: str, bench: Bench, method: str, looks_up: bool) -> list[Row]:
     """The ways of one bundle, whose drafter's method is `method`; plain ones first."""
     options: dict[str, dict[str, Any]] = {
         "plain, width 1": {"method": "none", "exact": False},
@@ -88,7 +90,9 @@ def ways(name: str, bench: Bench, method: str) -> list[Row]:
         "num_draft_tokens": TREE,
         "drafting": {"tree": "best"},
     }
-    options["lookup, K = 4"] = {"method": "lookup", "num_draft_tokens": 4}
+    if looks_up:
+        how = {"method": "lookup", "num_draft_tokens": LOOKUP}
+        options[f"lookup, K = {LOOKUP}"] = how
     options["auto"] = {"method": "auto"}
     return [Row(f"{name}: {way}", bench, how) for way, how in options.items()]
 
@@ -126,16 +130,37 @@ def measured(groups: list[list[Row]], prompts: list[str], **how: Any) -> list[An
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print a Markdown table."""
-    click.echo("| way | tokens/pass | right by position | draft ms | speed-up | same |")
-    click.echo("| --- | --- | --- | --- | --- | --- |")
+    """Print a Markdown table; the chains of a bundle share a row."""
+    heads = ("way", "tokens/pass", "right by position", "draft ms", "over plain")
+    heads += ("outside ms", "same texts")
+    click.echo("| " + " | ".join(heads) + " |")
+    click.echo("| " + " | ".join(["---"] * len(heads)) + " |")
+    chains: list[dict[str, Any]] = []
     for row in rows:
-        rates = " ".join(f"{rate:.2f}" for rate in row["accepted_by_position"][:5])
-        spent = "" if row["draft_ms"] is None else f"{row['draft_ms']:.2f}"
-        click.echo(
-            f"| {row['way']} | {row['tokens_per_pass']:.2f} | {rates} | {spent} "
-            f"| {row['speed_up']:.2f}x | {row['same_text']} of {row['texts']} |"
-        )
+        if ": K = " in row["way"]:
+            chains.append(row)
+            continue
+        if chains:
+            show_row(chains)
+            chains = []
+        show_row([row])
+
+
+def show_row(rows: list[dict[str, Any]]) -> None:
+    """Print a row for a way, or for chains of several lengths."""
+    last, others = rows[-1], [row["way"].split(" = ")[-1] for row in rows[:-1]]
+    way = last["way"].replace("K = ", " ".join(["K =", *others, ""]))
+    rates = " ".join(f"{rate:.2f}" for rate in last["accepted_by_position"][:5])
+    cells = [
+        way,
+        " ".join(f"{row['tokens_per_pass']:.2f}" for row in rows),
+        rates,
+        "" if last["draft_ms"] is None else f"{last['draft_ms']:.2f}",
+        " ".join(f"{row['speed_up']:.2f}" for row in rows),
+        f"{last['outside_ms_per_round']:.2f}",
+        f"{min(row['same_text'] for row in rows)} of {last['texts']}",
+    ]
+    click.echo("| " + " | ".join(cells) + " |")
 
 
 @click.command()
@@ -166,7 +191,9 @@ def main(
     report: dict[str, Any] = {"machine": benches[0][1].model.parts.profiles.machine}
     for temperature in TEMPERATURES:
         how = {"temperature": temperature, "max_new_tokens": max_new_tokens}
-        groups = [ways(*bench) for bench in benches]
+        groups = [
+            ways(*bench, looks_up=number == 0) for number, bench in enumerate(benches)
+        ]
         rows = measured(groups, texts, seed=SEED, **how)
         click.echo(f"\nT = {temperature}\n")
         show(rows)
