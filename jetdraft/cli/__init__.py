@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 import warnings
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 import click
@@ -49,6 +51,7 @@ class Verbs(LazyGroup):
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a verb and exit: with 2 after bad input, with 130 after Ctrl-C."""
         extra["standalone_mode"] = False
+        _prepare_streams()
         warnings.showwarning = _show_warning
         # SIGTERM must clean up as Ctrl-C does.
         before = signal.signal(signal.SIGTERM, _terminate)
@@ -76,6 +79,22 @@ class Verbs(LazyGroup):
         finally:
             signal.signal(signal.SIGTERM, before)
         sys.exit(result if isinstance(result, int) else 0)
+
+
+def _prepare_streams() -> None:
+    """Give a closed standard stream the null device, and let outputs hold any text.
+
+    Without that the next file that is opened, a store perhaps, gets the number of a
+    closed stream, and what libraries print is written there.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)
+            mode = "w" if number else "r"
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a locale may have ASCII only
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _is_full_disk(error: OSError) -> bool:
