@@ -26,7 +26,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
             listener.bind((host, port))
             # Only `listen` refuses a port that another server listens on.
             listener.listen(128)
-        except (OSError, UnicodeError) as error:  # a name of the wrong form
+        except (OSError, UnicodeError, TypeError) as error:  # no host has the name
             reason = getattr(error, "strerror", None) or error
             raise OptionError(
                 f"cannot listen on {host} port {port} ({reason}); choose another "
