@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import warnings
+from contextlib import suppress
 from io import TextIOWrapper
 from typing import Any, NoReturn
 
@@ -73,6 +74,11 @@ class Verbs(LazyGroup):
                 f"the system refuses {error.filename} ({error.strerror}); check its "
                 "name and its permissions"
             )
+        except MemoryError:
+            _fail(
+                "there is not enough memory; end other programs, give fewer --threads, "
+                "or export with a smaller --capacity"
+            )
         except (click.Abort, KeyboardInterrupt):
             click.echo("interrupted", err=True)
             sys.exit(130)
@@ -117,7 +123,8 @@ def _show_warning(
 
 
 def _fail(message: str) -> NoReturn:
-    click.echo(f"error: {_line(message)}", err=True)
+    with suppress(OSError):  # standard error may be a file on a full disk
+        click.echo(f"error: {_line(message)}", err=True)
     sys.exit(2)
 
 

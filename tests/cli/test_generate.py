@@ -286,6 +286,22 @@ def test_standard_streams_may_be_closed(bundle, tmp_path, prompt):
         assert store.read_bytes().startswith(b"SQLite format 3")
 
 
+def test_too_little_memory_is_one_line(bundle, monkeypatch):
+    def none_left(*shape):
+        raise MemoryError
+
+    monkeypatch.setattr("jetdraft.runtime.passes.tensor.np.zeros", none_left)
+    result = jetdraft("generate", bundle, "-p", "x", *SHORT)
+    assert_refused(result, "there is not enough memory")
+
+
+def test_an_error_that_cannot_be_told_is_an_error_all_the_same(bundle):
+    command = [sys.executable, "-m", "jetdraft", "generate", bundle, "-p", ""]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, check=False, stderr=full)
+    assert done.returncode == 2
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_locale_without_the_letters_of_a_text_loses_nothing(bundle, as_json):
     words = ["-p", "x", "--regex", "ä漢", "--threads", "1", *["--json"] * as_json]
