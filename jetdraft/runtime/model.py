@@ -271,10 +271,10 @@ class Model:
                 "the prompt must be a text; give ids as token_ids=", "prompt"
             )
         contract = self.bundle.target.contract
-        if prompt is None:
-            return check_ids(token_ids, contract)
-        check_characters(len(prompt), contract.capacity)
-        return check_ids(self.parts.text.encode(prompt), contract)
+        if prompt is not None:
+            check_characters(len(prompt), contract.capacity)
+            token_ids = self.parts.text.encode(prompt)
+        return check_ids(token_ids, contract)
 
     def save_prefix(self, file: str | Path, token_ids: Sequence[int] | Int64s) -> None:
         """Read a prompt and keep its rows in a file, for prompts that begin with it.

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -73,8 +72,8 @@ class Matcher:
         # The process has read `_committed` tokens for good.
         self._start = self._committed = start
         self._has_looked, self._may_look = False, True
-        self._unseen: set[int] = set()
-        """Rows of the last masks that the process did not look at."""
+        self._seen = 1
+        """How many rows of the last masks the process looked at."""
 
     def prepare(self) -> Link:
         """The process, which compiles the constraint first; raises `OptionError`."""
@@ -106,17 +105,15 @@ class Matcher:
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """The answer with forbidden tokens masked; `context` ends with the root."""
         counts, bits = self._masks(rows, context)
-        self._unseen = set(range(len(counts), len(rows)))
-        rows_bits = np.frombuffer(bits, np.uint8).reshape(
-            sum(n >= 0 for n in counts), -1
-        )
-        masks, size = iter(rows_bits), self._size
+        self._seen, size = len(counts), self._size
+        masked = sum(n >= 0 for n in counts)
+        masks = iter(np.frombuffer(bits, np.uint8).reshape(masked, -1))
         changes = [Mask(next(masks), size, n) if n >= 0 else _FREE for n in counts]
-        return changed(answer, [*changes, *(_FREE for _ in self._unseen)])
+        return changed(answer, changes + [_FREE] * (len(rows) - self._seen))
 
     def seen(self, path: list[int]) -> list[int]:
-        """The rows of a path before the first row whose mask is not known."""
-        return list(takewhile(lambda row: row not in self._unseen, path))
+        """The rows of a path whose mask is known."""
+        return [row for row in path if row < self._seen]
 
     def process_soon(self, rows: Rows, context: Sequence[int]) -> None:
         """Make the masks of `process` while a pass verifies the rows."""
@@ -157,8 +154,7 @@ class Matcher:
     def _ask_masks(self, rows: Rows, context: Sequence[int]) -> None:
         count, fresh = len(rows) if self._may_look else 1, context[self._committed :]
         self._has_looked |= count > 1
-        request = list(fresh), rows.tokens[:count], rows.parents[:count]
-        self._ask(rows, "masks", *request)
+        self._ask(rows, "masks", list(fresh), rows.tokens[:count], rows.parents[:count])
         self._committed += len(fresh)
 
     def _root_mask_anew(self, context: Sequence[int]) -> tuple[list[int], bytes]:
@@ -169,8 +165,7 @@ class Matcher:
         self.close()
         self._link = self._asked = None
         self._has_looked = self._may_look = False
-        text = context[self._start :]
-        for fresh in ([], *([token] for token in text)):
+        for fresh in ([], *([token] for token in context[self._start :])):
             self._ask(fresh, "masks", fresh, [context[-1]], [-1])
             masks = self._reply()
         self._committed = len(context)
@@ -187,11 +182,10 @@ class Matcher:
 
     def _reply_below(self) -> Any:
         """The reply to `_ask_below`; None where such looks have reached the limits."""
-        if self._may_look:
-            try:
-                return self._reply()[0]
-            except ConstraintError:
-                self._may_look = False
+        try:
+            return self._reply()[0] if self._may_look else None
+        except ConstraintError:
+            self._may_look = False
         return None
 
     def _ask(self, asked: Rows | list[int], *request: Any) -> None:
