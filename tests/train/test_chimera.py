@@ -145,6 +145,7 @@ def floats(target, folders, tmp_path_factory):
     folder, drafter = tmp_path_factory.mktemp("floats"), str(folders["trained"])
     bundle = export(target, folder / "bundle", options=options, head=drafter)
     checkpoint = Checkpoint.load(target, torch.float32)
+    checkpoint.model.set_attn_implementation("sdpa")
     module = load_head(drafter, checkpoint, torch.float32)
     with torch.no_grad():
         decoder = checkpoint.model.get_decoder()
