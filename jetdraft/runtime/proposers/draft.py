@@ -11,6 +11,7 @@ from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.followers.block_follower import AnyFollower
 from jetdraft.runtime.followers.exit_follower import ExitFollower
+from jetdraft.runtime.followers.falcon_follower import FalconFollower
 from jetdraft.runtime.followers.follower import Follower
 from jetdraft.runtime.followers.head_follower import HeadFollower
 from jetdraft.runtime.passes.answer import Answer
@@ -25,7 +26,7 @@ from jetdraft.runtime.trees.shape import Shape, Tree
 
 NAME = "draft"
 
-DraftingFollower = Follower | HeadFollower | ExitFollower
+DraftingFollower = Follower | HeadFollower | ExitFollower | FalconFollower
 """The followers that draft a token after a drafted token."""
 
 
@@ -143,6 +144,8 @@ class TreeProposer(DraftProposer):
     ) -> None:
         super().__init__(follower, ms_per_token, name=name, kind=kind)
         self.shape = shape
+        self._slots: dict[int, int] = {}
+        """The slot of each row of the tree in the drafter's cache, after the cursor."""
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """Grow a tree below the context's last token."""
@@ -151,23 +154,28 @@ class TreeProposer(DraftProposer):
         answer = self._follower.follow(context)
         if answer is None:
             return tree.rows()
-        answers = {0: self._chooser.draft_distribution(answer)}
-        # The slot of each row of the tree in the drafter's cache, from the cursor on.
-        slots: dict[int, int] = {}
+        answers = {0: self._first(answer)}
         while rows := self.shape.grow(tree, answers):
             # A wide level is cut, and a full buffer or mask ends the draft.
-            room = self.graph.draft_room(len(slots))
-            rows = rows[: min(self.graph.contract.max_width, room)]
+            rows = rows[: self._room()]
             if not rows:
                 break
-            answers = self._ask(tree, rows, slots)
+            answers = self._ask(tree, rows)
         return self.shape.finish(tree).depth_first()
 
-    def _ask(
-        self, tree: Tree, rows: list[int], slots: dict[int, int]
-    ) -> dict[int, Distribution]:
+    def _first(self, answer: Answer) -> Distribution:
+        """The drafter's distribution after the root of a new tree."""
+        self._slots.clear()
+        return self._chooser.draft_distribution(answer)
+
+    def _room(self) -> int:
+        """How many rows of the tree the next pass can hold."""
+        room = self.graph.draft_room(len(self._slots))
+        return min(self.graph.contract.max_width, room)
+
+    def _ask(self, tree: Tree, rows: list[int]) -> dict[int, Distribution]:
         """Run rows of the tree; gives the drafter's distributions after them."""
-        filled = len(slots)
+        slots, filled = self._slots, len(self._slots)
         # From the root's child to the row's parent, the last, as in `Rows.ancestors`.
         ancestors = [[slots[r] for r in tree.path(row)[-2:0:-1]] for row in rows]
         answer = self._follower.branch(
