@@ -16,7 +16,7 @@ from jetdraft.runtime.proposers.draft import (
     SAMPLES,
     DraftOptions,
     DraftProposer,
-    TreeProposer,
+    GrowingProposer,
     check_trees,
 )
 from jetdraft.runtime.proposers.draft_stops import draft_stop
@@ -28,7 +28,7 @@ from jetdraft.runtime.trees.shape import Tree
 NAME = "falcon"
 
 
-class FalconTree(TreeProposer):
+class FalconTree(GrowingProposer):
     """Drafts trees of which a pass answers for k levels.
 
     FalconTree(follower, Best(), Kind.COUPLED).propose(context, budget=8)
@@ -57,7 +57,9 @@ class FalconTree(TreeProposer):
 
     def _ask(self, tree: Tree, rows: list[int]) -> dict[int, Distribution]:
         """The distributions after rows: a pass runs the blocks that rows complete."""
-        size, places, ends = self._follower.size, {}, {}
+        size = self._follower.size
+        places: dict[int, tuple[int, int]] = {}
+        ends: dict[int, tuple[Block, list[int]]] = {}
         for row in rows:
             path = tree.path(row)
             drafted = [tree.tokens[above] for above in reversed(path[:-1])]
