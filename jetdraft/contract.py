@@ -226,6 +226,11 @@ class StepContract:
         return not (self.feature_input or self.guesses or self.reads)
 
     @property
+    def learns(self) -> bool:
+        """Whether use can train a drafter with this graph: a model, EAGLE or MTP."""
+        return self.stands_alone or bool(self.carried_size)
+
+    @property
     def slots(self) -> int:
         """The rows of a KV buffer."""
         return self.capacity + self.spare_slots

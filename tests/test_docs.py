@@ -224,6 +224,24 @@ def test_commands_do_what_they_say(document, reader, monkeypatch):
             raise
 
 
+def test_recipes_are_commands_that_exist(tmp_path, monkeypatch):
+    """They take hours, so nobody should learn at the end that an option has changed."""
+    monkeypatch.syspath_prepend(ROOT / "examples/pycode")
+    spec = importlib.util.spec_from_file_location(
+        "recipes", ROOT / "examples/real/recipes.py"
+    )
+    recipes = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "recipes", recipes)
+    spec.loader.exec_module(recipes)
+    for make in recipes.NAMES.values():
+        for stage in make(recipes.Inputs(tmp_path, tmp_path, tmp_path, 1)):
+            _, program, *words = map(str, stage.command)
+            if program == "-m":
+                parse(words[1:])
+            else:
+                parse_script(program, words)
+
+
 def test_each_reason_has_a_command():
     lines = [words for document in DOCUMENTS for _, words in commands(document)]
     for beginning in [*ONLY_PARSED, *OF_THE_SHELL]:

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.probing.probed import Probed
+from jetdraft.checkpoints.probing.probed import Probed, carried
 from jetdraft.errors import (
     CheckpointError,
     JetdraftError,
@@ -43,10 +43,8 @@ UNFINISHED = ".unfinished"
 WEIGHTS = "streams.safetensors"
 SHARED, LOSSLESS = "shared", "lossless"
 MODES = (SHARED, LOSSLESS)
-ROWS_OF = "rows_before_streams"
-GAMMA_OF = "streams_per_carrier"
-"""Attributes of attention modules: the number of rows that are not streams, and the
-number of streams per carrier."""
+LAYOUT_OF = "layout_of_streams"
+"""The attribute of attention modules with the `Layout` of the pass under way."""
 
 _ADAPTER = "streams"
 
@@ -107,7 +105,7 @@ class Streams(nn.Module):
 class Streamed(Probed):
     """A causal LM of transformers whose rows can carry streams.
 
-        logits, _, _ = Streamed(model, streams)(ids, positions, rows, ids, keep)
+        logits, _, _ = Streamed(model, streams)(ids, positions, rows, probes, keep)
 
     `tuned` identifies the LoRA that was merged into the model; it is "" if no LoRA was
     merged.
@@ -153,20 +151,22 @@ class Streamed(Probed):
         probe_rows: Tensor,
         probe_ids: Tensor,
         keep: Tensor,
-        early_exit: bool = False,
+        early: Tensor | slice | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Logits [b, m + r, vocab] of the rows `keep` [m] and then of the r probes.
 
-        `input_ids` and `position_ids` are int64 [b, n]. `probe_rows` and `probe_ids`
-        are [r]: the row that carries each probe, and its stream, from 0 on. The second
-        result are the logits of the pruning adapter, [b, n, vocab], with `early_exit`.
-        The third are the hidden states that enter the top layers, [b, n, h].
+        `input_ids` and `position_ids` are int64 [b, n]. `probe_rows` [r] are the rows
+        that carry probes, or [b, r] where each sequence has its own, and `probe_ids`
+        [r] their streams, from 0 on. The second result are the logits of the pruning
+        adapter [b, e, vocab] at the rows `early` [e]. The third are the hidden states
+        that enter the top layers, [b, n, h].
         """
         slots = probe_rows, probe_ids, probe_ids + 1
         logits, current = self.run(input_ids, position_ids, slots, keep, **options)
         below = current.below[0]
-        return logits, self._early_logits(below) if early_exit else None, below
+        exits = None if early is None else self._early_logits(below[:, early])
+        return logits, exits, below
 
     def _early_logits(self, hidden: Tensor) -> Tensor:
         """The early exit: pruning adapter, frozen norm and head over hidden states."""
@@ -178,19 +178,33 @@ class Streamed(Probed):
     def starts(self, hidden: Tensor) -> Tensor:
         """The hidden states of the carriers, and the embeddings of the streams."""
         current = self.current_pass
-        return hidden[:, current.carriers] + self.streams.embeddings[current.ids]
+        return carried(hidden, current.carriers) + self.streams.embeddings[current.ids]
 
     def _place(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        current, gamma = self.current_pass, self.streams.settings.gamma
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 # Attention over whole sequences must know where the rows end.
-                setattr(module, ROWS_OF, self.current_pass.rows)
-                setattr(module, GAMMA_OF, self.streams.settings.gamma)
+                layout = Layout(current.rows, gamma, current.carriers)
+                setattr(module, LAYOUT_OF, layout)
         return super()._place(layer, args, kwargs)
 
     def _only_probes(self, factor: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Let LoRA change the probes only."""
         return output * self.current_pass.is_probe[:, None].to(output.dtype)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The rows of a layer with streams: `rows` of the text, and then the streams.
+
+    `probe_rows` are the carriers of the streams, see `Streamed`; where all streams of a
+    row are there, each carrier comes `gamma` times in turn.
+    """
+
+    rows: int
+    gamma: int
+    probe_rows: Tensor
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:

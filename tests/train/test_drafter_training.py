@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.streamed import StreamSettings
 from jetdraft.errors import (
     CheckpointError,
     DataError,
@@ -34,7 +35,13 @@ from jetdraft.train.drafter.model_training import ModelTraining
 from jetdraft.train.drafter.new_drafter import advised_config, new_config
 from jetdraft.train.run_folder import STATE
 from jetdraft.train.training import TrainingOptions
-from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint, save_tokenizer
+from tests.tiny import (
+    VOCAB_SIZE,
+    llama_config,
+    save_checkpoint,
+    save_streams,
+    save_tokenizer,
+)
 from tests.tiny import tokenizer as tiny_tokenizer
 from tests.train.periodic import PERIOD, learned_target, nothing
 
@@ -146,6 +153,24 @@ def test_all_layers_of_the_target_are_the_target(target, text, tmp_path):
         assert torch.equal(
             layer.mlp.up_proj.weight, own[place].mlp.up_proj.weight.float()
         )
+
+
+def test_streams_that_tune_the_target_are_the_teacher(text, tmp_path):
+    """A drafter for the base would guess the text of another model."""
+    folder = save_checkpoint(tmp_path / "target", llama_config())
+    save_streams(folder, StreamSettings(gamma=2, layers=1, mode="shared", lora_rank=4))
+    run = ModelTraining(str(folder), tmp_path / "out", [text], SMALL, QUICK)
+    loaded = Checkpoint.load(str(folder), torch.float32)
+    ids = torch.tensor([[5, 7, 9]])
+    with torch.no_grad():
+        base = loaded.model(input_ids=ids).logits
+        tuned = loaded.with_streams(1.0).model.state_dict()
+        taught = run.target.model(input_ids=ids).logits
+        plain = Checkpoint.load(str(folder), torch.float32).model
+        plain.load_state_dict(tuned)
+        wanted = plain(input_ids=ids).logits
+    torch.testing.assert_close(taught, wanted, atol=1e-5, rtol=1e-4)
+    assert (taught - base).abs().max() > 0.1
 
 
 def test_a_drafter_goes_on_from_a_checkpoint(target, text, tmp_path):

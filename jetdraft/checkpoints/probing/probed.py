@@ -20,10 +20,10 @@ from torch import Tensor, nn
 class Pass:
     """One pass: its rows, their probes, and the tensors that its hooks see.
 
-    `carriers` and `ids` int64 [s] are the row and the embedding of each slot behind the
-    rows, `positions` the positions of rows and slots, `is_probe` is 0 for rows and 1
-    for slots. `rotations` has pairs: the rotations of the rows, and of rows and slots.
-    `below` has the hidden states that enter the layers with probes.
+    `carriers` int64 [s] or [b, s] and `ids` int64 [s] are the row and the embedding of
+    each slot behind the rows, `positions` the positions of rows and slots, `is_probe`
+    is 0 for rows and 1 for slots. `rotations` has pairs: the rotations of the rows, and
+    of rows and slots. `below` has the hidden states that enter the layers with probes.
     """
 
     rows: int
@@ -80,19 +80,17 @@ class Probed(nn.Module, ABC):
         """Logits [b, m + s, vocab] of the rows `keep` [m] and then of the s slots.
 
         `input_ids` and `position_ids` are int64 [b, n]. `slots` are [s] each: the row
-        that carries a slot, its embedding, and its distance from the row.
+        that carries a slot, or [b, s] where each sequence has its own, the slot's
+        embedding, and its distance from the row.
         """
         carriers, ids, distances = slots
         rows = input_ids.shape[1]
-        # Indexing of integers would run on the host with WebGPU.
-        positions = position_ids.index_select(1, carriers) + distances
+        positions = carried(position_ids, carriers) + distances
         # Computed from tensors on the device: a row count would be read on the host.
-        is_probe = torch.cat(
-            [torch.zeros_like(position_ids[0]), torch.ones_like(carriers)]
-        )
+        is_probe = torch.cat([torch.zeros_like(position_ids[0]), torch.ones_like(ids)])
         all_positions = torch.cat([position_ids, positions], 1)
         current = Pass(rows, carriers, ids, all_positions, is_probe)
-        places = torch.arange(rows, rows + carriers.shape[0], device=keep.device)
+        places = torch.arange(rows, rows + ids.shape[0], device=keep.device)
         self._pass = current
         try:
             logits = self.model(
@@ -138,3 +136,11 @@ class Probed(nn.Module, ABC):
         else:
             args[1] = current.positions
         current.rotations.append((output, rotary.forward(*args, **kwargs)))
+
+
+def carried(rows: Tensor, carriers: Tensor) -> Tensor:
+    """What the `carriers` [s] or [b, s] of slots have of [b, n, ...]: [b, s, ...]."""
+    if carriers.ndim == 1:
+        # Indexing of integers would run on the host with WebGPU.
+        return rows.index_select(1, carriers)
+    return rows[torch.arange(len(rows), device=rows.device)[:, None], carriers]

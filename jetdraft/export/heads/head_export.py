@@ -73,6 +73,20 @@ def write_head(
     `target` is the job of the head's target, whose graphs are written already.
     `overlaps` are what the manifest says of the recipe's acceptance.
     """
+    job = head_job(target, source, head, overlaps)
+    chain_graph.write(job)
+    if job.contract.reads and target.options.provider_of(DRAFTER).name == "cpu":
+        read_less(job.file, job.contract)
+    share_weights(job.file, target.file)
+    if not job.contract.block:  # all rows of a draft's depth share a guess
+        tree_graph.write(job)
+    return job.entry
+
+
+def head_job(
+    target: Job, source: str, head: AnyHead, overlaps: Mapping[str, float]
+) -> Job:
+    """The job of a head's graphs, from that of its target."""
     options = target.options
     step = _step_of(head, target.contract, DTYPES[options.dtype_of(DRAFTER)])
     checkpoint = Checkpoint(source, head, None, None, ())
@@ -88,7 +102,7 @@ def write_head(
         ),
         vocabulary_file=write_vocabulary(target.folder, head.ids),
     )
-    job = replace(
+    return replace(
         target,
         name=DRAFTER,
         checkpoint=checkpoint,
@@ -105,13 +119,6 @@ def write_head(
         step=step,
         task={},
     )
-    chain_graph.write(job)
-    if step.contract.reads and options.provider_of(DRAFTER).name == "cpu":
-        read_less(job.file, step.contract)
-    share_weights(job.file, target.file)
-    if not step.contract.block:  # all rows of a draft's depth share a guess
-        tree_graph.write(job)
-    return job.entry
 
 
 _STEPS: tuple[tuple[Any, Callable[..., Step], Callable[..., StepContract]], ...] = (

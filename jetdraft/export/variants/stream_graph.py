@@ -147,7 +147,9 @@ class StreamStep(ProbeStep):
         `parents` int64 [n] are the parents of the rows in a draft; the root counts as
         its own parent.
         """
-        logits, early, hidden = self.model(*rows_and_probes, early_exit=True, **options)
+        logits, early, hidden = self.model(
+            *rows_and_probes, early=slice(None), **options
+        )
         return [logits, hidden, _scores(early.float(), rows_and_probes[0], parents)]
 
 

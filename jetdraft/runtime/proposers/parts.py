@@ -346,10 +346,10 @@ class Parts:
         if folder is None:
             return None
         bundle, entry = self.bundle, self.bundle.drafter
-        if entry is None or opener is None or not entry.contract.stands_alone:
+        if entry is None or opener is None or not entry.contract.learns:
             raise OptionError(
-                "only a drafter that is a model of its own learns from use; export "
-                "with --drafter, or leave --learn out",
+                "only a drafter model, or a head of EAGLE or MTP, learns from use; "
+                "export with one of them, or leave --learn out",
                 "learn",
             )
         if opener.provider.name == "tensorrt" or bundle.flavour != CONTRIB:

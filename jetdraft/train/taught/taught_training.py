@@ -16,6 +16,7 @@ from jetdraft.checkpoints.checkpoint import (
 )
 from jetdraft.checkpoints.gguf import is_gguf
 from jetdraft.checkpoints.parameters import convert
+from jetdraft.checkpoints.streamed import SHARED
 from jetdraft.errors import CheckpointError
 from jetdraft.train.data import Example
 from jetdraft.train.taught.written_texts import Writing, WrittenTexts
@@ -49,10 +50,8 @@ class TaughtTraining(Training):
                 f"{source} is a GGUF file, and {learned} are trained for a folder; "
                 "give the model's Hugging Face folder"
             )
-        self.target = Checkpoint.load(source, torch.float32)
-        convert(self.target.model, torch.float32)
-        self.target.model.set_attn_implementation("sdpa")
-        self.base = weights_sha256(checkpoint_folder(source))
+        self.target, tuned = teacher_of(source)
+        self.base = weights_sha256(checkpoint_folder(source)) + tuned
         self.check_length(self.target.model)
 
     def read_texts(
@@ -126,3 +125,19 @@ class TaughtTraining(Training):
         """Delete the target's texts, which only a training that goes on needs."""
         if self._written is not None:
             self._written.forget()
+
+
+def teacher_of(source: str) -> tuple[Checkpoint, str]:
+    """A target in float32, and the hash of what tuned it, empty for nothing.
+
+    The text of streams of mode shared is that of the weights which they tune. Raises
+    `CheckpointError`.
+    """
+    target, tuned = Checkpoint.load(source, torch.float32), ""
+    if target.streams is not None and target.streams.mode == SHARED:
+        streamed = target.with_streams(1.0)
+        target, tuned = Checkpoint.load(source, torch.float32), f" {streamed.tuned}"
+        target.model.load_state_dict(streamed.model.state_dict())
+    convert(target.model, torch.float32)
+    target.model.set_attn_implementation("sdpa")
+    return target, tuned

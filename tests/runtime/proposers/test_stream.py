@@ -318,7 +318,7 @@ def test_scores_are_those_of_the_early_exit(float_model, tmp_path):
         at = torch.arange(ids.shape[1])
         with torch.no_grad():
             _, early, _ = streamed(
-                ids, at[None], at[:0], at[:0], at, early_exit=True, use_cache=False
+                ids, at[None], at[:0], at[:0], at, early=at, use_cache=False
             )
         expected = early[0, -1].log_softmax(-1)[rows.tokens[row]]
         assert scores[row] == pytest.approx(float(expected), abs=1e-4)
