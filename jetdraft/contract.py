@@ -228,7 +228,7 @@ class StepContract:
     @property
     def learns(self) -> bool:
         """Whether use can train a drafter with this graph: a model, EAGLE or MTP."""
-        return self.stands_alone or bool(self.carried_size)
+        return self.stands_alone or bool(self.carried_size and not self.recent)
 
     @property
     def slots(self) -> int:
