@@ -5,8 +5,9 @@
 
 BUNDLE is the exported pair of the checkpoints TARGET and DRAFTER. For each count its
 drafter is exported again, cut as `jetdraft export --draft-vocab COUNT` cuts it; the
-target's graphs stay. Bundles run in turns, greedy; the median over the turns is shown,
-and over plain decoding of the same bundle in the same turn. Run nothing beside.
+target's graphs stay. A cut that lies in the folder -w is used again, and `--turns 0`
+only makes them. Bundles run in turns, greedy; the median over the turns is shown, and
+over plain decoding of the same bundle in the same turn. Run nothing beside.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def cut_bundle(
     text: Path,
     count: int,
     folder: Path,
-) -> Bundle:
-    """The bundle with a drafter that chooses among `count` tokens."""
+) -> None:
+    """Write the bundle with a drafter that chooses among `count` tokens."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for file in bundle.path.iterdir():
@@ -78,7 +79,6 @@ def cut_bundle(
     job = _cut_job(_job(folder, DRAFTER, cut.checkpoint, measures), cut)
     graphs = {**bundle.graphs, DRAFTER: _write_graphs(job)}
     replace(bundle, path=folder, graphs=graphs, files={}).save()
-    return Bundle.open(folder)
 
 
 def measured(
@@ -161,14 +161,17 @@ def main(
     prompts = [p for file in files for p in prompts_of(file, bundle)[:count]]
     whole = Bundle.open(bundle)
     bundles = {whole.target.contract.vocab_size: whole}
-    say(f"reads {target}")
-    checkpoint = Checkpoint.load(target, torch.float32)
-    for size in map(int, counts.split(",")):
-        say(f"exports the drafter with {size} tokens")
-        bundles[size] = cut_bundle(
-            whole, checkpoint, drafter, calibration, size, work / str(size)
-        )
-    del checkpoint
+    folders = {int(size): work / size for size in counts.split(",")}
+    if not all((folder / MANIFEST).exists() for folder in folders.values()):
+        say(f"reads {target}")
+        checkpoint = Checkpoint.load(target, torch.float32)
+        for size, folder in folders.items():
+            say(f"exports the drafter with {size} tokens")
+            cut_bundle(whole, checkpoint, drafter, calibration, size, folder)
+        del checkpoint
+    if not turns:
+        return
+    bundles |= {size: Bundle.open(folder) for size, folder in folders.items()}
     rounds: dict[int, list[Any]] = {size: [] for size in bundles}
     for turn in range(turns):
         for size, one in bundles.items():

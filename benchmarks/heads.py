@@ -7,7 +7,9 @@
 
 Every way decodes a prompt before the next prompt, at T = 0 and 0.8. Speed-ups are over
 plain decoding at width 1 in the same bundle, since pages of memory differ. `draft ms`
-is the time of one drafted token. Run nothing beside.
+is the time of one drafted token, and `outside ms` what a round spends outside sessions.
+The chains of a bundle share a row: its positions and `draft ms` are those of the
+longest chain, its tokens per second those of the fastest. Run nothing beside.
 """
 
 from __future__ import annotations
@@ -27,24 +29,23 @@ from jetdraft.runtime.measured.stats import Round
 
 TEMPERATURES = (0.0, 0.8)
 LENGTHS = (1, 2, 3, 4, 5)
+LOOKUP = 4
 TREE = 7
 SEED = 1
 
+ROUNDS: list[Round] = []
+"""The rounds of the generation under way."""
 
-class Bench:
-    """A loaded bundle whose rounds are kept."""
 
-    def __init__(self, folder: str) -> None:
-        self.model = jetdraft.load(folder)
-        self.rounds: list[Round] = []
-        curve = self.model.parts.curve
-        learn = curve.learn
+def keep_rounds() -> None:
+    """Keep every round that is counted, also those of fixed lengths."""
+    add = Stats.add
 
-        def kept(round_: Round) -> None:
-            self.rounds.append(round_)
-            learn(round_)
+    def kept(stats: Stats, round_: Round, committed: int) -> None:
+        ROUNDS.append(round_)
+        add(stats, round_, committed)
 
-        curve.learn = kept
+    Stats.add = kept  # type: ignore[method-assign]
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Row:
     """A way to decode, and what came of it."""
 
     name: str
-    bench: Bench
+    model: jetdraft.Model
     options: dict[str, Any]
     stats: Stats | None = None
     draft_ms: list[float] = field(default_factory=list)
@@ -60,9 +61,9 @@ class Row:
 
     def run(self, prompt: str, **more: Any) -> None:
         """Decode one prompt; the model forgets what the way before taught it."""
-        self.bench.model.forget()
-        self.bench.rounds.clear()
-        result = self.bench.model.generate(prompt, **self.options, **more)
+        self.model.forget()
+        ROUNDS.clear()
+        result = self.model.generate(prompt, **self.options, **more)
         self.outputs.append(result.token_ids)
         if self.stats is None:
             self.stats = result.stats
@@ -70,12 +71,12 @@ class Row:
             self.stats.merge(result.stats)
         self.draft_ms += [
             1e3 * round_.draft_seconds / round_.drafted
-            for round_ in self.bench.rounds
+            for round_ in ROUNDS
             if round_.drafted
         ]
 
 
-def ways(name: str, bench: Bench, method: str) -> list[Row]:
+def ways(name: str, model: jetdraft.Model, method: str, looks_up: bool) -> list[Row]:
     """The ways of one bundle, whose drafter's method is `method`; plain ones first."""
     options: dict[str, dict[str, Any]] = {
         "plain, width 1": {"method": "none", "exact": False},
@@ -88,9 +89,11 @@ def ways(name: str, bench: Bench, method: str) -> list[Row]:
         "num_draft_tokens": TREE,
         "drafting": {"tree": "best"},
     }
-    options["lookup, K = 4"] = {"method": "lookup", "num_draft_tokens": 4}
+    if looks_up:
+        how = {"method": "lookup", "num_draft_tokens": LOOKUP}
+        options[f"lookup, K = {LOOKUP}"] = how
     options["auto"] = {"method": "auto"}
-    return [Row(f"{name}: {way}", bench, how) for way, how in options.items()]
+    return [Row(f"{name}: {way}", model, how) for way, how in options.items()]
 
 
 def figures(row: Row, narrow: Row, plain: Row) -> dict[str, Any]:
@@ -118,7 +121,7 @@ def measured(groups: list[list[Row]], prompts: list[str], **how: Any) -> list[An
     steps = [(prompt, row) for prompt in prompts for ways in groups for row in ways]
     for ways in groups:
         for row in ways:  # the first generation of each way measures passes
-            row.bench.model.generate(prompts[0], max_new_tokens=8, **row.options)
+            row.model.generate(prompts[0], max_new_tokens=8, **row.options)
     with click.progressbar(steps, file=sys.stderr) as bar:
         for prompt, row in bar:
             row.run(prompt, ignore_eos=True, **how)
@@ -126,16 +129,38 @@ def measured(groups: list[list[Row]], prompts: list[str], **how: Any) -> list[An
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print a Markdown table."""
-    click.echo("| way | tokens/pass | right by position | draft ms | speed-up | same |")
-    click.echo("| --- | --- | --- | --- | --- | --- |")
+    """Print a Markdown table; the chains of a bundle share a row."""
+    heads = ("way", "tokens/pass", "right by position", "draft ms", "over plain")
+    heads += ("tokens/s", "outside ms", "same texts")
+    click.echo("| " + " | ".join(heads) + " |")
+    click.echo("| " + " | ".join(["---"] * len(heads)) + " |")
+    chains: list[dict[str, Any]] = []
     for row in rows:
-        rates = " ".join(f"{rate:.2f}" for rate in row["accepted_by_position"][:5])
-        spent = "" if row["draft_ms"] is None else f"{row['draft_ms']:.2f}"
-        click.echo(
-            f"| {row['way']} | {row['tokens_per_pass']:.2f} | {rates} | {spent} "
-            f"| {row['speed_up']:.2f}x | {row['same_text']} of {row['texts']} |"
-        )
+        if ": K = " in row["way"]:
+            chains.append(row)
+            continue
+        if chains:
+            show_row(chains)
+            chains = []
+        show_row([row])
+
+
+def show_row(rows: list[dict[str, Any]]) -> None:
+    """Print a row for a way, or for chains of several lengths."""
+    last, others = rows[-1], [row["way"].split(" = ")[-1] for row in rows[:-1]]
+    way = last["way"].replace("K = ", " ".join(["K =", *others, ""]))
+    rates = " ".join(f"{rate:.2f}" for rate in last["accepted_by_position"][:5])
+    cells = [
+        way,
+        " ".join(f"{row['tokens_per_pass']:.2f}" for row in rows),
+        rates,
+        "" if last["draft_ms"] is None else f"{last['draft_ms']:.2f}",
+        " ".join(f"{row['speed_up']:.2f}" for row in rows),
+        f"{max(row['tokens_per_second'] for row in rows):.0f}",
+        " ".join(f"{row['outside_ms_per_round']:.2f}" for row in rows),
+        f"{min(row['same_text'] for row in rows)} of {last['texts']}",
+    ]
+    click.echo("| " + " | ".join(cells) + " |")
 
 
 @click.command()
@@ -162,11 +187,14 @@ def main(
     """Measure bundles of one target."""
     lines = prompts.read_text(encoding="utf-8").splitlines()[:count]
     texts = [json.loads(line)["prompt"] for line in lines]
-    benches = [(name, Bench(folder), method) for name, method, folder in bundles]
-    report: dict[str, Any] = {"machine": benches[0][1].model.parts.profiles.machine}
+    keep_rounds()
+    models = [(name, jetdraft.load(path), method) for name, method, path in bundles]
+    report: dict[str, Any] = {"machine": models[0][1].parts.profiles.machine}
     for temperature in TEMPERATURES:
         how = {"temperature": temperature, "max_new_tokens": max_new_tokens}
-        groups = [ways(*bench) for bench in benches]
+        groups = [
+            ways(*model, looks_up=number == 0) for number, model in enumerate(models)
+        ]
         rows = measured(groups, texts, seed=SEED, **how)
         click.echo(f"\nT = {temperature}\n")
         show(rows)

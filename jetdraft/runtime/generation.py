@@ -331,6 +331,7 @@ class Generation:
             if proposer is None:
                 break
             if proposer not in offers:
+                proposer.catch_up(context)
                 start = time.perf_counter()
                 rows = proposer.propose(context, budget, assignment.parents)
                 seconds = time.perf_counter() - start

@@ -21,12 +21,9 @@ from jetdraft.errors import CheckpointError, OptionError, OutputError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.followers.recent import Recent
-from jetdraft.train.chimera.chimera_training import (
-    ChimeraSettings,
-    ChimeraTraining,
-    Seen,
-)
+from jetdraft.train.chimera.chimera_training import ChimeraTraining, Seen
 from jetdraft.train.run_folder import STATE
+from jetdraft.train.taught.layer_training import LayerSettings
 from jetdraft.train.taught.next_token_training import PLACES
 from jetdraft.train.training import TrainingOptions
 from tests.cli.running import assert_refused
@@ -260,7 +257,7 @@ def test_the_folder_has_a_llama_layer_and_a_trigram_encoder(folders):
 
 
 def test_a_stopped_training_goes_on_where_it_was(target, text, tmp_path):
-    settings = ChimeraSettings(inner=8, half=True)
+    settings = LayerSettings(inner=8, half=True)
     train(target, tmp_path / "whole", text, settings)
 
     def stop(progress):

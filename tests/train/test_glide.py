@@ -20,8 +20,9 @@ from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import CheckpointError, OptionError, OutputError, PairError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
-from jetdraft.train.glide.glide_training import GlideSettings, GlideTraining
+from jetdraft.train.glide.glide_training import GlideTraining
 from jetdraft.train.run_folder import STATE
+from jetdraft.train.taught.layer_training import LayerSettings
 from jetdraft.train.taught.next_token_training import PLACES
 from jetdraft.train.training import TrainingOptions
 from tests.cli.running import assert_refused
@@ -210,7 +211,7 @@ def test_the_folder_is_a_llama_layer_and_its_cross_attention(folders):
 
 
 def test_a_stopped_training_goes_on_where_it_was(target, text, tmp_path):
-    settings = GlideSettings(inner=8, half=True)
+    settings = LayerSettings(inner=8, half=True)
     train(target, tmp_path / "whole", text, settings)
 
     def stop(progress):

@@ -48,6 +48,13 @@ class Follower:
         """How many of the first `kept` tokens need not be observed again: all."""
         return kept
 
+    def catch_up(self, context: Sequence[int]) -> None:
+        """Feed most of a context that is long ahead of the drafter."""
+        self._keep(context)
+        while (missed := len(context) - len(self._fed.tokens)) > WIDEST:
+            fed, most = len(self._fed.tokens), self.graph.contract.max_width
+            self._feed(context[fed : fed + min(missed - 1, most)])
+
     def follow(self, context: Sequence[int]) -> Answer:
         """The answer for the last row of `context`."""
         self._keep(context)

@@ -53,6 +53,9 @@ class GuessFollower:
         """How many of the first `kept` tokens need not be observed again: all."""
         return kept
 
+    def catch_up(self, context: Sequence[int]) -> None:
+        """It can miss nothing: it keeps the features of one row."""
+
     def follow(self, context: Sequence[int]) -> Answer | None:
         """The guesses after `context`; None unless all but its last token were seen."""
         if not self._seen or self._seen + 1 != len(context):

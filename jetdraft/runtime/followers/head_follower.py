@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jetdraft.contract import WIDEST
 from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.followers.fed import Fed
 from jetdraft.runtime.followers.recent import Recent, Tail
@@ -82,14 +83,21 @@ class HeadFollower:
     def observe(
         self, first: int, tokens: Sequence[int], features: Float32s | None
     ) -> None:
-        """Take the features of tokens, which replace all from position `first` on."""
+        """Take the features of tokens, which replace all from position `first` on.
+
+        They wait until the head drafts, which may be never.
+        """
         if features is None or first > len(self._seen):
             return  # what it missed is read again with the next prompt
         self._cut(first, first)
         self._seen += tokens
         self._features += list(features)
-        while len(self._features) > self.graph.contract.max_width:
-            self._feed(self._ready(self._seen))
+
+    def catch_up(self, context: Sequence[int]) -> None:
+        """Feed most of what waits, if it is much."""
+        self._fed.cut(len(self._fed.tokens))
+        while len(self._features) > WIDEST:
+            self._feed(self._ready(context)[: len(self._features) - 1])
 
     def follow(self, context: Sequence[int]) -> Answer | None:
         """The answer for the last row of `context`; None without features for it.

@@ -54,6 +54,10 @@ class ConstrainedProposer(Proposer):
         """As the inner proposer says."""
         return self._inner.keep(kept)
 
+    def catch_up(self, context: Tokens) -> None:
+        """Let the inner proposer catch up."""
+        self._inner.catch_up(context)
+
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The forced tokens, and below them the inner rows that may come."""
         forced, self.evidence = self._matcher.forced(context, budget), 0

@@ -110,6 +110,10 @@ class DraftProposer(Proposer):
         """Let its follower see the accepted rows, whoever proposed them."""
         observe(self._follower, seen)
 
+    def catch_up(self, context: Tokens) -> None:
+        """Feed most of what the drafter's graph has missed."""
+        self._follower.catch_up(context)
+
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """Catch up with the context, then draft token by token."""
         tokens = [context[-1]]
@@ -214,9 +218,12 @@ def observe(follower: AnyFollower, seen: Seen) -> None:
     """Let a follower see the accepted rows of a pass."""
     path, features = seen.path, seen.answer.features
     if features is not None:
-        tokens = [seen.rows.tokens[row] for row in path]
-        first = seen.length - 1 - len(path)
-        follower.observe(first, tokens, features[list(path)])
+        tokens, end = seen.rows.tokens, len(path)
+        if path[-1] == end - 1:  # the rows of a chain lie side by side
+            tokens, rows = tokens[:end], features[:end].copy()
+        else:
+            tokens, rows = [tokens[row] for row in path], features[list(path)]
+        follower.observe(seen.length - 1 - end, tokens, rows)
 
 
 def check_trees(*graphs: Graph) -> None:

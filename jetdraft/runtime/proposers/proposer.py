@@ -109,6 +109,13 @@ class Proposer(Observer, ABC):
         """
         return kept
 
+    def catch_up(self, context: Tokens) -> None:
+        """Do what was left undone while others proposed, so that a draft comes soon.
+
+        It comes before the time of a draft is taken: that time tells what the next
+        draft costs, and says nothing of a prompt that had to be read first.
+        """
+
     @abstractmethod
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """At most `budget` >= 1 rows below the root, `context[-1]`.

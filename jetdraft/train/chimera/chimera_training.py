@@ -6,7 +6,6 @@ its own rows what the layer made of them: in training as when it drafts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,34 +18,12 @@ from jetdraft.checkpoints.heads.attached.chimera import (
     Attention,
     Chimera,
 )
-from jetdraft.checkpoints.heads.head_config import CHIMERA, HeadConfig
+from jetdraft.checkpoints.heads.head_config import CHIMERA
 from jetdraft.checkpoints.streamed import final_norm
-from jetdraft.errors import OptionError
-from jetdraft.train.head.head_layout import config_of
 from jetdraft.train.head.head_losses import Lesson
 from jetdraft.train.taught.beginnings import take_norm
-from jetdraft.train.taught.next_token_training import (
-    PLACES,
-    NextTokenObjective,
-    NextTokenSettings,
-    NextTokenTraining,
-)
-
-
-@dataclass(frozen=True)
-class ChimeraSettings(NextTokenSettings):
-    """What drafter to train.
-
-    Its MLP is `inner` wide inside; 0 is the target's width.
-
-        ChimeraSettings(inner=256)
-    """
-
-    inner: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.inner <= 10**6:
-            raise OptionError(f"inner {self.inner} is out of range; give 0 to 1000000")
+from jetdraft.train.taught.layer_training import LayerTraining
+from jetdraft.train.taught.next_token_training import PLACES, NextTokenObjective
 
 
 class ChimeraObjective(NextTokenObjective):
@@ -106,24 +83,14 @@ class Seen:
         return attention
 
 
-class ChimeraTraining(NextTokenTraining):
+class ChimeraTraining(LayerTraining):
     """Trains a Chimera drafter.
 
     ChimeraTraining("target", Path("drafter"), [Path("notes.txt")]).run(print)
     """
 
     product = "a Chimera drafter"
-    settings: ChimeraSettings
-
-    def default_settings(self) -> ChimeraSettings:
-        """A drafter with the target's sizes."""
-        return ChimeraSettings()
-
-    def new_config(self) -> HeadConfig:
-        """A layer of the target's sizes."""
-        config = config_of(self.target)
-        inner = self.settings.inner or config.intermediate_size
-        return replace(config, family=CHIMERA, intermediate_size=inner)
+    family = CHIMERA
 
     def new_drafter(self) -> Chimera:
         """A new drafter, which begins with the last token and the surrogate alone.

@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.heads.attached.glide import ARCHITECTURE, Glide
-from jetdraft.checkpoints.heads.head_config import GLIDE, HeadConfig
+from jetdraft.checkpoints.heads.head_config import GLIDE
 from jetdraft.checkpoints.streamed import decoder_layers, final_norm
 from jetdraft.contract import HIDDEN
-from jetdraft.errors import OptionError, UnsupportedModelError
+from jetdraft.errors import UnsupportedModelError
 from jetdraft.train.data import Batch
-from jetdraft.train.head.head_layout import config_of
 from jetdraft.train.head.head_losses import Lesson
 from jetdraft.train.taught.beginnings import take_norm
-from jetdraft.train.taught.next_token_training import (
-    NextTokenObjective,
-    NextTokenSettings,
-    NextTokenTraining,
-)
+from jetdraft.train.taught.layer_training import LayerTraining
+from jetdraft.train.taught.next_token_training import NextTokenObjective
 from jetdraft.train.taught.precision import precision
-
-
-@dataclass(frozen=True)
-class GlideSettings(NextTokenSettings):
-    """What drafter to train.
-
-    Its MLP is `inner` wide inside; 0 is the target's width.
-
-        GlideSettings(inner=256)
-    """
-
-    inner: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.inner <= 10**6:
-            raise OptionError(f"inner {self.inner} is out of range; give 0 to 1000000")
 
 
 @dataclass(frozen=True)
@@ -62,24 +42,14 @@ class GlideObjective(NextTokenObjective):
         return hidden
 
 
-class GlideTraining(NextTokenTraining):
+class GlideTraining(LayerTraining):
     """Trains a GliDe drafter.
 
     GlideTraining("target", Path("drafter"), [Path("notes.txt")]).run(print)
     """
 
     product = "a GliDe drafter"
-    settings: GlideSettings
-
-    def default_settings(self) -> GlideSettings:
-        """A drafter with the target's sizes."""
-        return GlideSettings()
-
-    def new_config(self) -> HeadConfig:
-        """A layer of the target's sizes."""
-        config = config_of(self.target)
-        inner = self.settings.inner or config.intermediate_size
-        return replace(config, family=GLIDE, intermediate_size=inner)
+    family = GLIDE
 
     def new_drafter(self) -> Glide:
         """A new layer; its last norm begins as the target's."""

@@ -46,6 +46,10 @@ class HeadGuesses(GuessProposer):
         """Let its follower see the accepted rows, whoever proposed them."""
         observe(self._follower, seen)
 
+    def catch_up(self, context: Tokens) -> None:
+        """Feed most of what the graph has missed."""
+        self._follower.catch_up(context)
+
     def guesses(self, context: Tokens) -> Answer | None:
         """The answers for the tokens after the last accepted row."""
         return self._follower.follow(context)
