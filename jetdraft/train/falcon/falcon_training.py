@@ -21,13 +21,9 @@ from jetdraft.checkpoints.heads.attached.falcon import ARCHITECTURE, MOST_ROWS, 
 from jetdraft.checkpoints.heads.head_config import FALCON, HeadConfig
 from jetdraft.errors import OptionError
 from jetdraft.train.data import IGNORED, Batch
-from jetdraft.train.head.head_layout import config_of
 from jetdraft.train.head.head_losses import CROSS_ENTROPY, NOISE, Lesson
-from jetdraft.train.taught.next_token_training import (
-    DraftObjective,
-    NextTokenSettings,
-    NextTokenTraining,
-)
+from jetdraft.train.taught.layer_training import LayerSettings, LayerTraining
+from jetdraft.train.taught.next_token_training import DraftObjective
 from jetdraft.train.taught.place_sums import Sums, sums_of
 
 GLANCED = 0.4
@@ -38,26 +34,20 @@ HARD = 0.1
 
 
 @dataclass(frozen=True)
-class FalconSettings(NextTokenSettings):
+class FalconSettings(LayerSettings):
     """What drafter to train: it drafts `block_rows` tokens in a pass.
 
-    Its MLP is `inner` wide inside; 0 is the target's width.
-
-        FalconSettings(block_rows=2)
+    FalconSettings(block_rows=2)
     """
 
     block_rows: int = 2
-    inner: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, least, most in (
-            ("block rows", self.block_rows, 2, MOST_ROWS),
-            ("inner", self.inner, 0, 10**6),
-        ):
-            if not least <= value <= most:
-                raise OptionError(
-                    f"{name} {value} is out of range; give {least} to {most}"
-                )
+        super().__post_init__()
+        if not 2 <= self.block_rows <= MOST_ROWS:
+            raise OptionError(
+                f"block rows {self.block_rows} is out of range; give 2 to {MOST_ROWS}"
+            )
 
 
 @dataclass(frozen=True)
@@ -154,13 +144,14 @@ def told_rows(
     return places < told
 
 
-class FalconTraining(NextTokenTraining):
+class FalconTraining(LayerTraining):
     """Trains a Falcon drafter.
 
     FalconTraining("target", Path("drafter"), [Path("notes.txt")]).run(print)
     """
 
     product = "a Falcon drafter"
+    family = FALCON
     settings: FalconSettings
 
     def default_settings(self) -> FalconSettings:
@@ -168,11 +159,8 @@ class FalconTraining(NextTokenTraining):
         return FalconSettings()
 
     def new_config(self) -> HeadConfig:
-        """A layer of the target's sizes."""
-        config = config_of(self.target)
-        inner = self.settings.inner or config.intermediate_size
-        slots = self.settings.block_rows
-        return replace(config, family=FALCON, intermediate_size=inner, slots=slots)
+        """A layer of the target's sizes, for blocks of some rows."""
+        return replace(super().new_config(), slots=self.settings.block_rows)
 
     def new_drafter(self) -> Falcon:
         """A new drafter."""

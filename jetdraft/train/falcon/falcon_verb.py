@@ -42,7 +42,7 @@ def command(
     half: bool,
 ) -> int:
     """Train a head that drafts several tokens for TARGET in a pass."""
-    settings = FalconSettings(regenerate, half, block_rows, inner)
+    settings = FalconSettings(regenerate, half, inner, block_rows)
     return run_training(
         lambda bars: FalconTraining(target, output, data, settings, training, bars)
     )
