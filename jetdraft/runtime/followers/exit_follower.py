@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jetdraft.contract import WIDEST
 from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.followers.fed import Fed
 from jetdraft.runtime.passes.answer import Answer
@@ -82,6 +83,12 @@ class ExitFollower:
         widest = self.graph.contract.max_width
         while len(self._states) > widest:
             self._feed_seen(widest)
+
+    def catch_up(self, context: Sequence[int]) -> None:
+        """Feed most of the states that wait, if they are many."""
+        self._fed.cut(self._fed.agreement(context))
+        if len(self._states) > WIDEST:
+            self._feed_seen(len(self._states) - 1)
 
     def follow(self, context: Sequence[int]) -> Answer | None:
         """The answer for the last row of `context`; None if rows before it are missing.
