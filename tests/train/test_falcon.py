@@ -292,6 +292,7 @@ def test_a_pass_drafts_a_block(model):
         follower.forget()
         proposer.begin(prompt, Chooser(Sampling()))
         follower.observe(0, prompt[:-1], states)
+        follower.follow(prompt)
         before = follower.graph.passes
         proposer.propose(prompt, 12 if options else 6)
         assert follower.graph.passes - before == 3
@@ -381,7 +382,7 @@ def test_the_command_says_what_is_wrong_in_one_line(target, text, tmp_path):
         ({"num_attention_heads": 7}, "no q_proj of 7 heads"),
         ({"block_size": 1}, "blocks of 2 to 8"),
         ({"block_size": "two"}, "block_size='two'"),
-        ({"medusa_num_heads": 4}, "medusa_num_heads=4, which jetdraft does not know"),
+        ({"lstm_layers": 3}, "lstm_layers=3, which jetdraft does not know"),
     ],
 )
 def test_a_drafter_of_another_target_is_refused(

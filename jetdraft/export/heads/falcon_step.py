@@ -40,8 +40,8 @@ class FalconStep(Step):
         """The outputs in the order of `StepContract.outputs`."""
         state = state_of(position_ids, cursor, total_length, past)
         tokens = torch.cat([recent_ids, input_ids[..., None]], dim=-1)
-        windows = features.unflatten(-1, (self.contract.ahead, -1))
-        windows = windows.to(dtype_of(self.contract))
+        size, width = self.contract.ahead, self.contract.feature_input
+        windows = features.to(dtype_of(self.contract)).reshape(1, -1, size, width)
         with attending(state):
             predicted = self.model(tokens, windows, position_ids, HandThrough())
         logits = self.model.lm_head(predicted[:, answer_rows]).float()

@@ -59,7 +59,7 @@ def taps_of(head: AnyHead) -> Taps | None:
         return None
     if isinstance(head, ExitAdapter):
         return Taps(config.taps, config.feature_size, cut=head.exit_layer)
-    if isinstance(head, Guessing | Chimera) or not config.taps:
+    if isinstance(head, Guessing | Chimera | Falcon) or not config.taps:
         return Taps((), config.feature_size)
     parts = {name: getattr(head, name) for name in _FUSION if hasattr(head, name)}
     return Taps(config.taps, config.feature_size, head.fuse, parts)

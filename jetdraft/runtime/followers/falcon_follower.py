@@ -152,6 +152,11 @@ class FalconFollower:
         start = len(self._seen) - len(self._features)
         del self._features[: max(self._needed - start, 0)]
 
+    def catch_up(self, context: Sequence[int]) -> None:
+        """Feed most of what waits, if it is much."""
+        self._fed.cut(len(self._fed.tokens))
+        self._feed(context, min(len(self._seen), len(context) - 1), self._at_once)
+
     def follow(self, context: Sequence[int]) -> Answer | None:
         """The answer for the token after `context`; None without features for it.
 
@@ -163,8 +168,7 @@ class FalconFollower:
         self.block, self.drafted = None, []
         if rows < self.size:
             return None
-        most = self.graph.contract.max_width + 1 - self.size
-        self._feed(context, rows, min(_AT_ONCE, most))
+        self._feed(context, rows, self._at_once)
         first = len(self._fed.tokens)
         tokens = context[first + 1 : rows + 1]
         known = Block((), self._known(first, len(tokens)), self._tail(context, first))
@@ -269,6 +273,11 @@ class FalconFollower:
             for index in range(row + 1 - self.size, row + count)
         ]
         return np.array(rows, np.float32)
+
+    @property
+    def _at_once(self) -> int:
+        """The most new rows of a pass with the copies of a block."""
+        return min(_AT_ONCE, self.graph.contract.max_width + 1 - self.size)
 
     @property
     def _needed(self) -> int:

@@ -52,7 +52,10 @@ class FalconSettings(LayerSettings):
 
 @dataclass(frozen=True)
 class FalconLesson(Lesson):
-    """A lesson in which a `share` of the wrong tokens is told, drawn with a `seed`."""
+    """A lesson in which a `share` of the wrong tokens is told.
+
+    What is told, and the noise on the features, are drawn with a `seed`.
+    """
 
     share: float
     seed: int
@@ -73,7 +76,9 @@ class FalconObjective(DraftObjective):
         places = (rows - first) % size
         (features,), ids = lesson.taps, _behind(lesson.ids, 1)
         if self.training:
-            features = features + (torch.rand_like(features) - 0.5) * NOISE
+            draw = torch.Generator().manual_seed(lesson.seed)
+            noise = torch.rand(features.shape, generator=draw).to(features)
+            features = features + (noise - 0.5) * NOISE
         wanted, teacher = _behind(lesson.final, size), _behind(lesson.logits, size)
         learned = _behind(lesson.labels, size + 1, IGNORED) != IGNORED
         if self.training and lesson.share:
@@ -113,7 +118,10 @@ class FalconObjective(DraftObjective):
         ends = rows + size - 1 - places
         mask = torch.zeros(len(rows), len(rows), device=rows.device)
         mask = mask.masked_fill(rows > ends[:, None], -torch.inf)[None, None]
-        return self.drafter(tokens, windows.transpose(-1, -2), rows[None], None, mask)
+        predicted: Tensor = self.drafter(
+            tokens, windows.transpose(-1, -2), rows[None], None, mask
+        )
+        return predicted
 
 
 def _behind(rows: Tensor, places: int, fill: float = 0) -> Tensor:

@@ -118,7 +118,8 @@ class Falcon(nn.Module):
         # In a graph, a quantized embedding takes ids of two axes.
         embedded = self.embed_tokens(tokens.flatten(1)).unflatten(1, tokens.shape[1:])
         joined = torch.cat([embedded, features.to(embedded.dtype)], dim=-1)
-        return self.stack(self.recurrence(joined), positions, cache, mask)
+        predicted: Tensor = self.stack(self.recurrence(joined), positions, cache, mask)
+        return predicted
 
     def get_input_embeddings(self) -> nn.Module:
         """The embedding, as models of transformers give it."""
