@@ -33,7 +33,7 @@ from tests.cli.running import jetdraft as cli
 from tests.train.periodic import PERIOD, learned_target, nothing
 
 QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
-LEARNING = replace(QUICK, steps=100, sequence_length=48, learning_rate=2e-2)
+LEARNING = replace(QUICK, steps=40, sequence_length=48, learning_rate=2e-2)
 WAYS = [{}, {"temperature": 0.8, "seed": 1}]
 LONG = {"max_new_tokens": 80, "ignore_eos": True}
 SIZES = (2, 3)
@@ -117,8 +117,8 @@ def test_other_methods_draft_beside_it(model, plain, method):
 def test_the_text_fills_the_buffers(model):
     how = {"max_new_tokens": 400, "ignore_eos": True}
     text = model.generate(PERIOD, method="none", **how).token_ids
-    for drafting in ({}, {"tree": "best"}):
-        made = model.generate(PERIOD, method="falcon", drafting=drafting, **how)
+    for draft in ({"num_draft_tokens": 5}, {"drafting": {"tree": "best"}}):
+        made = model.generate(PERIOD, method="falcon", **draft, **how)
         assert made.token_ids == text
 
 
@@ -126,7 +126,8 @@ def test_short_prompts_are_drafted_for_later(model):
     for count in (1, 2, 3):
         prompt = model.parts.text.encode(PERIOD)[:count]
         text = model.generate(token_ids=prompt, method="none", **LONG).token_ids
-        made = model.generate(token_ids=prompt, method="falcon", **LONG)
+        how = {"method": "falcon", "num_draft_tokens": 3, **LONG}
+        made = model.generate(token_ids=prompt, **how)
         assert made.token_ids == text
         assert made.stats.drafted_tokens > 10
 
@@ -159,8 +160,8 @@ def test_a_saved_prefix(model, plain, tmp_path):
 def test_forced_tokens_are_fed_like_drafted_tokens(model):
     how = {"regex": "(for self ){9}", "max_new_tokens": 40}
     text = model.generate(PERIOD, method="none", **how).text
-    for drafting in ({}, {"tree": "best"}):
-        made = model.generate(PERIOD, method="falcon", drafting=drafting, **how)
+    for draft in ({"num_draft_tokens": 5}, {"drafting": {"tree": "best"}}):
+        made = model.generate(PERIOD, method="falcon", **draft, **how)
         assert made.text == text
 
 
@@ -182,6 +183,7 @@ def floats(request, target, folders, tmp_path_factory):
     )
     bundle = export(target, folder / "bundle", options=options, head=drafter)
     checkpoint = Checkpoint.load(target, torch.float32)
+    checkpoint.model.set_attn_implementation("sdpa")
     module = load_head(drafter, checkpoint, torch.float32)
     with torch.no_grad():
         decoder = checkpoint.model.get_decoder()

@@ -257,8 +257,8 @@ class FalconFollower:
             self._fed.add(tokens)
 
     def _tail(self, text: Sequence[int], row: int) -> tuple[int, ...]:
-        """The k - 1 tokens before that which a row reads; token 0 stands before all."""
-        last = text[max(row + 2 - self.size, 0) : row + 1]
+        """The tokens that the k - 1 rows before a row read; 0 for those before row 0."""
+        last = text[max(row + 2 - self.size, 1) : row + 1]
         return (*[0] * (self.size - 1 - len(last)), *last)
 
     def _known(self, row: int, count: int) -> Float32s:
