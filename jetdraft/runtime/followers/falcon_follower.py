@@ -257,7 +257,7 @@ class FalconFollower:
             self._fed.add(tokens)
 
     def _tail(self, text: Sequence[int], row: int) -> tuple[int, ...]:
-        """The tokens that the k - 1 rows before a row read; 0 for those before row 0."""
+        """The tokens that the k - 1 rows before a row read; 0 stands before row 0."""
         last = text[max(row + 2 - self.size, 1) : row + 1]
         return (*[0] * (self.size - 1 - len(last)), *last)
 
