@@ -296,7 +296,7 @@ def test_the_command_says_what_is_wrong_in_one_line(target, text, tmp_path):
         ({"vocab_size": 300}, "vocabulary of 300 tokens"),
         ({"hidden_size": 32}, "reads states of 32 numbers"),
         ({"num_attention_heads": 7}, "no q_proj of 7 heads"),
-        ({"medusa_num_heads": 4}, "medusa_num_heads=4, which jetdraft does not know"),
+        ({"gate": 1}, "has gate=1, which jetdraft does not know"),
     ],
 )
 def test_a_drafter_of_another_target_is_refused(
