@@ -39,7 +39,8 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from jetdraft.checkpoints.checkpoint import weights_sha256
-from jetdraft.checkpoints.streamed import SETTINGS, WEIGHTS, read_settings
+from jetdraft.checkpoints.probing.probe_files import read_settings
+from jetdraft.checkpoints.streamed import SETTINGS, WEIGHTS
 
 NOISE = 1e-6
 SPREAD = 0.02  # as Llama is initialised

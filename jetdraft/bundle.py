@@ -117,16 +117,24 @@ class Quantization(TypedDict, total=False):
     acceptance: AcceptanceRecord
 
 
-class StreamRecord(TypedDict):
-    """What the manifest says of a target's streams."""
+class _ProbeRecord(TypedDict):
+    """What the manifest says of all probes."""
 
     gamma: Size
-    layers: Size
     mode: str
+    base: str
+
+
+class StreamRecord(_ProbeRecord, total=False):
+    """What the manifest says of a target's streams or prompt tokens."""
+
+    layers: Size
     lora_rank: Size
     prune_rank: Size
     positions: str
-    base: str
+    members: Size
+    prefix: Count
+    ranks: tuple[tuple[Share, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -338,10 +346,15 @@ class Bundle:
         return bundle
 
     def _check_names(self) -> None:
-        """Raise `ValueError` unless there is a target, and all graphs are listed."""
+        """Raise `ValueError` unless there is a target, and all graphs are listed.
+
+        A target reads its own buffers only.
+        """
         listed = {file for entry in self.graphs.values() for file in entry.files}
         if TARGET not in self.graphs or not listed <= set(self.files):
             raise ValueError("a graph or its file is not listed")
+        if self.target.contract.reads:
+            raise ValueError("the target reads the buffers of a target")
 
     def to_json(self) -> dict[str, Any]:
         """The manifest, with its own hash."""
@@ -381,7 +394,7 @@ def check_pair(
 
     Both must have the same capacity and the same vocabulary, though a head may choose
     among a part of it. The features that a head reads must have the width of the
-    features that the target gives.
+    features that the target gives, and buffers that it reads those of the target.
     """
     if target.vocab_size != drafter.vocab_size:
         raise PairError(
@@ -398,6 +411,14 @@ def check_pair(
             f"the {name} reads features of width {drafter.feature_input}, the target "
             f"gives width {target.feature_size}; export both together"
         )
+    for layer, *shape in drafter.reads:
+        lent = target.kv_shapes[layer : layer + 1]
+        if target.kv_bits or lent != (tuple(shape),):
+            raise PairError(
+                f"the {name} reads {shape[0]} heads of {shape[1]} floats of the "
+                f"target's layer {layer}, which the target does not keep; export both "
+                "together"
+            )
 
 
 def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:

@@ -10,10 +10,14 @@ of `capacity` rows:
 | `cursor` | int32 [1], committed rows in the buffer |
 | `total_length` | int32 [1], cursor + n; the capacity in a tree graph |
 | `answer_rows` | int64 [m], the rows to answer for: all, or the last in a prefill |
-| `draft_mask` | uint8 [s, n + r], 1 where a slot is hidden; trees or streams |
+| `draft_mask` | uint8 [s, n + b], 1 where a slot is hidden; trees or streams |
 | `draft_start` | int32 [1], the slot of the draft's first row; trees or streams |
 | `probe_rows`, `probe_ids` | int64 [r], the row and the stream of each probe |
-| `features` | float32 [1, n, w], one per row, in the graph of a head |
+| `prefix_rows` | int64 [p], the rows of a learned prefix that probes see: all or none |
+| `recent_ids` | int64 [1, n, q], the q tokens before each row's, the oldest first |
+| `features` | float32 [1, n, w], one per row or k of them, in the graph of a head |
+| `target_length` | int32 [1], committed rows in the target's buffers |
+| `target_key.{i}`, `target_value.{i}` | the target's buffers of layer i, only read |
 | `block` | int64 [1, g], tokens behind the rows; `vocab_size` for an unknown one |
 | `past_key.{i}`, `past_value.{i}` | dtype [1, kv_heads, capacity, head_dim] |
 
@@ -33,7 +37,10 @@ Line 0 is for the slots before the draft, which all rows see. The graph widens t
 to a bias of all slots, so that little crosses to a device.
 
 Probes are rows that propose and are never committed; only graphs that draft as they
-verify have probes. Their keys and values land past the rows of the pass.
+verify have probes. Their keys and values land past the rows of the pass, in b slots:
+first those of a learned prefix, which probes alone see, then `members` slots for each
+probe. The members of a probe start from different embeddings, and its logits are the
+mean of theirs.
 
 A *head graph* reads the `features` of another graph. It may choose among a part of the
 vocabulary only, its *draft vocabulary*. Then its `input_ids` and `candidates` are still
@@ -70,9 +77,12 @@ CAPACITY, MAX_WIDTH = 2048, 128
 HIDDEN = -1e4
 """Added to the score of a slot that a row may not see; fits float16."""
 
-ROWS, ANSWERS, PROBES, ALL = "n", "m", "r", "n+r"
+ROWS, ANSWERS, PROBES, PREFIX, ALL = "n", "m", "r", "p", "n+b"
 """The names of the dynamic axes: the rows of a pass, the rows it answers for, its
-probes, and rows and probes together."""
+probes, the rows of their prefix, and the slots of all these together."""
+
+SLOTS = "s"
+"""The name of the axis of slots in buffers of another graph, which may have more."""
 
 EARLY_EXIT = ("streams.narrow.weight", "streams.widen.weight")
 """The weights of the pruning adapter, which only the lower half of a graph has."""
@@ -87,13 +97,27 @@ class TensorSpec:
     shape: tuple[int | str, ...]
 
     def sized(
-        self, rows: int = 0, answers: int = 0, probes: int = 0
+        self,
+        rows: int = 0,
+        answers: int = 0,
+        probes: int = 0,
+        members: int = 1,
+        prefix: int = 0,
     ) -> tuple[int, ...]:
         """The shape in a pass of `rows` rows and `probes` probes.
 
-        `answers` of the rows are answered for.
+        `answers` of the rows are answered for. `members` and `prefix` are those of the
+        contract.
         """
-        sizes = {ROWS: rows, ANSWERS: answers, PROBES: probes, ALL: rows + probes}
+        prefix = prefix if probes else 0
+        sizes = {
+            ROWS: rows,
+            ANSWERS: answers,
+            PROBES: probes,
+            PREFIX: prefix,
+            ALL: rows + prefix + probes * members,
+            SLOTS: rows + 1,  # of buffers that are lent, to trace with
+        }
         return tuple(
             sizes[axis] if isinstance(axis, str) else axis for axis in self.shape
         )
@@ -101,6 +125,9 @@ class TensorSpec:
 
 PARENTS = TensorSpec("parents", "int64", (ROWS,))
 """The parents of a draft's rows, for an early exit; the root is its own parent."""
+
+TARGET_LENGTH = TensorSpec("target_length", "int32", (1,))
+"""The committed rows in the target's buffers."""
 
 SCORES = TensorSpec("scores", "float32", (1, ROWS))
 """What an early exit gives: the log probability of each row's token."""
@@ -112,14 +139,19 @@ class StepContract:
 
     `kv_shapes` holds (kv_heads, head_dim) per layer; `dtype`, "float32" or "float16",
     is the type of the KV buffers. A `tree` graph verifies branching drafts too. A row
-    can carry `streams` probes, which draft as many tokens. With `kv_bits` 8 the buffers
-    hold int8, with 0 they hold `dtype`.
+    can carry `streams` probes, which draft as many tokens; each takes `members` slots,
+    and all of them see a `prefix` of that many slots. With `kv_bits` 8 the buffers hold
+    int8, with 0 they hold `dtype`.
 
     The other sizes are widths of optional tensors, 0 where a graph does not have them:
     `hidden_size` of the output `hidden`, `feature_size` of the output `features`,
     `feature_input` of the input `features`, and `carried_size` of `carried`. A
     `draft_vocab` of 0 means the whole vocabulary. `guesses` is the number of tokens
-    that a head guesses at once, 0 for other graphs. Raises `ContractError` for sizes
+    that a head guesses at once, 0 for other graphs. `reads` has (layer, kv_heads,
+    head_dim) of each layer of the target whose buffers the graph reads, and `recent` is
+    the number of tokens before a row's that it reads. `ahead` is k for a head that
+    answers in row t for token t + k + 1, and reads the features of the last k rows in
+    each; 0 for other graphs. Raises `ContractError` for sizes
     that contradict each other.
 
     The buffers have `spare_slots` more slots than the capacity. A pass near the end may
@@ -147,6 +179,11 @@ class StepContract:
     draft_vocab: Count = 0
     guesses: Annotated[int, in_range(0, 1024)] = 0
     spare_slots: Count = 0
+    members: Annotated[int, in_range(1, 64)] = 1
+    prefix: Annotated[int, in_range(0, 1024)] = 0
+    reads: tuple[tuple[Count, Size, Size], ...] = ()
+    recent: Annotated[int, in_range(0, 64)] = 0
+    ahead: Annotated[int, in_range(0, 64)] = 0
 
     def __post_init__(self) -> None:
         for is_wrong, fact in (
@@ -157,6 +194,14 @@ class StepContract:
             (
                 self.carried_size and not self.feature_input,
                 "carried features need features as an input",
+            ),
+            (
+                self.recent and not self.carried_size,
+                "recent tokens need carried features",
+            ),
+            (
+                self.ahead and self.recent != self.ahead - 1,
+                f"rows of {self.ahead} features read {self.recent} recent tokens",
             ),
             (
                 self.guesses and not (self.feature_input or self.kv_shapes),
@@ -174,6 +219,16 @@ class StepContract:
         ):
             if is_wrong:
                 raise ContractError(f"graph contract: {fact}; export the bundle again")
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether a drafter with this graph is a model of its own, which reads text."""
+        return not (self.feature_input or self.guesses or self.reads)
+
+    @property
+    def learns(self) -> bool:
+        """Whether use can train a drafter with this graph: a model, EAGLE or MTP."""
+        return self.stands_alone or bool(self.carried_size and not self.recent)
 
     @property
     def slots(self) -> int:
@@ -206,9 +261,27 @@ class StepContract:
             TensorSpec("answer_rows", "int64", (ANSWERS,)),
             *(self.mask if self.masked else ()),
             *(self.probes if self.streams else []),
-            *_optional("features", ROWS, self.feature_input),
+            *([self.recent_ids] if self.recent else []),
+            *_optional("features", ROWS, self.feature_input * (self.ahead or 1)),
             *([TensorSpec("block", "int64", (1, self.block))] if self.block else []),
+            *([TARGET_LENGTH, *self.lent] if self.reads else []),
             *self.buffers("past"),
+        )
+
+    @property
+    def recent_ids(self) -> TensorSpec:
+        """The input of the tokens before each row's; token 0 stands before a text."""
+        return TensorSpec("recent_ids", "int64", (1, ROWS, self.recent))
+
+    @property
+    def lent(self) -> tuple[TensorSpec, ...]:
+        """The buffers of the target that the graph reads."""
+        return tuple(
+            TensorSpec(
+                f"target_{kind}.{layer}", self.dtype, (1, heads, SLOTS, head_dim)
+            )
+            for layer, heads, head_dim in self.reads
+            for kind in ("key", "value")
         )
 
     @property
@@ -224,7 +297,12 @@ class StepContract:
     @property
     def draft_slots(self) -> int:
         """The most slots that a draft takes with its probes."""
-        return min(self.max_width * (1 + self.streams), self.slots)
+        behind = self.prefix + self.max_width * self.streams * self.members
+        return min(self.max_width + (behind if self.streams else 0), self.slots)
+
+    def behind(self, probes: int) -> int:
+        """The slots that probes and their prefix take behind the rows of a pass."""
+        return self.prefix + probes * self.members if probes else 0
 
     @property
     def mask(self) -> tuple[TensorSpec, ...]:
@@ -237,10 +315,11 @@ class StepContract:
 
     @property
     def probes(self) -> tuple[TensorSpec, ...]:
-        """The inputs that give each probe its row and its stream."""
+        """The inputs that give each probe its row and its stream, and the prefix."""
         return (
             TensorSpec("probe_rows", "int64", (PROBES,)),
             TensorSpec("probe_ids", "int64", (PROBES,)),
+            *([TensorSpec("prefix_rows", "int64", (PREFIX,))] if self.prefix else []),
         )
 
     @property
@@ -284,8 +363,9 @@ class StepContract:
     ) -> SplitContract:
         """The contract of two halves; the upper half has the top `layers`.
 
-        `hidden_size` is the width of the states between them; with `scores` the lower
-        half has an early exit. Raises `ContractError` if a half would have no layer.
+        `hidden_size` is the width of the states between them, which take the place of
+        features; with `scores` the lower half has an early exit. Raises
+        `ContractError` if a half would have no layer.
         """
         below = len(self.kv_shapes) - layers
         if layers < 1 or below < 1:
@@ -296,8 +376,8 @@ class StepContract:
         return SplitContract(
             whole=self,
             hidden_size=hidden_size,
-            lower=replace(self, kv_shapes=self.kv_shapes[:below]),
-            upper=replace(self, kv_shapes=self.kv_shapes[below:]),
+            lower=replace(self, kv_shapes=self.kv_shapes[:below], feature_size=0),
+            upper=replace(self, kv_shapes=self.kv_shapes[below:], feature_size=0),
             scores=scores,
         )
 

@@ -40,9 +40,21 @@ ONLY_PARSED = {
     "jetdraft export": "takes minutes and torch; tests/export, scripts/demo",
     "jetdraft recipes": "exports a checkpoint several times; tests/cli/test_recipes.py",
     "jetdraft train streams": "takes a quarter of an hour; tests/train",
+    "jetdraft train ppd": "takes a quarter of an hour; tests/train",
+    "jetdraft train forecast": "takes a quarter of an hour; tests/train",
+    "jetdraft generate bundles/prompted": "needs a trained bundle; tests/train",
+    "jetdraft generate bundles/forecasting": "needs a trained bundle; tests/train",
     "jetdraft train drafter": "needs a drafter's checkpoint; tests/train",
     "jetdraft store clear bundles/pycode learned": "needs lessons; tests/cli",
     "jetdraft train head": "takes a quarter of an hour; tests/train",
+    "jetdraft train kangaroo": "takes minutes; tests/train",
+    "jetdraft train glide": "takes minutes; tests/train",
+    "jetdraft train falcon": "takes minutes; tests/train",
+    "jetdraft generate bundles/with-falcon": "needs an export; tests/train",
+    "jetdraft train chimera": "takes minutes; tests/train",
+    "jetdraft generate bundles/with-chimera": "needs an export; tests/train",
+    "jetdraft generate bundles/with-glide": "needs an export; tests/train",
+    "jetdraft generate bundles/with-adapter": "needs an export; tests/train",
     "jetdraft bench bundles/faster": "needs a trained drafter; tests/train",
     "jetdraft generate bundles/with-block": "needs an export; tests/export",
     "jetdraft generate bundles/with-head": "needs an export; tests/test_pycode.py",
@@ -210,6 +222,24 @@ def test_commands_do_what_they_say(document, reader, monkeypatch):
         except BaseException as error:
             error.add_note(f"{place}: {' '.join(words)}")
             raise
+
+
+def test_recipes_are_commands_that_exist(tmp_path, monkeypatch):
+    """They take hours, so nobody should learn at the end that an option has changed."""
+    monkeypatch.syspath_prepend(ROOT / "examples/pycode")
+    spec = importlib.util.spec_from_file_location(
+        "recipes", ROOT / "examples/real/recipes.py"
+    )
+    recipes = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "recipes", recipes)
+    spec.loader.exec_module(recipes)
+    for make in recipes.NAMES.values():
+        for stage in make(recipes.Inputs(tmp_path, tmp_path, tmp_path, 1)):
+            _, program, *words = map(str, stage.command)
+            if program == "-m":
+                parse(words[1:])
+            else:
+                parse_script(program, words)
 
 
 def test_each_reason_has_a_command():

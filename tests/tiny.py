@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from jetdraft.checkpoints.checkpoint import Checkpoint, weights_sha256
+from jetdraft.checkpoints.probing.prompted import Prompted, Prompts, PromptSettings
 from jetdraft.checkpoints.streamed import (
     SETTINGS,
     WEIGHTS,
@@ -25,7 +26,6 @@ from jetdraft.checkpoints.streamed import (
     Streams,
     StreamSettings,
     add_adapters,
-    stream_weights,
 )
 
 END_OF_TEXT = "<|endoftext|>"
@@ -87,9 +87,20 @@ def save_streams(folder: Path, settings: StreamSettings, seed: int = 0) -> Path:
     add_adapters(model, settings)
     streamed = Streamed(model, Streams(settings, model.config.hidden_size))
     weights = {
-        name: torch.randn_like(weight) * 0.2
-        for name, weight in stream_weights(streamed).items()
+        name: torch.randn_like(weight) * 0.2 for name, weight in streamed.task.items()
     }
+    save_file(weights, folder / WEIGHTS)
+    (folder / SETTINGS).write_text(json.dumps(settings.to_json()))
+    return folder
+
+
+def save_prompts(folder: Path, settings: PromptSettings, seed: int = 0) -> Path:
+    """Add random prompt tokens to a checkpoint, as large as its embeddings."""
+    model = Checkpoint.load(str(folder), torch.float32).model
+    settings = replace(settings, base=weights_sha256(folder))
+    torch.manual_seed(seed)
+    prompted = Prompted(model, Prompts.empty(settings, model))
+    weights = {n: torch.randn_like(w) * 0.2 for n, w in prompted.task.items()}
     save_file(weights, folder / WEIGHTS)
     (folder / SETTINGS).write_text(json.dumps(settings.to_json()))
     return folder

@@ -23,8 +23,6 @@ LENGTH = 256
 ROWS = 32
 # The two ways in which a target is used.
 TEMPERATURES = (0.0, 0.8)
-# Every so many files of the corpus are written too.
-STRIDE = 24
 
 
 def continued(
@@ -49,11 +47,17 @@ def continued(
     "--corpus",
     "some",
     type=click.Path(path_type=Path),
-    help="Write every 24th training file here, as one text.",
+    help="Write some training files here, as one text.",
 )
+@click.option("--stride", default=24, show_default=True, help="Every so manieth file.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
 def main(
-    minutes: float, seed: int, threads: int, some: Path | None, output: Path
+    minutes: float,
+    seed: int,
+    threads: int,
+    some: Path | None,
+    stride: int,
+    output: Path,
 ) -> None:
     """Continue beginnings of training files until the minutes are over."""
     torch.set_num_threads(threads)
@@ -64,7 +68,7 @@ def main(
     train, _ = corpus.read()
     texts = list(train.values())
     if some is not None:
-        joined = corpus.END.join(texts[::STRIDE])
+        joined = corpus.END.join(texts[::stride])
         some.write_text(joined, encoding="utf-8", newline="")
     windows = corpus.windows(corpus.encode(tokenizer, texts))
     end, count = time.monotonic() + 60 * minutes, 0

@@ -36,7 +36,8 @@ class StepState:
     `past` and `present` hold (key, value) buffers [1, kv_heads, capacity, head_dim]
     per layer. `last_row` is int32 [1], the index of the pass's last row in them. A
     `bias` [1, 1, n, capacity] is added to the scores. `windows` has the sliding windows
-    of the layers, 0 for a layer without a window.
+    of the layers, 0 for a layer without a window. With a `prefix`, each layer has keys
+    and values of its own behind its first `rows` rows, which rows after them may see.
     """
 
     cursor: torch.Tensor
@@ -46,6 +47,8 @@ class StepState:
     present: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     windows: set[int] = field(default_factory=set)
     bias: torch.Tensor | None = None
+    prefix: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    rows: int = 0
 
 
 _active: list[StepState] = []
@@ -114,6 +117,9 @@ def attend(
             "export another architecture"
         )
     state.windows.add(sliding_window or 0)
+    prefix = None if state.prefix is None else state.prefix[layer]
+    if prefix is not None:
+        query, key, value = _with_prefix((query, key, value), prefix, state.rows)
     call = _Call(
         query,
         key,
@@ -126,7 +132,28 @@ def attend(
     compute = _as_node if torch.compiler.is_exporting() else _eagerly
     output, *present = compute(call, state)
     state.present[layer] = (present[0], present[1])
+    if prefix is not None:
+        behind = state.rows + prefix[0].shape[2]
+        output = torch.cat([output[:, : state.rows], output[:, behind:]], 1)
     return output, None
+
+
+def _with_prefix(
+    rows: tuple[torch.Tensor, ...],
+    prefix: tuple[torch.Tensor, torch.Tensor],
+    count: int,
+) -> list[torch.Tensor]:
+    """Query, key and value with a layer's prefix behind the first `count` rows.
+
+    The operator needs a query for each key; the prefix has zeros.
+    """
+    keys, values = (part.to(rows[0].dtype) for part in prefix)
+    groups = rows[0].shape[1] // keys.shape[1]
+    queries = torch.zeros_like(keys).repeat_interleave(groups, 1)
+    return [
+        torch.cat([part[:, :, :count], joined, part[:, :, count:]], 2)
+        for part, joined in zip(rows, (queries, keys, values), strict=True)
+    ]
 
 
 def unknown_arguments(extra: dict[str, Any]) -> list[str]:

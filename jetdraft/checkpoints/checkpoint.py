@@ -25,15 +25,14 @@ from jetdraft.checkpoints.draft_vocabulary import read_ids
 from jetdraft.checkpoints.gguf import is_gguf, read_gguf
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.parameters import compute_in, convert
-from jetdraft.checkpoints.silence import silenced
-from jetdraft.checkpoints.streamed import (
-    SETTINGS,
-    SHARED,
-    Streamed,
-    StreamSettings,
-    load_streams,
+from jetdraft.checkpoints.probing.probe_files import (
+    ProbeSettings,
+    load_probes,
     read_settings,
 )
+from jetdraft.checkpoints.probing.probed import Probed
+from jetdraft.checkpoints.silence import silenced
+from jetdraft.checkpoints.streamed import SETTINGS, SHARED
 from jetdraft.checkpoints.streamed import WEIGHTS as STREAM_WEIGHTS
 from jetdraft.checkpoints.taps import Taps
 from jetdraft.errors import CheckpointError, JetdraftError, UnsupportedModelError
@@ -59,7 +58,7 @@ class Checkpoint:
     chat_template: str | None
     eos_token_ids: tuple[int, ...]
     packed: PackedWeights | None = None
-    streams: StreamSettings | None = None
+    streams: ProbeSettings | None = None
     generation: dict[str, float] = field(default_factory=dict)
     special_tokens: dict[str, str] = field(default_factory=dict)
     taps: Taps | None = None
@@ -136,8 +135,8 @@ class Checkpoint:
         names, layers = self.names(), self.model.modules()
         return {names[id(m.weight)] for m in layers if isinstance(m, torch.nn.Linear)}
 
-    def with_streams(self, scale: float) -> Streamed:
-        """The model with the streams that were trained for it.
+    def with_streams(self, scale: float) -> Probed:
+        """The model with the probes that were trained for it.
 
         In the shared mode the LoRA, times `scale`, is added to the model's weights.
         """
@@ -154,7 +153,7 @@ class Checkpoint:
                 f"the streams in {self.source} were trained for other weights than "
                 "this folder has; train the streams again"
             )
-        return load_streams(self.model, self.streams, folder, scale)
+        return load_probes(self.model, self.streams, folder, scale)
 
     @property
     def vocab_size(self) -> int:

@@ -19,8 +19,7 @@ p + j.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from jetdraft.checkpoints.probing.probed import Probed, carried
 from jetdraft.errors import (
     CheckpointError,
     JetdraftError,
     OptionError,
     UnsupportedModelError,
 )
-from jetdraft.untrusted.json_text import read_json_file
-from jetdraft.untrusted.record import read_record
 
 SETTINGS = "streams.json"
 UNFINISHED = ".unfinished"
@@ -45,10 +43,8 @@ UNFINISHED = ".unfinished"
 WEIGHTS = "streams.safetensors"
 SHARED, LOSSLESS = "shared", "lossless"
 MODES = (SHARED, LOSSLESS)
-ROWS_OF = "rows_before_streams"
-GAMMA_OF = "streams_per_carrier"
-"""Attributes of attention modules: the number of rows that are not streams, and the
-number of streams per carrier."""
+LAYOUT_OF = "layout_of_streams"
+"""The attribute of attention modules with the `Layout` of the pass under way."""
 
 _ADAPTER = "streams"
 
@@ -106,36 +102,47 @@ class Streams(nn.Module):
         nn.init.zeros_(self.widen.weight)
 
 
-class Streamed(nn.Module):
+class Streamed(Probed):
     """A causal LM of transformers whose rows can carry streams.
 
-    Hooks on its layers add the streams. The model's own code sees the rows only; at the
-    first of the top layers the probes join them, with their own rotations.
+        logits, _, _ = Streamed(model, streams)(ids, positions, rows, probes, keep)
 
-        logits, _, _ = Streamed(model, streams)(ids, positions, rows, ids, keep)
-
-    `entered` is called when the probes have joined the rows. `tuned` identifies the
-    LoRA that was merged into the model; it is "" if no LoRA was merged.
+    `tuned` identifies the LoRA that was merged into the model; it is "" if no LoRA was
+    merged.
     """
 
     def __init__(self, model: Any, streams: Streams) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model, decoder_layers(model)[-streams.settings.layers :])
         self.streams = streams
-        self.entered: Callable[[], None] = lambda: None
         self.tuned = ""
-        self._pass: _Pass | None = None
-        layers = decoder_layers(model)
-        top = layers[len(layers) - streams.settings.layers :]
-        top[0].register_forward_pre_hook(self._enter, with_kwargs=True)
-        for layer in top:
-            layer.register_forward_pre_hook(self._place, with_kwargs=True)
-        for module in model.modules():
-            if "RotaryEmbedding" in type(module).__name__:
-                module.register_forward_hook(self._rotate, with_kwargs=True)
         if streams.settings.mode == LOSSLESS:
             for factor in _first_factors(model):
                 factor.register_forward_hook(self._only_probes)
+
+    @property
+    def settings(self) -> StreamSettings:
+        """The settings of its streams."""
+        return self.streams.settings
+
+    @property
+    def base(self) -> str:
+        """The hash of the weights that the streams belong to.
+
+        In the shared mode the merged LoRA is a part of these weights.
+        """
+        if self.settings.mode == LOSSLESS:
+            return self.settings.base
+        joined = f"{self.settings.base} {self.tuned}"
+        return hashlib.sha256(joined.encode()).hexdigest()
+
+    @property
+    def task(self) -> dict[str, Tensor]:
+        """All trained weights by their names: LoRA and the streams' own."""
+        return {
+            name: parameter
+            for name, parameter in self.named_parameters()
+            if name.startswith("streams.") or f".{_ADAPTER}." in name
+        }
 
     def forward(
         self,
@@ -144,38 +151,22 @@ class Streamed(nn.Module):
         probe_rows: Tensor,
         probe_ids: Tensor,
         keep: Tensor,
-        early_exit: bool = False,
+        early: Tensor | slice | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Logits [b, m + r, vocab] of the rows `keep` [m] and then of the r probes.
 
-        `input_ids` and `position_ids` are int64 [b, n]. `probe_rows` and `probe_ids`
-        are [r]: the row that carries each probe, and its stream, from 0 on. The second
-        result are the logits of the pruning adapter, [b, n, vocab], with `early_exit`.
-        The third are the hidden states that enter the top layers, [b, n, h].
+        `input_ids` and `position_ids` are int64 [b, n]. `probe_rows` [r] are the rows
+        that carry probes, or [b, r] where each sequence has its own, and `probe_ids`
+        [r] their streams, from 0 on. The second result are the logits of the pruning
+        adapter [b, e, vocab] at the rows `early` [e]. The third are the hidden states
+        that enter the top layers, [b, n, h].
         """
-        rows, probes = input_ids.shape[1], probe_rows.shape[0]
-        # Indexing of integers would run on the host with WebGPU.
-        positions = position_ids.index_select(1, probe_rows) + probe_ids + 1
-        all_positions = torch.cat([position_ids, positions], 1)
-        # Computed from tensors on the device: a row count would be read on the host.
-        is_probe = torch.cat(
-            [torch.zeros_like(position_ids[0]), torch.ones_like(probe_rows)]
-        )
-        self._pass = _Pass(rows, probe_rows, probe_ids, all_positions, is_probe)
-        probe_places = torch.arange(rows, rows + probes, device=keep.device)
-        try:
-            logits = self.model(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                logits_to_keep=torch.cat([keep, probe_places]),
-                **options,
-            ).logits
-            below = self._pass.below[0]
-            early = self._early_logits(below) if early_exit else None
-        finally:
-            self._pass = None
-        return logits, early, below
+        slots = probe_rows, probe_ids, probe_ids + 1
+        logits, current = self.run(input_ids, position_ids, slots, keep, **options)
+        below = current.below[0]
+        exits = None if early is None else self._early_logits(below[:, early])
+        return logits, exits, below
 
     def _early_logits(self, hidden: Tensor) -> Tensor:
         """The early exit: pruning adapter, frozen norm and head over hidden states."""
@@ -184,67 +175,36 @@ class Streamed(nn.Module):
         head = self.model.get_output_embeddings()
         return head(final_norm(self.model)(hidden))  # type: ignore[no-any-return]
 
-    @property
-    def _current_pass(self) -> _Pass:
-        assert self._pass is not None, "run the model through Streamed"
-        return self._pass
-
-    def _enter(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Append the probes, which start from the hidden states of their carriers."""
-        current = self._current_pass
-        kwargs = dict(kwargs)
-        hidden = args[0] if args else kwargs.pop("hidden_states")
-        current.below.append(hidden)
-        starts = hidden[:, current.probe_rows]
-        starts = starts + self.streams.embeddings[current.probe_ids]
-        self.entered()
-        return (torch.cat([hidden, starts], 1), *args[1:]), kwargs
+    def starts(self, hidden: Tensor) -> Tensor:
+        """The hidden states of the carriers, and the embeddings of the streams."""
+        current = self.current_pass
+        return carried(hidden, current.carriers) + self.streams.embeddings[current.ids]
 
     def _place(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Give the layer the positions and rotations of rows and probes."""
-        current = self._current_pass
-        kwargs = {**kwargs, "position_ids": current.positions}
-        for of_rows, of_rows_and_probes in current.rotations:
-            if kwargs.get("position_embeddings") is of_rows:
-                kwargs["position_embeddings"] = of_rows_and_probes
+        current, gamma = self.current_pass, self.streams.settings.gamma
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 # Attention over whole sequences must know where the rows end.
-                setattr(module, ROWS_OF, current.rows)
-                setattr(module, GAMMA_OF, self.streams.settings.gamma)
-        return args, kwargs
-
-    def _rotate(self, rotary: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """After the rotations of the rows, compute those of rows and probes too."""
-        current = self._current_pass
-        args, kwargs = list(args), dict(kwargs)
-        if "position_ids" in kwargs:
-            kwargs["position_ids"] = current.positions
-        else:
-            args[1] = current.positions
-        current.rotations.append((output, rotary.forward(*args, **kwargs)))
+                layout = Layout(current.rows, gamma, current.carriers)
+                setattr(module, LAYOUT_OF, layout)
+        return super()._place(layer, args, kwargs)
 
     def _only_probes(self, factor: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Let LoRA change the probes only."""
-        return output * self._current_pass.is_probe[:, None].to(output.dtype)
+        return output * self.current_pass.is_probe[:, None].to(output.dtype)
 
 
-@dataclass
-class _Pass:
-    """One pass: its rows, their probes, and the tensors that its hooks see.
+@dataclass(frozen=True)
+class Layout:
+    """The rows of a layer with streams: `rows` of the text, and then the streams.
 
-    `positions` are the positions of rows and probes, `is_probe` is 0 for rows and 1 for
-    probes. `rotations` has pairs: the rotations of the rows, and of rows and probes.
-    `below` has the hidden states that enter the top layers.
+    `probe_rows` are the carriers of the streams, see `Streamed`; where all streams of a
+    row are there, each carrier comes `gamma` times in turn.
     """
 
     rows: int
+    gamma: int
     probe_rows: Tensor
-    probe_ids: Tensor
-    positions: Tensor
-    is_probe: Tensor
-    rotations: list[tuple[Any, Any]] = field(default_factory=list)
-    below: list[Tensor] = field(default_factory=list)
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
@@ -329,35 +289,6 @@ def merge_adapters(model: Any, scale: float) -> None:
             model.set_submodule(name, module.get_base_layer())
 
 
-def stream_weights(streamed: Streamed) -> dict[str, Tensor]:
-    """All trained weights by their names in `streamed`: LoRA and the streams' own."""
-    return {
-        name: parameter
-        for name, parameter in streamed.named_parameters()
-        if name.startswith("streams.") or f".{_ADAPTER}." in name
-    }
-
-
-def read_settings(folder: Path) -> StreamSettings | None:
-    """The settings of a checkpoint's streams; None for a checkpoint without streams."""
-    file = folder / SETTINGS
-    if not file.is_file():
-        if (folder / UNFINISHED).is_file():
-            raise CheckpointError(
-                f"the training in {folder} has saved no streams yet; let it go on"
-            )
-        return None
-    try:
-        fields = read_json_file(file)
-        names = StreamSettings.__dataclass_fields__
-        settings = {name: fields[name] for name in names}
-        return read_record(StreamSettings, settings)  # type: ignore[no-any-return]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read ({error}); train the streams again"
-        ) from error
-
-
 def load_streams(
     model: Any, settings: StreamSettings, folder: Path, scale: float = 1.0
 ) -> Streamed:
@@ -372,7 +303,7 @@ def load_streams(
     try:
         tensors = load_file(folder / WEIGHTS)
         with torch.no_grad():
-            for name, weight in stream_weights(streamed).items():
+            for name, weight in streamed.task.items():
                 weight.copy_(tensors[name])
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(

@@ -35,7 +35,8 @@ class Taps(nn.Module):
     enters layer j, and the number of all layers is the stream that enters the final
     norm. Without layers it is the state after that norm. `fuse` maps the list of these
     states, [1, n, h] each, to features [1, n, size], with the weights of the modules
-    `parts`; by default they are joined.
+    `parts`; by default they are joined. With a `cut` the target is also cut in halves
+    below the layer of that number.
 
         taps = Taps((2, 14, 25), 1024, head.fuse, {"fc": head.fc})
         with taps.watching(model) as features:
@@ -49,8 +50,10 @@ class Taps(nn.Module):
         size: int,
         fuse: Fuse = join,
         parts: Mapping[str, nn.Module] = MappingProxyType({}),
+        cut: int = 0,
     ) -> None:
         super().__init__()
+        self.cut = cut
         self.layers, self.size, self.fuse = layers, size, fuse
         self.parts = nn.ModuleDict(parts)
 

@@ -33,13 +33,15 @@ def profile(contract: StepContract, width: int | None) -> tuple[str, str, str]:
         for spec in contract.inputs
         if any(isinstance(axis, str) for axis in spec.shape)
     ]
-    least, usual, largest = (_shapes(dynamic, *size) for size in sizes)
+    least, usual, largest = (
+        _shapes(dynamic, *size, contract.members, contract.prefix) for size in sizes
+    )
     return least, usual, largest
 
 
-def _shapes(specs: Sequence[TensorSpec], rows: int, answers: int, probes: int) -> str:
+def _shapes(specs: Sequence[TensorSpec], *sizes: int) -> str:
     """The shapes in TensorRT's form, for example "input_ids:1x4,answer_rows:4"."""
-    sized = ((spec.name, spec.sized(rows, answers, probes)) for spec in specs)
+    sized = ((spec.name, spec.sized(*sizes)) for spec in specs)
     return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in sized)
 
 

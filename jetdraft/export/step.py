@@ -17,7 +17,7 @@ from jetdraft.checkpoints.attention import HandThrough, StepState, attending
 from jetdraft.checkpoints.parameters import keep_weights, simplify
 from jetdraft.checkpoints.silence import silenced
 from jetdraft.checkpoints.streamed import decoder_layers
-from jetdraft.contract import ANSWERS, PROBES, ROWS, StepContract, TensorSpec
+from jetdraft.contract import ANSWERS, PREFIX, PROBES, ROWS, StepContract, TensorSpec
 from jetdraft.errors import JetdraftError, UnsupportedModelError
 
 OPSET = 23
@@ -68,7 +68,8 @@ class Step(torch.nn.Module):
     def example(self) -> list[torch.Tensor]:
         """The contract's inputs up to the buffers, with values to trace with."""
         rows = torch.arange(_TRACED_ROWS)
-        sizes = (_TRACED_ROWS, _TRACED_ANSWERS, _TRACED_PROBES)
+        rows_of_pass = _TRACED_ROWS, _TRACED_ANSWERS, _TRACED_PROBES
+        sizes = (*rows_of_pass, self.contract.members, self.contract.prefix)
         values = {
             "position_ids": rows[None],
             "total_length": torch.tensor([_TRACED_ROWS], dtype=torch.int32),
@@ -378,6 +379,7 @@ def _dynamic_shapes(
     widest = max(_TRACED_ROWS + 1, contract.max_width)
     dims = {axis: torch.export.Dim(axis, min=1, max=widest) for axis in (ROWS, ANSWERS)}
     dims[PROBES] = torch.export.Dim(PROBES, min=0, max=16 * widest)
+    dims[PREFIX] = torch.export.Dim(PREFIX, min=0, max=max(2, contract.prefix))
     return [
         {
             index: dims.get(axis, torch.export.Dim.AUTO)

@@ -200,11 +200,11 @@ class Generation:
     def _prefix(self, exact: bool) -> Prefix:
         """The earlier rows that may stay in the target's buffers.
 
-        There are none where this generation has a target of its own, or is exact, and
+        There are none where this generation has buffers of its own, or is exact, and
         prompts are read in passes whose bits are not those of decoding.
         """
         agree = not exact or self.parts.widths.prefills_agree
-        if self._target is self.parts.target and agree:
+        if self._target.cache is self.parts.target.cache and agree:
             return self.parts.prefix
         return Prefix(self._target)
 

@@ -56,14 +56,13 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
         yield f"  trees         {entry.tree_file}, weights of {entry.file}.data"
     if entry.streams is not None:
         streams = entry.streams
-        layers = f"in the top {streams['layers']} layers"
-        yield f"  streams       {streams['gamma']} {layers}, {streams['mode']}"
-    if contract.feature_input:
-        ids = f"{contract.choices:,} of {contract.vocab_size:,} tokens"
-        yield f"  head          features of width {contract.feature_input}, {ids}"
-    if contract.guesses:
-        place = "in a block behind the last row" if contract.block else "from one row"
-        yield f"  guesses       {contract.guesses} tokens {place}"
+        if "layers" in streams:
+            layers = f"in the top {streams['layers']} layers"
+            yield f"  streams       {streams['gamma']} {layers}, {streams['mode']}"
+        else:
+            members = f"{streams['gamma']} with {streams['members']} embeddings each"
+            yield f"  {streams['mode']:13} {members}"
+    yield from _head(contract)
     yield f"  parameters    {entry.parameters:,}"
     yield f"  quantization  {scheme(entry)}; floats are {contract.dtype}"
     if contract.kv_shapes:
@@ -75,6 +74,22 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
             if spec.name.endswith(".0") or "." not in spec.name:
                 axes = " x ".join(map(str, spec.shape))
                 yield f"    {spec.name:22} {spec.dtype:8} {axes}"
+
+
+def _head(contract: StepContract) -> Iterator[str]:
+    """The lines about what a drafter's graph reads and guesses."""
+    if contract.feature_input:
+        ids = f"{contract.choices:,} of {contract.vocab_size:,} tokens"
+        yield f"  head          features of width {contract.feature_input}, {ids}"
+    if contract.recent:
+        yield f"  recent        {contract.recent} tokens before each row's"
+    if contract.ahead:
+        yield f"  ahead         {contract.ahead} tokens in a pass over as many rows"
+    for layer, *_ in contract.reads:
+        yield f"  reads         the target's keys and values of layer {layer}"
+    if contract.guesses:
+        place = "in a block behind the last row" if contract.block else "from one row"
+        yield f"  guesses       {contract.guesses} tokens {place}"
 
 
 def _cache(contract: StepContract) -> Iterator[str]:

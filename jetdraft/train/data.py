@@ -121,13 +121,13 @@ class Corpus:
         return cls(sequences, share, seed, digest.hexdigest())
 
     def batch(self, step: int, size: int, part: int = 0, parts: int = 1) -> Batch:
-        """The batch of a step, or its part number `part` of `parts`, one for a machine.
+        """The batch of a step, or its part number `part` of at most `size` parts.
 
         It depends on the seed and the step alone, so training can resume at any step.
         """
         first = step * size
         rows = [self._row(first + i) for i in range(size)]
-        return collate(rows[part::parts] or rows[:1])
+        return collate(rows[part::parts])
 
     def _row(self, number: int) -> Example:
         epoch, place = divmod(number, len(self.training))

@@ -36,37 +36,58 @@ class Losses:
 
 
 def losses(streamed: Streamed, batch: Batch, gamma: int) -> Losses:
-    """Run whole sequences whose rows carry all `gamma` streams.
+    """Run whole sequences, in which rows carry all `gamma` streams or none.
 
-    Rows before the first learned token, for example of a prompt, carry no streams.
+    A row carries streams if its next token is learned. So there are no streams, and no
+    logits, of the rows of a prompt.
     """
     size, rows = batch.ids.shape
     at = torch.arange(rows, device=batch.ids.device)
-    first = int((batch.labels != IGNORED).any(0).int().argmax())
-    carriers = at[max(0, first - 1) :]
+    learned = _following(batch.labels, 1)[..., 0] != IGNORED
+    carriers = _carriers(learned)
+    count = carriers.shape[1]
+    keep = learned.any(0).nonzero()[:, 0]
     logits, early, _ = streamed(
         batch.ids,
         at.expand(size, rows),
-        carriers.repeat_interleave(gamma),
-        torch.arange(gamma, device=at.device).repeat(len(carriers)),
-        carriers,
-        early_exit=True,
+        carriers.repeat_interleave(gamma, 1),
+        torch.arange(gamma, device=at.device).repeat(count),
+        keep,
+        early=keep,
         use_cache=False,
     )
-    main, probes = logits.split([len(carriers), len(carriers) * gamma], 1)
-    probes = probes.unflatten(1, (-1, gamma))
+    assert early is not None
+    main, probes = logits.split([len(keep), count * gamma], 1)
+    probes = probes.unflatten(1, (count, gamma))
+    best = torch.zeros_like(batch.ids)
+    best[:, keep] = main.detach().argmax(-1)
     # Row t predicts token t + 1, and its stream j (from 1 on) token t + 1 + j.
-    wanted = _following(batch.labels, gamma + 1)[:, carriers]
-    wanted = wanted.masked_fill(wanted[..., :1] == IGNORED, IGNORED)
-    best = _following(main.detach().argmax(-1), gamma)
-    learned = wanted[..., 1:] != IGNORED
-    right = (probes.detach().argmax(-1) == best) & learned
-    return Losses(
-        main=_cross_entropy(main[:, :, None], wanted[..., :1])[0],
-        streams=_cross_entropy(probes, wanted[..., 1:]),
-        early=_cross_entropy(early[:, carriers, None], wanted[..., :1])[0],
-        acceptance=right.sum((0, 1)) / learned.sum((0, 1)).clamp(min=1),
+    tokens = _following(batch.labels, gamma + 1)
+    wanted = tokens[:, keep, :1]
+    ahead, agreed = (
+        torch.take_along_dim(ids, carriers[..., None], 1)
+        for ids in (tokens[..., 1:], _following(best, gamma))
     )
+    is_real = learned.gather(1, carriers)[..., None]
+    ahead = ahead.where(is_real, IGNORED)
+    compared = ahead != IGNORED
+    right = (probes.detach().argmax(-1) == agreed) & compared
+    return Losses(
+        main=_cross_entropy(main[:, :, None], wanted)[0],
+        streams=_cross_entropy(probes, ahead),
+        early=_cross_entropy(early[:, :, None], wanted)[0],
+        acceptance=right.sum((0, 1)) / compared.sum((0, 1)).clamp(min=1),
+    )
+
+
+def _carriers(learned: Tensor) -> Tensor:
+    """The rows [b, C] that carry streams: those of bool [b, T], in their order.
+
+    C is the most of one sequence. The others have further rows, which are not learned.
+    """
+    count = max(1, int(learned.sum(1).max()))
+    order = learned.int().argsort(dim=1, descending=True, stable=True)
+    return order[:, :count]
 
 
 def _following(ids: Tensor, count: int) -> Tensor:

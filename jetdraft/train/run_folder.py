@@ -120,8 +120,9 @@ class RunFolder:
         self._replace(self.weights, lambda file: file.write_bytes(serialized(weights)))
         self.write(self.settings, text)
         if finished:
-            (self.path / STATE).unlink()
+            # A kill in between leaves a state too many, not a run without its state.
             (self.path / UNFINISHED).unlink(missing_ok=True)
+            (self.path / STATE).unlink()
 
     def create(self) -> None:
         """Make the folder of a training that needs no files of the target.

@@ -1,7 +1,7 @@
-"""Attention over whole sequences whose last rows carry all streams.
+"""Attention over whole sequences of which some rows carry all streams.
 
 The rows of a layer with streams are the T rows of the sequence, and then gamma streams
-for each of its last C rows, carrier by carrier. A stream attends only to the sequence
+for each of its C carriers, carrier by carrier. A stream attends only to the sequence
 and to the streams of its own carrier. So there are C * gamma * (T + gamma) scores of
 streams, instead of the square of the number of all rows.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from jetdraft.checkpoints.attention import unknown_arguments
-from jetdraft.checkpoints.streamed import GAMMA_OF, ROWS_OF
+from jetdraft.checkpoints.streamed import LAYOUT_OF, Layout
 from jetdraft.errors import UnsupportedModelError
 
 IMPLEMENTATION = "jetdraft-training"
@@ -36,7 +36,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention [b, heads, n, d] to [b, n, heads, d], with streams or without.
 
-    In a layer with streams the module's attribute `ROWS_OF` is T; other layers lack it.
+    In a layer with streams the module's attribute `LAYOUT_OF` says which rows they are.
     """
     if sliding_window or softcap or unknown_arguments(extra):
         raise UnsupportedModelError(
@@ -46,7 +46,8 @@ def attend(
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
-    rows = getattr(module, ROWS_OF, query.shape[2])
+    layout: Layout | None = getattr(module, LAYOUT_OF, None)
+    rows = query.shape[2] if layout is None else layout.rows
     parts = [
         F.scaled_dot_product_attention(
             query[:, :, :rows],
@@ -56,26 +57,25 @@ def attend(
             scale=scale,
         )
     ]
-    if rows < query.shape[2]:
-        gamma = getattr(module, GAMMA_OF)
-        parts.append(_of_streams(query * scale, key, value, rows, gamma))
+    if layout is not None and rows < query.shape[2]:
+        parts.append(_of_streams(query * scale, key, value, layout))
     return torch.cat(parts, 2).transpose(1, 2), None
 
 
-def _of_streams(
-    query: Tensor, key: Tensor, value: Tensor, rows: int, gamma: int
-) -> Tensor:
+def _of_streams(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
     """The attention of the streams [b, heads, C * gamma, d] over all rows."""
+    rows, gamma = layout.rows, layout.gamma
     queries, stream_keys, stream_values = (
         x[:, :, rows:].reshape(*x.shape[:2], -1, gamma, x.shape[3])
         for x in (query, key, value)
     )
     keys, values = key[:, :, :rows], value[:, :, :rows]
-    past = torch.ones(rows, rows, dtype=torch.bool, device=query.device).tril()
-    past = past[rows - queries.shape[2] :]
+    carriers = layout.probe_rows[..., ::gamma]
+    past = torch.arange(rows, device=query.device) <= carriers[..., None]
+    past = past.view(-1, 1, carriers.shape[-1], 1, rows)
     below = torch.ones(gamma, gamma, dtype=torch.bool, device=query.device).tril()
     row_scores = torch.einsum("bhtgd,bhmd->bhtgm", queries, keys)
-    row_scores = row_scores.masked_fill(~past[:, None], -torch.inf)
+    row_scores = row_scores.masked_fill(~past, -torch.inf)
     stream_scores = torch.einsum("bhtgd,bhtjd->bhtgj", queries, stream_keys)
     stream_scores = stream_scores.masked_fill(~below, -torch.inf)
     scores = torch.cat([row_scores, stream_scores], -1)

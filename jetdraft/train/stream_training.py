@@ -24,7 +24,6 @@ from jetdraft.checkpoints.streamed import (
     StreamSettings,
     add_adapters,
     decoder_layers,
-    stream_weights,
 )
 from jetdraft.errors import CheckpointError, OptionError, TrainingError
 from jetdraft.train.data import Batch
@@ -89,7 +88,7 @@ class StreamTraining(Training):
         model.set_attn_implementation(IMPLEMENTATION)
         hidden = model.get_input_embeddings().embedding_dim
         self.module = Streamed(model, Streams(self.settings, hidden))
-        self.weights = stream_weights(self.module)
+        self.weights = self.module.task
         for parameter in self.weights.values():
             parameter.requires_grad_(True)
 

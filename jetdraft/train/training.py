@@ -19,6 +19,8 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.errors import DataError, OptionError, TrainingError
 from jetdraft.runtime.text.template import ChatTemplate
 from jetdraft.train.data import Batch, Corpus
+from jetdraft.train.interrupt import held_back
+from jetdraft.train.processes import this_process
 from jetdraft.train.run_folder import RunFolder
 
 WARM_UP = 0.03
@@ -181,7 +183,9 @@ class Training(ABC):
         Raises `TrainingError` if the loss is no longer a number. A `KeyboardInterrupt`
         saves the checkpoint first.
         """
+        this_process()
         accelerator = Accelerator(mixed_precision="bf16")
+        self._check_share(accelerator.num_processes)
         optimizers = self.optimizers()
         if accelerator.is_main_process:
             self.begin()
@@ -205,6 +209,15 @@ class Training(ABC):
             raise
         return figures
 
+    def _check_share(self, processes: int) -> None:
+        """Raise `OptionError` if a process had no part of a batch."""
+        size = self.options.batch_size
+        if size < processes:
+            raise OptionError(
+                f"batches of {size} sequences cannot be shared by {processes} "
+                f"processes; give --batch-size {processes} or more"
+            )
+
     def _report(
         self,
         accelerator: Any,
@@ -227,12 +240,14 @@ class Training(ABC):
         # An infinite gradient would spoil the weights without a warning.
         if not (torch.isfinite(loss) and torch.isfinite(norm)):
             raise TrainingError(self.failure())
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self._rate()
-            optimizer.step()
-            optimizer.zero_grad()
-        self.step += 1
+        # A run that resumes from half of a step would do the other half twice.
+        with held_back():
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = self._rate()
+                optimizer.step()
+                optimizer.zero_grad()
+            self.step += 1
         return loss.item()
 
     def batch(self, accelerator: Any) -> Batch:

@@ -19,17 +19,43 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C."""
 
 
+regenerate_option = option(
+    "training",
+    "--regenerate",
+    is_flag=True,
+    help="Let the target complete the texts itself, and train on what it writes.",
+)
+
+
+def half_option(product: str) -> Decorator:
+    """The option that stores what is trained in float16."""
+    return option(
+        "training", "--half", is_flag=True, help=f"Write the {product} in float16."
+    )
+
+
+def inner_option(product: str) -> Decorator:
+    """The option of the width inside an MLP."""
+    return option(
+        "training",
+        "--inner",
+        default=0,
+        help=f"Width inside the MLP of {product}; default: the target's.",
+    )
+
+
 def training_options(
-    saved: str, steps: int | None = 200, needs_data: bool = True
+    saved: str, steps: int | None = 200, needs_data: bool = True, rate: float = 5e-4
 ) -> Decorator:
     """Give the command `data`, `output` and `training`, a `TrainingOptions`.
 
-    `saved` is what a validation saves; `steps` of None lets the trainer advise.
+    `saved` is what a validation saves; `steps` of None lets the trainer advise; `rate`
+    is the default of the learning rate.
 
         @training_options("head")
         def command(target, data, output, training): ...
     """
-    flags = _flags(saved, steps, needs_data)
+    flags = _flags(saved, steps, needs_data, rate)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -47,7 +73,7 @@ def training_options(
     return decorate
 
 
-def _flags(saved: str, steps: int | None, needs_data: bool) -> Decorator:
+def _flags(saved: str, steps: int | None, needs_data: bool, rate: float) -> Decorator:
     """The options that all trainings take."""
     return together(
         option(
@@ -85,7 +111,7 @@ def _flags(saved: str, steps: int | None, needs_data: bool) -> Decorator:
         option(
             "training",
             "--learning-rate",
-            default=5e-4,
+            default=rate,
             show_default=True,
             help="Learning rate of the first step; it falls to zero.",
         ),

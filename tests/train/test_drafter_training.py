@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.streamed import StreamSettings
 from jetdraft.errors import (
     CheckpointError,
     DataError,
@@ -34,7 +35,13 @@ from jetdraft.train.drafter.model_training import ModelTraining
 from jetdraft.train.drafter.new_drafter import advised_config, new_config
 from jetdraft.train.run_folder import STATE
 from jetdraft.train.training import TrainingOptions
-from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint, save_tokenizer
+from tests.tiny import (
+    VOCAB_SIZE,
+    llama_config,
+    save_checkpoint,
+    save_streams,
+    save_tokenizer,
+)
 from tests.tiny import tokenizer as tiny_tokenizer
 from tests.train.periodic import PERIOD, learned_target, nothing
 
@@ -146,6 +153,26 @@ def test_all_layers_of_the_target_are_the_target(target, text, tmp_path):
         assert torch.equal(
             layer.mlp.up_proj.weight, own[place].mlp.up_proj.weight.float()
         )
+
+
+def test_streams_that_tune_the_target_are_the_teacher(text, tmp_path):
+    """A drafter for the base would guess the text of another model."""
+    folder = save_checkpoint(tmp_path / "target", llama_config())
+    save_streams(folder, StreamSettings(gamma=2, layers=1, mode="shared", lora_rank=4))
+    run = ModelTraining(str(folder), tmp_path / "out", [text], SMALL, QUICK)
+    loaded, other = (Checkpoint.load(str(folder), torch.float32) for _ in range(2))
+    plain = other.model
+    for model in (loaded.model, plain):
+        model.set_attn_implementation("sdpa")
+    ids = torch.tensor([[5, 7, 9]])
+    with torch.no_grad():
+        base = loaded.model(input_ids=ids).logits
+        tuned = loaded.with_streams(1.0).model.state_dict()
+        taught = run.target.model(input_ids=ids).logits
+        plain.load_state_dict(tuned)
+        wanted = plain(input_ids=ids).logits
+    torch.testing.assert_close(taught, wanted, atol=1e-5, rtol=1e-4)
+    assert (taught - base).abs().max() > 0.1
 
 
 def test_a_drafter_goes_on_from_a_checkpoint(target, text, tmp_path):
@@ -386,6 +413,7 @@ def test_options_of_another_kind_are_refused_in_one_line(monkeypatch):
 TWO = """
 import sys
 import torch
+from accelerate import PartialState
 from pathlib import Path
 from dataclasses import replace
 from tests.train.test_drafter_training import QUICK, SMALL, train
@@ -393,7 +421,17 @@ torch.cpu.get_capabilities = dict
 target, output, text = sys.argv[1:]
 settings = replace(SMALL, regenerate=True, on_policy_share=0.5)
 train(target, Path(output), Path(text), settings, replace(QUICK, steps=2))
+assert PartialState().num_processes == 2
 """
+
+
+def test_processes_that_would_be_alone_are_refused(target, text, tmp_path, monkeypatch):
+    """Each would learn everything, and write into the same folder."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match="2 processes were started, and each"):
+        train(target, tmp_path / "out", text)
+    with pytest.raises(OptionError, match="ACCELERATE_USE_CPU=true"):
+        train(target, tmp_path / "out", text, replace(SMALL, regenerate=True))
 
 
 def test_two_processes_learn_what_one_learns(target, text, tmp_path, monkeypatch):

@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.streamed import StreamSettings
-from jetdraft.train.data import Example, collate
-from jetdraft.train.losses import losses
+from jetdraft.checkpoints.streamed import SHARED, StreamSettings
+from jetdraft.train.data import IGNORED, Example, collate
+from jetdraft.train.losses import STREAM_WEIGHT, losses
 from jetdraft.train.stream_attention import IMPLEMENTATION
 from tests.tiny import llama_config, save_checkpoint, save_streams
 
@@ -37,9 +38,9 @@ def one_carrier(streamed, ids):
     last, all_streams = torch.full((GAMMA,), rows - 1), torch.arange(GAMMA)
     logits, early, _ = streamed(
         torch.tensor([ids]), torch.arange(rows)[None], last, all_streams,
-        torch.tensor([rows - 1]), early_exit=True, use_cache=False,
+        torch.tensor([rows - 1]), early=torch.tensor([rows - 1]), use_cache=False,
     )  # fmt: skip
-    return logits[0], early[0, -1]
+    return logits[0], early[0, 0]
 
 
 def by_hand(streamed):
@@ -64,3 +65,55 @@ def test_the_loss_is_the_formula(streamed):
         wanted = by_hand(streamed)
     got = [found.main.item(), *found.streams.tolist(), found.early.item()]
     assert got == pytest.approx(wanted, abs=1e-5)
+
+
+def masked(streamed, batch):
+    """The total loss with streams on all rows; those of a prompt do not count."""
+    size, rows = batch.ids.shape
+    at = torch.arange(rows)
+    logits, early, _ = streamed(
+        batch.ids, at.expand(size, rows), at.repeat_interleave(GAMMA),
+        torch.arange(GAMMA).repeat(rows), at, early=at, use_cache=False,
+    )  # fmt: skip
+    guesses = logits[:, rows:].unflatten(1, (rows, GAMMA))
+    labels = torch.cat([batch.labels, torch.full((size, GAMMA + 1), IGNORED)], 1)
+    main = labels[:, 1 : rows + 1]
+
+    def mean(scores, wanted):
+        return F.cross_entropy(scores.flatten(0, 1), wanted.flatten())
+
+    lost = mean(logits[:, :rows], main) + mean(early, main)
+    for stream in range(GAMMA):
+        wanted = labels[:, stream + 2 : rows + stream + 2]
+        wanted = wanted.where(main != IGNORED, IGNORED)
+        lost = lost + STREAM_WEIGHT * mean(guesses[:, :, stream], wanted)
+    return lost
+
+
+def test_gradients_are_those_of_streams_on_all_rows(streamed):
+    """The streams of a prompt's rows are not run, and nobody misses them."""
+    batch = collate(SEQUENCES)
+    gradients = []
+    for loss in (
+        lambda: masked(streamed, batch),
+        lambda: losses(streamed, batch, GAMMA).total(SHARED),
+    ):
+        streamed.requires_grad_(True).zero_grad()
+        loss().backward()
+        gradients.append({n: w.grad.clone() for n, w in streamed.named_parameters()})
+    streamed.requires_grad_(False)
+    assert gradients[0]["streams.embeddings"].abs().min() > 0
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
+
+
+def test_only_rows_with_a_learned_successor_carry_streams(streamed):
+    """The longest completion has five tokens: after the fourth to the eighth."""
+    passes = []
+    handle = streamed.register_forward_pre_hook(lambda _, args: passes.append(args))
+    with torch.no_grad():
+        losses(streamed, collate(SEQUENCES), GAMMA)
+    handle.remove()
+    ((_, _, probe_rows, probe_ids, keep),) = passes
+    assert probe_rows[:, ::GAMMA].tolist() == [[3, 4, 5, 6, 7], [2, 3, 4, 5, 0]]
+    assert probe_ids.tolist() == [0, 1, 2] * 5
+    assert keep.tolist() == [2, 3, 4, 5, 6, 7]

@@ -48,8 +48,7 @@ def train(target, output, text, settings=SETTINGS, options=QUICK, report=nothing
     ("mode", "layers", "size"),
     [
         ("lossless", 3, {"steps": 80, "batch_size": 1, "sequence_length": 64}),
-        # The base learns the text as well, and 120 steps of these do not suffice.
-        ("shared", 2, {"steps": 200, "batch_size": 2, "sequence_length": 96}),
+        ("shared", 3, {"steps": 80, "batch_size": 1, "sequence_length": 64}),
     ],
     ids=["lossless", "shared"],
 )
@@ -57,9 +56,9 @@ def test_a_trained_checkpoint_drafts(target, text, tmp_path, mode, layers, size)
     """Overfitting a periodic text drives tokens per pass towards gamma + 1."""
     settings = StreamSettings(gamma=3, layers=layers, mode=mode, lora_rank=16)
     options = TrainingOptions(**size, learning_rate=1e-2)
-    if mode == "lossless":
-        # The base itself must know the text that the streams are to guess.
-        target = tuned(target, text, tmp_path / "tuned")
+    # A base that has to learn the text as well does so by chance: three seeds gave
+    # 3.2, 2.6 and 1.6 tokens per pass after 200 steps.
+    target = tuned(target, text, tmp_path / "tuned")
     _, figures = train(target, tmp_path / "out", text, settings, options)
     # The first tokens of a window cannot be guessed by anyone.
     assert min(figures["acceptance"]) > 0.8

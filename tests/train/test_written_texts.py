@@ -7,7 +7,7 @@ from threading import Thread
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from jetdraft.errors import DataError, TrainingError
 from jetdraft.train.data import Example
@@ -171,3 +171,12 @@ def test_a_process_that_is_gone_is_named_and_a_damaged_shard_too(
     file.write_text(file.read_text()[:-9])
     with pytest.raises(DataError, match=r"is damaged.*delete it"):
         alone.completed(writing(model), examples(2), range(2))
+
+
+def test_a_short_text_beside_a_long_prompt_stays_inside_the_positions():
+    """A text that has ended takes no more positions while the others go on."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_positions=16, vocab_size=100, n_embd=32, n_layer=1, n_head=2)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    texts = continuations(model, [[5] * 14, [7]], [2, 15], set(), [1, 2])
+    assert [len(text) for text in texts] == [16, 16]

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import rotate_half
 
 from jetdraft.checkpoints.heads.head_config import DFLASH, HeadConfig
-from jetdraft.checkpoints.heads.head_layers import HeadLayers, own_layers
+from jetdraft.checkpoints.heads.head_layers import HeadLayers, own_layers, rotated
 
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """Of a layer's module and query [b, heads, q, d], key and value [b, kv_heads, k, d]:
@@ -153,10 +152,7 @@ def _layer(
         _by_head(module, name, rows)
         for name, rows in (("q", normed), ("k", sources), ("v", sources))
     )
-    query, key = (
-        rows * cosines[:, None] + rotate_half(rows) * sines[:, None]
-        for rows, (cosines, sines) in zip((query, key), turns, strict=True)
-    )
+    query, key = map(rotated, (query, key), turns)
     mixed = attention(module, query, key, value).flatten(2)
     states = states + module.o_proj(mixed)
     output: Tensor = states + layer.mlp(layer.post_attention_layernorm(states))

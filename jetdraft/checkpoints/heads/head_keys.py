@@ -70,6 +70,10 @@ SPECULATORS_DFLASH_KEYS = SPECULATORS_KEYS | {
     "auf",
 }
 DIFFUSION_KEYS = _LAYER | {"block_size"}
+CHIMERA_KEYS = _LAYER
+FALCON_KEYS = _LAYER | {"block_size"}
+GLIDE_KEYS = _LAYER
+KANGAROO_KEYS = _LAYER | {"exit_layer"}
 
 _WITHOUT_EFFECT = {
     "attention_dropout",

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
+    rotate_half,
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
@@ -21,7 +22,7 @@ from jetdraft.checkpoints.heads.head_config import EAGLE1, EAGLE3, HeadConfig
 from jetdraft.checkpoints.streamed import decoder_layers
 from jetdraft.errors import UnsupportedModelError
 
-_CACHE = (
+CACHE = (
     "cache"
     if "cache" in inspect.signature(LlamaDecoderLayer.forward).parameters
     else "past_key_values"
@@ -77,7 +78,7 @@ class HeadLayers(nn.Module):
                 attention_mask=mask,
                 position_ids=positions,
                 position_embeddings=self.rotations(states, positions),
-                **{_CACHE: cache},
+                **{CACHE: cache},
                 **(first if index == 0 else {}),
             )
             states = states[0] if isinstance(states, tuple) else states
@@ -97,6 +98,13 @@ class HeadLayers(nn.Module):
             config = getattr(module, "config", None)
             if config is not None:
                 config._attn_implementation = implementation
+
+
+def rotated(rows: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    """Rows [b, heads, n, d], turned by cosines and sines [b, n, d]."""
+    cosines, sines = turns
+    turned: Tensor = rows * cosines[:, None] + rotate_half(rows) * sines[:, None]
+    return turned
 
 
 def own_layers(config: HeadConfig) -> HeadLayers:

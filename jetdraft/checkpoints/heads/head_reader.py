@@ -10,6 +10,18 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from jetdraft.checkpoints.checkpoint import Checkpoint, as_checkpoint_error
+from jetdraft.checkpoints.heads.attached.chimera import (
+    Chimera,
+    is_chimera,
+    read_chimera,
+)
+from jetdraft.checkpoints.heads.attached.exit_adapter import (
+    ExitAdapter,
+    is_kangaroo,
+    read_kangaroo,
+)
+from jetdraft.checkpoints.heads.attached.falcon import Falcon, is_falcon, read_falcon
+from jetdraft.checkpoints.heads.attached.glide import Glide, is_glide, read_glide
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.block_reader import (
     is_dflash,
@@ -27,9 +39,12 @@ from jetdraft.checkpoints.heads.mtp import is_mtp, read_mtp
 from jetdraft.checkpoints.parameters import run_in
 from jetdraft.errors import CheckpointError
 
-AnyHead = Head | BlockDrafter | Medusa | Hydra
+AnyHead = Head | BlockDrafter | Medusa | Hydra | ExitAdapter | Glide | Chimera | Falcon
 
-_KINDS = "EAGLE-1, EAGLE-2, EAGLE-3, MTP, DFlash, Medusa and Hydra"
+_KINDS = (
+    "EAGLE-1, EAGLE-2, EAGLE-3, MTP, DFlash, Medusa, Hydra, Kangaroo, GliDe, "
+    "Chimera and Falcon"
+)
 
 
 def load_head(source: str, target: Checkpoint, dtype: torch.dtype) -> AnyHead:
@@ -54,33 +69,88 @@ def load_head(source: str, target: Checkpoint, dtype: torch.dtype) -> AnyHead:
 
 
 def _built(files: HeadFiles, target: Checkpoint) -> AnyHead:
-    if is_medusa(files):
-        config, tensors = read_medusa(files, target)
-        medusa = Medusa(config)
-        _fill(files.source, medusa, tensors)
-        return medusa
-    if is_hydra(files):
-        config, tensors = read_hydra(files, target)
-        hydra = Hydra(config, target.model.get_input_embeddings())
-        _fill(files.source, hydra, tensors, taken=("embed_tokens.",))
-        return hydra
-    if is_dflash(files) or is_diffusion(files):
-        config, tensors, ids = read_block_drafter(files, target)
-        drafter = BlockDrafter(config, target.model)
-        if drafter.reads_text:
-            _fill(files.source, drafter, tensors, taken=("lm_head.",))
-            drafter.lm_head.weight = drafter.embed_tokens.weight
-            return drafter
-        return _with_matrices(files.source, drafter, tensors, ids)
-    if is_mtp(files):
-        config, tensors = read_mtp(files, target)
-        return _with_matrices(files.source, Head(config, target.model), tensors, None)
-    if f"{FIRST_LAYER}self_attn.q_proj.weight" in eagle_tensors(files):
-        config, tensors, ids = read_eagle(files, target)
-        return _with_matrices(files.source, Head(config, target.model), tensors, ids)
+    for is_one, build in (
+        (is_medusa, _medusa),
+        (is_hydra, _hydra),
+        (lambda files: is_dflash(files) or is_diffusion(files), _block_drafter),
+        (is_kangaroo, _kangaroo),
+        (is_glide, _glide),
+        (is_chimera, _chimera),
+        (is_falcon, _falcon),
+        (is_mtp, _mtp),
+        (_is_eagle, _eagle),
+    ):
+        if is_one(files):
+            return build(files, target)
     raise CheckpointError(
         f"the tensors of {files.source} are no head's; jetdraft reads {_KINDS}"
     )
+
+
+def _medusa(files: HeadFiles, target: Checkpoint) -> AnyHead:
+    config, tensors = read_medusa(files, target)
+    medusa = Medusa(config)
+    _fill(files.source, medusa, tensors)
+    return medusa
+
+
+def _hydra(files: HeadFiles, target: Checkpoint) -> AnyHead:
+    config, tensors = read_hydra(files, target)
+    hydra = Hydra(config, target.model.get_input_embeddings())
+    _fill(files.source, hydra, tensors, taken=("embed_tokens.",))
+    return hydra
+
+
+def _block_drafter(files: HeadFiles, target: Checkpoint) -> AnyHead:
+    config, tensors, ids = read_block_drafter(files, target)
+    drafter = BlockDrafter(config, target.model)
+    if not drafter.reads_text:
+        return _with_matrices(files.source, drafter, tensors, ids)
+    _fill(files.source, drafter, tensors, taken=("lm_head.",))
+    drafter.lm_head.weight = drafter.embed_tokens.weight
+    return drafter
+
+
+def _kangaroo(files: HeadFiles, target: Checkpoint) -> AnyHead:
+    config, tensors = read_kangaroo(files, target)
+    adapter = ExitAdapter(config, target.model)
+    _fill(files.source, adapter, tensors, taken=("lm_head.",))
+    return adapter
+
+
+def _glide(files: HeadFiles, target: Checkpoint) -> AnyHead:
+    config, tensors = read_glide(files, target)
+    drafter = Glide(config, target.model)
+    _fill(files.source, drafter, tensors, taken=("embed_tokens.", "lm_head."))
+    return drafter
+
+
+def _chimera(files: HeadFiles, target: Checkpoint) -> AnyHead:
+    config, tensors = read_chimera(files, target)
+    drafter = Chimera(config, target.model)
+    _fill(files.source, drafter, tensors, taken=("embed_tokens.", "lm_head."))
+    return drafter
+
+
+def _falcon(files: HeadFiles, target: Checkpoint) -> AnyHead:
+    config, tensors = read_falcon(files, target)
+    drafter = Falcon(config, target.model)
+    _fill(files.source, drafter, tensors, taken=("embed_tokens.", "lm_head."))
+    return drafter
+
+
+def _mtp(files: HeadFiles, target: Checkpoint) -> AnyHead:
+    config, tensors = read_mtp(files, target)
+    return _with_matrices(files.source, Head(config, target.model), tensors, None)
+
+
+def _is_eagle(files: HeadFiles) -> bool:
+    return f"{FIRST_LAYER}self_attn.q_proj.weight" in eagle_tensors(files)
+
+
+def _eagle(files: HeadFiles, target: Checkpoint) -> AnyHead:
+    config, tensors, ids = read_eagle(files, target)
+    return _with_matrices(files.source, Head(config, target.model), tensors, ids)
 
 
 _Reader = TypeVar("_Reader", Head, BlockDrafter)

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from jetdraft.bundle import CONTRIB, DRAFTER, GraphEntry
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.attached.chimera import Chimera
+from jetdraft.checkpoints.heads.attached.exit_adapter import ExitAdapter
+from jetdraft.checkpoints.heads.attached.falcon import Falcon
+from jetdraft.checkpoints.heads.attached.glide import Glide
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
+from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_reader import AnyHead, load_head
 from jetdraft.checkpoints.taps import Taps
 from jetdraft.contract import StepContract
 from jetdraft.export.export_options import DTYPES, ExportOptions
+from jetdraft.export.heads.adapter_step import AdapterStep, adapter_contract
 from jetdraft.export.heads.block_step import BlockStep, block_contract
+from jetdraft.export.heads.chimera_step import ChimeraStep, chimera_contract
+from jetdraft.export.heads.falcon_step import FalconStep, falcon_contract
+from jetdraft.export.heads.glide_step import (
+    GlideStep,
+    check_lent,
+    glide_contract,
+    read_less,
+)
 from jetdraft.export.heads.guess_step import Guessing, GuessStep, guess_contract
 from jetdraft.export.heads.head_step import HeadStep, head_contract
 from jetdraft.export.heads.shared_weights import share_weights
@@ -30,15 +45,21 @@ _FUSION = ("fc", "hidden_norm", "input_norm", "fc_norm")
 
 def head_of(source: str, target: Checkpoint, options: ExportOptions) -> AnyHead:
     """The head in a folder or hub repository; raises a `JetdraftError`."""
-    return load_head(source, target, getattr(torch, DTYPES[options.dtype_of(DRAFTER)]))
+    dtype = getattr(torch, DTYPES[options.dtype_of(DRAFTER)])
+    head = load_head(source, target, dtype)
+    if isinstance(head, Glide):
+        check_lent(options)
+    return head
 
 
 def taps_of(head: AnyHead) -> Taps | None:
-    """What a head reads of its target's states; None for a drafter that reads text."""
+    """What a head reads of its target's states; None for a drafter without them."""
     config = head.config
-    if isinstance(head, BlockDrafter) and head.reads_text:
+    if isinstance(head, Glide) or (isinstance(head, BlockDrafter) and head.reads_text):
         return None
-    if isinstance(head, Guessing) or not config.taps:
+    if isinstance(head, ExitAdapter):
+        return Taps(config.taps, config.feature_size, cut=head.exit_layer)
+    if isinstance(head, Guessing | Chimera | Falcon) or not config.taps:
         return Taps((), config.feature_size)
     parts = {name: getattr(head, name) for name in _FUSION if hasattr(head, name)}
     return Taps(config.taps, config.feature_size, head.fuse, parts)
@@ -52,6 +73,20 @@ def write_head(
     `target` is the job of the head's target, whose graphs are written already.
     `overlaps` are what the manifest says of the recipe's acceptance.
     """
+    job = head_job(target, source, head, overlaps)
+    chain_graph.write(job)
+    if job.contract.reads and target.options.provider_of(DRAFTER).name == "cpu":
+        read_less(job.file, job.contract)
+    share_weights(job.file, target.file)
+    if not job.contract.block:  # all rows of a draft's depth share a guess
+        tree_graph.write(job)
+    return job.entry
+
+
+def head_job(
+    target: Job, source: str, head: AnyHead, overlaps: Mapping[str, float]
+) -> Job:
+    """The job of a head's graphs, from that of its target."""
     options = target.options
     step = _step_of(head, target.contract, DTYPES[options.dtype_of(DRAFTER)])
     checkpoint = Checkpoint(source, head, None, None, ())
@@ -67,7 +102,7 @@ def write_head(
         ),
         vocabulary_file=write_vocabulary(target.folder, head.ids),
     )
-    job = replace(
+    return replace(
         target,
         name=DRAFTER,
         checkpoint=checkpoint,
@@ -84,20 +119,26 @@ def write_head(
         step=step,
         task={},
     )
-    chain_graph.write(job)
-    share_weights(job.file, target.file)
-    if not step.contract.block:  # all rows of a draft's depth share a guess
-        tree_graph.write(job)
-    return job.entry
+
+
+_STEPS: tuple[tuple[Any, Callable[..., Step], Callable[..., StepContract]], ...] = (
+    (Guessing, GuessStep, guess_contract),
+    (BlockDrafter, BlockStep, block_contract),
+    (Glide, GlideStep, glide_contract),
+    (Chimera, ChimeraStep, chimera_contract),
+    (Falcon, FalconStep, falcon_contract),
+    (ExitAdapter, AdapterStep, adapter_contract),
+    (Head, HeadStep, head_contract),
+)
+"""The pass of each kind of head, and the contract of its graph."""
 
 
 def _step_of(head: AnyHead, target: StepContract, dtype: str) -> Step:
     """The pass to trace, with the contract of its graph."""
-    if isinstance(head, Guessing):
-        return GuessStep(head, guess_contract(head, target, dtype))
-    if isinstance(head, BlockDrafter):
-        return BlockStep(head, block_contract(head, target, dtype))
-    return HeadStep(head, head_contract(head, target, dtype))
+    step, contract = next(
+        (step, contract) for kind, step, contract in _STEPS if isinstance(head, kind)
+    )
+    return step(head, contract(head, target, dtype))
 
 
 def _borrowed(

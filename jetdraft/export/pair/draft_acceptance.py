@@ -12,11 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from jetdraft.bundle import DRAFTER, AcceptanceRecord, Bundle
-from jetdraft.contract import StepContract
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
-from jetdraft.runtime.proposers import draft, head_method
-from jetdraft.runtime.proposers.guessing import block_methods, medusa_method
+from jetdraft.runtime.planning.registry import methods
 
 DRAFTED, NEW_TOKENS = 4, 32
 """Tokens of a draft, and of the text that the target writes after each prompt."""
@@ -47,7 +45,7 @@ def acceptance_of(model: Model, record: AcceptanceRecord) -> list[float]:
 
 def _drafted(model: Model, prompt: list[int], new_tokens: int) -> Stats:
     """The figures of a greedy text."""
-    method, drafting = _way(model.bundle.graphs[DRAFTER].contract)
+    method, drafting = _way(model.bundle)
     return model.generate(
         token_ids=prompt,
         method=method,
@@ -60,15 +58,13 @@ def _drafted(model: Model, prompt: list[int], new_tokens: int) -> Stats:
     ).stats
 
 
-def _way(drafter: StepContract) -> tuple[str, dict[str, object]]:
-    """The method that drafts with such a graph alone, and its options."""
-    if drafter.block:
-        reads = drafter.feature_input
-        block = block_methods.DFLASH if reads else block_methods.DIFFUSION
-        return block.name, {"confidence": 0.0}
-    if drafter.guesses:
-        return medusa_method.NAME, {}
-    return (head_method.NAME if drafter.carried_size else draft.NAME), {}
+def _way(bundle: Bundle) -> tuple[str, dict[str, object]]:
+    """The method that drafts with the bundle's drafter alone, and its options."""
+    return next(
+        (method.name, dict(method.alone))
+        for method in methods().values()
+        if method.alone is not None and not method.lacks(bundle)
+    )
 
 
 def stored_acceptance(bundle: Bundle) -> AcceptanceRecord | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,12 +42,33 @@ def drafter_arrays(bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> Arra
 
         drafter_arrays(bundle, checkpoint, torch.tensor([5, 8, 9]))
     """
-    entry = bundle.graphs[DRAFTER]
     check_trainable(bundle, checkpoint)
+    entry = bundle.graphs[DRAFTER]
+
+    def write(folder: Path) -> None:
+        chain_graph.write(_job(folder, bundle, entry, checkpoint, text))
+
+    return changed_arrays(bundle, write)
+
+
+def changed_arrays(bundle: Bundle, write: Callable[[Path], None]) -> Arrays:
+    """What differs from the bundle's in the drafter's graph that `write` writes."""
+    entry = bundle.graphs[DRAFTER]
     with TemporaryDirectory() as folder, silenced(logging.INFO):
-        chain_graph.write(_job(Path(folder), bundle, entry, checkpoint, text))
+        write(Path(folder))
         new = ir.load(Path(folder, entry.file))
         return _changed(ir.load(bundle.path / entry.file), new)
+
+
+def check_swappable(bundle: Bundle) -> GraphEntry:
+    """The drafter, whose weights can be swapped; raises `OptionError` for others."""
+    entry = bundle.drafter
+    if entry is None or not entry.contract.learns or bundle.flavour != CONTRIB:
+        raise OptionError(
+            "only a drafter model, or a head of EAGLE or MTP, in a contrib bundle, "
+            "learns from use; export with one of them"
+        )
+    return entry
 
 
 def check_trainable(bundle: Bundle, checkpoint: Checkpoint) -> None:
@@ -55,12 +77,7 @@ def check_trainable(bundle: Bundle, checkpoint: Checkpoint) -> None:
     Raises `CheckpointError` for integers that cannot be trained, and `OptionError` for
     a bundle whose drafter's weights cannot be swapped.
     """
-    entry = bundle.drafter
-    if entry is None or entry.contract.feature_input or bundle.flavour != CONTRIB:
-        raise OptionError(
-            "only a drafter that is a model of its own, in a contrib bundle, learns "
-            "from use; export with --drafter"
-        )
+    entry = check_swappable(bundle)
     if checkpoint.packed is not None:
         raise CheckpointError(
             f"{checkpoint.source} is quantized already, so it cannot be trained; give "
@@ -120,12 +137,16 @@ def _moments(checkpoint: Checkpoint, text: Tensor) -> dict[str, Floats]:
 def _changed(old: ir.Model, new: ir.Model) -> Arrays:
     """The arrays of the graph `new` that differ from those of `old`.
 
-    onnxruntime replaces arrays in the weights file only, so no other array may differ.
+    Those that lie in the target's file are the target's. onnxruntime replaces arrays in
+    a weights file only, so no other array may differ.
     """
     before, after = _tensors(old), _tensors(new)
     arrays: Arrays = {}
     for name, tensor in after.items():
-        array, own = tensor.numpy(), before.get(name)
+        own = before.get(name)
+        if isinstance(own, ir.ExternalTensor) and DRAFTER not in str(own.location):
+            continue
+        array = tensor.numpy()
         if own is None or (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
             raise _another(f"the array {name}")
         if np.array_equal(array, own.numpy()):

@@ -12,7 +12,7 @@ import torch
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.taps import Taps
 from jetdraft.contract import StepContract
-from jetdraft.errors import PairError
+from jetdraft.errors import OptionError, PairError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.job import Job
 from jetdraft.export.step import Step
@@ -26,7 +26,8 @@ class FeatureStep(Step):
     """One pass of a model that gives features too; see `Step` and `Taps`."""
 
     def __init__(self, model: Any, contract: StepContract, taps: Taps) -> None:
-        super().__init__(model, contract)
+        above = len(contract.kv_shapes) - taps.cut if taps.cut else 0
+        super().__init__(model, contract, cut=above)
         self.taps = torch.nn.ModuleDict({_PREFIX: taps})
 
     def dtype_of(self, weight: str) -> torch.dtype:
@@ -44,13 +45,19 @@ class FeatureStep(Step):
 
 
 def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Refuse a head of another target, and a head beside streams."""
+    """Refuse a head of another target, a head beside streams, and a useless cut."""
     if checkpoint.taps is None:
         return
     if checkpoint.streams is not None:
         raise PairError(
             f"{checkpoint.source} has streams, so it drafts without a head; leave one "
             "of them out"
+        )
+    provider = options.provider_of(name).name
+    if checkpoint.taps.cut and provider != "cpu":
+        raise OptionError(
+            f"the halves of a target run on the CPU, not on {provider}; export for "
+            "--provider cpu, or with another head"
         )
     checkpoint.taps.check(checkpoint.model)
 

@@ -10,7 +10,8 @@ from onnx_ir.passes import common
 
 from jetdraft.bundle import Halves
 from jetdraft.contract import PARENTS, SCORES, SplitContract, TensorSpec
-from jetdraft.export.attentions import add_bias, widened
+from jetdraft.errors import UnsupportedModelError
+from jetdraft.export.attentions import add_bias, has_windows, widened
 from jetdraft.export.job import Job
 from jetdraft.export.step import CUT, Step
 from jetdraft.export.variants.compaction import write_compaction
@@ -35,6 +36,11 @@ def write(job: Job) -> None:
 def _write_halves(job: Job) -> Halves:
     """Write both halves and their compactions; gives their entry in the manifest."""
     model = ir.load(job.file)
+    if has_windows(model.graph):
+        raise UnsupportedModelError(
+            f"{job.checkpoint.source} attends in sliding windows, and the halves of a "
+            "target need plain attention; choose another head"
+        )
     hidden = next(value for value in model.graph.outputs if value.name == CUT)
     assert hidden.shape is not None
     halves = Halves(

@@ -1,8 +1,10 @@
-"""Lets the rows of the chain graph carry probes: speculative streams (2402.11131)."""
+"""Lets the rows of the chain graph carry probes.
+
+They are speculative streams (2402.11131) or prompt tokens (2405.18628).
+"""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ import numpy as np
 import torch
 
 from jetdraft.bundle import STREAMS, TARGET
-from jetdraft.checkpoints.attention import HandThrough, attending
+from jetdraft.checkpoints.attention import HandThrough, StepState, attending
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.streamed import LOSSLESS, SHARED, Streamed, stream_weights
+from jetdraft.checkpoints.probing.probed import Probed
+from jetdraft.checkpoints.probing.prompted import Prompted
+from jetdraft.checkpoints.streamed import SHARED, Streamed, StreamSettings
 from jetdraft.contract import HIDDEN, PARENTS, SCORES, StepContract
 from jetdraft.errors import OptionError, PairError
 from jetdraft.export.export_options import ExportOptions
@@ -22,26 +26,20 @@ from jetdraft.export.step import CUT, Step, answers, count, dtype_of, presents, 
 from jetdraft.export.variants.variant import Variant
 
 
-class StreamStep(Step):
-    """One pass of a model whose rows can carry streams; see `Step`.
+class ProbeStep(Step):
+    """One pass of a model whose rows can carry probes; see `Step`."""
 
-    It also gives the hidden states where the streams enter, at which the target can be
-    cut in halves, and the scores of an early exit there.
-    """
+    model: Probed
 
-    extra_inputs = (PARENTS,)
-    extra_outputs = (CUT, SCORES.name)
-
-    def __init__(self, streamed: Streamed, contract: StepContract) -> None:
-        super().__init__(streamed, contract)
-        self.cut = streamed.streams.settings.layers
+    def __init__(self, probed: Probed, contract: StepContract) -> None:
+        super().__init__(probed, contract)
 
     @property
     def decoder(self) -> Any:
-        """The model without its streams."""
+        """The model without its probes."""
         return self.model.model
 
-    def forward(  # type: ignore[override]  # the contract of streams has more inputs
+    def forward(  # type: ignore[override]  # the contract of probes has more inputs
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
@@ -53,28 +51,23 @@ class StreamStep(Step):
         probe_rows: torch.Tensor,
         probe_ids: torch.Tensor,
         past: list[torch.Tensor],
-        parents: torch.Tensor,
+        *extras: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """The outputs in the order of `StepContract.outputs`, then the extra outputs.
-
-        `parents` int64 [n] are the parents of the rows in a draft; the root counts as
-        its own parent.
-        """
+        """The outputs in the order of `StepContract.outputs`, then extra outputs."""
         state = state_of(position_ids, cursor, total_length, past)
+        state.rows = input_ids.shape[1]
 
         def entered() -> None:
-            state.last_row = state.last_row + count(probe_rows[None])
+            slots = count(probe_rows[None]) * self.contract.members
+            state.last_row = state.last_row + slots
             state.bias = _widened(draft_mask, draft_start, self.contract)
+            self.prepend(state)
 
         self.model.entered = entered
         with attending(state):
-            logits, early, hidden = self.model(
-                input_ids,
-                position_ids,
-                probe_rows,
-                probe_ids,
-                answer_rows,
-                early_exit=True,
+            logits, *extra_outputs = self.outputs(
+                (input_ids, position_ids, probe_rows, probe_ids, answer_rows),
+                *extras,
                 past_key_values=HandThrough(),
                 use_cache=True,
             )
@@ -86,8 +79,78 @@ class StreamStep(Step):
             [_rows(x, start, end) for x in all_answers]
             for start, end in ((0, rows), (rows, None))
         )
-        scores = _scores(early.float(), input_ids, parents)
-        return [*row_answers, *probe_answers, *presents(state), hidden, scores]
+        return [*row_answers, *probe_answers, *presents(state), *extra_outputs]
+
+    def prepend(self, state: StepState) -> None:
+        """Put before the probes what they alone see; most probes have nothing."""
+
+    def outputs(
+        self, rows_and_probes: tuple[torch.Tensor, ...], **options: Any
+    ) -> list[torch.Tensor]:
+        """The logits of rows and probes, and then the extra outputs."""
+        return [self.model(*rows_and_probes, **options)]
+
+
+class PrefixStep(ProbeStep):
+    """One pass of a model whose probes see a learned prefix in each layer.
+
+    Its keys and values land between those of the rows and of the probes. Attention is
+    causal, so that the rows cannot see them.
+    """
+
+    model: Prompted
+
+    def __init__(self, prompted: Prompted, contract: StepContract) -> None:
+        super().__init__(prompted, contract)
+        self._prefix_rows = torch.zeros(0, dtype=torch.long)
+
+    def forward(  # type: ignore[override]  # its graph has one more input
+        self, *inputs: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """As of `ProbeStep`; `prefix_rows` int64 [p] come before the buffers."""
+        *others, self._prefix_rows, past = inputs
+        return super().forward(*others, past)  # type: ignore[arg-type]
+
+    def prepend(self, state: StepState) -> None:
+        """Add the prefix to the keys and values of each layer."""
+        rows = self._prefix_rows
+        state.last_row = state.last_row + count(rows[None])
+        prefixes = map(self.model.prompts.prefix, range(len(state.past)))
+        state.prefix = [
+            (keys.index_select(2, rows), values.index_select(2, rows))
+            for keys, values in prefixes
+        ]
+
+
+class StreamStep(ProbeStep):
+    """One pass of a model whose rows can carry streams.
+
+    It also gives the hidden states where the streams enter, at which the target can be
+    cut in halves, and the scores of an early exit there.
+    """
+
+    extra_inputs = (PARENTS,)
+    extra_outputs = (CUT, SCORES.name)
+
+    def __init__(self, streamed: Streamed, contract: StepContract) -> None:
+        super().__init__(streamed, contract)
+        self.cut = streamed.settings.layers
+
+    def outputs(  # type: ignore[override]  # its graph has one more input
+        self,
+        rows_and_probes: tuple[torch.Tensor, ...],
+        parents: torch.Tensor,
+        **options: Any,
+    ) -> list[torch.Tensor]:
+        """Logits, the states at the cut, and the scores of the early exit.
+
+        `parents` int64 [n] are the parents of the rows in a draft; the root counts as
+        its own parent.
+        """
+        logits, early, hidden = self.model(
+            *rows_and_probes, early=slice(None), **options
+        )
+        return [logits, hidden, _scores(early.float(), rows_and_probes[0], parents)]
 
 
 def _widened(
@@ -133,46 +196,49 @@ def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
 
 
 def declare(checkpoint: Checkpoint, contract: StepContract) -> StepContract:
-    """Add the number of streams that a row can carry."""
-    streams = checkpoint.streams.gamma if checkpoint.streams else 0
-    return replace(contract, streams=streams)
+    """Add the number of probes that a row can carry, and their members."""
+    settings = checkpoint.streams
+    if settings is None:
+        return contract
+    contract = replace(contract, streams=settings.gamma)
+    if isinstance(settings, StreamSettings):
+        return contract
+    return replace(contract, members=settings.members, prefix=settings.prefix)
 
 
 def write(job: Job) -> None:
-    """Write `streams.npz`, and let the chain graph be traced with the streams."""
+    """Write `streams.npz`, and let the chain graph be traced with the probes."""
     if job.checkpoint.streams is None:
         return
-    streamed = job.checkpoint.with_streams(job.options.adapter_scale)
-    job.step = StreamStep(streamed, job.contract)
-    job.task = stream_weights(streamed)
-    _write_task(job.folder / STREAMS, streamed, job.contract.dtype)
-    settings = streamed.streams.settings.to_json()
-    job.entry = replace(job.entry, streams={**settings, "base": _base(streamed)})
+    probed = job.checkpoint.with_streams(job.options.adapter_scale)
+    job.step = _step(probed, job.contract)
+    job.task = probed.task
+    _write_task(job.folder / STREAMS, probed, job.contract.dtype)
+    settings = job.checkpoint.streams.to_json()
+    job.entry = replace(job.entry, streams={**settings, "base": probed.base})
 
 
-def _write_task(file: Path, streamed: Streamed, dtype: str) -> None:
-    """Write the weights of the streams, for `jetdraft.load(streams=)`.
+def _step(probed: Probed, contract: StepContract) -> ProbeStep:
+    """The pass of a model with probes."""
+    if isinstance(probed, Streamed):
+        return StreamStep(probed, contract)
+    if isinstance(probed, Prompted) and contract.prefix:
+        return PrefixStep(probed, contract)
+    return ProbeStep(probed, contract)
+
+
+def _write_task(file: Path, probed: Probed, dtype: str) -> None:
+    """Write the weights of the probes, for `jetdraft.load(streams=)`.
 
     The npz file has float arrays by their names in the graph, and `base`, the hash of
-    the weights that the streams belong to.
+    the weights that the probes belong to.
     """
     arrays: dict[str, Any] = {
-        name: weight.numpy().astype(dtype)
-        for name, weight in stream_weights(streamed).items()
+        name: weight.detach().numpy().astype(dtype)
+        for name, weight in probed.task.items()
     }
-    arrays["base"] = np.array(_base(streamed))
+    arrays["base"] = np.array(probed.base)
     np.savez(file, **arrays)
-
-
-def _base(streamed: Streamed) -> str:
-    """The hash of the weights that the streams belong to.
-
-    In the shared mode the merged LoRA is a part of these weights.
-    """
-    settings = streamed.streams.settings
-    if settings.mode == LOSSLESS:
-        return settings.base
-    return hashlib.sha256(f"{settings.base} {streamed.tuned}".encode()).hexdigest()
 
 
 VARIANT = Variant(write, check, declare)

@@ -6,7 +6,7 @@ all the weights through the caches every numpy call costs ten microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -39,7 +39,8 @@ class Rows:
     """A root and the draft below it.
 
     Row 0 is the root, its parent -1, and a parent comes before its children.
-    `drawn_from` has the distribution that a row's children were drawn from.
+    `drawn_from` has the distribution that a row's children were drawn from. `probes` is
+    the number of probes that each row must carry; None leaves it to the controller.
 
         Rows.chain([5, 8, 9]).depths  # [0, 1, 2]
     """
@@ -48,6 +49,7 @@ class Rows:
     parents: list[int]
     kind: Kind = Kind.DETERMINISTIC
     drawn_from: Mapping[int, Distribution] = field(default_factory=dict)
+    probes: tuple[int, ...] | None = None
 
     @classmethod
     def chain(cls, tokens: list[int], kind: Kind = Kind.DETERMINISTIC) -> Rows:
@@ -67,7 +69,18 @@ class Rows:
         if drafted >= self.drafted:
             return self
         end = drafted + 1
-        return Rows(self.tokens[:end], self.parents[:end], self.kind, self.drawn_from)
+        return Rows(
+            self.tokens[:end],
+            self.parents[:end],
+            self.kind,
+            self.drawn_from,
+            self._probes_of(range(end)),
+        )
+
+    def _probes_of(self, rows: Iterable[int]) -> tuple[int, ...] | None:
+        """The numbers of probes of some rows."""
+        probes = self.probes
+        return None if probes is None else tuple(probes[row] for row in rows)
 
     def only(self, kept: Sequence[int]) -> Rows:
         """The `kept` rows, ascending; the parent of each kept row must be kept too."""
@@ -79,6 +92,7 @@ class Rows:
             [-1] + [place[self.parents[row]] for row in kept[1:]],
             self.kind,
             {place[row]: q for row, q in self.drawn_from.items() if row in place},
+            self._probes_of(kept),
         )
 
     def under(self, path: list[int]) -> Rows:
@@ -88,7 +102,8 @@ class Rows:
         shift = len(path)
         parents = [*range(-1, shift), *(parent + shift for parent in self.parents[1:])]
         drawn = {row + shift: q for row, q in self.drawn_from.items()}
-        return Rows(path + self.tokens, parents, self.kind, drawn)
+        probes = None if self.probes is None else (*[0] * shift, *self.probes)
+        return Rows(path + self.tokens, parents, self.kind, drawn, probes)
 
     def depth_first(self) -> Rows:
         """The same tree with each row's first child right after it.
@@ -108,6 +123,7 @@ class Rows:
             [-1] + [place[self.parents[row]] for row in order[1:]],
             self.kind,
             {place[row]: q for row, q in self.drawn_from.items()},
+            self._probes_of(order),
         )
 
     def check(self) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from jetdraft.runtime.followers.exit_follower import ExitFollower
+from jetdraft.runtime.followers.falcon_follower import FalconFollower
 from jetdraft.runtime.followers.follower import Follower
 from jetdraft.runtime.followers.guess_follower import GuessFollower
 from jetdraft.runtime.followers.head_follower import HeadFollower
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.split.leading_half import LeadingHalf
 
 
 class BlockFollower(HeadFollower):
@@ -54,14 +57,23 @@ class BlockFollower(HeadFollower):
 Refining = Follower | BlockFollower
 """The followers of graphs that fill a block."""
 
-AnyFollower = Follower | HeadFollower | GuessFollower
+AnyFollower = Follower | HeadFollower | GuessFollower | ExitFollower | FalconFollower
 
 
-def follower_of(graph: Graph) -> AnyFollower:
-    """What feeds a drafter's graph: a head is fed with features too."""
+def follower_of(graph: Graph, leading: Callable[[], LeadingHalf]) -> AnyFollower:
+    """What feeds a drafter's graph: a head is fed with features too.
+
+    `leading` gives the target whose lower half runs ahead, to those that need it.
+    """
     contract = graph.contract
     if not contract.feature_input:
         return Follower(graph)
     if contract.block:
         return BlockFollower(graph)
-    return GuessFollower(graph) if contract.guesses else HeadFollower(graph)
+    if contract.guesses:
+        return GuessFollower(graph)
+    if contract.ahead:
+        return FalconFollower(graph)
+    return (
+        HeadFollower(graph) if contract.carried_size else ExitFollower(graph, leading)
+    )

@@ -28,6 +28,19 @@ class Fed:
         is_own = self.graph.passes == self._passes
         return common_length(self.tokens, prompt) if is_own else 0
 
+    def agreement(self, context: Sequence[int]) -> int:
+        """How many tokens may stay; at least the last of `context` is fed again.
+
+        Only the tokens of the last two passes can differ, so tokens before them are not
+        compared.
+        """
+        end = min(len(self.tokens), len(context) - 1)
+        start = max(0, end - 2 * self.graph.contract.max_width)
+        for index, token in enumerate(context[start:end], start):
+            if self.tokens[index] != token:
+                return index
+        return end
+
     def cut(self, count: int) -> None:
         """Keep at most `count` rows."""
         del self.tokens[count:]

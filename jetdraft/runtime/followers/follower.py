@@ -109,18 +109,4 @@ class Follower:
 
     def _keep(self, context: Sequence[int]) -> None:
         """Drop the tokens that differ from a context."""
-        self._fed.cut(self._agreement(context))
-
-    def _agreement(self, context: Sequence[int]) -> int:
-        """How many tokens may stay; at least the last of `context` is fed again.
-
-        Only the tokens of the last two passes can differ, so tokens before them are not
-        compared.
-        """
-        fed = self._fed.tokens
-        end = min(len(fed), len(context) - 1)
-        start = max(0, end - 2 * self.graph.contract.max_width)
-        for index, token in enumerate(context[start:end], start):
-            if fed[index] != token:
-                return index
-        return end
+        self._fed.cut(self._fed.agreement(context))

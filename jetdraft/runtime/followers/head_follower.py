@@ -9,6 +9,7 @@ import numpy as np
 from jetdraft.contract import WIDEST
 from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.followers.fed import Fed
+from jetdraft.runtime.followers.recent import Recent, Tail
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
@@ -38,6 +39,11 @@ class HeadFollower:
         """What the last row before a draft carries, [1, w]."""
         self._carried: dict[int, Float32s] = {}
         """What the rows of a tree carry, by slot."""
+        self._recent = Recent(graph)
+        self._tail: Tail = ()
+        """The last tokens before a draft, or before its next token in a chain."""
+        self._tails: dict[int, Tail] = {}
+        """The last tokens up to each row of a tree, by slot."""
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a new sequence; the rows that the last sequence shares stay.
@@ -105,14 +111,18 @@ class HeadFollower:
             assert answer.carried is not None
             self._last = answer.carried[-1:].copy()
         if answer is not None:
-            for token in context[len(self._seen) + 1 :]:
+            end = len(self._seen) + 1
+            self._tail = self._recent.tail(context, end)
+            for token in context[end:]:
                 answer = self.step(token)
         self._carried.clear()
         return answer
 
     def step(self, token: int) -> Answer:
         """The answer for a drafted token; its row is not kept."""
-        answer = self.graph.run([token], features=self._last)
+        recent = self._recent.rows([self._tail])
+        answer = self.graph.run([token], features=self._last, recent=recent)
+        self._tail = self._recent.after(self._tail, token)
         self.graph.cache.advance(1)
         assert answer.carried is not None
         self._last = answer.carried[-1:].copy()
@@ -128,11 +138,19 @@ class HeadFollower:
     ) -> Answer:
         """The answers for rows of a tree, each from what its parent carries."""
         parents = [self._carried[a[-1]] if a else self._last[0] for a in ancestors]
+        tails = [self._tails[a[-1]] if a else self._tail for a in ancestors]
         answer = self.graph.run_branches(
-            tokens, depths, ancestors, filled, features=np.stack(parents)
+            tokens,
+            depths,
+            ancestors,
+            filled,
+            features=np.stack(parents),
+            recent=self._recent.rows(tails),
         )
         assert answer.carried is not None
         self._carried.update(enumerate(answer.carried.copy(), filled))
+        behind = map(self._recent.after, tails, tokens)
+        self._tails.update(enumerate(behind, filled))
         self._fed.own_pass()
         return answer
 
@@ -140,7 +158,9 @@ class HeadFollower:
         """Run tokens whose features have waited; the answer for the last row."""
         rows = np.stack(self._features[: len(tokens)])
         del self._features[: len(tokens)]
-        answer = self.graph.run(tokens, last_only=True, features=rows)
+        tail = self._recent.tail(self._seen, len(self._fed.tokens) + 1)
+        recent = self._recent.before(tail, tokens)
+        answer = self.graph.run(tokens, last_only=True, features=rows, recent=recent)
         self._fed.add(tokens)
         return answer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -111,9 +112,9 @@ class Answer:
             _source=self._source,
         )
 
-    def with_candidates(self, ids: Int64s, logits: Float32s) -> Answer:
-        """This answer with other candidates, best first."""
-        return replace(self, candidates=ids, candidate_logits=logits, _parts={})
+    def with_features(self, features: Float32s) -> Answer:
+        """This answer with the features of its rows."""
+        return replace(self, features=features, _parts={})
 
 
 def answer_of(
@@ -131,12 +132,12 @@ def answer_of(
         answer = replace(answer, _logits=answer.candidate_logits, _source=None)
     if not probes.total:
         return answer
-    all_probes, per_row = _answer(tensors, "probe_"), probes.streams
+    all_probes, ends = _answer(tensors, "probe_"), list(accumulate(probes.counts))
     return replace(
         answer,
         probes={
-            row: all_probes.rows(slice(index * per_row, (index + 1) * per_row))
-            for index, row in enumerate(probes.carriers)
+            row: all_probes.rows(slice(ends[row] - probes.counts[row], ends[row]))
+            for row in probes.carriers
         },
     )
 

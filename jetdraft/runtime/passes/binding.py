@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ VisibleSlots = Sequence[Sequence[int]]
 _Shown = tuple[tuple[tuple[int, ...], ...], int]
 """The visible slots of a mask, and how many slots earlier passes have filled."""
 
-STEADY = ("answer_rows", "probe_rows", "probe_ids", "draft_mask")
+STEADY = ("answer_rows", "probe_rows", "probe_ids", "prefix_rows", "draft_mask")
 """Inputs that most passes do not change."""
 
 ON_REQUEST = ("logits", "probe_logits")
@@ -31,7 +32,9 @@ class Bound:
     """The inputs and outputs of passes with fixed numbers of rows, answers and probes.
 
     `tensors` holds them by name, on the host and on the device; `arrays` holds their
-    arrays on the host. `buffers` are the KV buffers, by name of the input.
+    arrays on the host. `buffers` are the KV buffers, by name of the input; those that
+    are `lent` belong to another graph, and are only read. `members` and `prefix` are
+    those of the contract.
 
         bound = Bound(session, inputs, outputs, buffers, rows=4, answers=4, probes=0)
         bound.arrays["input_ids"][0] = [5, 8, 9, 2]
@@ -49,6 +52,9 @@ class Bound:
         answers: int,
         probes: int,
         memory: Memory = HOST,
+        members: int = 1,
+        prefix: int = 0,
+        lent: Mapping[str, ort.OrtValue] = MappingProxyType({}),
     ) -> None:
         self.session = session
         self._memory = memory
@@ -56,7 +62,7 @@ class Bound:
         # A value can share the memory of its array, so both must stay alive.
         self.tensors: dict[str, Tensor] = {}
         presents = {name: name.replace("past_", "present_") for name in buffers}
-        buffer_names = {*presents, *presents.values()}
+        buffer_names = {*presents, *presents.values(), *lent}
         for specs, bind in (
             (inputs, self.io.bind_ortvalue_input),
             (outputs, self.io.bind_ortvalue_output),
@@ -65,12 +71,15 @@ class Bound:
                 if spec.name in buffer_names:
                     continue  # bound below
                 place = HOST if spec.name in memory.on_host else memory
-                tensor = place.tensor(spec.sized(rows, answers, probes), spec.dtype)
+                shape = spec.sized(rows, answers, probes, members, prefix)
+                tensor = place.tensor(shape, spec.dtype)
                 self.tensors[spec.name] = tensor
                 bind(spec.name, tensor.value)
         for name, buffer in buffers.items():
             self.io.bind_ortvalue_input(name, buffer)
             self.io.bind_ortvalue_output(presents[name], buffer)
+        for name, buffer in lent.items():
+            self.io.bind_ortvalue_input(name, buffer)
         self.arrays = {name: tensor.array for name, tensor in self.tensors.items()}
         self._copies = None
         if memory.copies:

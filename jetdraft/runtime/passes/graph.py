@@ -9,11 +9,11 @@ import numpy as np
 
 from jetdraft.contract import WIDEST
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.arrays import Float32s
+from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.probes import NO_PROBES, NO_PROBING, Probes, Probing
 from jetdraft.runtime.drafts.rows import Rows, without_gaps
 from jetdraft.runtime.passes.answer import Answer, answer_of
-from jetdraft.runtime.passes.binding import Bound
+from jetdraft.runtime.passes.binding import Bound, VisibleSlots
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.captures import Captures
 from jetdraft.runtime.passes.step_sessions import StepSession, StepSessions
@@ -52,6 +52,8 @@ class Graph:
         self.memory = memory
         self.captures = captures
         self.lengths: Sequence[int] = ()
+        self.lender: Cache | None = None
+        """The target's buffers, for a graph that reads them; set it before a pass."""
         self.prepare(exact=True)
         self.cache = Cache(self.contract, compaction, memory)
         self.seconds = 0.0
@@ -78,31 +80,33 @@ class Graph:
         probing: Probing = NO_PROBING,
         features: Float32s | None = None,
         block: Sequence[int] = (),
+        recent: Int64s | None = None,
     ) -> Answer:
         """Run one pass over a chain of n `tokens` at the cache's cursor.
 
         The pass answers for all rows, or with `last_only` for the last row alone; then
         a prefill computes the LM head for this row only. Rows that fill up the `width`
         repeat the last token. The cursor does not move: the caller knows which rows
-        count, and calls `cache.advance`. A head graph reads `features` float [n, w]. A
-        graph that fills a block is told its first tokens, `block`.
+        count, and calls `cache.advance`. A head graph reads `features` float [n, w],
+        and `recent` int64 [n, q] if its contract says so. A graph that fills a block is
+        told its first tokens, `block`.
         """
         rows, cursor, room = len(tokens), self.cache.length, self.cache.room
         width = max(width, rows)
         last_only = last_only and rows > 1
         if not last_only and not self.contract.block:  # a block follows the last row
             width = self.sessions.width(width, room)
-        probes = NO_PROBES if last_only else _fitting(probing, rows, room - width)
+        probes = NO_PROBES if last_only else self._fitting(probing, rows, room - width)
         size = _Size(width, 1 if last_only else width, probes, branching=False)
         binding = self._binding(size, room)
         binding.fill(tokens, range(cursor, cursor + width))
-        if features is not None:
-            binding.fill_features(features)
+        binding.fill_rows("features", features)
+        binding.fill_rows("recent_ids", recent)
         if self.contract.block:
             binding.fill_block(block)
         if probes.total:
             chain = [list(range(row)) for row in range(width)]
-            binding.show_only([*chain, *probes.seen(chain)], cursor)
+            binding.show_only([*chain, *self._seen(probes, chain)], cursor)
         else:
             binding.show_all()
         answer = self._run(binding, cursor)
@@ -114,6 +118,7 @@ class Graph:
         self, rows: Rows, width: int, probing: Probing = NO_PROBING
     ) -> tuple[Rows, Answer]:
         """Run all rows of a draft in a pass of that width; gives rows and answer."""
+        probing = probing if rows.probes is None else Probing(counts=rows.probes)
         if rows.is_chain:
             return rows, self.run(rows.tokens, width=width, probing=probing)
         rows.check()
@@ -154,26 +159,27 @@ class Graph:
         width: int = 0,
         probing: Probing = NO_PROBING,
         features: Float32s | None = None,
+        recent: Int64s | None = None,
     ) -> Answer:
         """Run rows of a branching draft in a tree graph, which answers for all rows.
 
         The draft takes slots from the cursor on; earlier passes have written the first
         `filled` of them. Row i sits `depths[i]` places past the cursor and sees the
         committed rows, the draft's slots `ancestors[i]` and itself. A head graph reads
-        `features` float [n, w].
+        `features` float [n, w], and `recent` as in `run`.
         """
         if not self.contract.tree:
             raise ValueError("a chain graph cannot run branches; use a tree graph")
         rows, cursor, room = len(tokens), self.cache.length, self.draft_room(filled)
         width = self.sessions.width(max(width, rows), room)
-        probes = _fitting(probing, rows, room - width)
+        probes = self._fitting(probing, rows, room - width)
         binding = self._binding(_Size(width, width, probes, branching=True), room)
         padding = width - rows
         binding.fill(tokens, [cursor + depth for depth in (*depths, *[0] * padding)])
-        if features is not None:
-            binding.fill_features(features)
+        binding.fill_rows("features", features)
+        binding.fill_rows("recent_ids", recent)
         seen = [*ancestors, *[[]] * padding]
-        binding.show_only([*seen, *probes.seen(seen)], cursor, filled)
+        binding.show_only([*seen, *self._seen(probes, seen)], cursor, filled)
         answer = self._run(binding, cursor + filled)
         return answer if width == rows else answer.first(rows)
 
@@ -195,11 +201,22 @@ class Graph:
         bindings[size] = binding  # the last to be dropped
         return binding
 
+    def _fitting(self, probing: Probing, rows: int, room: int) -> Probes:
+        """The probes of a pass; no probes if they do not fit into the buffers too."""
+        probes = probing.of(rows)
+        return probes if self.contract.behind(probes.total) <= room else NO_PROBES
+
+    def _seen(self, probes: Probes, ancestors: Sequence[Sequence[int]]) -> VisibleSlots:
+        """What the slots behind the rows of a pass attend to."""
+        return probes.seen(ancestors, self.contract.members, self.contract.prefix)
+
     def _run(self, binding: _Binding, cursor: int) -> Answer:
         size = binding.size
         length = self._length(cursor + size.width, binding.biased)
         binding.cursor[0] = cursor
         binding.total_length[0] = length
+        if self.lender is not None:
+            binding.arrays["target_length"][0] = self.lender.length
         options = None
         if self.captures is not None:
             # Prefills have few passes of any width, which are not worth a capture.
@@ -216,16 +233,21 @@ class Graph:
         return next((length for length in self.lengths if length >= filled), filled)
 
 
-def _fitting(probing: Probing, rows: int, room: int) -> Probes:
-    """The probes of a pass; no probes if they do not fit into the buffers too."""
-    probes = probing.of(rows)
-    return probes if probes.total <= room else NO_PROBES
-
-
 def _lengths(capacity: int) -> list[int]:
     """Powers of two, and the capacity."""
     powers = (SHORTEST << doubling for doubling in range(capacity.bit_length()))
     return [*(length for length in powers if length < capacity), capacity]
+
+
+def _lent(graph: Graph) -> dict[str, ort.OrtValue]:
+    """The buffers of the target that a graph reads, by the names of its inputs."""
+    names = [spec.name for spec in graph.contract.lent]
+    if not names:
+        return {}
+    if graph.lender is None:
+        raise ValueError("this graph reads the target's buffers; set its lender")
+    own = graph.lender.buffers
+    return {name: own[name.replace("target_", "past_")] for name in names}
 
 
 @dataclass(frozen=True)
@@ -252,6 +274,9 @@ class _Binding(Bound):
             size.answers,
             probes.total,
             graph.memory,
+            contract.members,
+            contract.prefix,
+            _lent(graph),
         )
         self.size = size
         self.biased = contract.biased
@@ -263,6 +288,8 @@ class _Binding(Bound):
         if contract.streams:
             self.arrays["probe_rows"][:] = probes.rows
             self.arrays["probe_ids"][:] = probes.ids
+        if contract.prefix:
+            self.arrays["prefix_rows"][:] = range(len(self.arrays["prefix_rows"]))
         self.answer = answer_of(self.tensors, contract, probes)
 
     def fill(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
@@ -271,11 +298,12 @@ class _Binding(Bound):
             self.input_ids[row] = tokens[row] if row < len(tokens) else tokens[-1]
             self.position_ids[row] = position
 
-    def fill_features(self, features: Float32s) -> None:
-        """Set the rows' features; padding rows get the features of the last row."""
-        array = self.arrays["features"][0]
-        array[: len(features)] = features
-        array[len(features) :] = features[-1]
+    def fill_rows(self, name: str, numbers: Float32s | Int64s | None) -> None:
+        """Set an input that has numbers for each row; padding gets the last row's."""
+        if numbers is not None:
+            array = self.arrays[name][0]
+            array[: len(numbers)] = numbers
+            array[len(numbers) :] = numbers[-1]
 
     def fill_block(self, known: Sequence[int]) -> None:
         """Set the first tokens of the block; the others are to be guessed."""

@@ -47,8 +47,12 @@ class Target(Protocol):
     """
 
     contract: StepContract
-    seconds: float
-    passes: int
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def passes(self) -> int: ...
 
     @property
     def cache(self) -> TargetCache: ...

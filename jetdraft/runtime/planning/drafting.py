@@ -80,10 +80,14 @@ class Drafting:
         for key in self._settings:
             if key not in all_keys:
                 raise unknown_key(key, tuple(all_keys))
-        return {
+        options = {
             name: types[name].of({k: v for k, v in self._settings.items() if k in keys})
             for name, keys in keys_of.items()
         }
+        if self.names != (AUTO,):
+            return options
+        # A method that "auto" leaves out must not bind the others by its defaults.
+        return {name: o for name, o in options.items() if registered[name].in_auto(o)}
 
     @property
     def _settings(self) -> Mapping[str, object]:

@@ -26,7 +26,18 @@ from jetdraft.runtime.proposers import (
     stream,
     trigram,
 )
-from jetdraft.runtime.proposers.guessing import block_methods, medusa_method
+from jetdraft.runtime.proposers.attached import (
+    chimera_method,
+    exit_method,
+    falcon_method,
+    glide_method,
+)
+from jetdraft.runtime.proposers.guessing import (
+    block_methods,
+    forecasts,
+    medusa_method,
+    ppd,
+)
 from jetdraft.runtime.proposers.method import Method
 
 GROUP = "jetdraft.methods"
@@ -35,9 +46,10 @@ AUTO, NONE = "auto", "none"
 """Names in place of a method: the methods that promise most, and plain decoding."""
 
 _METHODS: tuple[Method[Any], ...] = (
-    *(m.METHOD for m in (lookup, draft, head_method, medusa_method)),
-    *(block_methods.DFLASH, block_methods.DIFFUSION),
-    *(m.METHOD for m in (stream, recall, trigram, cascade)),
+    *(m.METHOD for m in (lookup, draft, head_method, exit_method, glide_method)),
+    *(chimera_method.METHOD, falcon_method.METHOD),
+    *(medusa_method.METHOD, block_methods.DFLASH, block_methods.DIFFUSION),
+    *(m.METHOD for m in (stream, ppd, forecasts, recall, trigram, cascade)),
 )
 
 

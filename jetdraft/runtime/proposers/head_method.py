@@ -20,7 +20,8 @@ NAME = "eagle"
 def lacks_head(bundle: Bundle) -> str:
     """What an export must add to a bundle for a head that carries; "" if nothing."""
     entry = bundle.drafter
-    has_head = entry is not None and entry.contract.carried_size
+    contract = entry.contract if entry is not None else None
+    has_head = contract is not None and contract.carried_size and not contract.recent
     return "" if has_head else "export with --head"
 
 
@@ -48,4 +49,5 @@ METHOD = Method(
     trees=True,
     cost="drafter",
     samples=SAMPLES,
+    alone={},
 )

@@ -155,6 +155,9 @@ class Method(Generic[OptionsT]):
     target          the target that verifies instead of the bundle's own, given the
                     allowed widths; None for the bundle's own
     samples         options that `jetdraft check` tries beside the defaults
+    alone           the options with which an export measures how often the bundle's
+                    drafter is right; None for a method that drafts without the drafter,
+                    or not with it alone
 
         METHOD = Method("repeat", "the last token, again", lambda parts, o: Repeat())
     """
@@ -170,6 +173,7 @@ class Method(Generic[OptionsT]):
     cost: Cost | None = None
     target: Callable[[Parts, OptionsT, Sequence[int]], Target | None] = _own_target
     samples: tuple[Mapping[str, object], ...] = ()
+    alone: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         self.options()  # refuses options whose defaults are refused

@@ -29,10 +29,12 @@ from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.passes.halves import Halves
 from jetdraft.runtime.passes.opener import Opener, Weights
 from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.session import default_threads, threads_of_pair
+from jetdraft.runtime.passes.split.halves import SplitSessions
+from jetdraft.runtime.passes.split.leading_half import LeadingHalf
+from jetdraft.runtime.passes.split.pruned_halves import PrunedHalves
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.vocabulary import Vocabulary
 
@@ -134,11 +136,12 @@ class Parts:
         self.prefix = Prefix(self.target)
         self.follower: AnyFollower | None = None
         if self.drafter is not None:
-            self.follower = follower_of(self.drafter)
+            self.follower = follower_of(self.drafter, self.leading)
         self.learning: Learning | None = (
             like.learning if like is not None else self._open_learning()
         )
-        self._halves: Halves | None = None
+        self._pruned: PrunedHalves | None = None
+        self._leading: LeadingHalf | None = None
         if like is None:
             self.survey = Survey(self.target, self.drafter, self.profiles)
             self._tuned = self.profiles.tuned()
@@ -203,33 +206,52 @@ class Parts:
         graphs = {"target": self.target, "drafter": self.drafter}
         return {name: graph.cache for name, graph in graphs.items() if graph}
 
-    def halves(self) -> Halves:
-        """The target in two halves; the first call opens them.
+    def pruned(self) -> PrunedHalves:
+        """The target in two halves, which drops rows between them, opened once.
 
-        They hold the weights a second time. Raises `OptionError` if the bundle has no
-        halves, and on other providers than the CPU.
+        Raises `OptionError` as `_split` does.
         """
-        if self._halves is not None:
-            return self._halves
+        if self._pruned is None:
+            entry = self.bundle.target.halves
+            sessions = self._split("leave the prune threshold out")
+            assert entry is not None
+            moves = (entry.lower_compaction, entry.upper_compaction)
+            self._pruned = PrunedHalves(sessions, *map(self._opener.compaction, moves))
+        return self._pruned
+
+    def leading(self) -> LeadingHalf:
+        """The target whose lower half runs ahead, over its own buffers, opened once.
+
+        Raises `OptionError` as `_split` does.
+        """
+        if self._leading is None:
+            self._leading = LeadingHalf(
+                self.target, self._split("choose another method")
+            )
+        return self._leading
+
+    def _split(self, advice: str) -> SplitSessions:
+        """The sessions of the target's halves, which hold the weights a second time.
+
+        Raises `OptionError` if the bundle has no halves, and on other providers than
+        the CPU.
+        """
         if self.provider != "cpu":
             raise DraftingError(
-                f"the halves of a target run on the CPU, not on {self.provider}; leave "
-                "the prune threshold out"
+                f"the halves of a target run on the CPU, not on {self.provider}; "
+                f"{advice}"
             )
         entry, opener = self.bundle.target, self._opener
         if entry.halves is None:
             raise DraftingError(
                 "the bundle's target is not cut in halves, since all of its layers "
-                "have streams; leave the prune threshold out"
+                f"have streams; {advice}"
             )
-        self._halves = Halves(
+        return SplitSessions(
             opener.session(entry.halves.lower, self._early),
             opener.session(entry.halves.upper, self._late),
             entry.split_contract,
-            opener.compaction(entry.halves.lower_compaction),
-            opener.compaction(entry.halves.upper_compaction),
         )
-        return self._halves
 
     def store_of(self, user: str) -> ResponseStore | None:
         """A user's earlier responses; None without a store. Raises `OptionError`."""
@@ -299,6 +321,13 @@ class Parts:
             return None
         drafter = self._drafter_opener.graph(self.bundle.drafter)
         drafter.prepare(exact=False)
+        if drafter.contract.reads:
+            if self.target.memory.device != drafter.memory.device:
+                raise ProviderError(
+                    "the drafter reads the target's buffers, so both run on one "
+                    "device; leave --drafter-provider out"
+                )
+            drafter.lender = self.target.cache
         return drafter
 
     def _open_store(self) -> ResponseStore | None:
@@ -317,10 +346,10 @@ class Parts:
         if folder is None:
             return None
         bundle, entry = self.bundle, self.bundle.drafter
-        if entry is None or opener is None or entry.contract.feature_input:
+        if entry is None or opener is None or not entry.contract.learns:
             raise OptionError(
-                "only a drafter that is a model of its own learns from use; export "
-                "with --drafter, or leave --learn out",
+                "only a drafter model, or a head of EAGLE or MTP, learns from use; "
+                "export with one of them, or leave --learn out",
                 "learn",
             )
         if opener.provider.name == "tensorrt" or bundle.flavour != CONTRIB:

@@ -86,13 +86,14 @@ class StreamProposer(GuessProposer):
         shape: Shape | None = None,
         kind: Kind = Kind.COUPLED,
         branches: bool = True,
+        name: str = NAME,
     ) -> None:
         streams = graph.contract.streams
         branches = branches and graph.contract.tree and shape is None
         chain = shape is None and not branches
         most = streams if chain else graph.contract.max_width - 1
         super().__init__(
-            Traits(NAME, most, kind, probes=streams, branches=branches), shape
+            Traits(name, most, kind, probes=streams, branches=branches), shape
         )
         self._ready: tuple[int, Answer] | None = None
 
@@ -134,7 +135,7 @@ def _target(
     threshold = options.prune_threshold
     if threshold is None:
         return None
-    halves = parts.halves()
+    halves = parts.pruned()
     halves.prepare(None if threshold == AUTO else float(threshold), widths)
     return halves
 

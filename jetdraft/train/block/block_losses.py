@@ -6,8 +6,6 @@ context before it, as in a draft that starts there, and no other block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
@@ -15,22 +13,8 @@ from jetdraft.checkpoints.heads.block_drafter import BlockDrafter, masked
 from jetdraft.train.block.block_places import Blocks
 from jetdraft.train.data import IGNORED
 from jetdraft.train.head.head_losses import Lesson
+from jetdraft.train.taught.place_sums import Sums, sums_of
 from jetdraft.train.taught.precision import precision
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Sums by the distance from the last known token: [slots] each.
-
-    `right` counts places where the best guess is the target's choice. `reached` counts
-    places before which all guesses are right, and `accepted` those that are right too.
-    """
-
-    lost: Tensor
-    places: Tensor
-    right: Tensor
-    reached: Tensor
-    accepted: Tensor
 
 
 class BlockObjective(nn.Module):
@@ -71,7 +55,7 @@ class BlockObjective(nn.Module):
             lost = -(teacher.softmax(-1) * scores).sum(-1)
         right = scores.argmax(-1) == teacher.argmax(-1)
         far = (distance - blocks.known[..., None])[learned]
-        return _sums_of(lost, right, far, learned)
+        return sums_of(lost, right, far, learned)
 
     def _logits(
         self, lesson: Lesson, blocks: Blocks, places: Tensor, learned: Tensor
@@ -123,29 +107,6 @@ def _at(rows: Tensor, places: Tensor) -> Tensor:
     """The rows [b, T, ...] at places int64 [b, ...]."""
     sequences = torch.arange(len(rows), device=rows.device)
     return rows[sequences.view(-1, *[1] * (places.ndim - 1)), places]
-
-
-def _sums_of(lost: Tensor, right: Tensor, far: Tensor, learned: Tensor) -> Sums:
-    """Sums of k learned places by their distance `far` int64 [k]."""
-    slots = learned.shape[-1]
-
-    def by_distance(numbers: Tensor) -> Tensor:
-        empty = torch.zeros(slots, device=numbers.device)
-        return empty.index_add(0, far, numbers.float())
-
-    # A place that is not guessed stops no draft before it.
-    good = torch.ones_like(learned)
-    good[learned] = right
-    before = good.cumprod(-1).roll(1, -1)
-    before[..., 0] = 1
-    reached = before[learned].bool()
-    return Sums(
-        by_distance(lost),
-        by_distance(torch.ones_like(lost)),
-        by_distance(right),
-        by_distance(reached),
-        by_distance(reached & right),
-    )
 
 
 def total(sums: Sums, places: Tensor) -> Tensor:

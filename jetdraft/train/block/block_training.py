@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from jetdraft.checkpoints.heads.block_reader import default_outputs
 from jetdraft.checkpoints.heads.head_config import HeadConfig
 from jetdraft.checkpoints.streamed import decoder_layers
-from jetdraft.errors import OptionError, TrainingError
+from jetdraft.errors import OptionError
 from jetdraft.train.block.block_layout import (
     dflash_config,
     diffusion_config,
@@ -33,14 +32,11 @@ from jetdraft.train.block.block_settings import (
     DiffusionSettings,
 )
 from jetdraft.train.data import Batch
-from jetdraft.train.head.head_layout import trained_weights
 from jetdraft.train.head.teacher import Teacher
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.taught.taught_training import Stages, TaughtTraining
+from jetdraft.train.taught.place_training import PlaceTraining
+from jetdraft.train.taught.taught_training import Stages
 from jetdraft.train.training import TrainingOptions
-
-FIGURES = "training.json"
-"""What was trained, for how long, and how often it was right."""
 
 MOST_LAYERS, FEWEST_TAPS = 5, 3
 """The layers of the published heads, and the taps of a head with one layer or two."""
@@ -52,14 +48,13 @@ VALIDATED = 16
 """Blocks of a sequence that a validation fills."""
 
 
-class BlockTraining(TaughtTraining):
+class BlockTraining(PlaceTraining):
     """A training whose output is the folder of a drafter, for `export --head`.
 
     A subclass says what drafter it is. `progress` gets a stage, and how many of its
     texts are written.
     """
 
-    betas = (0.9, 0.95)
     most_norm = 1.0
     module: BlockObjective
 
@@ -87,20 +82,13 @@ class BlockTraining(TaughtTraining):
         torch.manual_seed(self.options.seed)
         self.config = self.new_config()
         drafter = new_block_drafter(self.target, self.config)
-        self.weights = trained_weights(drafter, self.target)
-        for weight in self.weights.values():
-            weight.requires_grad_(True)
+        self.learn(drafter)
         self.module = BlockObjective(drafter, settings.loss == TEXT)
         self._teacher: Teacher | None = None
 
     @abstractmethod
     def new_config(self) -> HeadConfig:
         """The config of the drafter; raises `OptionError`."""
-
-    @property
-    def parameters(self) -> int:
-        """The number of trained weights."""
-        return sum(weight.numel() for weight in self.weights.values())
 
     def advised_steps(self) -> int:
         """The steps that learn twenty guesses for each weight."""
@@ -116,35 +104,10 @@ class BlockTraining(TaughtTraining):
             f"{self.settings.block_rows}, on {len(self.corpus.training)} sequences"
         )
 
-    def told(self, figures: Mapping[str, Any]) -> str:
-        """The loss of the first guess, and how often guesses are accepted."""
-        rates = " ".join(f"{rate:.2f}" for rate in figures["acceptance"])
-        return (
-            f"validation loss {figures['losses'][0]:.2f}, accepted by place {rates}, "
-            f"so {figures['tokens_per_pass']:.2f} tokens a pass"
-        )
-
     def settings_of_run(self) -> dict[str, Any]:
         """The settings of the drafter, and the target's hash."""
         own = asdict(self.settings) | {"target": self.base}
         return own | {"taps": list(self.config.taps)}
-
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Muon for the matrices of the layers, AdamW for embeddings and norms."""
-        inner = {
-            name: weight
-            for name, weight in self.weights.items()
-            if weight.ndim == 2 and not name.startswith(("embed_tokens", "lm_head"))
-        }
-        others = [w for name, w in self.weights.items() if name not in inner]
-        return [
-            torch.optim.Muon(inner.values(), lr=0.0, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=0.0, betas=self.betas),
-        ]
-
-    def begin(self) -> None:
-        """Make the folder, which holds no copy of the target."""
-        self.folder.create()
 
     def loss(self, accelerator: Any, module: Any, batch: Batch) -> Tensor:
         """The decayed sum of the means by distance, over all processes."""
@@ -184,29 +147,13 @@ class BlockTraining(TaughtTraining):
             on_device = batch.to(accelerator.device)
             blocks = Blocks.spread(on_device, VALIDATED)
             parts.append(objective(teacher.lesson(on_device), blocks))
-        lost, places, reached, accepted = (
-            torch.stack([getattr(part, name) for part in parts]).sum(0).cpu()
-            for name in ("lost", "places", "reached", "accepted")
-        )
-        if not torch.isfinite(lost).all():
-            raise TrainingError(self.failure())
-        rates = accepted / reached.clamp(min=1)
-        return {
-            "losses": _rounded(lost / places.clamp(min=1)),
-            "acceptance": _rounded(rates),
-            "tokens_per_pass": round(1 + rates.cumprod(0).sum().item(), 3),
-        }
+        return self.figures(parts)
 
-    def save(
-        self, weights: dict[str, Tensor], state: Any, figures: dict[str, Any] | None
-    ) -> None:
-        """Write the drafter's folder, and the figures beside it."""
-        fields, tensors = written(self.config, weights, self.settings.half, self.layers)
-        run = {**self.settings_of_run(), "step": self.step, "validation": figures}
-        self.folder.write(FIGURES, json.dumps(run, indent=2) + "\n")
-        self.folder.save(tensors, fields, state, self.finished)
-        if self.finished:
-            self.forget_texts()
+    def published(
+        self, weights: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The drafter as its authors publish theirs."""
+        return written(self.config, weights, self.settings.half, self.layers)
 
 
 class DFlashTraining(BlockTraining):
@@ -267,7 +214,3 @@ class DiffusionTraining(BlockTraining):
     def config_of_target(self) -> Any:
         """The config of the target's decoder."""
         return self.target.model.config.get_text_config(decoder=True)
-
-
-def _rounded(numbers: Tensor) -> list[float]:
-    return [round(number, 4) for number in numbers.tolist()]

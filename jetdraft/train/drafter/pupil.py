@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from jetdraft.train.data import IGNORED, Batch
+from jetdraft.train.taught.chosen_rows import logits_at
 from jetdraft.train.taught.precision import precision
 
 
@@ -40,12 +41,9 @@ def log_probabilities(model: Any, batch: Batch, ids: Tensor | None) -> Tensor:
 
     With `ids`, of these tokens only, which then sum to 1.
     """
-    places = learned(batch)
-    first = int(places.any(0).int().argmax())
-    kept = batch.ids.shape[1] - first
+    rows, places = learned(batch).nonzero(as_tuple=True)
     with precision(batch.ids.device):
-        outputs = model(input_ids=batch.ids, use_cache=False, logits_to_keep=kept)
-    logits = outputs.logits[:, :-1][places[:, first:]]
+        logits = logits_at(model, batch.ids, rows, places)
     if ids is not None:
         logits = logits[:, ids]
     scores: Tensor = logits.float().log_softmax(-1)

@@ -90,17 +90,9 @@ class Objective(nn.Module):
         features = head.fuse(lesson.taps)
         if self.regress and self.training:
             features = features + (torch.rand_like(features) - 0.5) * NOISE
-        count, cache = lesson.ids.shape[1], DynamicCache()
-        positions = torch.arange(count, device=features.device)
-        for step in range(self.steps if not (self.regress and self.training) else 1):
-            hidden, features = head(
-                _shifted(lesson.ids, 1 + step),
-                features,
-                (positions + step)[None],
-                cache,
-                unrolled_mask(count, step, features),
-            )
-            yield features, head.lm_head(hidden)
+        steps = self.steps if not (self.regress and self.training) else 1
+        for hidden, carried in unrolled(head, lesson.ids, features, steps):
+            yield carried, head.lm_head(hidden)
 
     def _compared(
         self, step: int, carried: Tensor, logits: Tensor, lesson: Lesson
@@ -125,6 +117,26 @@ class Objective(nn.Module):
             (right & learned).sum().float(),
             learned.sum().float(),
         )
+
+
+def unrolled(
+    head: Head, ids: Tensor, features: Tensor, steps: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """In each step the states for the LM head, and the carried ones: [b, T, h].
+
+    `ids` int64 [b, T] is a text, and `features` [b, T, w] are those of its rows.
+    """
+    count, cache = ids.shape[1], DynamicCache()
+    positions = torch.arange(count, device=features.device)
+    for step in range(steps):
+        hidden, features = head(
+            _shifted(ids, 1 + step),
+            features,
+            (positions + step)[None],
+            cache,
+            unrolled_mask(count, step, features),
+        )
+        yield hidden, features
 
 
 def total(sums: Sums, places: Tensor) -> Tensor:

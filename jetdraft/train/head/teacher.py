@@ -79,9 +79,19 @@ class Teacher:
         return states.to(batch.ids.device)
 
     def _computed(self, ids: Tensor) -> Tensor:
-        outputs = self.model(input_ids=ids, output_hidden_states=True, use_cache=False)
-        streams = outputs.hidden_states  # the last of them is after the final norm
-        return torch.cat([streams[tap] for tap in (*self.taps, -1)], dim=-1).float()
+        return torch.cat(states_at(self.model, ids, (*self.taps, -1)), dim=-1).float()
+
+
+@torch.no_grad()
+def states_at(model: Any, ids: Tensor, taps: Sequence[int]) -> list[Tensor]:
+    """The residual streams [b, T, h] at some taps; tap -1 is after the final norm.
+
+    states_at(target.model, ids, (2, 4, -1))
+    """
+    outputs = model(
+        input_ids=ids, output_hidden_states=True, use_cache=False, logits_to_keep=1
+    )
+    return [outputs.hidden_states[tap] for tap in taps]
 
 
 def _texts(batch: Batch) -> list[Tensor]:

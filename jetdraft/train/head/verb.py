@@ -11,7 +11,13 @@ from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import PATH
 from jetdraft.train.head.head_training import KINDS, HeadSettings, HeadTraining
 from jetdraft.train.training import TrainingOptions
-from jetdraft.train.training_command import run_training, training_options
+from jetdraft.train.training_command import (
+    half_option,
+    inner_option,
+    regenerate_option,
+    run_training,
+    training_options,
+)
 
 
 @click.command("head", cls=Command)
@@ -45,19 +51,9 @@ from jetdraft.train.training_command import run_training, training_options
     show_default=True,
     help="Steps of a draft that are trained, or the tokens that Medusa guesses.",
 )
-@option(
-    "training",
-    "--regenerate",
-    is_flag=True,
-    help="Let the target complete the texts itself, and train on what it writes.",
-)
-@option(
-    "training",
-    "--inner",
-    default=0,
-    help="Width inside the MLP of an EAGLE head; default: the target's.",
-)
-@option("training", "--half", is_flag=True, help="Write the head in float16.")
+@regenerate_option
+@inner_option("an EAGLE head")
+@half_option("head")
 @option(
     "training",
     "--cache",

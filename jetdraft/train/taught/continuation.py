@@ -51,7 +51,8 @@ def continuations(
         if not any(goes_on):
             break
         seen = torch.cat([seen, torch.ones_like(latest)], dim=1)
-        positions = positions[:, -1:] + 1
+        # A text that has ended may lie at the end of the model's positions.
+        positions = positions[:, -1:] + torch.tensor(goes_on)[:, None].to(seen)
     return texts
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import (
@@ -16,8 +15,10 @@ from jetdraft.checkpoints.checkpoint import (
 )
 from jetdraft.checkpoints.gguf import is_gguf
 from jetdraft.checkpoints.parameters import convert
+from jetdraft.checkpoints.streamed import SHARED
 from jetdraft.errors import CheckpointError
 from jetdraft.train.data import Example
+from jetdraft.train.processes import this_process
 from jetdraft.train.taught.written_texts import Writing, WrittenTexts
 from jetdraft.train.training import Training
 
@@ -49,10 +50,8 @@ class TaughtTraining(Training):
                 f"{source} is a GGUF file, and {learned} are trained for a folder; "
                 "give the model's Hugging Face folder"
             )
-        self.target = Checkpoint.load(source, torch.float32)
-        convert(self.target.model, torch.float32)
-        self.target.model.set_attn_implementation("sdpa")
-        self.base = weights_sha256(checkpoint_folder(source))
+        self.target, tuned = teacher_of(source)
+        self.base = weights_sha256(checkpoint_folder(source)) + tuned
         self.check_length(self.target.model)
 
     def read_texts(
@@ -73,16 +72,20 @@ class TaughtTraining(Training):
         ]
         if not chosen:
             return
-        self.folder.create()
+        self.make_folder()
         texts = self._completed(texts, chosen, progress)
         self.corpus.training = texts[:count]
         self.corpus.validation = texts[count:] or texts
+
+    def make_folder(self) -> None:
+        """Make the output folder, to which each process writes texts."""
+        self.folder.create()
 
     def _completed(
         self, texts: list[Example], chosen: list[int], progress: Stages
     ) -> list[Example]:
         """The texts, of which the target has written the chosen, now or earlier."""
-        options, state = self.options, PartialState()
+        options, state = self.options, this_process()
         parts = (options.seed, options.sequence_length, options.validation_share)
         self._written = WrittenTexts(
             self.folder.path,
@@ -122,3 +125,19 @@ class TaughtTraining(Training):
         """Delete the target's texts, which only a training that goes on needs."""
         if self._written is not None:
             self._written.forget()
+
+
+def teacher_of(source: str) -> tuple[Checkpoint, str]:
+    """A target in float32, and the hash of what tuned it, empty for nothing.
+
+    The text of streams of mode shared is that of the weights which they tune. Raises
+    `CheckpointError`.
+    """
+    target, tuned = Checkpoint.load(source, torch.float32), ""
+    if target.streams is not None and target.streams.mode == SHARED:
+        streamed = target.with_streams(1.0)
+        target, tuned = Checkpoint.load(source, torch.float32), f" {streamed.tuned}"
+        target.model.load_state_dict(streamed.model.state_dict())
+    convert(target.model, torch.float32)
+    target.model.set_attn_implementation("sdpa")
+    return target, tuned

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from jetdraft.errors import DataError, OutputError
+from jetdraft.files import write_text
 
 SHARD = 64
 """Tensors in each file."""
@@ -36,7 +37,8 @@ class TensorCache:
                     f"{folder} holds what another target said, or for other taps or "
                     "another draft vocabulary; choose another folder"
                 )
-            note.write_text(owner, encoding="utf-8")
+            # Whole at once, since other processes of the training read it now.
+            write_text(note, owner)
         except OSError as error:
             raise OutputError(
                 f"cannot write {folder} ({error.strerror}); choose another folder"

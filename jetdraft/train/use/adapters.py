@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.streamed import decoder_layers
 from jetdraft.errors import UnsupportedModelError
 
 ADAPTER = "use"
 
 
-def add_lora(model: Any, rank: int) -> list[Tensor]:
-    """Add untrained LoRA to the linear layers inside of `model`; gives its weights.
+def add_lora(model: Any, layers: Iterable[nn.Module], rank: int) -> list[Tensor]:
+    """Add untrained LoRA to the linear parts of some layers; gives its weights.
 
     Embedding and LM head stay as they are, so that frequent tokens cannot push rare
-    tokens out. Raises `UnsupportedModelError` for a model without linear layers.
+    tokens out. Raises `UnsupportedModelError` for layers without linear parts.
     """
     inner = {
         id(module)
-        for layer in decoder_layers(model)
+        for layer in layers
         for module in layer.modules()
         if isinstance(module, nn.Linear)
     }

@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from jetdraft.bundle import DRAFTER, Bundle
-from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.parameters import convert
-from jetdraft.errors import CheckpointError, DataError, OptionError, TrainingError
-from jetdraft.export.pair.drafter_arrays import check_trainable, drafter_arrays
+from jetdraft.errors import DataError, OptionError, TrainingError
 from jetdraft.kept.lessons import Lesson, Lessons
 from jetdraft.kept.weight_sets import WeightSets, base_of
 from jetdraft.train.use.adapters import add_lora, merge_lora
 from jetdraft.train.use.pace import Pace
 from jetdraft.train.use.publication import judged_weights, publish
-from jetdraft.train.use.wrong_places import LessonBatch, Missed, missed
+from jetdraft.train.use.student import Student
+from jetdraft.train.use.wrong_places import Missed, together
 
 HELD_OUT = 8
 """One lesson of so many is held out."""
@@ -85,23 +81,17 @@ class Learned:
 class UseTraining:
     """Trains the drafter of a bundle on the lessons in a folder.
 
-    `source` is the drafter's checkpoint in floats, which the bundle was exported from.
-    Raises `CheckpointError`, `PairError`, `OptionError` or `StoreError`.
+    Raises `OptionError` or `StoreError`.
 
-        training = UseTraining(bundle, Path("learned"), "drafter/")
+        training = UseTraining(student_of(bundle, "drafter/"), Path("learned"))
         training.run(Pace(seconds=60.0)).after.right
     """
 
     def __init__(
-        self,
-        bundle: Bundle,
-        folder: Path,
-        source: str,
-        options: UseOptions | None = None,
+        self, student: Student, folder: Path, options: UseOptions | None = None
     ) -> None:
-        self.bundle, self.source = bundle, source
+        self._student, bundle = student, student.bundle
         self.options = options or UseOptions()
-        check_trainable(bundle, self._checkpoint())
         vocab_size = bundle.target.contract.vocab_size
         self.lessons = Lessons(folder, bundle.tokenizer_sha256, vocab_size)
         self.sets = WeightSets(folder, base_of(bundle))
@@ -122,7 +112,7 @@ class UseTraining:
                 f"there are {places} wrong places to learn from, and "
                 f"{self.options.least} are needed; use the model for longer"
             )
-        run = _Run(self._model(), lessons, self.options)
+        run = _Run(self._student, judged_weights(self.sets), lessons, self.options)
         before = run.held_out()
         done = run.train(pace, report)
         after = run.held_out()
@@ -131,50 +121,27 @@ class UseTraining:
             name = self._publish(merge_lora(run.model), lessons)
         return Learned(done, places, before, after, name)
 
-    def _checkpoint(self) -> Checkpoint:
-        dtype = getattr(torch, self.bundle.graphs[DRAFTER].contract.dtype)
-        try:
-            return Checkpoint.load(self.source, dtype)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"cannot read the drafter's checkpoint ({error}); name it with --from"
-            ) from error
-
-    def _with(self, weights: dict[str, Tensor]) -> Checkpoint:
-        """The checkpoint with other weights in place of some."""
-        checkpoint = self._checkpoint()
-        convert(checkpoint.model, torch.float32)
-        own = dict(checkpoint.model.named_parameters())
-        for name, weight in weights.items():
-            if name not in own or own[name].shape != weight.shape:
-                raise CheckpointError(
-                    f"the learned weights do not fit {self.source}; give the "
-                    "checkpoint that was exported"
-                )
-            own[name].data = weight
-        return checkpoint
-
-    def _model(self) -> Any:
-        """The drafter as it was judged last, to train in float32."""
-        model = self._with(judged_weights(self.sets)).model
-        model.set_attn_implementation("sdpa")
-        return model
-
     def _publish(self, changed: dict[str, Tensor], lessons: Sequence[Lesson]) -> str:
         text = torch.cat([torch.from_numpy(lesson.tokens) for lesson in lessons])
-        arrays = drafter_arrays(self.bundle, self._with(changed), text)
+        arrays = self._student.arrays(changed, text)
         return publish(self.sets, arrays, changed)
 
 
 class _Run:
-    """One training of LoRA in a model on some lessons."""
+    """One training of LoRA in a drafter, which begins with some weights."""
 
     def __init__(
-        self, model: Any, lessons: Sequence[Lesson], options: UseOptions
+        self,
+        student: Student,
+        weights: Mapping[str, Tensor],
+        lessons: Sequence[Lesson],
+        options: UseOptions,
     ) -> None:
         torch.manual_seed(options.seed)
-        self.model, self.options = model, options
-        self._lora = add_lora(model, options.lora_rank)
+        self._student, self.options = student, options
+        self.model = student.load(weights)
+        layers = student.layers(self.model)
+        self._lora = add_lora(self.model, layers, options.lora_rank)
         self._draw = random.Random(options.seed)
         order = self._draw.sample(lessons, len(lessons))
         self._held = order[::HELD_OUT] if len(order) >= HELD_OUT else order
@@ -223,14 +190,7 @@ class _Run:
         """The figures of the lessons that are held out, in batches."""
         size, held = self.options.batch_size, self._held
         parts = [held[start : start + size] for start in range(0, len(held), size)]
-        counts = [sum(len(lesson.places) for lesson in part) for part in parts]
-        told = [self._missed(part) for part in parts]
-        pairs = list(zip(counts, told, strict=True))
-        return Missed(
-            sum((n * one.loss for n, one in pairs), torch.zeros(())) / sum(counts),
-            sum(n * one.right for n, one in pairs) / sum(counts),
-        )
+        return together([self._missed(part) for part in parts])
 
     def _missed(self, lessons: Sequence[Lesson]) -> Missed:
-        batch = LessonBatch.of(lessons)
-        return missed(self.model(input_ids=batch.tokens, use_cache=False).logits, batch)
+        return self._student.missed(self.model, lessons)

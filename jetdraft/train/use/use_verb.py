@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 from jetdraft.bundle import Bundle
-from jetdraft.errors import OptionError
 from jetdraft.terminal.command import Command, option, together
 from jetdraft.terminal.flags import PATH, bundle_argument, training_seed_option
 from jetdraft.terminal.progress import ProgressBars
 from jetdraft.train.use.background import Background
+from jetdraft.train.use.head_student import student_of
 from jetdraft.train.use.pace import Pace, stand_back
 from jetdraft.train.use.use_training import Learned, UseOptions, UseTraining
 
@@ -57,7 +57,16 @@ _numbers = together(
     "--from",
     "source",
     metavar="CHECKPOINT",
+    default="",
     help="The drafter's checkpoint in floats; default: where the export read it.",
+)
+@option(
+    "training",
+    "--target",
+    metavar="CHECKPOINT",
+    default="",
+    help="The target's checkpoint, whose states a head reads; default: where the "
+    "export read it.",
 )
 @_numbers
 @training_seed_option
@@ -83,7 +92,8 @@ _numbers = together(
 def command(
     bundle: Path,
     folder: Path,
-    source: str | None,
+    source: str,
+    target: str,
     seconds: float | None,
     watts: float | None,
     background: bool,
@@ -94,15 +104,11 @@ def command(
     A model that runs with the same DIR takes the weights between two texts, and takes
     them back if fewer of their tokens are accepted.
     """
-    opened = Bundle.open(bundle)
-    if opened.drafter is None:
-        raise OptionError(f"{bundle} has no drafter; export with --drafter", "bundle")
     pace = Pace(seconds, watts)
     if background:
         stand_back()
-    training = UseTraining(
-        opened, folder, source or opened.drafter.source, UseOptions(**options)
-    )
+    student = student_of(Bundle.open(bundle), source, target)
+    training = UseTraining(student, folder, UseOptions(**options))
     if background:
         Background(training, pace).run(_tell)
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ class LessonBatch:
     """Some lessons, side by side.
 
     `tokens` int64 [b, T] are padded on the right. The w wrong places of all lessons
-    have the indexes `rows` and `places` int64 [w] in `tokens`. There the target's
-    candidates are `ids` int64 [w, k] with `logits` float32 [w, k]; a place with fewer
-    candidates has logits of minus infinity.
+    have the indexes `rows` and `places` int64 [w] in `tokens`; the row before a place
+    predicts it. There the target's candidates are `ids` int64 [w, k] with `logits`
+    float32 [w, k]; a place with fewer candidates has logits of minus infinity.
 
         LessonBatch.of(lessons).tokens
     """
@@ -49,28 +49,58 @@ class LessonBatch:
         places = torch.cat([torch.from_numpy(lesson.places) for lesson in lessons])
         return cls(tokens, torch.tensor(rows), places, ids, logits)
 
+    def at(self, chosen: Tensor) -> LessonBatch:
+        """The wrong places at which `chosen` bool [w] is true."""
+        places, rows = self.places[chosen], self.rows[chosen]
+        return replace(
+            self,
+            rows=rows,
+            places=places,
+            ids=self.ids[chosen],
+            logits=self.logits[chosen],
+        )
+
 
 @dataclass(frozen=True)
 class Missed:
     """How a drafter does at wrong places.
 
-    `loss` is the mean of the cross entropies with the target's candidates, scalar, and
-    `right` the share of places at which the drafter's best token is the target's.
+    `loss` is the mean over `places` of the cross entropies with the target's
+    candidates, scalar, and `right` the share of them at which the drafter's best token
+    is the target's.
     """
 
     loss: Tensor
     right: float
+    places: int
 
 
-def missed(logits: Tensor, batch: LessonBatch) -> Missed:
-    """Compare a drafter's logits float [b, T, vocabulary] with the target's.
+def missed(logits: Tensor, batch: LessonBatch, can_draft: Tensor | None) -> Missed:
+    """Compare a drafter's logits float [w, vocabulary] at wrong places with the target.
 
-    The mean over wrong places of CE(softmax(target), drafter); no other place counts.
+    The mean over wrong places of CE(softmax(target), drafter). `can_draft` bool
+    [vocabulary] are the tokens that the drafter can draft, None for all: both
+    distributions are taken within them, and a place without any of them does not count.
     """
-    # The row before a token predicts it.
-    ours = logits[batch.rows, batch.places - 1].float()
-    wanted = batch.logits.softmax(-1)
-    got = ours.log_softmax(-1).gather(-1, batch.ids)
-    best = batch.ids.gather(-1, batch.logits.argmax(-1, keepdim=True))[:, 0]
-    right = (ours.detach().argmax(-1) == best).float().mean().item()
-    return Missed(-(wanted * got).sum(-1).mean(), right)
+    ours, wanted = logits.float(), batch.logits
+    if can_draft is not None:
+        ours = ours.masked_fill(~can_draft, -torch.inf)
+        wanted = wanted.masked_fill(~can_draft[batch.ids], -torch.inf)
+    counts = wanted.isfinite().any(-1)
+    ours, wanted, ids = ours[counts], wanted[counts], batch.ids[counts]
+    scores = ours.log_softmax(-1).gather(-1, ids)
+    # What has no probability must not be multiplied with minus infinity.
+    scores = scores.where(wanted.isfinite(), 0.0)
+    places = max(1, len(ids))
+    lost = -(wanted.softmax(-1) * scores).sum() / places
+    best = batch.ids.gather(-1, batch.logits.argmax(-1, keepdim=True))[counts, 0]
+    agreed = (ours.detach().argmax(-1) == best).float()
+    return Missed(lost, agreed.sum().item() / places, len(ids))
+
+
+def together(parts: Sequence[Missed]) -> Missed:
+    """The figures of all places of some batches."""
+    places = max(1, sum(part.places for part in parts))
+    lost = sum((part.places * part.loss for part in parts), torch.zeros(()))
+    right = sum(part.places * part.right for part in parts)
+    return Missed(lost / places, right / places, places)

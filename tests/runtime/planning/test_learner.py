@@ -282,7 +282,7 @@ def test_two_processes_share_a_folder(toy, tmp_path):
 
 
 def test_a_drafter_is_needed(toy, tmp_path):
-    with pytest.raises(OptionError, match="only a drafter that is a model"):
+    with pytest.raises(OptionError, match="only a drafter model, or a head"):
         load(toy, tmp_path / "no", drafter_provider="off")
     with pytest.raises(OptionError, match="learn 3 is not a path"):
         load(toy, 3)

@@ -379,7 +379,7 @@ def test_a_row_of_a_tree_reads_what_its_parent_carries(model, kind):
     head = methods()["eagle"].make(
         model.parts,
         methods()["eagle"].options(
-            tree="k-ary", branching=(3, 2, 1), siblings=kind.value
+            tree="k-ary", branching=(2, 2, 1, 1), siblings=kind.value
         ),
     )
     follower = model.parts.follower
@@ -388,15 +388,14 @@ def test_a_row_of_a_tree_reads_what_its_parent_carries(model, kind):
     head.propose(PROMPT, 15)
     key = follower.graph.cache.buffers["past_key.0"].numpy()[0, 0]
     count = len(PROMPT) - 1
-    # The rows of two levels were asked about: 3 of the first, 6 of the second.
-    drafted = key[count : count + 9]
+    # The rows of three levels were asked about: 2 of the first, 4 of the others.
+    drafted = key[count : count + 10]
     root = features_of(PROMPT[:-1])[-1, 0] + PROMPT[-1]
-    depths = [1] * 3 + [2] * 6
-    parents = [None] * 3 + [0, 0, 1, 1, 2, 2]
-    for row, depth, parent in zip(drafted, depths, parents, strict=True):
-        carried = depth * STEP + root
-        assert row[1] == carried + (0 if parent is None else drafted[parent][0])
-    assert len({row[1] for row in drafted}) == 4
+    parents = [None] * 2 + [0, 0, 1, 1] + [2, 3, 4, 5]
+    for row, parent in zip(drafted, parents, strict=True):
+        before = root if parent is None else sum(drafted[parent][:2])
+        assert row[1] == before + STEP
+    assert len({row[1] for row in drafted}) == 7
     check_rows(model, PROMPT, count)
 
 

@@ -214,7 +214,7 @@ def test_probes_do_not_change_a_bit_of_the_rows(model):
             for streams in (1, 2, 3):
                 probing = Probing(streams, last_only)
                 beside = graph.run(PROMPT[:width], probing=probing)
-                assert sorted(beside.probes) == list(probing.of(width).carriers)
+                assert sorted(beside.probes) == probing.of(width).carriers
                 assert np.array_equal(beside.logits, alone)
 
 
@@ -251,15 +251,15 @@ def test_streams_that_would_change_the_text_are_refused(float_model, tmp_path, v
 
 def test_what_probes_see():
     """Two carriers with two streams each, after a row with two children."""
-    probes = Probes((0, 2), 2)
+    probes = Probes((2, 0, 2))
     assert (probes.total, probes.rows, probes.ids) == (4, [0, 0, 2, 2], [0, 1, 0, 1])
     seen = probes.seen([[], [0], [0]])
     assert seen == [[0], [0, 3], [0, 2], [0, 2, 5]]
 
 
 def test_who_carries_streams():
-    assert Probing(2).of(3) == Probes((0, 1, 2), 2)
-    assert Probing(2, last_only=True).of(3) == Probes((2,), 2)
+    assert Probing(2).of(3) == Probes((2, 2, 2))
+    assert Probing(2, last_only=True).of(3) == Probes((0, 0, 2))
     assert Probing().of(3).total == 0
 
 
@@ -318,7 +318,7 @@ def test_scores_are_those_of_the_early_exit(float_model, tmp_path):
         at = torch.arange(ids.shape[1])
         with torch.no_grad():
             _, early, _ = streamed(
-                ids, at[None], at[:0], at[:0], at, early_exit=True, use_cache=False
+                ids, at[None], at[:0], at[:0], at, early=at, use_cache=False
             )
         expected = early[0, -1].log_softmax(-1)[rows.tokens[row]]
         assert scores[row] == pytest.approx(float(expected), abs=1e-4)

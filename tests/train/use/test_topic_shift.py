@@ -19,6 +19,7 @@ from jetdraft.export.pair.drafter_arrays import drafter_arrays
 from jetdraft.kept.tally import WINDOW
 from jetdraft.kept.weight_sets import WeightSets, base_of
 from jetdraft.testing import toy_bundle
+from jetdraft.train.use.head_student import student_of
 from jetdraft.train.use.pace import Pace
 from jetdraft.train.use.publication import publish
 from jetdraft.train.use.use_training import UseOptions, UseTraining
@@ -108,7 +109,8 @@ def test_acceptance_comes_back_after_a_shift(toy, tmp_path):
         before = Traffic(model, first).rate(2 * WINDOW)
         traffic = Traffic(model, second)
         shifted = traffic.rate(6 * WINDOW)
-        training = UseTraining(bundle, learned, str(source), UseOptions(steps=300))
+        student = student_of(bundle, str(source))
+        training = UseTraining(student, learned, UseOptions(steps=300))
         rates = [shifted]
         while rates[-1] <= before and traffic.rounds <= ROUNDS:
             figures = training.run(Pace())

@@ -21,6 +21,7 @@ from jetdraft.runtime.passes.session import ONE_THREAD
 from jetdraft.testing import toy_bundle
 from jetdraft.train.use import background as background_module
 from jetdraft.train.use.background import Background
+from jetdraft.train.use.head_student import student_of
 from jetdraft.train.use.pace import Pace
 from jetdraft.train.use.use_training import Learned, UseOptions, UseTraining
 from jetdraft.train.use.wrong_places import Missed
@@ -48,10 +49,9 @@ def test_an_export_of_the_same_weights_changes_nothing(toy, drafter):
 def test_another_checkpoint_is_refused(toy, tmp_path):
     other = save_checkpoint(tmp_path / "other", drafter_config())
     with pytest.raises(PairError, match="does not have the form"):
-        UseTraining(Bundle.open(toy), tmp_path / "learned", str(other))
+        student_of(Bundle.open(toy), str(other))
     with pytest.raises(CheckpointError, match="no checkpoint at"):
-        UseTraining(Bundle.open(toy), tmp_path / "learned", str(tmp_path / "no"))
-    assert not (tmp_path / "learned").exists()
+        student_of(Bundle.open(toy), str(tmp_path / "no"))
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def lesson(place=3, best=9, count=12):
 
 
 def test_too_little_to_learn_from(toy, drafter, tmp_path):
-    training = UseTraining(Bundle.open(toy), tmp_path, str(drafter))
+    training = UseTraining(student_of(Bundle.open(toy), str(drafter)), tmp_path)
     training.lessons.add(lesson())
     with pytest.raises(DataError, match="there are 1 wrong places"):
         training.run(Pace())
@@ -127,14 +127,11 @@ def test_too_little_to_learn_from(toy, drafter, tmp_path):
 def test_a_loss_that_is_no_number_publishes_nothing(
     toy, drafter, tmp_path, monkeypatch
 ):
-    training = UseTraining(
-        Bundle.open(toy), tmp_path, str(drafter), UseOptions(least=1)
-    )
+    student = student_of(Bundle.open(toy), str(drafter))
+    training = UseTraining(student, tmp_path, UseOptions(least=1))
     training.lessons.add(lesson())
-    nothing = Missed(torch.tensor(math.nan, requires_grad=True), 0.0)
-    monkeypatch.setattr(
-        "jetdraft.train.use.use_training.missed", lambda *state: nothing
-    )
+    nothing = Missed(torch.tensor(math.nan, requires_grad=True), 0.0, 1)
+    monkeypatch.setattr("jetdraft.train.use.student.missed", lambda *state: nothing)
     with pytest.raises(TrainingError, match="nothing was published"):
         training.run(Pace())
     assert training.sets.choice().name == ""
@@ -159,7 +156,7 @@ def test_the_background_trains_when_there_is_enough(monkeypatch):
         def run(self, pace):
             pace.spent += 5.0
             Choice.before = ""  # it is on trial now
-            return Learned(1, len(kept), Missed(torch.ones(()), 0.0), None, "name")
+            return Learned(1, len(kept), Missed(torch.ones(()), 0.0, 1), None, "name")
 
     kept = lessons
 

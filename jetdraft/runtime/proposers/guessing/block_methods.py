@@ -35,7 +35,16 @@ def _method(name: str, summary: str, needed: str, reads: bool) -> Method[BlockOp
         return BlockProposer(follower, head_traits(parts, options, name), options)
 
     samples = (*SAMPLES, {"steps": 2})
-    return Method(name, summary, make, BlockOptions, lacks, trees=True, samples=samples)
+    return Method(
+        name,
+        summary,
+        make,
+        BlockOptions,
+        lacks,
+        trees=True,
+        samples=samples,
+        alone={"confidence": 0.0},
+    )
 
 
 DFLASH = _method(

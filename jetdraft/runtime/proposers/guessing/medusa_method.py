@@ -46,4 +46,5 @@ METHOD = Method(
     lacks=_lacks,
     trees=True,
     samples=SAMPLES,
+    alone={},
 )

@@ -21,14 +21,15 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jetdraft.contract import SplitContract, check_tensors
+from jetdraft.contract import SplitContract
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.probes import NO_PROBES, NO_PROBING, Probes, Probing
 from jetdraft.runtime.drafts.rows import Rows, without_gaps
-from jetdraft.runtime.passes.answer import Answer, answer_of
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.binding import Bound
 from jetdraft.runtime.passes.cache import Cache
-from jetdraft.runtime.passes.prune_threshold import Threshold
+from jetdraft.runtime.passes.split.halves import Halves, Placed, SplitSessions
+from jetdraft.runtime.passes.split.prune_threshold import Threshold
 
 _TURNS = 3
 """How often each width of the upper half is timed."""
@@ -88,46 +89,45 @@ class _PairedCache:
         self.upper.compact(upper)
 
 
-class Halves:
+class PrunedHalves:
     """A `Target` that runs drafts through both halves and prunes between them.
 
     A row stays if its probability is at least the `threshold`: at 0 all rows stay,
     above 1 only the root. The upper half runs passes of the given `widths`.
 
-        target = Halves(lower, upper, contract, lower_moves, upper_moves)
+        target = PrunedHalves(sessions, lower_moves, upper_moves)
         target.prepare(0.1, [2, 4, 6, 8])
         rows, answer = target.verify(rows, width=8)
     """
 
     def __init__(
         self,
-        lower: ort.InferenceSession,
-        upper: ort.InferenceSession,
-        contract: SplitContract,
-        lower_compaction: ort.InferenceSession,
-        upper_compaction: ort.InferenceSession,
+        sessions: SplitSessions,
+        lower_compaction: ort.InferenceSession | None,
+        upper_compaction: ort.InferenceSession | None,
     ) -> None:
-        for session, inputs, outputs, name in (
-            (lower, contract.lower_inputs, contract.lower_outputs, "lower half"),
-            (upper, contract.upper_inputs, contract.upper_outputs, "upper half"),
-        ):
-            check_tensors(inputs, session.get_inputs(), f"the {name}'s inputs")
-            check_tensors(outputs, session.get_outputs(), f"the {name}'s outputs")
-        self.split = contract
-        self.contract = contract.whole
-        self.cache = _PairedCache(contract, lower_compaction, upper_compaction)
+        split = sessions.contract
+        self.contract = split.whole
+        self.cache = _PairedCache(split, lower_compaction, upper_compaction)
+        below, above = self.cache.lower.buffers, self.cache.upper.buffers
+        self.halves = Halves(sessions, below, above)
         self.threshold = 0.0
         self.widths: Sequence[int] = ()
         self.adaptive: Threshold | None = None
-        self.seconds = 0.0
-        self.passes = 0
-        self._sessions = lower, upper
-        self._lower: dict[int, Bound] = {}
-        self._upper: dict[tuple[int, int, Probes], Bound] = {}
         self._kept: list[int] = []
         self._draft = _Draft(Rows.chain([0]), [], 0.0, NO_PROBING)
         self._upper_times: dict[int, float] = {}
         self._probe_ms: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The time inside `session.run`."""
+        return self.halves.seconds
+
+    @property
+    def passes(self) -> int:
+        """The passes of the upper half."""
+        return self.halves.passes
 
     def prepare(self, threshold: float | None, widths: Sequence[int]) -> None:
         """Set the allowed widths and the threshold; with None the threshold adapts."""
@@ -228,59 +228,15 @@ class Halves:
 
     def _run_lower(self, rows: Rows, width: int) -> Bound:
         """Run the lower half over a draft; gives its inputs and outputs."""
-        if width not in self._lower:
-            self._lower[width] = Bound(
-                self._sessions[0],
-                self.split.lower_inputs,
-                self.split.lower_outputs,
-                self.cache.lower.buffers,
-                width,
-                0,
-                0,
-            )
-        bound, padding = self._lower[width], width - len(rows)
-        bound.arrays["input_ids"][0] = rows.tokens + rows.tokens[-1:] * padding
-        bound.arrays["parents"][:] = [0, *rows.parents[1:], *[0] * padding]
-        self._place(bound, rows, padding, NO_PROBES)
-        return bound
+        parents = [0, *rows.parents[1:]]
+        return self.halves.run_lower(Placed.of(rows), width, self.cache.length, parents)
 
     def _run_upper(
-        self, rows: Rows, below: Bound, kept: list[int], key: tuple[int, int, Probes]
+        self, rows: Rows, below: Bound, kept: list[int], size: tuple[int, int, Probes]
     ) -> Answer:
         """Run the upper half over `rows`, the rows `kept` of a draft.
 
-        `below` has the lower half's outputs for the whole draft. `key` holds the width,
-        the number of rows that the answer covers, and the probes.
+        `below` has the lower half's outputs for the whole draft.
         """
-        width, answers, probes = key
-        if key not in self._upper:
-            self._upper[key] = Bound(
-                self._sessions[1],
-                self.split.upper_inputs,
-                self.split.upper_outputs,
-                self.cache.upper.buffers,
-                width,
-                answers,
-                probes.total,
-            )
-            arrays = self._upper[key].arrays
-            arrays["answer_rows"][:] = range(width - answers, width)
-            arrays["probe_rows"][:] = probes.rows
-            arrays["probe_ids"][:] = probes.ids
-        bound, padding = self._upper[key], width - len(rows)
-        hidden = below.arrays["hidden"][0]
-        bound.arrays["hidden"][0] = hidden[kept + kept[-1:] * padding]
-        self._place(bound, rows, padding, probes)
-        self.passes += 1
-        return answer_of(bound.tensors, self.split.upper, probes)
-
-    def _place(self, bound: Bound, rows: Rows, padding: int, probes: Probes) -> None:
-        """Set the positions and the mask of a pass, and run it."""
-        cursor = self.cache.length
-        depths = [*rows.depths, *[0] * padding]
-        bound.arrays["position_ids"][0] = [cursor + depth for depth in depths]
-        seen = [*rows.ancestors, *[[]] * padding]
-        bound.show_only([*seen, *probes.seen(seen)], cursor)
-        bound.cursor[0] = cursor
-        bound.total_length[0] = self.contract.slots
-        self.seconds += bound.run()
+        states = below.arrays["hidden"][0][kept]
+        return self.halves.run_upper(Placed.of(rows), states, size, self.cache.length)

@@ -1,0 +1,299 @@
+"""Long trainings of real and of example checkpoints, each one command.
+
+    python examples/tasks/make.py -o tasks
+    python examples/real/recipes.py sql --target folders/smollm2 --data tasks -o runs
+    python examples/real/recipes.py sql --target folders/smollm2 --data tasks -o runs \
+        --measure
+
+trains what the recipe names, one stage after another, and then measures it. A stage
+that has ended is skipped, and one that was stopped goes on. `runs/sql/minutes.json`
+says how long each took. `--list` prints the commands and runs none, and `--share 0.02`
+takes that share of all steps, to see in minutes that every stage runs. Run nothing
+beside `--measure`.
+
+- sql, data, dialogue: streams, a drafter, a head and plain tuning of a checkpoint, on a
+  task of examples/tasks
+- chat: a drafter of at most 15 M parameters, on the texts of chat_texts.py
+- pycode: `train drafter` and pycode/train.py, twenty minutes each
+- distil: distilling and the text alone, for the example target on a task
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+
+ROOT = Path(__file__).parent.parent.parent
+PYCODE = ROOT / "examples/pycode"
+RECIPES = ["--quantize", "int4-rtn-b32-head8", "--quantize-drafter", "int8-rtn-b32"]
+"""Measuring recipes would take longer than the training, and choose other ones."""
+
+LENGTHS = "--steps", "--minutes", "--minutes-drafter"
+"""The options that say how long a stage takes."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command that makes `product`, a folder or a file; the times of some count."""
+
+    product: Path
+    command: Sequence[str | Path]
+    is_timed: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the product is there, and not that of a training under way."""
+        return self.product.exists() and not (self.product / ".unfinished").exists()
+
+    def shortened(self, share: float) -> Stage:
+        """The stage with a share of its steps or minutes."""
+        words = list(self.command)
+        for place, word in enumerate(words[:-1]):
+            if word in LENGTHS:
+                wanted = share * float(words[place + 1])
+                words[place + 1] = f"{max(1, round(wanted))}"
+        return replace(self, command=words)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a recipe is made of; stages lie in the folder `work`."""
+
+    target: Path
+    data: Path
+    work: Path
+    seed: int
+
+    def jetdraft(self, product: str, *arguments: str | Path) -> Stage:
+        """A verb of jetdraft; trainings get the seed."""
+        seed = ["--seed", str(self.seed)] if arguments[0] == "train" else []
+        command = [sys.executable, "-m", "jetdraft", *arguments, *seed]
+        return Stage(self.work / product, [*command, "-o", self.work / product])
+
+    def script(self, product: str, script: str, *arguments: str | Path) -> Stage:
+        """A script of the repository."""
+        command = [sys.executable, ROOT / script, *arguments]
+        return Stage(self.work / product, [*command, "-o", self.work / product])
+
+    def measured(self, product: str, bundle: str, test: Path, *arguments: str) -> Stage:
+        """Every method of a bundle on a task's test file."""
+        script, file = ROOT / "benchmarks/tasks.py", self.work / product
+        command = [sys.executable, script, self.work / bundle, test, *arguments]
+        return Stage(file, [*command, "--json", file], is_timed=True)
+
+
+def task(name: str, inputs: Inputs) -> list[Stage]:
+    """The paper's table for a task: streams, and what they are compared with."""
+    train, test = (inputs.data / name / f"{part}.jsonl" for part in ("train", "test"))
+    work, run = inputs.work, inputs.jetdraft
+    texts = ["--data", train, "--batch-size", "16", "--sequence-length", "160"]
+    texts += ["--validation-share", "0.02"]
+    teacher = ["--cache", work / "labels", "--cache-tokens", "32"]
+    return [
+        run(
+            *("streams", "train", "streams", inputs.target, *texts, "--mode", "shared"),
+            *("--gamma", "4", "--layers", "6", "--lora-rank", "16"),
+            *("--steps", "150", "--learning-rate", "1e-3"),
+        ),
+        inputs.script("tuned", "examples/tasks/merge.py", work / "streams"),
+        inputs.script(
+            *("plain", "examples/tasks/tune.py", inputs.target, "--data", train),
+            *("--steps", "150", "--batch-size", "16", "--learning-rate", "1e-4"),
+            *("--seed", str(inputs.seed)),
+        ),
+        run(
+            *("drafter", "train", "drafter", work / "tuned", *texts, *teacher),
+            *("--layers", "1", "--hidden-size", "256", "--draft-vocab", "4096"),
+            *("--steps", DRAFTER_STEPS[name], "--learning-rate", "4e-3"),
+        ),
+        run(
+            *("head", "train", "head", work / "tuned", *texts),
+            *("--draft-vocab", "4096", "--unrolled", "4", "--half"),
+            *("--steps", HEAD_STEPS[name], "--learning-rate", "1e-3"),
+        ),
+        run("base-bundle", "export", inputs.target, *RECIPES),
+        run("plain-bundle", "export", work / "plain", *RECIPES),
+        run(
+            *("streams-bundle", "export", work / "streams"),
+            *("--drafter", work / "drafter", *RECIPES),
+        ),
+        run(
+            *("head-bundle", "export", work / "tuned"),
+            *("--head", work / "head", *RECIPES),
+        ),
+        inputs.measured("base.json", "base-bundle", test, "--methods", "auto"),
+        inputs.measured("plain.json", "plain-bundle", test, "--methods", "auto"),
+        inputs.measured("streams.json", "streams-bundle", test),
+        inputs.measured("head.json", "head-bundle", test),
+    ]
+
+
+DRAFTER_STEPS = {"sql": "400", "data": "600", "dialogue": "500"}
+HEAD_STEPS = {"sql": "150", "data": "150", "dialogue": "150"}
+"""About as many minutes as the 150 steps of the streams take."""
+
+
+def chat(inputs: Inputs) -> list[Stage]:
+    """A drafter of at most 15 M parameters for a chat model."""
+    work, test = inputs.work, inputs.data / "test.jsonl"
+    drafting = ["--methods", "draft,auto", "--num-draft-tokens", "2,3,4"]
+    stages = [
+        inputs.jetdraft(
+            *("drafter", "train", "drafter", inputs.target),
+            *("--data", inputs.data / "train.jsonl", "--sequence-length", "280"),
+            *("--layers", "2", "--hidden-size", "256", "--draft-vocab", "12288"),
+            *("--cache", work / "labels", "--cache-tokens", "32"),
+            *("--batch-size", "8", "--steps", "1500", "--learning-rate", "4e-3"),
+        ),
+        inputs.jetdraft(
+            *("bundle", "export", inputs.target),
+            *("--drafter", work / "drafter", *RECIPES),
+        ),
+    ]
+    for temperature in ("0", "0.7"):
+        more = [*drafting, "--temperature", temperature, "--prompts", "24"]
+        file = f"t{temperature}.json"
+        stages.append(inputs.measured(file, "bundle", test, *more))
+    return stages
+
+
+def pycode(inputs: Inputs) -> list[Stage]:
+    """Twenty minutes of the example's own recipe, and of `train drafter`."""
+    work, target = inputs.work, PYCODE / "target"
+    own = [sys.executable, PYCODE / "train.py", "--target", target]
+    own += ["--minutes-drafter", "20", "--threads", "1", "--seed", str(inputs.seed)]
+    own += ["--output", work / "own", "--work", work / "own-work"]
+    pairs = [
+        ["--bundle", name, "draft", work / f"{name}-bundle"]
+        for name in ("own", "drafter")
+    ]
+    heads = [sys.executable, ROOT / "benchmarks/heads.py", *pairs[0], *pairs[1]]
+    heads += ["--prompts", PYCODE / "prompts.jsonl", "--json", work / "pairs.json"]
+    texts = [sys.executable, PYCODE / "texts.py", "--minutes", "5", "--stride", "4"]
+    texts += ["--corpus", work / "corpus.txt", "-o", work / "texts.jsonl"]
+    shape = ["--layers", "2", "--hidden-size", "192", "--learning-rate", "4e-3"]
+    first = ["--data", work / "corpus.txt", "--steps", PYCODE_STEPS[0], *shape]
+    last = ["--data", work / "texts.jsonl", "--steps", PYCODE_STEPS[1], "--half"]
+    return [
+        Stage(work / "own/drafter", own),
+        Stage(work / "texts.jsonl", texts),
+        inputs.jetdraft("first", "train", "drafter", target, *first),
+        inputs.jetdraft(
+            *("drafter", "train", "drafter", target, "--from", work / "first", *last),
+            *("--learning-rate", "2e-3"),
+        ),
+        *(
+            inputs.jetdraft(
+                *(f"{name}-bundle", "export", target, "--drafter", folder, *RECIPES)
+            )
+            for name, folder in (
+                ("own", work / "own/drafter"),
+                ("drafter", work / "drafter"),
+            )
+        ),
+        Stage(work / "pairs.json", heads, is_timed=True),
+    ]
+
+
+PYCODE_STEPS = "540", "360"
+"""Nine minutes along the corpus, and six along the target's own texts, whose writing
+takes the other five."""
+
+
+def distil(inputs: Inputs) -> list[Stage]:
+    """Distilling beside the text alone: the same drafter, texts and steps."""
+    name, work, target = "data", inputs.work, inputs.work / "tuned"
+    train, test = (inputs.data / name / f"{part}.jsonl" for part in ("train", "test"))
+    stages = [
+        inputs.script(
+            *("tuned", "examples/tasks/tune.py", PYCODE / "target", "--data", train),
+            *("--steps", "300", "--batch-size", "16", "--seed", str(inputs.seed)),
+        )
+    ]
+    for loss in ("forward-kl", "text"):
+        stages += [
+            inputs.jetdraft(
+                *(loss, "train", "drafter", target, "--data", train),
+                *("--layers", "2", "--hidden-size", "192", "--loss", loss),
+                *("--batch-size", "16", "--sequence-length", "160"),
+                *("--steps", "400", "--learning-rate", "4e-3", "--half"),
+            ),
+            inputs.jetdraft(
+                *(f"{loss}-bundle", "export", target, "--drafter", work / loss),
+                *RECIPES,
+            ),
+        ]
+    for temperature in ("0", "1"):
+        for loss in ("forward-kl", "text"):
+            file = f"{loss}-t{temperature}.json"
+            more = ["--methods", "draft,auto", "--temperature", temperature]
+            stages.append(inputs.measured(file, f"{loss}-bundle", test, *more))
+    return stages
+
+
+NAMES: dict[str, Callable[[Inputs], list[Stage]]] = {
+    **{name: lambda i, name=name: task(name, i) for name in DRAFTER_STEPS},  # type: ignore[misc]
+    "chat": chat,
+    "pycode": pycode,
+    "distil": distil,
+}
+
+
+def run(stage: Stage, threads: int, minutes: Path) -> None:
+    """Run a stage, and note how long it took."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if not stage.is_timed:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    began = time.monotonic()
+    done = subprocess.run(list(map(str, stage.command)), check=False, env=environment)
+    spent = json.loads(minutes.read_text()) if minutes.exists() else {}
+    name = stage.product.name
+    spent[name] = round(spent.get(name, 0) + (time.monotonic() - began) / 60, 2)
+    minutes.write_text(json.dumps(spent, indent=2) + "\n", encoding="utf-8")
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+@click.command()
+@click.argument("name", type=click.Choice(list(NAMES)))
+@click.option("--target", type=click.Path(path_type=Path), default=PYCODE / "target")
+@click.option("--data", type=click.Path(path_type=Path), default=Path("tasks"))
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
+@click.option("--measure", is_flag=True, help="Measure what has been trained.")
+@click.option("--seed", default=1, show_default=True)
+@click.option("--threads", default=1, show_default=True, help="Of a training.")
+@click.option("--share", default=1.0, show_default=True, help="Of all steps.")
+@click.option("--list", "listed", is_flag=True, help="Print the commands only.")
+def main(
+    name: str,
+    target: Path,
+    data: Path,
+    output: Path,
+    measure: bool,
+    seed: int,
+    threads: int,
+    share: float,
+    listed: bool,
+) -> None:
+    """Run the trainings of the recipe NAME, or with --measure its measurements."""
+    work = (output / name).absolute()
+    stages = NAMES[name](Inputs(target.absolute(), data.absolute(), work, seed))
+    for stage in [whole.shortened(share) for whole in stages]:
+        if stage.is_timed != measure or (stage.is_done and not listed):
+            continue
+        click.echo("$ " + " ".join(map(str, stage.command)), err=True)
+        if not listed:
+            work.mkdir(parents=True, exist_ok=True)
+            run(stage, threads, work / "minutes.json")
+
+
+if __name__ == "__main__":
+    main()

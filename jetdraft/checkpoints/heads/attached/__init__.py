@@ -1,0 +1,1 @@
+"""Drafters that are attached to a part of the target."""

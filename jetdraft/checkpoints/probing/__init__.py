@@ -1,0 +1,1 @@
+"""Models whose rows can carry probes, and the files in which these are kept."""

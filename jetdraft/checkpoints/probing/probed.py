@@ -1,0 +1,146 @@
+"""An unchanged decoder whose rows can carry probes.
+
+Hooks on its layers add the probes. The model's own code sees the rows only; at the
+first of some top layers, or of all layers, the probes join them, with their own
+rotations.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Pass:
+    """One pass: its rows, their probes, and the tensors that its hooks see.
+
+    `carriers` int64 [s] or [b, s] and `ids` int64 [s] are the row and the embedding of
+    each slot behind the rows, `positions` the positions of rows and slots, `is_probe`
+    is 0 for rows and 1 for slots. `rotations` has pairs: the rotations of the rows, and
+    of rows and slots. `below` has the hidden states that enter the layers with probes.
+    """
+
+    rows: int
+    carriers: Tensor
+    ids: Tensor
+    positions: Tensor
+    is_probe: Tensor
+    rotations: list[tuple[Any, Any]] = field(default_factory=list)
+    below: list[Tensor] = field(default_factory=list)
+
+
+class Probed(nn.Module, ABC):
+    """A causal LM of transformers whose rows can carry probes in its `top` layers.
+
+    A subclass says how they start. `entered` is called when the probes have joined the
+    rows.
+    """
+
+    def __init__(self, model: Any, top: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.model = model
+        self.entered: Callable[[], None] = lambda: None
+        self._pass: Pass | None = None
+        first, *others = top
+        first.register_forward_pre_hook(self._enter, with_kwargs=True)
+        for layer in (first, *others):
+            layer.register_forward_pre_hook(self._place, with_kwargs=True)
+        for module in model.modules():
+            if "RotaryEmbedding" in type(module).__name__:
+                module.register_forward_hook(self._rotate, with_kwargs=True)
+
+    @property
+    @abstractmethod
+    def base(self) -> str:
+        """The hash of the weights that the probes belong to."""
+
+    @property
+    @abstractmethod
+    def task(self) -> dict[str, Tensor]:
+        """All trained weights by their names."""
+
+    @abstractmethod
+    def starts(self, hidden: Tensor) -> Tensor:
+        """The states [b, s, h] of the slots that join the rows' states [b, n, h]."""
+
+    def run(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        slots: tuple[Tensor, Tensor, Tensor],
+        keep: Tensor,
+        **options: Any,
+    ) -> tuple[Tensor, Pass]:
+        """Logits [b, m + s, vocab] of the rows `keep` [m] and then of the s slots.
+
+        `input_ids` and `position_ids` are int64 [b, n]. `slots` are [s] each: the row
+        that carries a slot, or [b, s] where each sequence has its own, the slot's
+        embedding, and its distance from the row.
+        """
+        carriers, ids, distances = slots
+        rows = input_ids.shape[1]
+        positions = carried(position_ids, carriers) + distances
+        # Computed from tensors on the device: a row count would be read on the host.
+        is_probe = torch.cat([torch.zeros_like(position_ids[0]), torch.ones_like(ids)])
+        all_positions = torch.cat([position_ids, positions], 1)
+        current = Pass(rows, carriers, ids, all_positions, is_probe)
+        places = torch.arange(rows, rows + ids.shape[0], device=keep.device)
+        self._pass = current
+        try:
+            logits = self.model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                logits_to_keep=torch.cat([keep, places]),
+                **options,
+            ).logits
+        finally:
+            self._pass = None
+        return logits, current
+
+    @property
+    def current_pass(self) -> Pass:
+        """The pass that runs."""
+        assert self._pass is not None, f"run the model through {type(self).__name__}"
+        return self._pass
+
+    def _enter(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Append the slots."""
+        kwargs = dict(kwargs)
+        hidden = args[0] if args else kwargs.pop("hidden_states")
+        self.current_pass.below.append(hidden)
+        starts = self.starts(hidden)
+        self.entered()
+        return (torch.cat([hidden, starts], 1), *args[1:]), kwargs
+
+    def _place(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Give the layer the positions and rotations of rows and slots."""
+        current = self.current_pass
+        kwargs = {**kwargs, "position_ids": current.positions}
+        for of_rows, of_rows_and_slots in current.rotations:
+            if kwargs.get("position_embeddings") is of_rows:
+                kwargs["position_embeddings"] = of_rows_and_slots
+        return args, kwargs
+
+    def _rotate(self, rotary: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """After the rotations of the rows, compute those of rows and slots too."""
+        current = self.current_pass
+        args, kwargs = list(args), dict(kwargs)
+        if "position_ids" in kwargs:
+            kwargs["position_ids"] = current.positions
+        else:
+            args[1] = current.positions
+        current.rotations.append((output, rotary.forward(*args, **kwargs)))
+
+
+def carried(rows: Tensor, carriers: Tensor) -> Tensor:
+    """What the `carriers` [s] or [b, s] of slots have of [b, n, ...]: [b, s, ...]."""
+    if carriers.ndim == 1:
+        # Indexing of integers would run on the host with WebGPU.
+        return rows.index_select(1, carriers)
+    return rows[torch.arange(len(rows), device=rows.device)[:, None], carriers]

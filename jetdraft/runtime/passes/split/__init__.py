@@ -1,0 +1,1 @@
+"""A target in two halves, and what the host does between them."""

@@ -1,0 +1,173 @@
+"""A target whose lower half runs ahead of its upper half (Kangaroo, 2404.18911).
+
+The lower half runs drafted rows one after the other, so that something can be drafted
+from the states that leave it. What it computed is kept: its keys and values lie in the
+target's own buffers, and the upper half takes up the states when the rows are verified.
+
+    the upper half's cursor   the committed rows, as in any target
+    the lower half's cursor   the committed rows, and those that it ran ahead
+
+All passes have widths whose rows agree bit by bit, so a row that the lower half ran
+alone has the bits of a row among others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jetdraft.ort import ort
+from jetdraft.runtime.drafts.arrays import Float32s
+from jetdraft.runtime.drafts.probes import NO_PROBES, NO_PROBING, Probing
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.cache import Cache
+from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.prefix import common_length
+from jetdraft.runtime.passes.split.halves import Halves, Placed, SplitSessions
+
+
+class LeadingHalf:
+    """A `Target` over the buffers of a `whole` one, which reads prompts for it.
+
+    `ahead` has the tokens of the rows that the lower half ran and the upper half did
+    not. Both halves run passes of the given `widths`.
+
+        target = LeadingHalf(whole, sessions)
+        target.prepare([2, 4, 6, 8])
+        target.lead([*committed, 5, 8])    # what leaves the lower half, [2, h]
+        target.verify(Rows.chain([5, 8, 9]), width=4)    # runs the lower half for 9
+    """
+
+    def __init__(self, whole: Graph, sessions: SplitSessions) -> None:
+        self.whole = whole
+        self.contract = whole.contract
+        buffers, lower = whole.cache.buffers, sessions.contract.lower
+        below = {spec.name: buffers[spec.name] for spec in lower.buffers("past")}
+        above = _renumbered(buffers, len(lower.kv_shapes))
+        self.halves = Halves(sessions, below, above)
+        self.widths: Sequence[int] = ()
+        self.ahead: list[int] = []
+        self._states = np.zeros((0, sessions.contract.hidden_size), np.float32)
+        self._base = 0
+        """The rows of the text that was led last and is not committed."""
+
+    @property
+    def cache(self) -> Cache:
+        """The buffers of both halves, and the cursor of the upper half."""
+        return self.whole.cache
+
+    @property
+    def seconds(self) -> float:
+        """The time inside `session.run`."""
+        return self.whole.seconds + self.halves.seconds
+
+    @property
+    def passes(self) -> int:
+        """The passes that gave an answer."""
+        return self.whole.passes + self.halves.passes
+
+    def prepare(self, widths: Sequence[int]) -> None:
+        """Set the allowed widths, of a generation that begins."""
+        self.widths = sorted(widths)
+        self._keep(0)
+
+    def run(
+        self, tokens: Sequence[int], last_only: bool = False, width: int = 0
+    ) -> Answer:
+        """Run one pass over a chain of tokens through both halves at once."""
+        self._keep(0)
+        return self.whole.run(tokens, last_only, width)
+
+    def lead(self, text: Sequence[int]) -> Float32s | None:
+        """The states [n, h] that leave the lower half, of the rows not committed yet.
+
+        The text begins with the committed tokens. Rows that have run ahead are not run
+        again. None if the rows do not fit into the buffers.
+        """
+        rows = Rows.chain(list(text[self.cache.length :]))
+        self._keep(common_length(self.ahead, rows.tokens))
+        self._base = len(rows)
+        return self._led(rows)
+
+    def branch(self, rows: Placed) -> Float32s:
+        """The states [n, h] of rows of a draft behind the text that was led last.
+
+        A row that goes on with the rows ahead stays; the others are run again when they
+        are verified.
+        """
+        cursor, count = self.cache.length + self._base, len(rows.tokens)
+        chain = list(range(rows.filled))
+        goes_on = count == 1 and list(rows.ancestors[0]) == chain
+        width = self._width(count, self._base + rows.filled)
+        bound = self.halves.run_lower(rows, width or count, cursor)
+        states = bound.arrays["hidden"][0, :count].astype(np.float32)
+        if goes_on and width and len(self.ahead) == self._base + rows.filled:
+            self._add(rows.tokens, states)
+        return states
+
+    def verify(
+        self, rows: Rows, width: int, probing: Probing = NO_PROBING
+    ) -> tuple[Rows, Answer]:
+        """Run a draft; the lower half runs only what it has not run ahead."""
+        rows.check()
+        self._keep(self._shared(rows))
+        states = self._led(rows) if self.ahead and not probing.streams else None
+        if states is None:
+            self._keep(0)
+            return self.whole.verify(rows, width, probing)
+        size = (width, width, NO_PROBES)
+        answer = self.halves.run_upper(Placed.of(rows), states, size, self.cache.length)
+        return rows, answer.first(len(rows)).with_features(states)
+
+    def commit(self, path: Sequence[int], exact: bool) -> int:
+        """Commit the rows of a path; the lower half goes back to them."""
+        self._keep(0)
+        return self.whole.commit(path, exact)
+
+    def _shared(self, rows: Rows) -> int:
+        """How many rows at the beginning of a draft the lower half has run."""
+        same = common_length(self.ahead, rows.tokens)
+        return common_length(rows.parents[:same], range(-1, same - 1))
+
+    def _keep(self, count: int) -> None:
+        """Keep the first rows that ran ahead."""
+        del self.ahead[count:]
+        self._states = self._states[:count]
+
+    def _add(self, tokens: Sequence[int], states: Float32s) -> None:
+        self.ahead += tokens
+        self._states = np.concatenate([self._states, states])
+
+    def _width(self, rows: int, filled: int) -> int | None:
+        """The narrowest allowed pass that holds the rows; None if it does not fit."""
+        room = self.whole.draft_room(filled)
+        return next((w for w in self.widths if rows <= w <= room), None)
+
+    def _led(self, rows: Rows) -> Float32s | None:
+        """The states of all rows, after the lower half ran those that it has not run.
+
+        Those rows are ahead then, until the rows are committed.
+        """
+        while (first := len(self.ahead)) < len(rows):
+            end = min(len(rows), first + self.widths[-1])
+            width = self._width(end - first, first)
+            if width is None:
+                return None
+            part = Placed.of(rows, first, end)
+            bound = self.halves.run_lower(part, width, self.cache.length)
+            self._add(part.tokens, bound.arrays["hidden"][0, : end - first])
+        return self._states
+
+
+def _renumbered(
+    buffers: Mapping[str, ort.OrtValue], below: int
+) -> dict[str, ort.OrtValue]:
+    """The buffers of the layers above the lower half, whose layers count from 0."""
+    names = ((name, *name.split(".")) for name in buffers)
+    return {
+        f"{kind}.{int(layer) - below}": buffers[name]
+        for name, kind, layer in names
+        if int(layer) >= below
+    }

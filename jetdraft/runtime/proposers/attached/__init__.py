@@ -1,0 +1,1 @@
+"""Methods whose drafter is attached to a part of the target."""

@@ -1,0 +1,163 @@
+"""Drafting with prompt tokens in sparse trees (Parallel Prompt Decoding, 2405.18628).
+
+Prompt tokens are probes that enter the target at the bottom. The number that each row
+of a draft carries, and the shape of the draft, are planned from how often the guesses
+were right on held-out text and from the pass times of this machine.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jetdraft.bundle import Bundle
+from jetdraft.contract import WIDEST
+from jetdraft.errors import DraftingError, OptionError
+from jetdraft.ranges import between, check_ranges
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.proposers.method import Method
+from jetdraft.runtime.proposers.parts import Parts
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens
+from jetdraft.runtime.proposers.stream import StreamProposer
+from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
+from jetdraft.runtime.sampling.chooser import Chooser
+from jetdraft.runtime.trees.fixed import RANK_RATES, Static
+from jetdraft.runtime.trees.shape import Tree
+from jetdraft.runtime.trees.sparse import PassMs, Ranks, SparsePlan, best_plan
+
+NAME = "ppd"
+_RANGES = {
+    "rows": between(1, WIDEST - 1, optional=True),
+    "slots": between(2, 1024, optional=True),
+}
+MODE = "prompts"
+"""The mode of such probes in the manifest."""
+
+
+@dataclass(frozen=True)
+class PromptOptions(TreeOptions):
+    """The drafts of prompt tokens; tree "auto" is the sparse tree of the paper.
+
+    rows   drafted rows of a sparse tree; None lets the pass times decide
+    slots  rows and prompt tokens of a pass with a sparse tree; None lets them decide
+
+        PromptOptions(rows=7, slots=24)
+    """
+
+    rows: int | None = None
+    slots: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, _RANGES)
+        for key in ("rows", "slots"):
+            if getattr(self, key) is not None and self.tree != AUTO:
+                raise DraftingError(
+                    f"{key} is for sparse trees only; leave tree={self.tree} out"
+                )
+
+    @property
+    def draft_size(self) -> int | None:
+        """The most rows of a sparse tree, which is planned once and not each round."""
+        return self.rows or WIDEST - 1 if self.tree == AUTO else super().draft_size
+
+
+class PromptProposer(StreamProposer):
+    """Drafts the sparse tree of the number of guesses that the last round left.
+
+    `ranks` say how often guesses are right, `pass_ms` what a pass costs.
+
+        PromptProposer(parts.target, ranks, pass_ms).propose(context, budget=7)
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        ranks: Ranks,
+        pass_ms: PassMs,
+        options: PromptOptions | None = None,
+    ) -> None:
+        super().__init__(graph, branches=False, name=NAME)
+        most = graph.contract.max_width - 1
+        self.traits = replace(self.traits, max_draft_tokens=most)
+        self._ranks, self._pass_ms = ranks, pass_ms
+        self._options = options or PromptOptions()
+        self._plans: dict[int, SparsePlan] = {}
+        self._budget = 0
+
+    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
+        """Forget the last sequence; its plans stay."""
+        super().begin(prompt, chooser)
+        self._budget = 0
+
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
+        """The tree of the state, with as many probes on each row as planned."""
+        guesses = self.guesses(context)
+        if guesses is None:
+            return Rows.chain([context[-1]], self.traits.kind)
+        # Near the end there is less room, for which no new plan is made.
+        self._budget = max(self._budget, budget)
+        planned = self.plan(self._budget).trees[len(guesses.candidates)]
+        sampling, root = self._chooser.sampling, [context[-1]]
+        tree = Tree(self.traits.kind, sampling, len(context), budget, root)
+        rows = self._grow(tree, Static(planned.parents), guesses)
+        return replace(rows, probes=planned.counts[: len(rows)])
+
+    def plan(self, most: int) -> SparsePlan:
+        """The plan of trees with at most `most` drafted rows."""
+        if most not in self._plans:
+            rows, slots = self._options.rows or 0, self._options.slots or 0
+            self._plans[most] = best_plan(self._ranks, most, self._pass_ms, rows, slots)
+        return self._plans[most]
+
+
+def _lacks(bundle: Bundle) -> str:
+    streams = bundle.target.streams
+    if streams is not None and streams["mode"] == MODE:
+        return ""
+    return "export a checkpoint that jetdraft train ppd wrote"
+
+
+def _make(parts: Parts, options: PromptOptions) -> Proposer:
+    if reason := _lacks(parts.bundle):
+        raise OptionError(reason, "method")
+    if options.tree != AUTO:
+        shape = options.shape if options.branched else None
+        return StreamProposer(parts.target, shape, options.kind, False, NAME)
+    return PromptProposer(parts.target, _ranks(parts), _costs(parts), options)
+
+
+def _ranks(parts: Parts) -> Ranks:
+    """How often guesses are right; only the best where trees would change bits."""
+    streams, gamma = parts.bundle.target.streams, parts.target.contract.streams
+    ranks = (streams or {}).get("ranks") or [RANK_RATES] * gamma
+    branches = parts.target.contract.tree and parts.widths.trees_agree
+    return ranks if branches else [rates[:1] for rates in ranks]
+
+
+def _costs(parts: Parts) -> PassMs:
+    """What passes cost that draft exactly on this machine."""
+    curve, widths = parts.curve, parts.widths.exact
+
+    def pass_ms(rows: int, probes: int) -> float:
+        width = widths[min(bisect_left(widths, rows), len(widths) - 1)]
+        wider = max(0, rows - width) * curve.probe
+        return curve.tree_ms(width, exact=True) + wider + probes * curve.probe
+
+    return pass_ms
+
+
+METHOD = Method(
+    NAME,
+    "prompt tokens that the target reads, in sparse trees",
+    _make,
+    PromptOptions,
+    lacks=_lacks,
+    # It always drafts; "auto" drafts with the same probes where they pay, as `stream`.
+    in_auto=lambda options: False,
+    trees=True,
+    reads_probes=True,
+    samples=({"tree": "chain"}, {"tree": "best"}, {"rows": 7, "slots": 24}),
+)

@@ -1,0 +1,324 @@
+"""Three tokens and the target's states draft: trained, exported, drafting."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import jetdraft
+from jetdraft.bundle import Bundle
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.attached.chimera import GRAM
+from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.errors import CheckpointError, OptionError, OutputError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.followers.recent import Recent
+from jetdraft.train.chimera.chimera_training import ChimeraTraining, Seen
+from jetdraft.train.run_folder import STATE
+from jetdraft.train.taught.layer_training import LayerSettings
+from jetdraft.train.taught.next_token_training import PLACES
+from jetdraft.train.training import TrainingOptions
+from tests.cli.running import assert_refused
+from tests.cli.running import jetdraft as cli
+from tests.train.periodic import PERIOD, learned_target, nothing
+
+QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
+LEARNING = replace(QUICK, steps=60, sequence_length=48, learning_rate=1e-2)
+WAYS = [{}, {"temperature": 0.8, "seed": 1}]
+LONG = {"max_new_tokens": 80, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> str:
+    """A target of two layers that knows the text."""
+    return learned_target(tmp_path_factory.mktemp("chimera"), 2)
+
+
+def train(target, output, text, settings=None, options=QUICK, report=nothing):
+    run = ChimeraTraining(target, output, [text], settings, options)
+    return run, run.run(report)
+
+
+@pytest.fixture(scope="module")
+def folders(target, tmp_path_factory) -> dict[str, Path]:
+    """The folders of a trained drafter, and of one as it begins."""
+    folder, text = tmp_path_factory.mktemp("drafters"), Path(target).parent / "text.txt"
+    still = replace(QUICK, steps=1, learning_rate=0.0)
+    for name, options in (("trained", LEARNING), ("untrained", still)):
+        train(target, folder / name, text, None, options)
+    return {name: folder / name for name in ("trained", "untrained")}
+
+
+@pytest.fixture(scope="module")
+def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
+    folder = tmp_path_factory.mktemp("bundles")
+    options = ExportOptions(Recipe("int4", 32), capacity=256, max_width=32, fast=True)
+    return {
+        name: export(target, folder / name, options=options, head=str(drafter))
+        for name, drafter in folders.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def model(bundles):
+    with jetdraft.load(bundles["trained"].path, threads=1) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    """The texts of plain decoding, greedy and sampled."""
+    return [
+        model.generate(PERIOD, method="none", **LONG, **way).token_ids for way in WAYS
+    ]
+
+
+def test_a_trained_drafter_is_right_more_often(bundles, model):
+    """The text is periodic, so a trained drafter can know it, at each position."""
+    how = {"method": "chimera", "num_draft_tokens": 3, **LONG}
+    trained = model.generate(PERIOD, **how).stats
+    with jetdraft.load(bundles["untrained"].path, threads=1) as other:
+        untrained = other.generate(PERIOD, **how).stats
+    assert trained.tokens_per_pass > max(2.5, untrained.tokens_per_pass + 1)
+    assert len(trained.accepted_by_position) == 3
+    assert min(trained.accepted_by_position) > 0.7
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "drafting", [1, 3, 6, {"tree": "comb"}, {"tree": "best"}, {"tree": "heap"}], ids=str
+)
+def test_drafts_give_the_text_of_plain_decoding(model, plain, way, drafting):
+    is_chain = isinstance(drafting, int)
+    how = {"num_draft_tokens": drafting} if is_chain else {"drafting": drafting}
+    result = model.generate(PERIOD, method="chimera", **how, **LONG, **WAYS[way])
+    assert result.token_ids == plain[way]
+    assert result.stats.accepted_tokens > 10
+
+
+@pytest.mark.parametrize("method", ["chimera,lookup", "auto"])
+def test_other_methods_draft_beside_it(model, plain, method):
+    for way, text in zip(WAYS, plain, strict=True):
+        made = model.generate(PERIOD, method=method, **LONG, **way)
+        assert made.token_ids == text
+
+
+def test_the_text_fills_the_buffers(model):
+    how = {"max_new_tokens": 400, "ignore_eos": True}
+    text = model.generate(PERIOD, method="none", **how).token_ids
+    made = model.generate(PERIOD, method="chimera", num_draft_tokens=5, **how)
+    assert made.token_ids == text
+
+
+def test_a_prompt_that_goes_on_is_not_read_again(model):
+    how = {"method": "chimera", "num_draft_tokens": 3, **LONG}
+    first = model.generate(PERIOD, **how)
+    prompt = model.parts.text.encode(PERIOD) + first.token_ids[:40]
+    again = model.generate(token_ids=prompt, **how)
+    assert again.stats.reused_tokens > 30
+    model.forget()
+    fresh = model.generate(token_ids=prompt, **how)
+    assert again.token_ids == fresh.token_ids
+    assert again.stats.accepted_counts == fresh.stats.accepted_counts
+
+
+TEXT = np.random.default_rng(6).integers(1, 288, 14).tolist()
+READ, AGAIN = 8, 11
+"""Rows of the target that a drafter sees at first, and after an accepted draft."""
+
+
+@pytest.fixture(scope="module")
+def floats(target, folders, tmp_path_factory):
+    """A bundle without quantization, with the drafter's module and all features."""
+    options = ExportOptions(
+        Recipe("none"), Recipe("none"), capacity=64, max_width=16, fast=True,
+        draft_vocab=40,
+    )  # fmt: skip
+    folder, drafter = tmp_path_factory.mktemp("floats"), str(folders["trained"])
+    bundle = export(target, folder / "bundle", options=options, head=drafter)
+    checkpoint = Checkpoint.load(target, torch.float32)
+    checkpoint.model.set_attn_implementation("sdpa")
+    module = load_head(drafter, checkpoint, torch.float32)
+    with torch.no_grad():
+        decoder = checkpoint.model.get_decoder()
+        features = decoder(torch.tensor([TEXT])).last_hidden_state
+    with jetdraft.load(bundle.path, threads=1) as model:
+        yield model, module, features
+
+
+def expected(module, features, kept, seen):
+    """The logits of the rows of TEXT from `seen` on, as the training computes them."""
+    ids = torch.tensor([[0, 0, *TEXT]]).unfold(1, GRAM, 1)
+    rows, logits = torch.arange(len(TEXT)), []
+    view = Seen(*module.keys_values(features, rows[None]), known=(rows < seen)[None])
+    state = features[:, seen - 1 : seen]
+    for place, row in enumerate(range(seen, len(TEXT))):
+        at = torch.tensor([[row - 1]])
+        hidden, state = module(ids[:, row : row + 1], state, at, view.step(place))
+        logits.append(module.lm_head(hidden)[0, 0, kept].numpy())
+    return np.sort(logits)[:, ::-1]
+
+
+def test_the_graph_drafts_what_the_training_computed(floats):
+    """After a prompt, and after a draft of which three tokens were right."""
+    model, module, features = floats
+    model.forget()
+    parts, follower = model.parts, model.parts.follower
+    kept = parts.bundle.draft_vocabulary()
+    states = parts.target.run(TEXT).features.copy()
+    np.testing.assert_allclose(states, features[0], atol=1e-4)
+    first = 0
+    for seen in (READ, AGAIN):
+        follower.observe(first, TEXT[first:seen], states[first:seen])
+        with torch.no_grad():
+            wanted = expected(module, features, kept, seen)
+        answer = follower.follow(TEXT[: seen + 1])
+        made = [answer.candidate_logits[-1].copy()]
+        for token in TEXT[seen + 1 :]:
+            made.append(follower.step(token).candidate_logits[-1].copy())
+        np.testing.assert_allclose(made, wanted, atol=2e-4)
+        first = seen
+
+
+def test_a_path_of_a_tree_is_a_chain(floats):
+    """Each row of a tree reads the tokens and the state of its own path."""
+    model, _, _ = floats
+    parts, follower = model.parts, model.parts.follower
+    states = parts.target.run(TEXT).features.copy()
+
+    def begun():
+        follower.forget()
+        follower.begin(TEXT)
+        follower.observe(0, TEXT[:READ], states[:READ])
+        assert follower.follow(TEXT[: READ + 1]) is not None
+
+    begun()
+    chain = [follower.step(t).candidate_logits[-1].copy() for t in (5, 7, 9)]
+    begun()
+    follower.branch([4, 5], [0, 0], [[], []], 0)
+    made = follower.branch([6, 7], [1, 1], [[0], [1]], 2).candidate_logits.copy()
+    last = follower.branch([9], [2], [[1, 3]], 4).candidate_logits.copy()
+    np.testing.assert_allclose(made[1], chain[1], atol=1e-5)
+    np.testing.assert_allclose(last[0], chain[2], atol=1e-5)
+    assert np.abs(made[0] - chain[1]).max() > 0.01
+
+
+def test_the_tokens_before_rows(floats):
+    """Token 0 stands before a text."""
+    recent = Recent(floats[0].parts.drafter)
+    tails = [recent.tail([5, 8, 9], end) for end in range(4)]
+    assert tails == [(0, 0), (0, 5), (5, 8), (8, 9)]
+    assert recent.before((0, 5), [8, 9, 4]).tolist() == [[0, 5], [5, 8], [8, 9]]
+    assert recent.rows(tails).tolist() == [list(tail) for tail in tails]
+    assert recent.after((5, 8), 9) == (8, 9)
+
+
+# --- the training -------------------------------------------------------------------
+
+
+def test_no_draft_sees_rows_that_the_runtime_does_not_have(target, text, tmp_path):
+    """Other features from a draft's first row on change nothing in that draft."""
+    run = ChimeraTraining(target, tmp_path / "out", [text], None, QUICK)
+    objective = run.module.eval()
+    features = torch.randn(1, 15, 64)
+    lesson = type("Lesson", (), {"ids": torch.arange(1, 16)[None], "taps": [features]})
+    rows = torch.arange(15)
+    starts = rows - (rows - 2) % PLACES
+    assert starts.tolist()[2:] == [2] * 5 + [7] * 5 + [12] * 3
+    with torch.no_grad():
+        before = objective.hidden(lesson, starts)
+        lesson.taps = [features.clone()]
+        lesson.taps[0][:, 7:] = 9.0
+        after = objective.hidden(lesson, starts)
+    torch.testing.assert_close(after[:, 2:12], before[:, 2:12])
+    assert (after[:, 12:] - before[:, 12:]).abs().max() > 0.01
+
+
+def test_the_folder_has_a_llama_layer_and_a_trigram_encoder(folders):
+    tensors = load_file(folders["trained"] / "model.safetensors")
+    assert {name for name in tensors if not name.startswith("layers.0.")} == {
+        "trigram.block.weight",
+        "trigram.down.weight",
+        "norm.weight",
+        "out.weight",
+    }
+    fields = json.loads((folders["trained"] / "config.json").read_text())
+    assert fields["architectures"] == ["ChimeraDrafter"]
+    figures = json.loads((folders["trained"] / "training.json").read_text())
+    assert figures["validation"]["tokens_per_pass"] > 2
+    assert len(figures["validation"]["acceptance"]) == PLACES
+
+
+def test_a_stopped_training_goes_on_where_it_was(target, text, tmp_path):
+    settings = LayerSettings(inner=8, half=True)
+    train(target, tmp_path / "whole", text, settings)
+
+    def stop(progress):
+        if progress.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(target, tmp_path / "cut", text, settings, report=stop)
+    assert (tmp_path / "cut" / STATE).is_file()
+    with pytest.raises(OutputError, match=r"other settings.*inner"):
+        train(target, tmp_path / "cut", text, replace(settings, inner=16))
+    train(target, tmp_path / "cut", text, settings)
+    whole, cut = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")
+    )
+    assert whole["layers.0.mlp.up_proj.weight"].shape == (8, 64)
+    for name, tensor in whole.items():
+        assert tensor.dtype == torch.float16
+        torch.testing.assert_close(cut[name], tensor)
+
+
+# --- what is refused ----------------------------------------------------------------
+
+
+def test_the_command_says_what_is_wrong_in_one_line(target, text, tmp_path):
+    given = ("train", "chimera", target, "--data", text, "-o", tmp_path / "out")
+    assert_refused(cli(*given, "--inner", -1), "inner -1 is out of range")
+    assert_refused(cli(*given, "--sequence-length", 9), "too short for drafts of 5")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"vocab_size": 300}, "vocabulary of 300 tokens"),
+        ({"hidden_size": 32}, "reads states of 32 numbers"),
+        ({"num_attention_heads": 7}, "no q_proj of 7 heads"),
+        ({"medusa_num_heads": 4}, "medusa_num_heads=4, which jetdraft does not know"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused(
+    target, folders, tmp_path, fields, words
+):
+    shutil.copytree(folders["trained"], tmp_path / "drafter")
+    file = tmp_path / "drafter" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    checkpoint = Checkpoint.load(target, torch.float32)
+    with pytest.raises(CheckpointError, match=words):
+        load_head(str(tmp_path / "drafter"), checkpoint, torch.float32)
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft", "kangaroo", "glide"])
+def test_it_is_no_drafter_of_another_method(model, method):
+    with pytest.raises(OptionError, match="needs a"):
+        model.generate(PERIOD, method=method)
+
+
+def test_it_needs_its_drafter(bundles):
+    with (
+        jetdraft.load(bundles["trained"].path, drafter_provider="off") as model,
+        pytest.raises(OptionError, match="needs a Chimera drafter"),
+    ):
+        model.generate(PERIOD, method="chimera")

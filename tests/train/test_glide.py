@@ -1,0 +1,302 @@
+"""A layer drafts from the target's keys and values: trained, exported, drafting."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import DynamicCache
+
+import jetdraft
+from jetdraft.bundle import Bundle, check_pair
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.errors import CheckpointError, OptionError, OutputError, PairError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from jetdraft.train.glide.glide_training import GlideTraining
+from jetdraft.train.run_folder import STATE
+from jetdraft.train.taught.layer_training import LayerSettings
+from jetdraft.train.taught.next_token_training import PLACES
+from jetdraft.train.training import TrainingOptions
+from tests.cli.running import assert_refused
+from tests.cli.running import jetdraft as cli
+from tests.train.periodic import PERIOD, learned_target, nothing
+
+QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
+LEARNING = replace(QUICK, steps=80, sequence_length=48, learning_rate=1e-2)
+WAYS = [{}, {"temperature": 0.8, "seed": 1}]
+LONG = {"max_new_tokens": 80, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> str:
+    """A target of two layers that knows the text."""
+    return learned_target(tmp_path_factory.mktemp("glide"), 2)
+
+
+def train(target, output, text, settings=None, options=QUICK, report=nothing):
+    run = GlideTraining(target, output, [text], settings, options)
+    return run, run.run(report)
+
+
+@pytest.fixture(scope="module")
+def folders(target, tmp_path_factory) -> dict[str, Path]:
+    """The folders of a trained drafter, and of one as it begins."""
+    folder, text = tmp_path_factory.mktemp("drafters"), Path(target).parent / "text.txt"
+    still = replace(QUICK, steps=1, learning_rate=0.0)
+    for name, options in (("trained", LEARNING), ("untrained", still)):
+        train(target, folder / name, text, None, options)
+    return {name: folder / name for name in ("trained", "untrained")}
+
+
+@pytest.fixture(scope="module")
+def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
+    folder = tmp_path_factory.mktemp("bundles")
+    options = ExportOptions(Recipe("int4", 32), capacity=256, max_width=32, fast=True)
+    return {
+        name: export(target, folder / name, options=options, head=str(drafter))
+        for name, drafter in folders.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def model(bundles):
+    with jetdraft.load(bundles["trained"].path, threads=1) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    """The texts of plain decoding, greedy and sampled."""
+    return [
+        model.generate(PERIOD, method="none", **LONG, **way).token_ids for way in WAYS
+    ]
+
+
+def test_a_trained_drafter_is_right_more_often(bundles, model):
+    """The text is periodic, so a trained drafter can know it, at each position."""
+    how = {"method": "glide", "num_draft_tokens": 3, **LONG}
+    trained = model.generate(PERIOD, **how).stats
+    with jetdraft.load(bundles["untrained"].path, threads=1) as other:
+        untrained = other.generate(PERIOD, **how).stats
+    assert trained.tokens_per_pass > max(2.5, untrained.tokens_per_pass + 1)
+    assert len(trained.accepted_by_position) == 3
+    assert min(trained.accepted_by_position) > 0.7
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "drafting", [1, 3, 6, {"tree": "comb"}, {"tree": "best"}, {"tree": "heap"}], ids=str
+)
+def test_drafts_give_the_text_of_plain_decoding(model, plain, way, drafting):
+    is_chain = isinstance(drafting, int)
+    how = {"num_draft_tokens": drafting} if is_chain else {"drafting": drafting}
+    result = model.generate(PERIOD, method="glide", **how, **LONG, **WAYS[way])
+    assert result.token_ids == plain[way]
+    assert result.stats.accepted_tokens > 10
+
+
+@pytest.mark.parametrize("method", ["glide,lookup", "auto"])
+def test_other_methods_draft_beside_it(model, plain, method):
+    for way, text in zip(WAYS, plain, strict=True):
+        made = model.generate(PERIOD, method=method, **LONG, **way)
+        assert made.token_ids == text
+
+
+def test_the_text_fills_the_buffers(model):
+    how = {"max_new_tokens": 400, "ignore_eos": True}
+    text = model.generate(PERIOD, method="none", **how).token_ids
+    made = model.generate(PERIOD, method="glide", num_draft_tokens=5, **how)
+    assert made.token_ids == text
+
+
+@pytest.mark.parametrize("sliced", [True, False])
+def test_the_graph_is_the_module(target, folders, tmp_path, sliced, monkeypatch):
+    """The rows of the target that are committed count, and no others."""
+    if not sliced:  # as on a GPU, where a slice would ask the host for its size
+        monkeypatch.setattr("jetdraft.export.heads.head_export.read_less", nothing_of)
+    options = ExportOptions(
+        Recipe("none"), Recipe("none"), capacity=64, max_width=16, fast=True
+    )
+    bundle = export(
+        target, tmp_path / "b", options=options, head=str(folders["trained"])
+    )
+    checkpoint = Checkpoint.load(target, torch.float32)
+    checkpoint.model.set_attn_implementation("sdpa")
+    module = load_head(str(folders["trained"]), checkpoint, torch.float32)
+    tokens = np.random.default_rng(6).integers(1, 288, 12).tolist()
+    ids, committed = torch.tensor(tokens)[None], 7
+    with torch.no_grad():
+        last = checkpoint.model(ids, use_cache=True).past_key_values.layers[-1]
+        bias = torch.where(torch.arange(12) >= committed, -1e4, 0.0)[None, None, None]
+        rows = torch.arange(12)[None]
+        hidden = module(ids, rows, last.keys, last.values, bias, DynamicCache())
+        logits = module.lm_head(hidden)[0].numpy()
+    with jetdraft.load(bundle.path, threads=1) as model:
+        parts = model.parts
+        assert parts.drafter.lender is parts.target.cache
+        parts.target.run(tokens)  # all rows are in the buffers, but not all count
+        parts.target.cache.advance(committed)
+        held = [buffer.numpy().copy() for buffer in parts.target.cache.buffers.values()]
+        parts.drafter.run(tokens[:8], last_only=True)
+        parts.drafter.cache.advance(8)
+        answer = parts.drafter.run(tokens[8:])
+        np.testing.assert_allclose(answer.logits, logits[8:], atol=2e-4)
+        for one, buffer in zip(held, parts.target.cache.buffers.values(), strict=True):
+            assert np.array_equal(one, buffer.numpy())
+        parts.target.cache.rewind(committed - 3)
+        other = parts.drafter.run(tokens[8:]).logits
+        assert np.abs(other - logits[8:]).max() > 0.01
+
+
+def nothing_of(*graph):
+    """Leave a graph as it is."""
+
+
+# --- the training -------------------------------------------------------------------
+
+
+def test_no_draft_sees_rows_that_the_runtime_does_not_have(target, text, tmp_path):
+    """Other keys from a draft's first row on change nothing in that draft."""
+    run = GlideTraining(target, tmp_path / "out", [text], None, QUICK)
+    objective = run.module.eval()
+    keys, values = (torch.randn(1, 2, 15, 16) for _ in range(2))
+    ids = torch.arange(1, 16)[None]
+    lesson = type("Lesson", (), {"ids": ids, "keys": keys, "values": values})()
+    rows = torch.arange(15)
+    first = 2
+    starts = rows - (rows - first) % PLACES
+    assert starts.tolist()[first:] == [2] * 5 + [7] * 5 + [12] * 3
+    with torch.no_grad():
+        before = objective.hidden(lesson, starts)
+        lesson.keys, lesson.values = keys.clone(), values.clone()
+        lesson.keys[:, :, 7:], lesson.values[:, :, 7:] = 9.0, 9.0
+        after = objective.hidden(lesson, starts)
+    torch.testing.assert_close(after[:, 2:12], before[:, 2:12])
+    assert (after[:, 12:] - before[:, 12:]).abs().max() > 0.01
+
+
+def test_without_its_output_the_cross_attention_does_nothing(target, folders):
+    """Then it is a drafter of one layer (the paper's, without GliDe)."""
+    checkpoint = Checkpoint.load(target, torch.float32)
+    module = load_head(str(folders["trained"]), checkpoint, torch.float32)
+    module.cross["o_proj"].weight.zero_()
+    ids, rows = torch.arange(1, 7)[None], torch.arange(6)[None]
+    bias = torch.zeros(1, 1, 1, 6)
+    one, other = (
+        module(ids, rows, *(torch.randn(2, 1, 2, 6, 16)), bias) for _ in range(2)
+    )
+    torch.testing.assert_close(one, other)
+
+
+def test_the_folder_is_a_llama_layer_and_its_cross_attention(folders):
+    tensors = load_file(folders["trained"] / "model.safetensors")
+    assert {name for name in tensors if not name.startswith("layers.0.")} == {
+        "cross.q_proj.weight",
+        "cross.o_proj.weight",
+        "norm.weight",
+    }
+    fields = json.loads((folders["trained"] / "config.json").read_text())
+    assert fields["architectures"] == ["GlideDrafter"]
+    figures = json.loads((folders["trained"] / "training.json").read_text())
+    assert figures["validation"]["tokens_per_pass"] > 2
+    assert len(figures["validation"]["acceptance"]) == PLACES
+
+
+def test_a_stopped_training_goes_on_where_it_was(target, text, tmp_path):
+    settings = LayerSettings(inner=8, half=True)
+    train(target, tmp_path / "whole", text, settings)
+
+    def stop(progress):
+        if progress.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(target, tmp_path / "cut", text, settings, report=stop)
+    assert (tmp_path / "cut" / STATE).is_file()
+    with pytest.raises(OutputError, match=r"other settings.*inner"):
+        train(target, tmp_path / "cut", text, replace(settings, inner=16))
+    train(target, tmp_path / "cut", text, settings)
+    whole, cut = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")
+    )
+    assert whole["layers.0.mlp.up_proj.weight"].shape == (8, 64)
+    for name, tensor in whole.items():
+        assert tensor.dtype == torch.float16
+        torch.testing.assert_close(cut[name], tensor)
+
+
+# --- what is refused ----------------------------------------------------------------
+
+
+def test_the_command_says_what_is_wrong_in_one_line(target, text, tmp_path):
+    given = ("train", "glide", target, "--data", text, "-o", tmp_path / "out")
+    assert_refused(cli(*given, "--inner", -1), "inner -1 is out of range")
+    assert_refused(cli(*given, "--sequence-length", 9), "too short for drafts of 5")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"vocab_size": 300}, "vocabulary of 300 tokens"),
+        ({"hidden_size": 32}, "reads states of 32 numbers"),
+        ({"num_attention_heads": 8}, "8 heads of 8 numbers, but .* keeps 2 of 16"),
+        ({"gate": 1}, "has gate=1, which jetdraft does not know"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused(
+    target, folders, tmp_path, fields, words
+):
+    shutil.copytree(folders["trained"], tmp_path / "drafter")
+    file = tmp_path / "drafter" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    checkpoint = Checkpoint.load(target, torch.float32)
+    with pytest.raises(CheckpointError, match=words):
+        load_head(str(tmp_path / "drafter"), checkpoint, torch.float32)
+
+
+def test_a_pair_whose_buffers_do_not_fit_is_refused(bundles):
+    bundle = bundles["trained"]
+    own, drafter = bundle.target.contract, bundle.drafter.contract
+    assert drafter.reads == ((1, 2, 16),)
+    for wrong in (
+        replace(own, kv_shapes=own.kv_shapes[:1]),
+        replace(own, kv_shapes=((2, 16), (1, 16))),
+        replace(own, kv_bits=8),
+    ):
+        with pytest.raises(PairError, match=r"reads 2 heads of 16 floats .* layer 1"):
+            check_pair(wrong, drafter)
+
+
+def test_integer_buffers_are_refused_before_anything_is_written(
+    target, folders, tmp_path
+):
+    recipe = Recipe.parse("int4-rtn-b32-kv8", 32)
+    options = ExportOptions(recipe, capacity=64, max_width=16, fast=True)
+    with pytest.raises(OptionError, match="reads the target's buffers in floats"):
+        export(target, tmp_path / "b", options=options, head=str(folders["trained"]))
+    assert not (tmp_path / "b").exists()
+
+
+def test_it_needs_its_drafter(bundles, tmp_path):
+    path = bundles["trained"].path
+    with (
+        jetdraft.load(path, drafter_provider="off") as model,
+        pytest.raises(OptionError, match="needs a GliDe drafter"),
+    ):
+        model.generate(PERIOD, method="glide")
+    with pytest.raises(OptionError, match="model of its own"):
+        jetdraft.load(path, learn=tmp_path / "use")
+
+
+def test_it_is_no_drafter_of_its_own(model):
+    with pytest.raises(OptionError, match="needs a drafter"):
+        model.generate(PERIOD, method="draft")

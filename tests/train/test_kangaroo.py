@@ -1,0 +1,467 @@
+"""The target's lower layers draft: an adapter is trained, exported, and drafts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import jetdraft
+from jetdraft.bundle import Bundle
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.errors import (
+    CheckpointError,
+    OptionError,
+    OutputError,
+    TrainingError,
+    UnsupportedModelError,
+)
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.passes.split.halves import Halves
+from jetdraft.runtime.planning.drafting import Drafting
+from jetdraft.train.kangaroo.kangaroo_training import KangarooSettings, KangarooTraining
+from jetdraft.train.run_folder import STATE
+from jetdraft.train.taught import next_token_training
+from jetdraft.train.training import TrainingOptions
+from tests.cli.running import assert_refused
+from tests.cli.running import jetdraft as cli
+from tests.tiny import llama_config, save_checkpoint
+from tests.train.periodic import PERIOD, learned_target, nothing
+
+QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
+LEARNING = replace(QUICK, steps=60, sequence_length=48, learning_rate=1e-2)
+WAYS = [{}, {"temperature": 0.8, "seed": 1}]
+LONG = {"max_new_tokens": 80, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> str:
+    """A target of four layers that knows the text."""
+    return learned_target(tmp_path_factory.mktemp("kangaroo"), 4)
+
+
+def train(target, output, text, settings=None, options=QUICK, report=nothing):
+    run = KangarooTraining(target, output, [text], settings, options)
+    return run, run.run(report)
+
+
+@pytest.fixture(scope="module")
+def folders(target, tmp_path_factory) -> dict[str, Path]:
+    """The folders of a trained adapter, and of one as it begins."""
+    folder, text = tmp_path_factory.mktemp("adapters"), Path(target).parent / "text.txt"
+    still = replace(QUICK, steps=1, learning_rate=0.0)
+    for name, options in (("trained", LEARNING), ("untrained", still)):
+        train(target, folder / name, text, KangarooSettings(exit_layer=1), options)
+    return {name: folder / name for name in ("trained", "untrained")}
+
+
+@pytest.fixture(scope="module")
+def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
+    folder = tmp_path_factory.mktemp("bundles")
+    options = ExportOptions(Recipe("int4", 32), capacity=256, max_width=32)
+    fast = replace(options, fast=True)
+    return {
+        name: export(target, folder / name, options=one, head=str(folders[name]))
+        for name, one in (("trained", options), ("untrained", fast))
+    }
+
+
+@pytest.fixture(scope="module")
+def model(bundles):
+    with jetdraft.load(bundles["trained"].path, threads=1) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    """The text of plain decoding of a way."""
+    texts = {}
+
+    def of(way):
+        key = tuple(way.items())
+        if key not in texts:
+            made = model.generate(PERIOD, method="none", **LONG, **way)
+            texts[key] = made.token_ids
+        return texts[key]
+
+    return of
+
+
+def test_a_trained_adapter_is_right_more_often(bundles, model):
+    """The text is periodic, so a trained adapter can know it, at each position."""
+    how = {"method": "kangaroo", "num_draft_tokens": 3, **LONG}
+    drafting = {"confidence": 0.0}
+    trained = model.generate(PERIOD, drafting=drafting, **how).stats
+    with jetdraft.load(bundles["untrained"].path, threads=1) as other:
+        untrained = other.generate(PERIOD, drafting=drafting, **how).stats
+    assert trained.tokens_per_pass > max(2.5, untrained.tokens_per_pass + 0.5)
+    assert len(trained.accepted_by_position) == 3
+    assert min(trained.accepted_by_position) > 0.7
+    record = bundles["trained"].drafter.quantization["acceptance"]
+    assert len(record["by_position"]) == 4
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_chains_give_the_text_of_plain_decoding(model, plain, way, count):
+    drafting = {"confidence": 0.0}
+    result = model.generate(
+        PERIOD, method="kangaroo", num_draft_tokens=count, drafting=drafting,
+        **LONG, **way,
+    )  # fmt: skip
+    assert result.token_ids == plain(way)
+    assert result.stats.accepted_tokens > 10
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("tree", ["best", "heap", "comb"])
+def test_trees_give_the_text_of_plain_decoding(model, plain, way, tree):
+    result = model.generate(
+        PERIOD, method="kangaroo", drafting={"tree": tree}, **LONG, **way
+    )
+    assert result.token_ids == plain(way)
+    assert result.stats.accepted_tokens > 10
+
+
+@pytest.mark.parametrize("method", ["kangaroo,lookup", "auto"])
+def test_other_methods_draft_beside_it(model, plain, method):
+    for way in WAYS:
+        result = model.generate(PERIOD, method=method, **LONG, **way)
+        assert result.token_ids == plain(way)
+
+
+def test_the_text_fills_the_buffers(model):
+    """At their end a lower pass with its padding does not fit."""
+    how = {"max_new_tokens": 400, "ignore_eos": True}
+    plain = model.generate(PERIOD, method="none", **how)
+    for length in (2, 5):
+        drafted = model.generate(
+            PERIOD, method="kangaroo", num_draft_tokens=length, **how
+        )
+        assert drafted.token_ids == plain.token_ids
+
+
+def leading_of(model):
+    """The target of a generation, and the follower of its adapter."""
+    leading = model.planner.target(Drafting("kangaroo"))
+    follower = model.parts.follower
+    follower.forget()
+    leading.cache.rewind(0)
+    return leading, follower
+
+
+def rows_of(buffers, length):
+    return [np.array(buffer.numpy()[:, :, :length]) for buffer in buffers.values()]
+
+
+def read(leading, follower, tokens):
+    """Run tokens one at a time, as plain decoding does."""
+    for place, token in enumerate(tokens):
+        answer = leading.run([token], width=leading.widths[0])
+        leading.cache.advance(1)
+        follower.observe(place, [token], answer.features.copy())
+    return int(answer.candidates[0, 0])
+
+
+@pytest.mark.parametrize("accepted", range(5))
+def test_all_caches_hold_what_a_fresh_prefill_holds(model, plain, accepted):
+    """After each outcome of a draft of four, bit by bit."""
+    model.forget()
+    leading, follower = leading_of(model)
+    prompt = model.parts.text.encode(PERIOD)
+    read(leading, follower, prompt)
+    text = plain({})
+    root, right = text[0], text[1 : 1 + accepted]
+    wrong = [(token + 1) % 288 or 1 for token in text[1 + accepted : 5]]
+    draft = [root, *right, *wrong]
+    assert follower.follow([*prompt, root]) is not None
+    for token in draft[1:-1]:
+        assert follower.step(token) is not None
+    assert leading.ahead == draft[:-1]
+    whole_passes = leading.whole.passes
+    rows, answer = leading.verify(Rows.chain(draft), width=leading.widths[-1])
+    assert leading.whole.passes == whole_passes
+    path = rows.walk(answer.candidates[:, 0].tolist())
+    assert len(path) == 1 + accepted
+    assert leading.commit(path, exact=True) == len(path)
+    assert leading.ahead == []
+    sequence = [*prompt, *draft[: 1 + accepted]]
+    first = len(prompt)
+    follower.observe(first, sequence[first:], answer.features[path])
+    assert follower.follow([*sequence, text[1 + accepted]]) is not None
+    fed = len(follower._fed.tokens)
+    assert fed == leading.cache.length + 1 == len(sequence) + 1
+    own = rows_of(leading.cache.buffers, len(sequence))
+    adapter = rows_of(model.parts.drafter.cache.buffers, fed)
+    leading.cache.rewind(0)
+    follower.forget()
+    read(leading, follower, sequence)
+    assert all(map(np.array_equal, own, rows_of(leading.cache.buffers, len(sequence))))
+    follower.follow([*sequence, text[1 + accepted]])
+    fresh = rows_of(model.parts.drafter.cache.buffers, fed)
+    for one, other in zip(adapter, fresh, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_each_row_runs_through_the_lower_half_once(model, plain, monkeypatch):
+    ran, original = [], Halves.run_lower
+
+    def run_lower(halves, rows, *rest):
+        ran.append(len(rows.tokens))
+        return original(halves, rows, *rest)
+
+    monkeypatch.setattr(Halves, "run_lower", run_lower)
+    whole_passes = model.parts.target.passes
+    model.forget()
+    stats = model.generate(
+        PERIOD, method="kangaroo", num_draft_tokens=3, drafting={"confidence": 0.0},
+        **LONG,
+    ).stats  # fmt: skip
+    assert set(ran) == {1}
+    # The root and each drafted token; a round without a draft runs the whole target.
+    rounds = stats.target_passes
+    prefills = model.parts.target.passes - whole_passes
+    assert stats.drafted_tokens + rounds - prefills <= len(ran)
+    assert len(ran) <= stats.drafted_tokens + rounds
+
+
+def test_the_confidence_ends_a_draft(model):
+    def drafted(confidence):
+        stats = model.generate(
+            PERIOD, method="kangaroo", num_draft_tokens=4, temperature=1.0, seed=2,
+            drafting={"confidence": confidence}, **LONG,
+        ).stats  # fmt: skip
+        return stats.drafted_tokens / stats.target_passes
+
+    assert drafted(1.0) <= 1.0
+    assert drafted(1.0) < drafted(0.6) < drafted(0.0)
+
+
+def test_a_prompt_that_goes_on_is_not_read_again(model):
+    how = {"method": "kangaroo", "num_draft_tokens": 3, **LONG}
+    first = model.generate(PERIOD, **how)
+    prompt = model.parts.text.encode(PERIOD) + first.token_ids[:40]
+    again = model.generate(token_ids=prompt, **how)
+    assert again.stats.reused_tokens > 30
+    model.forget()
+    fresh = model.generate(token_ids=prompt, **how)
+    assert fresh.stats.reused_tokens == 0
+    assert again.token_ids == fresh.token_ids
+    assert again.stats.accepted_tokens == fresh.stats.accepted_tokens
+
+
+def test_a_saved_prefix_holds_the_adapters_rows(bundles, tmp_path):
+    prompt, how = PERIOD * 2, {"method": "kangaroo", "num_draft_tokens": 3, **LONG}
+    with jetdraft.load(bundles["trained"].path, threads=1) as model:
+        ids = model.parts.text.encode(prompt)
+        fresh = model.generate(prompt, **how)
+        model.save_prefix(tmp_path / "prefix.npz", ids[:-2])
+    with jetdraft.load(bundles["trained"].path, threads=1) as model:
+        model.load_prefix(tmp_path / "prefix.npz")
+        again = model.generate(prompt, **how)
+        assert again.stats.reused_tokens > 10
+    assert again.token_ids == fresh.token_ids
+    assert again.stats.accepted_counts == fresh.stats.accepted_counts
+
+
+def test_the_adapter_in_the_graph_is_the_module(target, folders, tmp_path):
+    """The graph answers what the module says of the states at the exit.
+
+    It does so for its part of the vocabulary, and writes the target's text.
+    """
+    options = ExportOptions(
+        Recipe("none"), Recipe("none"), capacity=128, max_width=16, fast=True,
+        draft_vocab=40,
+    )  # fmt: skip
+    adapter = str(folders["trained"])
+    bundle = export(target, tmp_path / "b", options=options, head=adapter)
+    checkpoint = Checkpoint.load(target, torch.float32)
+    checkpoint.model.set_attn_implementation("sdpa")
+    module = load_head(adapter, checkpoint, torch.float32)
+    assert module.exit_layer == 1
+    halves = bundle.target.halves
+    assert (halves.layers, halves.hidden_size, halves.scores) == (3, 64, False)
+    tokens = np.random.default_rng(6).integers(1, 288, 12)
+    ids, kept = torch.tensor(tokens)[None], bundle.draft_vocabulary()
+    with torch.no_grad():
+        states = checkpoint.model(ids, output_hidden_states=True).hidden_states[1]
+        hidden = module(states, torch.arange(12)[None])
+        logits = module.lm_head(hidden)[0, :, kept].numpy()
+    with jetdraft.load(bundle.path, threads=1) as model:
+        features = model.parts.target.run(tokens.tolist()).features.copy()
+        np.testing.assert_allclose(features, states[0], atol=1e-4)
+        graph = model.parts.drafter
+        for rows in (slice(0, 8), slice(8, 12)):
+            answer = graph.run(tokens[rows].tolist(), features=features[rows])
+            best = np.sort(logits[rows])[:, ::-1]
+            np.testing.assert_allclose(answer.candidate_logits, best, atol=2e-4)
+            first = kept[logits[rows].argmax(-1)]
+            assert np.array_equal(answer.candidates[:, 0], first)
+            graph.cache.advance(8)
+        model.forget()
+        how = {"max_new_tokens": 60, "ignore_eos": True}
+        plain = model.generate(PERIOD, method="none", **how)
+        made = model.generate(PERIOD, method="kangaroo", num_draft_tokens=3, **how)
+    assert made.token_ids == plain.token_ids
+    assert made.stats.accepted_tokens > 10
+
+
+# --- the training -------------------------------------------------------------------
+
+
+def test_the_folder_is_in_the_authors_layout(folders):
+    tensors = load_file(folders["trained"] / "model.safetensors")
+    layer = "layers.0."
+    assert set(tensors) == {
+        "norm.weight",
+        f"{layer}input_layernorm.weight",
+        *(f"{layer}self_attn.{name}_proj.weight" for name in "qkvo"),
+    }
+    fields = json.loads((folders["trained"] / "config.json").read_text())
+    assert fields["exit_layer"] == 1
+    assert fields["architectures"] == ["KangarooAdapter"]
+    figures = json.loads((folders["trained"] / "training.json").read_text())
+    assert figures["validation"]["tokens_per_pass"] > 2
+    assert len(figures["validation"]["acceptance"]) == 5
+
+
+def test_a_stopped_training_goes_on_where_it_was(target, text, tmp_path):
+    train(target, tmp_path / "whole", text)
+
+    def stop(progress):
+        if progress.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(target, tmp_path / "cut", text, report=stop)
+    assert (tmp_path / "cut" / STATE).is_file()
+    with pytest.raises(OutputError, match=r"other settings.*exit layer"):
+        train(target, tmp_path / "cut", text, KangarooSettings(exit_layer=1))
+    train(target, tmp_path / "cut", text)
+    whole, cut = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")
+    )
+    for name, tensor in whole.items():
+        torch.testing.assert_close(cut[name], tensor)
+    with pytest.raises(OutputError, match="holds a finished training"):
+        train(target, tmp_path / "cut", text)
+
+
+def test_a_loss_that_is_no_number_stops_it(target, text, tmp_path, monkeypatch):
+    """What was saved before stays."""
+    original, calls = next_token_training.NextTokenTraining.loss, []
+
+    def loss(*args):
+        calls.append(args)
+        return original(*args) * (float("nan") if len(calls) == 3 else 1.0)
+
+    monkeypatch.setattr(next_token_training.NextTokenTraining, "loss", loss)
+    with pytest.raises(TrainingError, match="the loss of step 3 is not a number"):
+        train(target, tmp_path / "out", text)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "words"),
+    [
+        (KangarooSettings(exit_layer=4), QUICK, "exit layer 4 .*1 to 3"),
+        (KangarooSettings(exit_layer=-1), QUICK, "exit layer -1 .*1 to 3"),
+        (None, replace(QUICK, sequence_length=9), "too short for drafts of 5"),
+    ],
+)
+def test_bad_settings(target, text, tmp_path, settings, options, words):
+    with pytest.raises(OptionError, match=words):
+        train(target, tmp_path / "out", text, settings, options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_says_what_is_wrong_in_one_line(target, text, tmp_path):
+    given = ("train", "kangaroo", target, "--data", text, "-o", tmp_path / "out")
+    assert_refused(cli(*given, "--exit-layer", 9), "exit layer 9", "give 1 to 3")
+    assert not (tmp_path / "out").exists()
+
+
+# --- what is refused at the export and at run time ----------------------------------
+
+
+def changed(folder, copy, **fields):
+    """The folder with other fields in its config."""
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, **fields}))
+    return str(copy)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"exit_layer": 4}, "below layer 4, but .* has 4 layers"),
+        ({"exit_layer": None}, "exit_layer=None; it needs a whole number"),
+        ({"vocab_size": 300}, "vocabulary of 300 tokens"),
+        ({"hidden_size": 32}, "reads states of 32 numbers"),
+        ({"gate": 1}, "has gate=1, which jetdraft does not know"),
+    ],
+)
+def test_an_adapter_of_another_target_is_refused(
+    target, folders, tmp_path, fields, words
+):
+    head = changed(folders["trained"], tmp_path / "adapter", **fields)
+    with pytest.raises(CheckpointError, match=words):
+        load_head(head, Checkpoint.load(target, torch.float32), torch.float32)
+
+
+def test_a_damaged_adapter_is_refused(target, folders, tmp_path):
+    head = changed(folders["trained"], tmp_path / "adapter")
+    tensors = load_file(f"{head}/model.safetensors")
+    del tensors["norm.weight"]
+    save_file(tensors, f"{head}/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks weight 'norm.weight'"):
+        load_head(head, Checkpoint.load(target, torch.float32), torch.float32)
+
+
+def test_halves_of_sliding_windows_are_refused(folders, tmp_path):
+    from transformers import MistralConfig
+
+    sizes = llama_config(num_hidden_layers=4).to_dict()
+    known = MistralConfig().to_dict().keys() - {"model_type", "architectures"}
+    fields = {name: value for name, value in sizes.items() if name in known}
+    config = MistralConfig(**{**fields, "sliding_window": 8})
+    source = save_checkpoint(tmp_path / "windows", config)
+    options = ExportOptions(Recipe("none"), capacity=64, max_width=16, fast=True)
+    with pytest.raises(UnsupportedModelError, match="attends in sliding windows"):
+        export(
+            str(source), tmp_path / "b", options=options, head=str(folders["trained"])
+        )
+    assert not (tmp_path / "b").exists()
+
+
+def test_other_providers_are_refused_before_anything_is_written(
+    target, folders, tmp_path
+):
+    options = ExportOptions(Recipe("int4", 32), provider="cuda")
+    with pytest.raises(OptionError, match="run on the CPU, not on cuda"):
+        export(target, tmp_path / "b", options=options, head=str(folders["trained"]))
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("confidence", [-0.1, 1.5])
+def test_a_bad_confidence(model, confidence):
+    with pytest.raises(OptionError, match=r"confidence .* is out of range"):
+        model.generate(PERIOD, method="kangaroo", drafting={"confidence": confidence})
+
+
+def test_it_needs_its_adapter(bundles):
+    with jetdraft.load(bundles["trained"].path, drafter_provider="off") as model:
+        with pytest.raises(OptionError, match="needs a Kangaroo adapter"):
+            model.generate(PERIOD, method="kangaroo")
+        with pytest.raises(OptionError, match="needs a head"):
+            model.generate(PERIOD, method="eagle")

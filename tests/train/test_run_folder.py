@@ -1,0 +1,86 @@
+"""The folder of a training, and what an end at a bad moment leaves in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from jetdraft.checkpoints.streamed import UNFINISHED
+from jetdraft.errors import OptionError, OutputError
+from jetdraft.train.interrupt import held_back
+from jetdraft.train.run_folder import RunFolder
+from jetdraft.train.taught.tensor_cache import TensorCache
+from jetdraft.train.training import Training, TrainingOptions
+
+
+def test_a_kill_between_the_last_two_steps_leaves_a_finished_training(
+    tmp_path, monkeypatch
+):
+    """It must not ask for a state that it has deleted itself."""
+    folder = RunFolder(tmp_path / "out")
+    folder.create()
+    unlink, calls = Path.unlink, []
+
+    def killed(file, missing_ok=False):
+        if file.name in ("training.pt", UNFINISHED):
+            calls.append(file.name)
+            if len(calls) == 2:
+                raise SystemExit
+        unlink(file, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", killed)
+    with pytest.raises(SystemExit):
+        folder.save({"w": torch.ones(1)}, {}, {"run": {}}, finished=True)
+    monkeypatch.undo()
+    with pytest.raises(OutputError, match="holds a finished training"):
+        RunFolder(tmp_path / "out")
+
+
+def test_ctrl_c_waits_for_the_end_of_a_step():
+    steps = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def step():
+        with held_back():
+            os.kill(os.getpid(), signal.SIGINT)
+            steps.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert steps == [1]
+    assert signal.getsignal(signal.SIGINT) is before
+    with held_back():
+        steps.append(2)
+    with pytest.raises(ZeroDivisionError), held_back():
+        steps.append(1 / 0)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_owner_of_a_cache_is_whole_whenever_others_look(tmp_path, monkeypatch):
+    """Two processes of a training open the folder at the same time."""
+    opened = Path.open
+
+    def open_(file, mode="r", *args, **more):
+        assert file.name != "owner.txt" or mode == "r", "it would be empty for a moment"
+        return opened(file, mode, *args, **more)
+
+    monkeypatch.setattr(Path, "open", open_)
+    for process in range(2):
+        TensorCache(tmp_path, "owner", process)
+    with pytest.raises(OutputError, match="another folder"):
+        TensorCache(tmp_path, "other")
+
+
+def test_a_batch_has_a_part_for_each_process():
+    class Two(Training):
+        def __init__(self):
+            self.options = TrainingOptions(batch_size=2)
+
+    Two.__abstractmethods__ = frozenset()
+    Two()._check_share(2)
+    with pytest.raises(OptionError, match="--batch-size 3 or more"):
+        Two()._check_share(3)
