@@ -293,7 +293,7 @@ def test_it_needs_its_drafter(bundles, tmp_path):
         pytest.raises(OptionError, match="needs a GliDe drafter"),
     ):
         model.generate(PERIOD, method="glide")
-    with pytest.raises(OptionError, match="model of its own"):
+    with pytest.raises(OptionError, match="learns from use"):
         jetdraft.load(path, learn=tmp_path / "use")
 
 

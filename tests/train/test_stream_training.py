@@ -48,7 +48,7 @@ def train(target, output, text, settings=SETTINGS, options=QUICK, report=nothing
     ("mode", "layers", "size"),
     [
         ("lossless", 3, {"steps": 80, "batch_size": 1, "sequence_length": 64}),
-        ("shared", 3, {"steps": 80, "batch_size": 1, "sequence_length": 64}),
+        ("shared", 3, {"steps": 160, "batch_size": 1, "sequence_length": 64}),
     ],
     ids=["lossless", "shared"],
 )

@@ -104,11 +104,11 @@ def command(
     A model that runs with the same DIR takes the weights between two texts, and takes
     them back if fewer of their tokens are accepted.
     """
-    pace = Pace(seconds, watts)
+    pace, settings = Pace(seconds, watts), UseOptions(**options)
     if background:
         stand_back()
     student = student_of(Bundle.open(bundle), source, target)
-    training = UseTraining(student, folder, UseOptions(**options))
+    training = UseTraining(student, folder, settings)
     if background:
         Background(training, pace).run(_tell)
         return
