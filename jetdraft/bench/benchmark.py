@@ -20,6 +20,7 @@ from jetdraft.runtime.measured.places import decoding_widths, pass_times
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.piece import Result
 from jetdraft.runtime.planning.registry import AUTO, NONE
 
 CURVE_WIDTHS = range(1, 9)
@@ -32,6 +33,7 @@ class Contender:
 
     `runs[repeat][prompt]` are the stats. `same_text` counts the texts that plain
     decoding gives too. `joules` is the energy of all runs, None if it was not measured.
+    `characters` is the length of all texts.
     """
 
     method: str
@@ -40,6 +42,7 @@ class Contender:
     runs: list[list[Stats]] = field(default_factory=list)
     same_text: int = 0
     joules: float | None = None
+    characters: int = 0
 
     def speeds(self) -> list[float]:
         """Tokens per second of each repeat, over all prompts."""
@@ -111,20 +114,21 @@ def run(
             reference: list[int] = []
             for contender in sorted(rows, key=lambda row: not row.exact):
                 with meter() as energy:
-                    ids, stats = _generate(model, contender, prompt, options)
+                    result = _generate(model, contender, prompt, options)
                 if energy.joules is not None:
                     contender.joules = (contender.joules or 0.0) + energy.joules
-                reference = reference or ids
-                contender.runs[repeat].append(stats)
-                contender.same_text += ids == reference
+                reference = reference or result.token_ids
+                contender.runs[repeat].append(result.stats)
+                contender.same_text += result.token_ids == reference
+                contender.characters += len(result.text)
                 tick()
 
 
 def _generate(
     model: Model, contender: Contender, prompt: Int64s, options: dict[str, Any]
-) -> tuple[list[int], Stats]:
+) -> Result:
     model.forget()  # the contender before has decoded the same text
-    result = model.generate(
+    return model.generate(
         token_ids=prompt,
         method=contender.method,
         num_draft_tokens=contender.num_draft_tokens,
@@ -132,7 +136,6 @@ def _generate(
         ignore_eos=True,
         **options,
     )
-    return result.token_ids, result.stats
 
 
 def report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
@@ -155,7 +158,7 @@ def report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "bundle_sha256": model.bundle.sha256,
-        "rows": [_row(row, plain) for row in rows],
+        "rows": [_row(row, plain, model.parts.text.readable) for row in rows],
         "pass_ms": pass_ms,
         "peak_memory_bytes": peak,
     }
@@ -169,16 +172,20 @@ def _pass_ms(graph: Graph | None) -> dict[int, float]:
     return pass_times(graph, widths)
 
 
-def _row(row: Contender, plain: Contender) -> dict[str, Any]:
+def _row(row: Contender, plain: Contender, readable: bool) -> dict[str, Any]:
+    """All metrics; without a `readable` text there are no characters."""
     pairs = zip(row.speeds(), plain.speeds(), strict=True)
     ratios = [speed / plain_speed for speed, plain_speed in pairs if plain_speed]
     total = row.total()
+    speed = float(np.median(row.speeds()))
+    per_token = row.characters / max(1, total.new_tokens)
     first_seconds = [s.time_to_first_token for run in row.runs for s in run]
     return {
         "method": row.method,
         "num_draft_tokens": row.num_draft_tokens,
         "exact": row.exact,
-        "tokens_per_second": float(np.median(row.speeds())),
+        "tokens_per_second": speed,
+        "characters_per_second": speed * per_token if readable else None,
         "speedup": float(np.median(ratios)) if ratios else None,
         "tokens_per_pass": total.tokens_per_pass,
         "acceptance_rate": total.acceptance_rate,

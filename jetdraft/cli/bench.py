@@ -108,14 +108,16 @@ def command(
 def _show(report: dict[str, Any]) -> None:
     """Print the report as a table; rows that lose to plain decoding stay."""
     click.echo(
-        f"{'method':8} {'K':>4} {'exact':5} {'tokens/s':>9} {'speedup':>8} "
+        f"{'method':8} {'K':>4} {'exact':5} {'tokens/s':>9} {'chars/s':>8} "
+        f"{'speedup':>8} "
         f"{'tok/pass':>8} {'accepted':>8} {'first s':>8} {'host ms':>8}  same text"
     )
     for row in report["rows"]:
         length = row["num_draft_tokens"] or "-"
         click.echo(
             f"{row['method']:8} {length:>4} {'yes' if row['exact'] else 'no':5} "
-            f"{row['tokens_per_second']:9.1f} {_cell(row['speedup'], 2, 7)}x "
+            f"{row['tokens_per_second']:9.1f} "
+            f"{_cell(row['characters_per_second'], 1)} {_cell(row['speedup'], 2, 7)}x "
             f"{_cell(row['tokens_per_pass'], 2)} {_cell(row['acceptance_rate'], 2)} "
             f"{row['time_to_first_token']:8.3f} "
             f"{_cell(row['outside_ms_per_round'], 3)}  "

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from jetdraft.bench.text_figures import ALL, TextFigures, text_figures
 from jetdraft.bench.verification import Comparison, compare_methods
 from jetdraft.bundle import Bundle
 from jetdraft.devices.kernels.forecast import Forecast, forecasts
 from jetdraft.devices.kernels.kernel_table import TABLES
-from jetdraft.errors import CheckError
+from jetdraft.errors import CheckError, OptionError
 from jetdraft.export.pair.draft_acceptance import TOLERANCE, fallen, measured_again
+from jetdraft.runtime.measured.places import pass_times
 from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.model import load
 from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.description import describe
-from jetdraft.terminal.flags import bundle_argument, json_option, runtime_options
+from jetdraft.terminal.flags import (
+    bundle_argument,
+    json_option,
+    runtime_options,
+    texts_option,
+)
 from jetdraft.terminal.progress import ProgressBars
 
 
@@ -41,13 +48,20 @@ from jetdraft.terminal.progress import ProgressBars
     help="Read the graphs and say, node by node, what this provider will do with them; "
     "nothing is run, and the provider need not be here.",
 )
+@texts_option
 @runtime_options
 @json_option
 def command(
-    bundle: Path, run: bool, elsewhere: str | None, runtime: LoadOptions, as_json: bool
+    bundle: Path,
+    run: bool,
+    elsewhere: str | None,
+    texts: tuple[Path, ...],
+    runtime: LoadOptions,
+    as_json: bool,
 ) -> None:
     """Check BUNDLE's files and contracts, width classes, and every method's text."""
     checked = Bundle.open(bundle, again=True)
+    figures = _text_figures(checked, texts, run and elsewhere is None)
     if elsewhere is not None:
         _show_forecasts(list(forecasts(checked, elsewhere)), as_json)
         return
@@ -55,6 +69,7 @@ def command(
         _show_manifest(checked, as_json)
         return
     model = load(bundle, **runtime)
+    speed = 1e3 / pass_times(model.parts.target, [1])[1] if figures else 0.0
     with ProgressBars() as bars:
         bars("measure widths", 0, 1)
         model.measure_again()
@@ -65,8 +80,9 @@ def command(
     if not as_json:
         click.echo(f"files      {files} present, hashes right")
         click.echo(f"contract   {graphs} graphs as declared")
-        for line in _width_lines(widths):
-            click.echo(f"widths     {line}")
+        shown = [f"widths     {line}" for line in _width_lines(widths)]
+        for line in (*shown, *_figure_lines(figures, speed)):
+            click.echo(line)
     for comparison in compare_methods(model):
         comparisons.append(comparison)
         if not as_json:
@@ -82,6 +98,8 @@ def command(
             "texts": [asdict(comparison) for comparison in comparisons],
             "acceptance": acceptance
             and dict(zip(("exported", "measured"), acceptance, strict=True)),
+            "tokenizer": [row.to_json() for row in figures],
+            "plain_tokens_per_second": speed or None,
         }
         click.echo(json.dumps(fields))
     if acceptance is not None and fallen(*acceptance):
@@ -97,6 +115,33 @@ def command(
             f"{wrong} methods gave another text than plain decoding; report this with "
             "the output of jetdraft check --no-run"
         )
+
+
+def _text_figures(
+    bundle: Bundle, texts: Sequence[Path], runs: bool
+) -> list[TextFigures]:
+    """What the bundle's tokenizer makes of these texts; raises `OptionError`."""
+    if not texts:
+        return []
+    if not runs:
+        raise OptionError("--text needs a run; leave --no-run and --for out")
+    if bundle.tokenizer is None:
+        raise OptionError("the bundle has no tokenizer; leave --text out")
+    ids = None if bundle.drafter is None else bundle.draft_vocabulary()
+    vocabulary = None if ids is None else frozenset(ids.tolist())
+    return text_figures(bundle.tokenizer, texts, vocabulary)
+
+
+def _figure_lines(figures: Sequence[TextFigures], speed: float) -> Iterator[str]:
+    """The rows of all texts, and the speed of plain decoding for each text."""
+    for row in figures:
+        yield f"tokenizer  {row.line()}"
+    for row in figures:
+        if row.script == ALL:
+            yield (
+                f"plain      {row.text:16} {speed:.1f} tokens/s, "
+                f"{speed * row.characters_per_token:.1f} characters/s"
+            )
 
 
 def _show_manifest(bundle: Bundle, as_json: bool) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from jetdraft.bench.picture import draw_curves
+from jetdraft.bench.text_figures import ALL, TextFigures, text_figures
+from jetdraft.bundle import TOKENIZER
 from jetdraft.devices.device import Device
+from jetdraft.devices.planning.drafter_advice import Advisor, Drafter
 from jetdraft.devices.planning.plan import (
     FREE,
     PROBES,
@@ -22,9 +26,12 @@ from jetdraft.devices.planning.plan import (
 )
 from jetdraft.runtime.planning.registry import methods
 from jetdraft.terminal.command import Command, option
-from jetdraft.terminal.flags import json_option, picture_option
+from jetdraft.terminal.flags import json_option, picture_option, texts_option
 
 DRAWN_ACCEPTANCES = (0.4, 0.6, 0.8)
+OTHER_BUDGETS = (20, 2000)
+"""Tokens per weight that are compared with the advised number."""
+
 NOTES = {
     PROBES: "for a target that jetdraft train streams has trained",
     FREE: "for a text that repeats itself that often; it drafts nothing else",
@@ -69,6 +76,14 @@ NOTES = {
     "--power-mode",
     help="A power mode of the device; default: the first, without Super.",
 )
+@option(
+    "drafting",
+    "--draft-vocab",
+    type=click.IntRange(1),
+    help="Tokens that the advised drafter can draft; default: all. With --text, how "
+    "much of it the most frequent ones cover.",
+)
+@texts_option
 @json_option
 @picture_option("tokens per second over rows per pass for three acceptances")
 def command(
@@ -79,6 +94,8 @@ def command(
     quantize: str,
     context: int,
     acceptance: float,
+    draft_vocab: int | None,
+    texts: tuple[Path, ...],
     picture: Path | None,
     as_json: bool,
 ) -> None:
@@ -94,14 +111,44 @@ def command(
         method_costs(),
     )
     prediction = plan(question)
+    figures = _text_figures(target, texts, draft_vocab)
+    drafters = _advised(question, draft_vocab, figures)
     if as_json:
-        click.echo(json.dumps(prediction.to_json()))
+        fields = prediction.to_json() | {
+            "advised_drafters": [drafter.to_json() for drafter in drafters],
+            "tokenizer": [row.to_json() for row in figures],
+        }
+        click.echo(json.dumps(fields))
     if not prediction.fits:
         raise refusal(question, prediction)
     if not as_json:
         _show(prediction, question.device)
+        _show_drafters(drafters)
+        _show_texts(prediction, figures)
     if picture is not None:
         _draw(question, picture)
+
+
+def _text_figures(
+    target: Path, texts: Sequence[Path], draft_vocab: int | None
+) -> list[TextFigures]:
+    """What the target's tokenizer makes of the texts."""
+    if not texts:
+        return []
+    folder = target if target.is_dir() else target.parent
+    return text_figures(folder / TOKENIZER, texts, most_frequent=draft_vocab)
+
+
+def _advised(
+    question: Question, draft_vocab: int | None, figures: Sequence[TextFigures]
+) -> list[Drafter]:
+    """The advised drafter, and the same after other numbers of tokens."""
+    whole = [row for row in figures if row.script == ALL and row.drafted is not None]
+    tokens = sum(row.tokens for row in whole)
+    coverage = sum(row.drafted or 0 for row in whole) / tokens if tokens else 1.0
+    advisor = Advisor(question, draft_vocab, coverage)
+    best = advisor.best()
+    return [best, *(advisor.with_tokens(best, budget) for budget in OTHER_BUDGETS)]
 
 
 def method_costs() -> tuple[MethodCost, ...]:
@@ -138,6 +185,37 @@ def _show(prediction: Plan, device: Device) -> None:
     others = [m.name for m in device.power_modes if m.name != prediction.power_mode]
     if others:
         click.echo(f"  (--power-mode {', '.join(others)}: other rates)")
+
+
+def _show_drafters(drafters: Sequence[Drafter]) -> None:
+    """Say what drafter to train, and what fewer or more tokens would change."""
+    best = drafters[0]
+    if best.choice.speedup <= 1.0:
+        click.echo("advice     no drafter: plain decoding is as fast")
+        return
+    click.echo(
+        f"advice     a drafter of width {best.hidden_size}, layers: {best.layers}: "
+        f"{best.weights / 1e6:.1f} M weights, a draft step {best.draft_ms:.1f} ms"
+    )
+    for drafter in drafters:
+        click.echo(
+            f"  {drafter.tokens / 1e6:9.0f} M tokens ({drafter.tokens // best.weights} "
+            f"a weight) acceptance {drafter.acceptance:.2f} "
+            f"{drafter.choice.width:3} rows {drafter.choice.tokens_per_second:7.1f} "
+            f"tokens/s {drafter.choice.speedup:5.2f}x"
+        )
+
+
+def _show_texts(prediction: Plan, figures: Sequence[TextFigures]) -> None:
+    """What the tokenizer makes of each text, and the speeds in characters."""
+    plain, best = prediction.rows[0].tokens_per_second, prediction.best
+    for row in figures:
+        click.echo(f"tokenizer  {row.line()}")
+    for row in (row for row in figures if row.script == ALL):
+        click.echo(
+            f"characters {row.text:16} plain {plain * row.characters_per_token:.1f}/s, "
+            f"best {best.tokens_per_second * row.characters_per_token:.1f}/s"
+        )
 
 
 def _line(choice: Choice) -> str:

@@ -74,6 +74,16 @@ prompts_option = option(
     help='JSON lines with "prompt" or "token_ids"; default: four short texts.',
 )
 
+texts_option = option(
+    "measurement",
+    "--text",
+    "texts",
+    multiple=True,
+    type=PATH,
+    help="Say what the tokenizer makes of this text file, by script; give it several "
+    "times, for example once for each language.",
+)
+
 store_option = option(
     "drafting",
     "--store",

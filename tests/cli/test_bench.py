@@ -16,6 +16,7 @@ METRICS = {
     "tokens_per_pass",
     "accepted_by_position",
     "tokens_per_second",
+    "characters_per_second",
     "time_to_first_token",
     "speedup",
 }
@@ -68,6 +69,17 @@ def test_every_row_has_every_metric(bench):
         assert row["tokens_per_pass"] >= 1
         assert row["speedup"] > 0
         assert 0 < row["outside_ms_per_round"] < 100
+
+
+def test_characters_are_those_of_the_texts(bench):
+    """All exact contenders write the same texts, so their ratio is one number."""
+    rows = [row for row in bench.report["rows"] if row["exact"]]
+    ratios = {
+        round(row["characters_per_second"] / row["tokens_per_second"], 6)
+        for row in rows
+    }
+    assert len(ratios) == 1
+    assert 0 < ratios.pop() < 10
 
 
 def test_speedup_is_measured_against_the_fastest_plain_decoding(bench):
@@ -145,7 +157,7 @@ def test_what_was_not_measured_is_a_dash(lone_bundle, tmp_path, prompt):
     limits = ("--max-new-tokens=1", "--repeats=1", "--threads=1")
     result = jetdraft("bench", lone_bundle, *flags, *limits)
     assert result.exit_code == 0, repr(result.exception)
-    assert result.stdout.splitlines()[1].split()[4] == "-x"
+    assert result.stdout.splitlines()[1].split()[5] == "-x"
     assert json.loads((tmp_path / "out").read_text())["rows"][0]["speedup"] is None
 
 

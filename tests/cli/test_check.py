@@ -42,6 +42,31 @@ def test_no_method_differs(report):
     assert all(line.endswith(" same 96 tokens") for line in texts)
 
 
+@pytest.fixture
+def without_texts(monkeypatch):
+    monkeypatch.setattr(check, "compare_methods", lambda model: iter([]))
+
+
+def test_says_what_the_tokenizer_makes_of_texts(bundle, tmp_path, without_texts):
+    file = tmp_path / "english.txt"
+    file.write_text("the self the self 12")
+    flags = ("--text", file, "--threads", "1")
+    lines = jetdraft("check", bundle, *flags).stdout.splitlines()
+    shown = [line.split()[1:3] for line in lines if line.startswith("tokenizer")]
+    assert shown == [["english.txt", part] for part in ("all", "latin", "signs")]
+    assert any("tokens/s" in line and "characters/s" in line for line in lines)
+    fields = json.loads(jetdraft("check", bundle, *flags, "--json").stdout)
+    assert fields["tokenizer"][0]["characters"] == 20
+    assert fields["plain_tokens_per_second"] > 0
+
+
+def test_texts_need_a_run_and_must_be_there(bundle, tmp_path):
+    refused = jetdraft("check", bundle, "--text", tmp_path / "none", "--threads", "1")
+    assert_refused(refused, "no data file")
+    refused = jetdraft("check", bundle, "--text", tmp_path / "none", "--no-run")
+    assert_refused(refused, "--text needs a run")
+
+
 def test_another_text_is_an_error(bundle, monkeypatch):
     differing = Comparison("draft", 2, {}, tokens=9, first_difference=4)
     monkeypatch.setattr(check, "compare_methods", lambda model: iter([differing]))

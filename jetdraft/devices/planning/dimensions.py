@@ -39,6 +39,7 @@ class Dimensions:
         Dimensions.read(Path("target/config.json")).matrices
     """
 
+    hidden_size: int
     layers: int
     matrices: int
     head: int
@@ -94,6 +95,7 @@ class Dimensions:
         per_full, per_linear = _attention(config), _linear_attention(config, linear)
         mlp = 3 * config["hidden_size"] * config["intermediate_size"]
         return cls(
+            hidden_size=config["hidden_size"],
             layers=config["num_hidden_layers"],
             matrices=full * (per_full + mlp) + linear * (per_linear + mlp),
             head=config["hidden_size"] * config["vocab_size"],

@@ -221,6 +221,11 @@ class Board:
         """The time of a pass of the target."""
         return self._ms(self.target, width)
 
+    @property
+    def draft_ms(self) -> float:
+        """The time of a draft step; 0 without a drafter."""
+        return 0.0 if self.drafter is None else self._ms(self.drafter, 1)
+
     def choices(
         self, methods: tuple[MethodCost, ...], acceptance: float
     ) -> Iterator[Choice]:

@@ -7,24 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from jetdraft.devices.planning.dimensions import Dimensions
+from jetdraft.devices.planning.drafter_advice import SHARE, TOKENS_PER_WEIGHT
 from jetdraft.devices.planning.roofline import Load
 from jetdraft.recipe import Recipe
 
-SHARE = 0.05
-"""What a draft step should read at most, as a share of what a pass of the target
-reads; reading bounds the time of both (docs/devices.md)."""
+__all__ = ["SHARE", "advised_tokens", "cost_share"]
 
 CONTEXT = 1024
 """Tokens in both caches."""
-
-TOKENS_PER_WEIGHT = 200
-"""Tokens to train on for each weight.
-
-With M tokens for each weight, the loss is above that of endless training by a part that
-falls as a power of M (the law of over-training, 2403.08540). An exponent of -0.3 is
-assumed here, not taken from the paper: 200 tokens for each weight then leave half of
-what the usual 20 leave. Training costs once, and each weight costs time in every draft.
-"""
 
 
 def cost_share(

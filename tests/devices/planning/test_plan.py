@@ -15,6 +15,7 @@ from jetdraft.devices.planning.plan import (
 )
 from jetdraft.errors import DeviceError, OptionError
 from tests.cli.running import assert_refused, jetdraft
+from tests.tiny import tokenizer
 
 CONFIG = {
     "hidden_size": 2048,
@@ -227,3 +228,18 @@ def test_export_refuses_what_does_not_fit(config, tmp_path):
     hub = jetdraft("export", "some/model", *command[2:], "agx-thor")
     assert_refused(hub, "download it first")
     assert not (tmp_path / "out").exists()
+
+
+def test_texts_are_shown_beside_the_speeds(config, tmp_path):
+    target = config(CONFIG)
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    text = tmp_path / "english.txt"
+    text.write_text(" the self" * 40)
+    flags = ("plan", target, "--device", "agx-thor", "--text", text)
+    lines = jetdraft(*flags).stdout.splitlines()
+    assert sum(line.startswith("tokenizer  english.txt") for line in lines) == 2
+    assert any(line.startswith("characters english.txt") for line in lines)
+    fields = json.loads(jetdraft(*flags, "--draft-vocab", 1, "--json").stdout)
+    assert fields["tokenizer"][0]["coverage"] == 0.5
+    (tmp_path / "tokenizer.json").unlink()
+    assert_refused(jetdraft(*flags), "is not a tokenizer.json")

@@ -1,0 +1,168 @@
+"""How a tokenizer divides texts: characters per token, by script (Qtok, 2410.12989).
+
+Two models with different tokenizers write the same text in different numbers of
+tokens, so tokens per second do not compare them: characters per second do. A text has
+one row for all of it, and one for each script in it. A draft vocabulary covers each
+script to another degree, and where it does not, nothing is drafted.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from jetdraft.errors import DataError
+from jetdraft.texts import read_text
+from jetdraft.untrusted.printable import printable
+
+ALL = "all"
+"""The row of a whole text."""
+
+SIGNS = "signs"
+"""Tokens without a letter: digits, punctuation, white space."""
+
+
+@dataclass(frozen=True)
+class TextFigures:
+    """What one script takes in one text.
+
+    `characters` and `tokens` are counts; `drafted` counts the tokens that are in the
+    draft vocabulary, None where the drafter has the whole one.
+    """
+
+    text: str
+    script: str
+    characters: int
+    tokens: int
+    drafted: int | None
+
+    @property
+    def characters_per_token(self) -> float:
+        """Characters of a token, on average."""
+        return self.characters / self.tokens
+
+    @property
+    def coverage(self) -> float | None:
+        """The share of tokens that can be drafted."""
+        return None if self.drafted is None else self.drafted / self.tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        coverage = self.coverage
+        return {
+            "text": self.text,
+            "script": self.script,
+            "characters": self.characters,
+            "tokens": self.tokens,
+            "characters_per_token": round(self.characters_per_token, 3),
+            "coverage": None if coverage is None else round(coverage, 4),
+        }
+
+    def line(self) -> str:
+        """One line for a terminal."""
+        covered = (
+            "" if self.coverage is None else f"{self.coverage:7.1%} can be drafted"
+        )
+        return (
+            f"{self.text:16} {self.script:12} {self.tokens:7} tokens "
+            f"{self.characters_per_token:6.2f} characters/token {covered}"
+        ).rstrip()
+
+
+def text_figures(
+    tokenizer: Path,
+    files: Sequence[Path],
+    draft_vocabulary: Collection[int] | None = None,
+    most_frequent: int | None = None,
+) -> list[TextFigures]:
+    """The figures of each file, the row `ALL` first, then its scripts by tokens.
+
+    `tokenizer` is a tokenizer.json. Give a file for each language: a script is not a
+    language. The `most_frequent` tokens of the first halves of all files can stand in
+    for a draft vocabulary; then the figures are those of the second halves, since a
+    choice looks too good on the text that it was made on. Raises `DataError`.
+
+        text_figures(Path("target/tokenizer.json"), [Path("english.txt")])
+    """
+    texts = [_Tokens.read(file, _opened(tokenizer)) for file in files]
+    if most_frequent is not None:
+        chosen = Counter(token for text in texts for token in text.halves()[0].ids)
+        draft_vocabulary = {token for token, _ in chosen.most_common(most_frequent)}
+        texts = [text.halves()[1] for text in texts]
+    return [row for text in texts for row in text.rows(draft_vocabulary)]
+
+
+def _opened(tokenizer: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(tokenizer))
+    except Exception as error:  # the library raises bare exceptions
+        raise DataError(
+            f"{tokenizer} is not a tokenizer.json; give a folder that has one"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """A text's tokens: their ids, and the `pieces` of the text that they stand for.
+
+    Characters that a tokenizer skips belong to the piece after them. Of the tokens of
+    one character, as byte-level tokenizers have them, the first has all its length.
+    """
+
+    name: str
+    ids: list[int]
+    lengths: list[int]
+    scripts: list[str]
+
+    @classmethod
+    def read(cls, file: Path, tokenizer: Tokenizer) -> _Tokens:
+        """The tokens of a file."""
+        text = read_text(file)
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        if len(encoding.ids) < 2:
+            raise DataError(f"{file} has less than two tokens; give a longer text")
+        ends = [0, *accumulate((end for _, end in encoding.offsets), max)]
+        return cls(
+            name=printable(file.name, 40),
+            ids=encoding.ids,
+            lengths=[end - start for start, end in pairwise(ends)],
+            scripts=[_script(text[start:end]) for start, end in encoding.offsets],
+        )
+
+    def halves(self) -> tuple[_Tokens, _Tokens]:
+        """The first and the second half."""
+        cut = len(self.ids) // 2
+        first, second = (
+            _Tokens(self.name, self.ids[part], self.lengths[part], self.scripts[part])
+            for part in (slice(cut), slice(cut, None))
+        )
+        return first, second
+
+    def rows(self, vocabulary: Collection[int] | None) -> Iterator[TextFigures]:
+        """The whole text's row, then a row for each script."""
+        characters, drafted = Counter[str](), Counter[str]()
+        for token, length, script in zip(
+            self.ids, self.lengths, self.scripts, strict=True
+        ):
+            for row in (ALL, script):
+                characters[row] += length
+                drafted[row] += vocabulary is not None and token in vocabulary
+        tokens = Counter(self.scripts)
+        for script, count in [(ALL, len(self.ids)), *tokens.most_common()]:
+            covered = None if vocabulary is None else drafted[script]
+            yield TextFigures(self.name, script, characters[script], count, covered)
+
+
+def _script(piece: str) -> str:
+    """The script of a piece's first letter, as Unicode's names begin with it."""
+    letter = next((sign for sign in piece if sign.isalpha()), None)
+    if letter is None:
+        return SIGNS
+    return unicodedata.name(letter, "other").split()[0].lower()

@@ -1,0 +1,81 @@
+"""Characters per token by script, and what a draft vocabulary covers."""
+
+from __future__ import annotations
+
+import pytest
+
+from jetdraft.bench.text_figures import ALL, SIGNS, TextFigures, text_figures
+from jetdraft.errors import DataError
+from tests.tiny import tokenizer
+
+ENGLISH, RUSSIAN = "the self the 1 2", "да the"
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer().save(str(path))
+    return path
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name: str, text: str | bytes):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+def rows_of(file, *texts, **more) -> dict[tuple[str, str], TextFigures]:
+    rows = text_figures(file, texts, **more)
+    return {(row.text, row.script): row for row in rows}
+
+
+def test_every_character_and_token_counts_once(file, write):
+    rows = rows_of(file, write("en", ENGLISH), write("ru", RUSSIAN))
+    for name, text in (("en", ENGLISH), ("ru", RUSSIAN)):
+        whole = rows.pop((name, ALL))
+        ids = tokenizer().encode(text, add_special_tokens=False).ids
+        assert (whole.characters, whole.tokens) == (len(text), len(ids))
+        parts = [row for (of, _), row in rows.items() if of == name]
+        assert sum(part.characters for part in parts) == whole.characters
+        assert sum(part.tokens for part in parts) == whole.tokens
+    assert {script for _, script in rows} == {"latin", "cyrillic", SIGNS}
+
+
+def test_a_script_without_merges_takes_a_token_for_each_byte(file, write):
+    rows = rows_of(file, write("ru", RUSSIAN))
+    assert rows["ru", "cyrillic"].tokens == 4
+    assert rows["ru", "cyrillic"].characters_per_token == 0.5
+    assert rows["ru", "latin"].characters_per_token == 4.0  # " the"
+
+
+def test_a_draft_vocabulary_covers_the_tokens_that_are_in_it(file, write):
+    the = tokenizer().encode(" the").ids
+    text = write("en", " the the self")
+    row = rows_of(file, text, draft_vocabulary=the)["en", ALL]
+    assert row.drafted == 2
+    assert row.coverage == 2 / row.tokens
+    assert rows_of(file, text)["en", ALL].coverage is None
+
+
+def test_the_most_frequent_tokens_are_measured_on_other_text(file, write):
+    """The first half repeats a token that the second half lacks."""
+    row = rows_of(file, write("en", " the" * 8 + " self" * 8), most_frequent=1)
+    assert row["en", ALL].tokens == 8
+    assert row["en", ALL].drafted == 0
+    both = rows_of(file, write("en", " the self" * 8), most_frequent=2)
+    assert both["en", ALL].coverage == 1.0
+
+
+@pytest.mark.parametrize("text", ["", "1", b"\xff\xfe"])
+def test_a_file_without_text_is_refused(file, write, text):
+    with pytest.raises(DataError, match="x"):
+        text_figures(file, [write("x", text)])
+
+
+def test_what_is_no_tokenizer_is_refused(write):
+    with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
+        text_figures(write("tokenizer.json", "{}"), [write("x", ENGLISH)])
