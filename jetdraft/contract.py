@@ -15,7 +15,7 @@ of `capacity` rows:
 | `probe_rows`, `probe_ids` | int64 [r], the row and the stream of each probe |
 | `prefix_rows` | int64 [p], the rows of a learned prefix that probes see: all or none |
 | `recent_ids` | int64 [1, n, q], the q tokens before each row's, the oldest first |
-| `features` | float32 [1, n, w], one per row, in the graph of a head |
+| `features` | float32 [1, n, w], one per row or k of them, in the graph of a head |
 | `target_length` | int32 [1], committed rows in the target's buffers |
 | `target_key.{i}`, `target_value.{i}` | the target's buffers of layer i, only read |
 | `block` | int64 [1, g], tokens behind the rows; `vocab_size` for an unknown one |
@@ -149,7 +149,9 @@ class StepContract:
     `draft_vocab` of 0 means the whole vocabulary. `guesses` is the number of tokens
     that a head guesses at once, 0 for other graphs. `reads` has (layer, kv_heads,
     head_dim) of each layer of the target whose buffers the graph reads, and `recent` is
-    the number of tokens before a row's that it reads. Raises `ContractError` for sizes
+    the number of tokens before a row's that it reads. `ahead` is k for a head that
+    answers in row t for token t + k + 1, and reads the features of the last k rows in
+    each; 0 for other graphs. Raises `ContractError` for sizes
     that contradict each other.
 
     The buffers have `spare_slots` more slots than the capacity. A pass near the end may
@@ -181,6 +183,7 @@ class StepContract:
     prefix: Annotated[int, in_range(0, 1024)] = 0
     reads: tuple[tuple[Count, Size, Size], ...] = ()
     recent: Annotated[int, in_range(0, 64)] = 0
+    ahead: Annotated[int, in_range(0, 64)] = 0
 
     def __post_init__(self) -> None:
         for is_wrong, fact in (
@@ -195,6 +198,10 @@ class StepContract:
             (
                 self.recent and not self.carried_size,
                 "recent tokens need carried features",
+            ),
+            (
+                self.ahead and self.recent != self.ahead - 1,
+                f"rows of {self.ahead} features read {self.recent} recent tokens",
             ),
             (
                 self.guesses and not (self.feature_input or self.kv_shapes),
@@ -221,7 +228,7 @@ class StepContract:
     @property
     def learns(self) -> bool:
         """Whether use can train a drafter with this graph: a model, EAGLE or MTP."""
-        return self.stands_alone or bool(self.carried_size)
+        return self.stands_alone or bool(self.carried_size and not self.recent)
 
     @property
     def slots(self) -> int:
@@ -255,7 +262,7 @@ class StepContract:
             *(self.mask if self.masked else ()),
             *(self.probes if self.streams else []),
             *([self.recent_ids] if self.recent else []),
-            *_optional("features", ROWS, self.feature_input),
+            *_optional("features", ROWS, self.feature_input * (self.ahead or 1)),
             *([TensorSpec("block", "int64", (1, self.block))] if self.block else []),
             *([TARGET_LENGTH, *self.lent] if self.reads else []),
             *self.buffers("past"),

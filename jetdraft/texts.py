@@ -6,15 +6,22 @@ from pathlib import Path
 
 from jetdraft.errors import DataError
 
+MOST_BYTES = 1 << 28
+"""Of a device or a pipe, which may never end."""
+
 
 def read_bytes(file: Path) -> bytes:
     """The bytes of a file; raises `DataError`."""
     try:
-        return file.read_bytes()
+        with file.open("rb") as handle:
+            data = handle.read() if file.is_file() else handle.read(MOST_BYTES + 1)
     except FileNotFoundError as error:
         raise DataError(f"no data file {file}; give an existing file") from error
     except OSError as error:
         raise DataError(f"cannot read {file} ({error.strerror})") from error
+    if len(data) > MOST_BYTES and not file.is_file():
+        raise DataError(f"{file} does not end; give a file")
+    return data
 
 
 def read_text(file: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,10 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.job import Job
 from jetdraft.recipe import Recipe
 from tests.tiny import drafter_config, llama_config, save_checkpoint
+
+# pytest listens to loggers that do not propagate, and torch would write all that it
+# does in a trace down for it.
+logging.getLogger("torch.__trace").propagate = True
 
 
 class Pair(NamedTuple):

@@ -49,6 +49,8 @@ ONLY_PARSED = {
     "jetdraft train head": "takes a quarter of an hour; tests/train",
     "jetdraft train kangaroo": "takes minutes; tests/train",
     "jetdraft train glide": "takes minutes; tests/train",
+    "jetdraft train falcon": "takes minutes; tests/train",
+    "jetdraft generate bundles/with-falcon": "needs an export; tests/train",
     "jetdraft train chimera": "takes minutes; tests/train",
     "jetdraft generate bundles/with-chimera": "needs an export; tests/train",
     "jetdraft generate bundles/with-glide": "needs an export; tests/train",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 import warnings
+from contextlib import suppress
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 import click
@@ -49,6 +52,7 @@ class Verbs(LazyGroup):
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a verb and exit: with 2 after bad input, with 130 after Ctrl-C."""
         extra["standalone_mode"] = False
+        _prepare_streams()
         warnings.showwarning = _show_warning
         # SIGTERM must clean up as Ctrl-C does.
         before = signal.signal(signal.SIGTERM, _terminate)
@@ -70,12 +74,33 @@ class Verbs(LazyGroup):
                 f"the system refuses {error.filename} ({error.strerror}); check its "
                 "name and its permissions"
             )
+        except MemoryError:
+            _fail(
+                "there is not enough memory; end other programs, give fewer --threads, "
+                "or export with a smaller --capacity"
+            )
         except (click.Abort, KeyboardInterrupt):
             click.echo("interrupted", err=True)
             sys.exit(130)
         finally:
             signal.signal(signal.SIGTERM, before)
         sys.exit(result if isinstance(result, int) else 0)
+
+
+def _prepare_streams() -> None:
+    """Give a closed standard stream the null device, and let outputs hold any text.
+
+    Without that the next file that is opened, a store perhaps, gets the number of a
+    closed stream, and what libraries print is written there.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)
+            mode = "w" if number else "r"
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a locale may have ASCII only
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _is_full_disk(error: OSError) -> bool:
@@ -98,7 +123,8 @@ def _show_warning(
 
 
 def _fail(message: str) -> NoReturn:
-    click.echo(f"error: {_line(message)}", err=True)
+    with suppress(OSError):  # standard error may be a file on a full disk
+        click.echo(f"error: {_line(message)}", err=True)
     sys.exit(2)
 
 

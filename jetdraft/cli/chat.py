@@ -27,6 +27,7 @@ from jetdraft.terminal.flags import (
     sampling_options,
     store_option,
 )
+from jetdraft.terminal.prompts import read_line
 from jetdraft.terminal.summary import summary
 
 HELP = """/stats       print the stats of the last reply
@@ -81,9 +82,8 @@ def command(
 
 def _read_line() -> str | None:
     """Return the next line, or None at the end of input."""
-    prompt = "> " if sys.stdin.isatty() else ""
     try:
-        return input(prompt)
+        return input("> ") if sys.stdin.isatty() else read_line()
     except EOFError:
         return None
     except KeyboardInterrupt:

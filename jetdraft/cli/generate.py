@@ -149,4 +149,4 @@ def _as_json(result: Result) -> str:
         "finish_reason": result.finish_reason,
         "stats": result.stats.to_json(),
     }
-    return json.dumps(fields, ensure_ascii=False)
+    return json.dumps(fields)  # ASCII, since other encodings than UTF-8 are not JSON

@@ -44,7 +44,7 @@ def list_entries(bundle: Path, file: Path, user: str, as_json: bool) -> None:
         for entry in _open(opened_bundle, file, user).entries
     ]
     if as_json:
-        click.echo(json.dumps({"entries": entries}, ensure_ascii=False))
+        click.echo(json.dumps({"entries": entries}))
         return
     for entry in entries:
         prompt, response = _shorten(entry["prompt"]), _shorten(entry["response"])

@@ -23,7 +23,7 @@ from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.planning.registry import AUTO
 from jetdraft.runtime.proposers.parts import LoadOptions, Parts
 from jetdraft.runtime.text.constraint import Constraint
-from jetdraft.runtime.text.prompt import check_ids
+from jetdraft.runtime.text.prompt import check_characters, check_ids
 from jetdraft.runtime.text.template import (
     ChatTemplate,
     Message,
@@ -270,8 +270,11 @@ class Model:
             raise OptionError(
                 "the prompt must be a text; give ids as token_ids=", "prompt"
             )
-        ids = self.parts.text.encode(prompt) if prompt is not None else token_ids
-        return check_ids(ids, self.bundle.target.contract)
+        contract = self.bundle.target.contract
+        if prompt is not None:
+            check_characters(len(prompt), contract.capacity)
+            token_ids = self.parts.text.encode(prompt)
+        return check_ids(token_ids, contract)
 
     def save_prefix(self, file: str | Path, token_ids: Sequence[int] | Int64s) -> None:
         """Read a prompt and keep its rows in a file, for prompts that begin with it.

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Self
 
-from jetdraft.errors import JetdraftError, LengthError
+from jetdraft.errors import JetdraftError
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.options import GenerateOptions, Options
+from jetdraft.runtime.text.prompt import check_characters
 from jetdraft.runtime.text.template import Message, check_messages
 from jetdraft.runtime.text.tools import Tools
 from jetdraft.runtime.text_stream import Stream
@@ -42,9 +43,6 @@ IGNORED = (
 
 MOST_STOPS, LONGEST_STOP = 16, 1000
 """The most stop strings, and their most characters: each token is compared with all."""
-
-CHARACTERS_PER_TOKEN = 64
-"""A prompt with more characters for each token of the capacity is not even encoded."""
 
 MOST_SOURCE = 64_000
 """The most characters of a constraint, and of all tools. What is short but takes too
@@ -130,7 +128,9 @@ class GenerationRequest:
 
     def stream(self, model: Model) -> Stream:
         """Start the generation."""
-        self._check_length(model.parts.target.contract.capacity)
+        functions = [] if self.tools is None else self.tools.functions
+        count = _characters([self.prompt, self.messages, functions])
+        check_characters(count, model.parts.target.contract.capacity)
         if isinstance(self.prompt, str):
             return model.stream(self.prompt, **self.options)
         if self.prompt is not None:
@@ -140,17 +140,6 @@ class GenerationRequest:
             return model.stream(token_ids=ids, **self.options)
         ids = model.chat_prompt(self.messages, tools=self.tools.functions)
         return model.stream_calls(self.tools, ids, **self.options)
-
-    def _check_length(self, capacity: int) -> None:
-        """Refuse a text that cannot fit, before the time that encoding it takes."""
-        functions = [] if self.tools is None else self.tools.functions
-        count = _characters([self.prompt, self.messages, functions])
-        most = CHARACTERS_PER_TOKEN * capacity
-        if count > most:
-            raise LengthError(
-                f"the prompt has {count} characters, at most {most} are read for a "
-                f"capacity of {capacity} tokens; shorten it"
-            )
 
 
 def _characters(value: object) -> int:

@@ -6,7 +6,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from jetdraft.errors import OptionError
@@ -19,19 +19,19 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     Raises `OptionError` if the address is taken or not allowed.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        # Only `listen` refuses a port that another server listens on.
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise OptionError(
-            f"cannot listen on {host} port {port} ({error.strerror}); choose another "
-            "--port or --host"
-        ) from error
-    with listener:
+    with ExitStack() as opened:
+        try:
+            listener = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            # Only `listen` refuses a port that another server listens on.
+            listener.listen(128)
+        except (OSError, UnicodeError, TypeError) as error:  # no host has the name
+            reason = getattr(error, "strerror", None) or error
+            raise OptionError(
+                f"cannot listen on {host} port {port} ({reason}); choose another "
+                "--port or --host"
+            ) from error
         yield listener
 
 

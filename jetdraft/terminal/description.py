@@ -83,6 +83,8 @@ def _head(contract: StepContract) -> Iterator[str]:
         yield f"  head          features of width {contract.feature_input}, {ids}"
     if contract.recent:
         yield f"  recent        {contract.recent} tokens before each row's"
+    if contract.ahead:
+        yield f"  ahead         {contract.ahead} tokens in a pass over as many rows"
     for layer, *_ in contract.reads:
         yield f"  reads         the target's keys and values of layer {layer}"
     if contract.guesses:

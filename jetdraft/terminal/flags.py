@@ -18,6 +18,7 @@ from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.terminal.command import Decorator, option, together
+from jetdraft.terminal.prompts import read_input
 
 PATH = click.Path(path_type=Path)
 
@@ -248,14 +249,7 @@ report_option = option(
 
 def _text(context: Any, param: Any, value: str | None) -> str | None:
     """Return the text of a file."""
-    if value is None:
-        return None
-    try:
-        return Path(value).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise click.BadParameter(
-            f"{value} cannot be read ({error}); give a UTF-8 file"
-        ) from error
+    return None if value is None else read_input(Path(value))
 
 
 constraint_options = together(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -20,6 +21,44 @@ DEFAULT_PROMPTS = (
 )
 
 
+MOST_CHARACTERS = 64_000_000
+"""Of an input that is read at once; a device or a pipe may never end."""
+
+
+def read_input(file: Path | None) -> str:
+    """Return the text of a file, or of standard input; raises `UsageError`."""
+    if file is None:
+        return _read("standard input", lambda: sys.stdin.read(MOST_CHARACTERS + 1))
+    return _read(f"{file}", lambda: _text_of(file))
+
+
+def read_line() -> str | None:
+    """Return the next line of standard input, None at its end; as `read_input`."""
+    line = _read(
+        "a line of standard input", lambda: sys.stdin.readline(MOST_CHARACTERS + 1)
+    )
+    return line.removesuffix("\n") if line else None
+
+
+def _read(name: str, read: Callable[[], str]) -> str:
+    try:
+        text = read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(
+            f"cannot read {name} ({error}); give UTF-8 text"
+        ) from error
+    if len(text) > MOST_CHARACTERS:
+        raise click.UsageError(
+            f"{name} has more than {MOST_CHARACTERS} characters; give less text"
+        )
+    return text
+
+
+def _text_of(file: Path) -> str:
+    with file.open(encoding="utf-8") as handle:
+        return handle.read(MOST_CHARACTERS + 1)
+
+
 def read_prompt(text: str | None, file: Path | None) -> str:
     """Return the prompt: `text`, standard input if it is "-", or the text of `file`.
 
@@ -27,16 +66,7 @@ def read_prompt(text: str | None, file: Path | None) -> str:
     """
     if (text is None) == (file is None):
         raise click.UsageError("give either --prompt or --prompt-file")
-    if text is not None and text != "-":
-        return text
-    try:
-        if file is None:
-            return sys.stdin.read()
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise click.UsageError(
-            f"cannot read {file or 'standard input'} ({error}); give UTF-8 text"
-        ) from error
+    return text if text is not None and text != "-" else read_input(file)
 
 
 def read_prompts(file: Path | None, model: Model) -> list[Int64s]:
@@ -61,14 +91,8 @@ def read_prompts(file: Path | None, model: Model) -> list[Int64s]:
 
 
 def _lines(file: Path) -> list[str]:
-    try:
-        # Not splitlines: JSON text may contain other line separators unescaped.
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise click.UsageError(
-            f"cannot read {file} ({error}); give a UTF-8 file of JSON lines"
-        ) from error
-    return [line for line in lines if line.strip()]
+    # Not splitlines: JSON text may contain other line separators unescaped.
+    return [line for line in read_input(file).split("\n") if line.strip()]
 
 
 def _parse(line: str, model: Model) -> Int64s:

@@ -8,6 +8,7 @@ TRAINERS = {
     "glide": "Train a layer that drafts from the target's keys and values.",
     "chimera": "Train a layer that drafts from three tokens and all of the target's "
     "states.",
+    "falcon": "Train a head that drafts several tokens in a pass.",
     "ppd": "Add prompt tokens to a checkpoint.",
     "forecast": "Add forecasts that see a learned prefix to a checkpoint.",
     "acceptance": "Teach a drafter when to stop.",

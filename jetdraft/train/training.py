@@ -20,6 +20,7 @@ from jetdraft.errors import DataError, OptionError, TrainingError
 from jetdraft.runtime.text.template import ChatTemplate
 from jetdraft.train.data import Batch, Corpus
 from jetdraft.train.interrupt import held_back
+from jetdraft.train.processes import this_process
 from jetdraft.train.run_folder import RunFolder
 
 WARM_UP = 0.03
@@ -182,6 +183,7 @@ class Training(ABC):
         Raises `TrainingError` if the loss is no longer a number. A `KeyboardInterrupt`
         saves the checkpoint first.
         """
+        this_process()
         accelerator = Accelerator(mixed_precision="bf16")
         self._check_share(accelerator.num_processes)
         optimizers = self.optimizers()

@@ -57,6 +57,13 @@ def test_a_broken_template_is_refused(bundle, tmp_path):
     )
 
 
+def test_lines_that_never_end_or_are_no_text_are_refused(chatty, monkeypatch):
+    monkeypatch.setattr("jetdraft.terminal.prompts.MOST_CHARACTERS", 1000)
+    for said, refusal in ("a" * 1001, "more than 1000"), (b"a\xff", "UTF-8"):
+        result = jetdraft("chat", chatty, *GIVEN, stdin=said)
+        assert_refused(result, "a line of standard input", refusal)
+
+
 def read_until(fd, wanted, seconds=60.0):
     """What a terminal shows up to some text."""
     shown, end = "", time.monotonic() + seconds

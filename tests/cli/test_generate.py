@@ -255,6 +255,69 @@ def test_prompt_that_is_not_utf8_is_refused(bundle, tmp_path, way):
     assert_refused(result, "UTF-8")
 
 
+@pytest.mark.parametrize("option", ["--prompt-file", "--json-schema", "--grammar"])
+def test_a_device_that_never_ends_is_not_read_to_its_end(bundle, monkeypatch, option):
+    monkeypatch.setattr("jetdraft.terminal.prompts.MOST_CHARACTERS", 1000)
+    result = jetdraft("generate", bundle, option, "/dev/zero")
+    assert_refused(result, "/dev/zero has more than 1000 characters")
+
+
+def test_input_that_never_ends_is_not_read_to_its_end(bundle, monkeypatch):
+    monkeypatch.setattr("jetdraft.terminal.prompts.MOST_CHARACTERS", 1000)
+    result = jetdraft("generate", bundle, "-p", "-", stdin="a" * 1001)
+    assert_refused(result, "standard input has more than 1000 characters")
+
+
+@pytest.mark.parametrize("prompt", ["-", "def f():"])
+def test_standard_streams_may_be_closed(bundle, tmp_path, prompt):
+    store, words = tmp_path / "store", ["-p", prompt, "-n", "4", "--threads", "1"]
+    command = [sys.executable, "-m", "jetdraft", "generate", bundle, *words]
+    script = 'exec "$@" <&- >&-'
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", *command, "--store", store],
+        check=False,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (2 if prompt == "-" else 0), done.stderr
+    assert ("the prompt is empty" in done.stderr) == (prompt == "-")
+    if prompt != "-":
+        assert store.read_bytes().startswith(b"SQLite format 3")
+
+
+def test_too_little_memory_is_one_line(bundle, monkeypatch):
+    def none_left(*shape):
+        raise MemoryError
+
+    monkeypatch.setattr("jetdraft.runtime.passes.tensor.np.zeros", none_left)
+    result = jetdraft("generate", bundle, "-p", "x", *SHORT)
+    assert_refused(result, "there is not enough memory")
+
+
+def test_an_error_that_cannot_be_told_is_an_error_all_the_same(bundle):
+    command = [sys.executable, "-m", "jetdraft", "generate", bundle, "-p", ""]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, check=False, stderr=full)
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_locale_without_the_letters_of_a_text_loses_nothing(bundle, as_json):
+    words = ["-p", "x", "--regex", "ä漢", "--threads", "1", *["--json"] * as_json]
+    done = subprocess.run(
+        [sys.executable, "-m", "jetdraft", "generate", bundle, *words],
+        check=False,
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+    )
+    assert done.returncode == 0, done.stderr
+    if as_json:
+        assert json.loads(done.stdout)["text"] == "ä漢"
+    else:
+        assert done.stdout == b"\xe4\\u6f22\n"
+
+
 def test_prompt_with_broken_characters_is_refused(bundle):
     # What the shell's invalid bytes become in an argument.
     result = jetdraft("generate", bundle, "-p", "def \udcff", *SHORT)

@@ -58,6 +58,7 @@ def test_the_walk_reaches_every_command():
         "kangaroo",
         "glide",
         "chimera",
+        "falcon",
         "ppd",
         "forecast",
         "acceptance",

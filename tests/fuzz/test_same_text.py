@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 from tests.fuzz.same_text import SameText
 
 FAST = settings(
-    max_examples=150,
+    max_examples=70,
     stateful_step_count=10,
     derandomize=True,
     database=None,
@@ -23,7 +23,7 @@ FAST = settings(
     print_blob=True,
     suppress_health_check=list(HealthCheck),
 )
-draws = st.randoms(use_true_random=False)
+draws = st.randoms(use_true_random=True)
 
 
 @pytest.fixture(scope="module")

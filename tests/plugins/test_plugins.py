@@ -17,8 +17,8 @@ from jetdraft.testing import toy_bundle
 
 HERE = Path(__file__).parent
 OWN = [
-    "lookup", "draft", "eagle", "kangaroo", "glide", "chimera", "medusa", "dflash",
-    "diffusion", "stream", "ppd", "forecast", "recall", "trigram", "cascade",
+    "lookup", "draft", "eagle", "kangaroo", "glide", "chimera", "falcon", "medusa",
+    "dflash", "diffusion", "stream", "ppd", "forecast", "recall", "trigram", "cascade",
 ]  # fmt: skip
 OF_TOY = ["none", "lookup", "draft", "trigram", "cascade"]
 

@@ -9,7 +9,7 @@ import pytest
 
 import jetdraft
 from jetdraft.bench.tuning import tune
-from jetdraft.errors import OptionError, ProviderError
+from jetdraft.errors import LengthError, OptionError, ProviderError
 from jetdraft.runtime.measured.curve import Curve
 
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
@@ -66,6 +66,14 @@ def test_end_of_text_stops_unless_ignored(model):
     expected = free[: free.index(eos) + 1] if eos in free else free
     assert result.token_ids == expected
     assert result.finish_reason == ("stop" if eos in free else "length")
+
+
+def test_a_prompt_that_cannot_fit_is_not_even_encoded(model, monkeypatch):
+    """The vocabulary may be one that takes minutes for it."""
+    monkeypatch.setattr(type(model.parts.text), "encode", None)
+    most = 64 * model.bundle.target.contract.capacity
+    with pytest.raises(LengthError, match=f"{most + 1} characters.*shorten it"):
+        model.generate("a" * (most + 1))
 
 
 def test_a_prompt_that_fills_the_capacity_leaves_nothing_to_say(model):

@@ -19,7 +19,9 @@ from click.testing import CliRunner
 
 from jetdraft.bundle import CHAT_TEMPLATE
 from jetdraft.cli import main
+from jetdraft.errors import OptionError
 from jetdraft.server.app import Service
+from jetdraft.server.listener import listening
 from jetdraft.testing import toy_bundle
 from tests import manifests
 from tests.cli.running import assert_refused
@@ -203,6 +205,13 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(tmp_path):
         port = str(taken.getsockname()[1])
         result = CliRunner().invoke(main, ["serve", str(tmp_path), "--port", port])
     assert_refused(result, port, "choose another --port")
+
+
+@pytest.mark.parametrize("host", ["a..b", "\u00e4" * 80, "x" * 300, "nope.invalid"])
+def test_a_host_that_is_none_is_refused(host):
+    with pytest.raises(OptionError, match="choose another --port or --host") as refused:
+        listening(host, 0).__enter__()
+    assert "\n" not in str(refused.value)
 
 
 def test_wrong_options_of_the_command(toy, tmp_path):

@@ -160,13 +160,15 @@ def test_streams_that_tune_the_target_are_the_teacher(text, tmp_path):
     folder = save_checkpoint(tmp_path / "target", llama_config())
     save_streams(folder, StreamSettings(gamma=2, layers=1, mode="shared", lora_rank=4))
     run = ModelTraining(str(folder), tmp_path / "out", [text], SMALL, QUICK)
-    loaded = Checkpoint.load(str(folder), torch.float32)
+    loaded, other = (Checkpoint.load(str(folder), torch.float32) for _ in range(2))
+    plain = other.model
+    for model in (loaded.model, plain):
+        model.set_attn_implementation("sdpa")
     ids = torch.tensor([[5, 7, 9]])
     with torch.no_grad():
         base = loaded.model(input_ids=ids).logits
         tuned = loaded.with_streams(1.0).model.state_dict()
         taught = run.target.model(input_ids=ids).logits
-        plain = Checkpoint.load(str(folder), torch.float32).model
         plain.load_state_dict(tuned)
         wanted = plain(input_ids=ids).logits
     torch.testing.assert_close(taught, wanted, atol=1e-5, rtol=1e-4)
@@ -411,6 +413,7 @@ def test_options_of_another_kind_are_refused_in_one_line(monkeypatch):
 TWO = """
 import sys
 import torch
+from accelerate import PartialState
 from pathlib import Path
 from dataclasses import replace
 from tests.train.test_drafter_training import QUICK, SMALL, train
@@ -418,7 +421,17 @@ torch.cpu.get_capabilities = dict
 target, output, text = sys.argv[1:]
 settings = replace(SMALL, regenerate=True, on_policy_share=0.5)
 train(target, Path(output), Path(text), settings, replace(QUICK, steps=2))
+assert PartialState().num_processes == 2
 """
+
+
+def test_processes_that_would_be_alone_are_refused(target, text, tmp_path, monkeypatch):
+    """Each would learn everything, and write into the same folder."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match="2 processes were started, and each"):
+        train(target, tmp_path / "out", text)
+    with pytest.raises(OptionError, match="ACCELERATE_USE_CPU=true"):
+        train(target, tmp_path / "out", text, replace(SMALL, regenerate=True))
 
 
 def test_two_processes_learn_what_one_learns(target, text, tmp_path, monkeypatch):

@@ -308,12 +308,14 @@ def test_a_text_that_is_too_short(target, tmp_path):
 TWO = """
 import sys
 import torch
+from accelerate import PartialState
 from pathlib import Path
 from dataclasses import replace
 from tests.train.test_head_training import QUICK, SETTINGS, train
 torch.cpu.get_capabilities = dict
 target, output, text = sys.argv[1:]
 train(target, Path(output), Path(text), SETTINGS, replace(QUICK, steps=2))
+assert PartialState().num_processes == 2
 """
 
 

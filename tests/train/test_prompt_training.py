@@ -75,8 +75,8 @@ def test_trained_prompt_tokens_are_right_more_often(target, text, tmp_path):
 def test_trained_forecasts_are_right_more_often(target, text, tmp_path):
     """Most of what is learned is the prefix."""
     seen, settings = [], PromptSettings(2, prefix=4, mode=FORECAST)
-    options = replace(QUICK, steps=80, learning_rate=3e-2, sequence_length=48)
-    options = replace(options, validate_every=80)
+    options = replace(QUICK, steps=160, learning_rate=3e-2, sequence_length=48)
+    options = replace(options, validate_every=160)
     run, figures = train(target, tmp_path / "out", text, settings, options, seen.append)
     assert run.parameters == 2 * 64 + 3 * 2 * 2 * 4 * 16
     before = seen[0].validation["acceptance"]

@@ -7,14 +7,22 @@ import os
 import random
 import sqlite3
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 import jetdraft
+from jetdraft import texts
 from jetdraft.cli import main
-from jetdraft.errors import BundleError, JetdraftError, OutputError, StoreError
+from jetdraft.errors import (
+    BundleError,
+    DataError,
+    JetdraftError,
+    OutputError,
+    StoreError,
+)
 from jetdraft.files import read_arrays
 from jetdraft.manifest import SEAL, seal_of
 from jetdraft.runtime.history.store import Entry, ResponseStore
@@ -265,3 +273,9 @@ def test_an_adapted_response_does_not_grow_without_end():
         prompt += [1000 + step, step]
         other += [1000 + step, *[step + 1] * 32]
     assert len(adapted(prompt, [0] * 8, other)) < 1_000_000
+
+
+def test_a_device_that_never_ends_is_no_data(monkeypatch):
+    monkeypatch.setattr(texts, "MOST_BYTES", 1000)
+    with pytest.raises(DataError, match="/dev/zero does not end; give a file"):
+        texts.read_text(Path("/dev/zero"))

@@ -9,6 +9,7 @@ from typing import Any
 EAGLE1, EAGLE3, MTP, MEDUSA, HYDRA = "eagle1", "eagle3", "mtp", "medusa", "hydra"
 DFLASH, DIFFUSION = "dflash", "diffusion"
 KANGAROO, GLIDE, CHIMERA = "kangaroo", "glide", "chimera"
+FALCON = "falcon"
 CARRYING = (EAGLE1, EAGLE3, MTP)
 """The families whose head keeps keys and values and hands a state to its next step."""
 
@@ -73,7 +74,8 @@ class HeadConfig:
     """The next step gets the normed state."""
 
     slots: int = 1
-    """Tokens that one row drafts: Medusa or Hydra heads, or the masks of a block."""
+    """Tokens that one row drafts: Medusa or Hydra heads, or the masks of a block; for
+    Falcon those that a block of as many rows drafts."""
 
     mask_token: int = 0
     """The token that stands in a block for a token which is not known."""

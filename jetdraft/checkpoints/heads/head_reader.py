@@ -20,6 +20,7 @@ from jetdraft.checkpoints.heads.attached.exit_adapter import (
     is_kangaroo,
     read_kangaroo,
 )
+from jetdraft.checkpoints.heads.attached.falcon import Falcon, is_falcon, read_falcon
 from jetdraft.checkpoints.heads.attached.glide import Glide, is_glide, read_glide
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.block_reader import (
@@ -38,10 +39,11 @@ from jetdraft.checkpoints.heads.mtp import is_mtp, read_mtp
 from jetdraft.checkpoints.parameters import run_in
 from jetdraft.errors import CheckpointError
 
-AnyHead = Head | BlockDrafter | Medusa | Hydra | ExitAdapter | Glide | Chimera
+AnyHead = Head | BlockDrafter | Medusa | Hydra | ExitAdapter | Glide | Chimera | Falcon
 
 _KINDS = (
-    "EAGLE-1, EAGLE-2, EAGLE-3, MTP, DFlash, Medusa, Hydra, Kangaroo, GliDe and Chimera"
+    "EAGLE-1, EAGLE-2, EAGLE-3, MTP, DFlash, Medusa, Hydra, Kangaroo, GliDe, "
+    "Chimera and Falcon"
 )
 
 
@@ -74,6 +76,7 @@ def _built(files: HeadFiles, target: Checkpoint) -> AnyHead:
         (is_kangaroo, _kangaroo),
         (is_glide, _glide),
         (is_chimera, _chimera),
+        (is_falcon, _falcon),
         (is_mtp, _mtp),
         (_is_eagle, _eagle),
     ):
@@ -125,6 +128,13 @@ def _glide(files: HeadFiles, target: Checkpoint) -> AnyHead:
 def _chimera(files: HeadFiles, target: Checkpoint) -> AnyHead:
     config, tensors = read_chimera(files, target)
     drafter = Chimera(config, target.model)
+    _fill(files.source, drafter, tensors, taken=("embed_tokens.", "lm_head."))
+    return drafter
+
+
+def _falcon(files: HeadFiles, target: Checkpoint) -> AnyHead:
+    config, tensors = read_falcon(files, target)
+    drafter = Falcon(config, target.model)
     _fill(files.source, drafter, tensors, taken=("embed_tokens.", "lm_head."))
     return drafter
 

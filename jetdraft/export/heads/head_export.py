@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -11,8 +12,10 @@ from jetdraft.bundle import CONTRIB, DRAFTER, GraphEntry
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.attached.chimera import Chimera
 from jetdraft.checkpoints.heads.attached.exit_adapter import ExitAdapter
+from jetdraft.checkpoints.heads.attached.falcon import Falcon
 from jetdraft.checkpoints.heads.attached.glide import Glide
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
+from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_reader import AnyHead, load_head
 from jetdraft.checkpoints.taps import Taps
 from jetdraft.contract import StepContract
@@ -20,6 +23,7 @@ from jetdraft.export.export_options import DTYPES, ExportOptions
 from jetdraft.export.heads.adapter_step import AdapterStep, adapter_contract
 from jetdraft.export.heads.block_step import BlockStep, block_contract
 from jetdraft.export.heads.chimera_step import ChimeraStep, chimera_contract
+from jetdraft.export.heads.falcon_step import FalconStep, falcon_contract
 from jetdraft.export.heads.glide_step import (
     GlideStep,
     check_lent,
@@ -55,7 +59,7 @@ def taps_of(head: AnyHead) -> Taps | None:
         return None
     if isinstance(head, ExitAdapter):
         return Taps(config.taps, config.feature_size, cut=head.exit_layer)
-    if isinstance(head, Guessing | Chimera) or not config.taps:
+    if isinstance(head, Guessing | Chimera | Falcon) or not config.taps:
         return Taps((), config.feature_size)
     parts = {name: getattr(head, name) for name in _FUSION if hasattr(head, name)}
     return Taps(config.taps, config.feature_size, head.fuse, parts)
@@ -117,19 +121,24 @@ def head_job(
     )
 
 
+_STEPS: tuple[tuple[Any, Callable[..., Step], Callable[..., StepContract]], ...] = (
+    (Guessing, GuessStep, guess_contract),
+    (BlockDrafter, BlockStep, block_contract),
+    (Glide, GlideStep, glide_contract),
+    (Chimera, ChimeraStep, chimera_contract),
+    (Falcon, FalconStep, falcon_contract),
+    (ExitAdapter, AdapterStep, adapter_contract),
+    (Head, HeadStep, head_contract),
+)
+"""The pass of each kind of head, and the contract of its graph."""
+
+
 def _step_of(head: AnyHead, target: StepContract, dtype: str) -> Step:
     """The pass to trace, with the contract of its graph."""
-    if isinstance(head, Guessing):
-        return GuessStep(head, guess_contract(head, target, dtype))
-    if isinstance(head, BlockDrafter):
-        return BlockStep(head, block_contract(head, target, dtype))
-    if isinstance(head, Glide):
-        return GlideStep(head, glide_contract(head, target, dtype))
-    if isinstance(head, Chimera):
-        return ChimeraStep(head, chimera_contract(head, target, dtype))
-    if isinstance(head, ExitAdapter):
-        return AdapterStep(head, adapter_contract(head, target, dtype))
-    return HeadStep(head, head_contract(head, target, dtype))
+    step, contract = next(
+        (step, contract) for kind, step, contract in _STEPS if isinstance(head, kind)
+    )
+    return step(head, contract(head, target, dtype))
 
 
 def _borrowed(

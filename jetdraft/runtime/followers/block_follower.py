@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from jetdraft.runtime.followers.exit_follower import ExitFollower
+from jetdraft.runtime.followers.falcon_follower import FalconFollower
 from jetdraft.runtime.followers.follower import Follower
 from jetdraft.runtime.followers.guess_follower import GuessFollower
 from jetdraft.runtime.followers.head_follower import HeadFollower
@@ -56,7 +57,7 @@ class BlockFollower(HeadFollower):
 Refining = Follower | BlockFollower
 """The followers of graphs that fill a block."""
 
-AnyFollower = Follower | HeadFollower | GuessFollower | ExitFollower
+AnyFollower = Follower | HeadFollower | GuessFollower | ExitFollower | FalconFollower
 
 
 def follower_of(graph: Graph, leading: Callable[[], LeadingHalf]) -> AnyFollower:
@@ -71,6 +72,8 @@ def follower_of(graph: Graph, leading: Callable[[], LeadingHalf]) -> AnyFollower
         return BlockFollower(graph)
     if contract.guesses:
         return GuessFollower(graph)
+    if contract.ahead:
+        return FalconFollower(graph)
     return (
         HeadFollower(graph) if contract.carried_size else ExitFollower(graph, leading)
     )

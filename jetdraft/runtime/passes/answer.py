@@ -116,10 +116,6 @@ class Answer:
         """This answer with the features of its rows."""
         return replace(self, features=features, _parts={})
 
-    def with_candidates(self, ids: Int64s, logits: Float32s) -> Answer:
-        """This answer with other candidates, best first."""
-        return replace(self, candidates=ids, candidate_logits=logits, _parts={})
-
 
 def answer_of(
     tensors: Mapping[str, Tensor], contract: StepContract, probes: Probes

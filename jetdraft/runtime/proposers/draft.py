@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.followers.block_follower import AnyFollower
 from jetdraft.runtime.followers.exit_follower import ExitFollower
+from jetdraft.runtime.followers.falcon_follower import FalconFollower
 from jetdraft.runtime.followers.follower import Follower
 from jetdraft.runtime.followers.head_follower import HeadFollower
 from jetdraft.runtime.passes.answer import Answer
@@ -25,7 +27,10 @@ from jetdraft.runtime.trees.shape import Shape, Tree
 
 NAME = "draft"
 
-DraftingFollower = Follower | HeadFollower | ExitFollower
+LevelFollower = Follower | HeadFollower | ExitFollower
+"""The followers that answer for any rows of a tree in a pass."""
+
+DraftingFollower = LevelFollower | FalconFollower
 """The followers that draft a token after a drafted token."""
 
 
@@ -128,13 +133,11 @@ class DraftProposer(Proposer):
         return self._chooser.choose(answer, [position])[0]
 
 
-class TreeProposer(DraftProposer):
-    """Drafts trees of a `shape` with siblings of a `kind`, with an independent drafter.
+class GrowingProposer(DraftProposer):
+    """Drafts trees of a `shape` with siblings of a `kind`, level by level.
 
     The drafter's rows of a tree are never committed in its cache: the accepted tokens
-    are fed again with the next context, in one pass.
-
-        TreeProposer(follower, Best(), Kind.COUPLED).propose(context, budget=8)
+    are fed again with the next context, in one pass. A subclass asks the drafter.
     """
 
     def __init__(
@@ -155,23 +158,47 @@ class TreeProposer(DraftProposer):
         answer = self._follower.follow(context)
         if answer is None:
             return tree.rows()
-        answers = {0: self._chooser.draft_distribution(answer)}
-        # The slot of each row of the tree in the drafter's cache, from the cursor on.
-        slots: dict[int, int] = {}
+        answers = {0: self._first(answer)}
         while rows := self.shape.grow(tree, answers):
             # A wide level is cut, and a full buffer or mask ends the draft.
-            room = self.graph.draft_room(len(slots))
-            rows = rows[: min(self.graph.contract.max_width, room)]
+            rows = rows[: self._room()]
             if not rows:
                 break
-            answers = self._ask(tree, rows, slots)
+            answers = self._ask(tree, rows)
         return self.shape.finish(tree).depth_first()
 
-    def _ask(
-        self, tree: Tree, rows: list[int], slots: dict[int, int]
-    ) -> dict[int, Distribution]:
-        """Run rows of the tree; gives the drafter's distributions after them."""
-        filled = len(slots)
+    @abstractmethod
+    def _first(self, answer: Answer) -> Distribution:
+        """The drafter's distribution after the root of a new tree."""
+
+    @abstractmethod
+    def _room(self) -> int:
+        """How many rows of the tree the next pass can hold."""
+
+    @abstractmethod
+    def _ask(self, tree: Tree, rows: list[int]) -> dict[int, Distribution]:
+        """The drafter's distributions after rows of the tree."""
+
+
+class TreeProposer(GrowingProposer):
+    """Drafts trees with a drafter that answers for one level in a pass.
+
+    TreeProposer(follower, Best(), Kind.COUPLED).propose(context, budget=8)
+    """
+
+    _follower: LevelFollower
+
+    def _first(self, answer: Answer) -> Distribution:
+        self._slots: dict[int, int] = {}
+        """The slot of each row of the tree in the drafter's cache, after the cursor."""
+        return self._chooser.draft_distribution(answer)
+
+    def _room(self) -> int:
+        room = self.graph.draft_room(len(self._slots))
+        return min(self.graph.contract.max_width, room)
+
+    def _ask(self, tree: Tree, rows: list[int]) -> dict[int, Distribution]:
+        slots, filled = self._slots, len(self._slots)
         # From the root's child to the row's parent, the last, as in `Rows.ancestors`.
         ancestors = [[slots[r] for r in tree.path(row)[-2:0:-1]] for row in rows]
         answer = self._follower.branch(
@@ -228,7 +255,7 @@ def lacks_drafter(bundle: Bundle) -> str:
 
 
 def drafting(
-    parts: Parts, options: DraftOptions, follower: DraftingFollower, name: str
+    parts: Parts, options: DraftOptions, follower: LevelFollower, name: str
 ) -> Proposer:
     """The proposer of a method of that name; raises `OptionError`."""
     ms = parts.curve.drafter

@@ -116,9 +116,8 @@ class Chooser:
         if self._unfiltered:
             self._challenge(answer, positions, scaled[:, -1], scores.max(1), chosen)
         else:
-            for row in still_open:
-                wider = self._wider(answer.rows(slice(row, row + 1)))
-                chosen[row] = self._sample(wider, positions[row : row + 1])[0]
+            wider = self._wider(answer, still_open)
+            chosen[still_open] = self._sample(wider, positions[still_open])
         return np.asarray(chosen)
 
     @property
@@ -195,7 +194,7 @@ class Chooser:
         scaled = answer.candidate_logits.astype(np.float64) / self.sampling.temperature
         kept = int(self._kept(scaled, answer)[0])
         if kept == _OPEN:
-            return self.distribution(self._wider(answer))
+            return self.distribution(self._wider(answer, np.zeros(1, np.int64)))
         return _softmax(answer, scaled, kept)
 
     def draft_distribution(self, answer: Answer) -> Distribution:
@@ -211,12 +210,13 @@ class Chooser:
             kept = int(self._kept(scaled, answer)[0])
         return _softmax(answer, scaled, scaled.shape[1] if kept == _OPEN else kept)
 
-    def _wider(self, answer: Answer) -> Answer:
-        """One row with `_WIDER` times the candidates, or the `top_k` best tokens."""
-        logits, known = answer.logits[0], answer.candidates.shape[1]
+    def _wider(self, answer: Answer, rows: Int64s) -> Answer:
+        """Some rows with `_WIDER` times the candidates, or the `top_k` best tokens."""
+        logits, known = answer.logits[rows], answer.candidates.shape[1]
         count = min(max(_WIDER * known, self.sampling.top_k), answer.vocab_size)
-        ids = best_ids(logits, count)
-        return answer.with_candidates(ids[None], logits[ids][None])
+        ids = np.stack([best_ids(row, count) for row in logits])
+        values = np.take_along_axis(logits, ids, axis=1)
+        return Answer(ids, values, answer.logsumexp[rows], logits)
 
     def _challenge(
         self,

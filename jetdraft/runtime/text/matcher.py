@@ -8,9 +8,9 @@ same seed gives the same text with every draft.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,10 @@ class Matcher:
     follow, if the limits of time or memory are reached, or if `must_end` says so while
     the process starts or works.
 
+    A look below a draft uses up the limits too. Where they are reached after such a
+    look, another process reads the text as plain decoding does, and no draft is looked
+    at any more. So a draft never decides whether a text ends.
+
         matcher.process(answer, rows, context)   # forbidden tokens get `NEVER`
         matcher.forced(context, 8)               # the tokens that must come
     """
@@ -66,9 +70,10 @@ class Matcher:
         self._asked: Rows | list[int] | None = None
         """Rows or a path that the process was asked about, and has not told of yet."""
         # The process has read `_committed` tokens for good.
-        self._committed = start
-        self._unseen: set[int] = set()
-        """Rows of the last masks that the process did not look at."""
+        self._start = self._committed = start
+        self._has_looked, self._may_look = False, True
+        self._seen = 1
+        """How many rows of the last masks the process looked at."""
 
     def prepare(self) -> Link:
         """The process, which compiles the constraint first; raises `OptionError`."""
@@ -99,46 +104,89 @@ class Matcher:
 
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """The answer with forbidden tokens masked; `context` ends with the root."""
-        if self._asked is not rows:
-            self.process_soon(rows, context)
-        counts, bits = self._reply()
-        self._unseen = {row for row, n in enumerate(counts) if n is None}
-        masked = [n is not None and n >= 0 for n in counts]
-        rows_bits = np.frombuffer(bits, np.uint8).reshape(sum(masked), -1)
-        masks, size = iter(rows_bits), self._size
-        pairs = zip(counts, masked, strict=True)
-        changes = [Mask(next(masks), size, n) if has else _FREE for n, has in pairs]
-        return changed(answer, changes)
+        counts, bits = self._masks(rows, context)
+        self._seen, size = len(counts), self._size
+        masked = sum(n >= 0 for n in counts)
+        masks = iter(np.frombuffer(bits, np.uint8).reshape(masked, -1))
+        changes = [Mask(next(masks), size, n) if n >= 0 else _FREE for n in counts]
+        return changed(answer, changes + [_FREE] * (len(rows) - self._seen))
 
     def seen(self, path: list[int]) -> list[int]:
-        """The rows of a path before the first row whose mask is not known."""
-        return list(takewhile(lambda row: row not in self._unseen, path))
+        """The rows of a path whose mask is known."""
+        return [row for row in path if row < self._seen]
 
     def process_soon(self, rows: Rows, context: Sequence[int]) -> None:
         """Make the masks of `process` while a pass verifies the rows."""
-        fresh = list(context[self._committed :])
-        self._ask(rows, "masks", fresh, rows.tokens, rows.parents)
-        self._committed += len(fresh)
+        with suppress(ConstraintError):  # `process` meets it too
+            self._ask_masks(rows, context)
 
     def forced(self, context: Sequence[int], count: int) -> list[int]:
         """The next tokens while only one token is allowed; at most `count`."""
         if self._asked != list(context[self._committed :]):
             self.forced_soon(context, [])
-        tokens: list[int] = self._reply()[0]
+        tokens: list[int] = self._reply_below() or []
         return tokens[:count]
 
     def forced_soon(self, context: Sequence[int], tokens: Sequence[int]) -> None:
         """Look for the tokens of `forced` after `context` and `tokens` meanwhile."""
         path = [*context[self._committed :], *tokens]
-        self._ask(path, "forced", path)
+        self._ask_below(path, "forced", path)
 
     def allowed(self, rows: Rows, context: Sequence[int]) -> Rows:
         """The rows that the constraint allows, in a tree below the end of `context`."""
         if not rows.drafted:
             return rows
         path = list(context[self._committed :])
-        self._ask(rows, "allowed", path, rows.tokens, rows.parents)
-        return rows.only(self._reply()[0])
+        self._ask_below(rows, "allowed", path, rows.tokens, rows.parents)
+        return rows.only(self._reply_below() or [0])
+
+    def _masks(self, rows: Rows, context: Sequence[int]) -> tuple[list[int], bytes]:
+        """How many tokens may follow each of the first rows, and which."""
+        try:
+            if self._asked is not rows:
+                self._ask_masks(rows, context)
+            return self._reply()
+        except ConstraintError:
+            if not self._has_looked or self._must_end():
+                raise
+        return self._root_mask_anew(context)
+
+    def _ask_masks(self, rows: Rows, context: Sequence[int]) -> None:
+        count, fresh = len(rows) if self._may_look else 1, context[self._committed :]
+        self._has_looked |= count > 1
+        self._ask(rows, "masks", list(fresh), rows.tokens[:count], rows.parents[:count])
+        self._committed += len(fresh)
+
+    def _root_mask_anew(self, context: Sequence[int]) -> tuple[list[int], bytes]:
+        """The mask of the root from another process, which looks at nothing else.
+
+        A copy of the library's matcher would share the states that count for limits.
+        """
+        self.close()
+        self._link = self._asked = None
+        self._has_looked = self._may_look = False
+        for fresh in ([], *([token] for token in context[self._start :])):
+            self._ask(fresh, "masks", fresh, [context[-1]], [-1])
+            masks = self._reply()
+        self._committed = len(context)
+        return masks
+
+    def _ask_below(self, asked: Rows | list[int], *request: Any) -> None:
+        """Ask for a look below a draft, unless such looks have reached the limits."""
+        if self._may_look:
+            self._has_looked = True
+            try:
+                self._ask(asked, *request)
+            except ConstraintError:
+                self._may_look = False
+
+    def _reply_below(self) -> Any:
+        """The reply to `_ask_below`; None where such looks have reached the limits."""
+        try:
+            return self._reply()[0] if self._may_look else None
+        except ConstraintError:
+            self._may_look = False
+        return None
 
     def _ask(self, asked: Rows | list[int], *request: Any) -> None:
         """Send a request; a reply that nobody waits for any more is left out."""

@@ -1,4 +1,4 @@
-"""Checks the token ids of a prompt before anything runs."""
+"""Checks a prompt, its characters and its token ids, before anything runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ import numpy as np
 from jetdraft.contract import StepContract
 from jetdraft.errors import LengthError, OptionError
 from jetdraft.runtime.drafts.arrays import Int64s
+
+CHARACTERS_PER_TOKEN = 64
+"""A prompt with more characters for each token of the capacity is not even encoded."""
+
+
+def check_characters(count: int, capacity: int) -> None:
+    """Raise `LengthError` for a text that cannot fit: to encode it may take minutes."""
+    most = CHARACTERS_PER_TOKEN * capacity
+    if count > most:
+        raise LengthError(
+            f"the prompt has {count} characters, at most {most} are read for a "
+            f"capacity of {capacity} tokens; shorten it"
+        )
 
 
 def check_ids(token_ids: Any, contract: StepContract) -> Int64s:

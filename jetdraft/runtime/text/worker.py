@@ -20,9 +20,8 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,77 +46,41 @@ class RefusalError(Exception):
     """What is wrong with a constraint or with the text so far, in one line."""
 
 
-class LimitError(RefusalError):
-    """The library has reached its limits, and its matcher does nothing any more."""
-
-
 class Reader:
     """Reads tokens of one text, and goes back when tokens are withdrawn.
 
     A path is the list of tokens after those that `masks` has committed. Raises
     `RefusalError` if no text can follow or the library's limits are reached.
-
-    A look below a draft uses up the limits too. Where they are reached after such a
-    look, the reader begins anew, reads the text as plain decoding does, and looks below
-    no draft any more. So a draft never decides whether a text ends.
     """
 
-    def __init__(self, make: Callable[[], LLMatcher], ends: frozenset[int]) -> None:
-        self._make, self._ends = make, ends
-        self._inner = make()
-        self._text: list[int] = []
+    def __init__(self, inner: LLMatcher, ends: frozenset[int]) -> None:
+        self._inner, self._ends = inner, ends
         self._path: list[int] = []
-        self._has_looked, self._may_look = False, True
 
     def masks(self, fresh: list[int], tokens: list[int], parents: list[int]) -> Reply:
         """Commit `fresh`; how many tokens may follow each row below it, and which.
 
         A mask has a bit for each token of the vocabulary. A row that may not come has
-        no mask and the number -1, a row that was not looked at has neither.
+        no mask and the number -1.
         """
-        self._text += fresh
-        paths = _paths(tokens, parents)[1:]
-        masks = [self._root_mask(fresh), *(self._look(self._mask, p) for p in paths)]
-        return [_count(mask) for mask in masks], b"".join(filter(None, masks))
+        if not self._reach(fresh):
+            raise RefusalError("no token of the vocabulary fits")
+        self._path.clear()
+        masks = [self._mask(path) for path in _paths(tokens, parents)]
+        return [_count(mask) for mask in masks], b"".join(masks)
 
     def forced(self, path: list[int]) -> Reply:
         """The tokens that must follow a path; none after a path that may not come."""
-        return self._look(self._forced, path) or [], b""
+        return self._inner.compute_ff_tokens() if self._reach(path) else [], b""
 
     def allowed(self, path: list[int], tokens: list[int], parents: list[int]) -> Reply:
         """The rows below a path that may come, the root first."""
-        return self._look(self._allowed, path, tokens, parents) or [0], b""
-
-    def _look(self, look: Callable[..., Any], *arguments: list[int]) -> Any:
-        """What a look below a draft finds; None once the limits were reached."""
-        if self._may_look:
-            self._has_looked = True
-            try:
-                return look(*arguments)
-            except LimitError:
-                self._may_look = False
-        return None
-
-    def _root_mask(self, fresh: list[int]) -> bytes:
-        """Commit tokens; the mask after them, if need be as plain decoding makes it."""
-        try:
-            return self._committed(fresh)
-        except RefusalError:
-            if not self._has_looked:
-                raise
-        # A copy of a matcher would share the states that count for the limits.
-        self._inner, self._has_looked, self._may_look = self._make(), False, False
-        self._path.clear()
-        mask = self._committed([])
-        for token in self._text:
-            mask = self._committed([token])
-        return mask
-
-    def _committed(self, tokens: list[int]) -> bytes:
-        if not self._reach(tokens):
-            raise RefusalError("no token of the vocabulary fits")
-        self._path.clear()
-        return self._mask([])
+        paths, kept_rows = _paths(tokens, parents), [0]
+        for row in range(1, len(tokens)):
+            parent = parents[row]
+            if parent in kept_rows and self._reach([*path, *paths[parent]]):
+                kept_rows += [row] * self._allows(tokens[row])
+        return kept_rows, b""
 
     def _mask(self, path: list[int]) -> bytes:
         if not self._reach(path):
@@ -125,19 +88,6 @@ class Reader:
         mask = self._inner.compute_bitmask()
         self._check()
         return mask
-
-    def _forced(self, path: list[int]) -> list[int]:
-        return self._inner.compute_ff_tokens() if self._reach(path) else []
-
-    def _allowed(
-        self, path: list[int], tokens: list[int], parents: list[int]
-    ) -> list[int]:
-        paths, kept_rows = _paths(tokens, parents), [0]
-        for row in range(1, len(tokens)):
-            parent = parents[row]
-            if parent in kept_rows and self._reach([*path, *paths[parent]]):
-                kept_rows += [row] * self._allows(tokens[row])
-        return kept_rows
 
     def _allows(self, token: int) -> bool:
         if token in self._ends:
@@ -164,7 +114,7 @@ class Reader:
     def _check(self) -> None:
         """Its masks would end the text where the library has reached its limits."""
         if problem := self._inner.get_error():
-            raise LimitError(problem.splitlines()[0])
+            raise RefusalError(problem.splitlines()[0])
 
 
 class Compiler:
@@ -222,9 +172,7 @@ class Compiler:
         return ""
 
 
-def _count(mask: bytes | None) -> int | None:
-    if mask is None:
-        return None
+def _count(mask: bytes) -> int:
     return -1 if mask == FORBIDDEN else int.from_bytes(mask, "little").bit_count()
 
 
@@ -281,9 +229,8 @@ class Worker:
     def _answer(self, name: str, request: list[Any]) -> Reply:
         if name == "compile":
             limits, *constraint = request
-            compiler = Compiler(self._tokenizer, limits)
-            make = partial(compiler.matcher, *constraint)
-            self._reader = Reader(make, self._ends)
+            inner = Compiler(self._tokenizer, limits).matcher(*constraint)
+            self._reader = Reader(inner, self._ends)
             return [], b""
         reply: Reply = getattr(self._reader, name)(*request)
         return reply

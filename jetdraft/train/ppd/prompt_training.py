@@ -27,6 +27,7 @@ from jetdraft.train.ppd.prompt_losses import PromptObjective, Sums, total
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.taught.taught_training import Stages, TaughtTraining
 from jetdraft.train.training import TrainingOptions
+from jetdraft.train.training_command import regenerate_option
 
 VALIDATED = 64
 """Places of a validation sequence where prompt tokens guess, evenly spread."""
@@ -66,13 +67,7 @@ def lesson_options(function: Callable[..., Any]) -> Callable[..., Any]:
         show_default=True,
         help="Random places of a sequence where a step inserts what is trained.",
     )
-    texts = option(
-        "training",
-        "--regenerate",
-        is_flag=True,
-        help="Let the target complete the texts itself, and train on what it writes.",
-    )
-    return places(texts(command))
+    return places(regenerate_option(command))
 
 
 def _has_windows(config: Any) -> bool:

@@ -45,17 +45,28 @@ class NextTokenSettings:
     half: bool = False
 
 
-class NextTokenObjective(nn.Module):
+class DraftObjective(nn.Module):
     """A drafter and its loss, as one module, so that several processes can share it.
 
-    The loss is the cross entropy to the target's distribution.
-
-        sums = Objective(drafter)(lesson, first=3)
+    sums = Objective(drafter)(lesson, first=3)
     """
 
     def __init__(self, drafter: Any) -> None:
         super().__init__()
         self.drafter = drafter
+
+    @abstractmethod
+    def sums(self, lesson: Any, first: int) -> Sums:
+        """The sums by the place in a draft; drafts begin at `first`, and so on."""
+
+    def forward(self, lesson: Any, first: int) -> Sums:
+        """As `sums`, in the precision of the device."""
+        with precision(lesson.ids.device):
+            return self.sums(lesson, first)
+
+
+class NextTokenObjective(DraftObjective):
+    """The cross entropy of a row to the target's distribution in the same row."""
 
     @abstractmethod
     def hidden(self, lesson: Any, starts: Tensor) -> Tensor:
@@ -64,12 +75,8 @@ class NextTokenObjective(nn.Module):
         Row t belongs to the draft that begins at row `starts[t]`, int64 [T].
         """
 
-    def forward(self, lesson: Any, first: int) -> Sums:
-        """The sums by the place in a draft; drafts begin at `first`, and so on."""
-        with precision(lesson.ids.device):
-            return self._sums(lesson, first)
-
-    def _sums(self, lesson: Lesson, first: int) -> Sums:
+    def sums(self, lesson: Lesson, first: int) -> Sums:
+        """The sums by the place in a draft."""
         count = lesson.ids.shape[1]
         rows = torch.arange(count, device=lesson.ids.device)
         starts = rows - (rows - first) % PLACES
@@ -96,7 +103,7 @@ class NextTokenTraining(PlaceTraining):
     """
 
     most_norm = 0.5
-    module: NextTokenObjective
+    module: DraftObjective
 
     def __init__(
         self,
@@ -137,7 +144,7 @@ class NextTokenTraining(PlaceTraining):
         """The drafter before its training."""
 
     @abstractmethod
-    def new_objective(self, drafter: nn.Module) -> NextTokenObjective:
+    def new_objective(self, drafter: nn.Module) -> DraftObjective:
         """The drafter and its loss."""
 
     def lesson(self, accelerator: Any, batch: Batch) -> Any:

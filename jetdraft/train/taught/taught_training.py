@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import (
@@ -19,6 +18,7 @@ from jetdraft.checkpoints.parameters import convert
 from jetdraft.checkpoints.streamed import SHARED
 from jetdraft.errors import CheckpointError
 from jetdraft.train.data import Example
+from jetdraft.train.processes import this_process
 from jetdraft.train.taught.written_texts import Writing, WrittenTexts
 from jetdraft.train.training import Training
 
@@ -85,7 +85,7 @@ class TaughtTraining(Training):
         self, texts: list[Example], chosen: list[int], progress: Stages
     ) -> list[Example]:
         """The texts, of which the target has written the chosen, now or earlier."""
-        options, state = self.options, PartialState()
+        options, state = self.options, this_process()
         parts = (options.seed, options.sequence_length, options.validation_share)
         self._written = WrittenTexts(
             self.folder.path,

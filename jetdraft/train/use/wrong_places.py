@@ -100,7 +100,7 @@ def missed(logits: Tensor, batch: LessonBatch, can_draft: Tensor | None) -> Miss
 
 def together(parts: Sequence[Missed]) -> Missed:
     """The figures of all places of some batches."""
-    places = max(1, sum(part.places for part in parts))
+    places = sum(part.places for part in parts)
     lost = sum((part.places * part.loss for part in parts), torch.zeros(()))
     right = sum(part.places * part.right for part in parts)
-    return Missed(lost / places, right / places, places)
+    return Missed(lost / max(1, places), right / max(1, places), places)

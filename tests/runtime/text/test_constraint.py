@@ -17,6 +17,7 @@ from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.constrained import ForcedProposer
 from jetdraft.runtime.text.constraint import Constraint
+from jetdraft.runtime.text.link import Link
 from jetdraft.runtime.text.matcher import NEVER
 from jetdraft.runtime.text.vocabulary import Vocabulary
 from tests.tiny import END_OF_TEXT, save_tokenizer
@@ -285,6 +286,33 @@ def test_a_limit_below_a_rejected_draft_does_not_end_the_text(
         drafted = model.generate("a", method="trapped", num_draft_tokens=5, **options)
     assert drafted.token_ids == plain.token_ids
     assert drafted.stats.drafted_tokens
+
+
+class Costly(Link):
+    """A worker that ends as soon as it looks below a draft, or after `looks`."""
+
+    looks = 0
+
+    def send(self, seconds, must_end, name, *request):
+        below = name in ("forced", "allowed") or len(request[1]) > 1
+        if name != "compile" and below:
+            Costly.looks -= 1
+            if Costly.looks < 0:
+                raise self._ended()
+        super().send(seconds, must_end, name, *request)
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2, 3, 7, 20])
+def test_time_and_memory_below_a_draft_do_not_end_the_text(model, monkeypatch, looks):
+    """Plain decoding would never have looked there."""
+    options = {"json_schema": ROBOT, "max_new_tokens": 120}
+    plain = model.generate("a", method="none", **options)
+    monkeypatch.setattr("jetdraft.runtime.text.vocabulary.Link", Costly)
+    for method in ("lookup", "draft", "auto"):
+        Costly.looks = looks
+        drafted = model.generate("a", method=method, num_draft_tokens=4, **options)
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.finish_reason == "stop"
 
 
 def test_no_bias_is_below_what_may_not_come(model):

@@ -171,7 +171,7 @@ def test_a_step_ends_with_its_text(model, seconds, reason):
 
 
 def test_a_worker_that_stops_is_given_up(model, monkeypatch):
-    stream = model.stream("a", regex="[a-z]{1,50}")
+    stream = model.stream("a", regex="[a-z]{1,50}", method="none")
     monkeypatch.setattr(matcher, "STEP_SECONDS", 0.2)
     monkeypatch.setattr("jetdraft.runtime.text.link.PATIENCE", 1.5)
     (text,) = texts_of(model)
@@ -218,7 +218,8 @@ def test_only_computing_counts_for_the_limits(model, monkeypatch):
 
 @pytest.mark.parametrize("whose", ["text", "vocabulary"])
 def test_a_worker_that_dies_ends_one_text(model, whose):
-    stream = model.stream("a", regex="[a-z]{40}", max_new_tokens=100)
+    options = {"method": "none", "max_new_tokens": 100}
+    stream = model.stream("a", regex="[a-z]{40}", **options)
     (text,), twin = texts_of(model), model.twin()
     with twin.stream("a", regex="[b-c]{4}") as other:
         next(stream)
@@ -231,6 +232,16 @@ def test_a_worker_that_dies_ends_one_text(model, whose):
             assert len(stream.result().text) == 40
         assert len(other.result().text) == 4
     assert model.generate("a", regex="yes").text == "yes"
+
+
+def test_a_worker_that_dies_below_a_draft_is_replaced(model):
+    options = {"regex": "[a-z]{40}", "max_new_tokens": 100}
+    plain = model.generate("a", method="none", **options)
+    stream = model.stream("a", method="draft", num_draft_tokens=4, **options)
+    (text,) = texts_of(model)
+    next(stream)
+    os.kill(text, signal.SIGKILL)
+    assert stream.result().token_ids == plain.token_ids
 
 
 def test_cancel_ends_a_compilation(model):

@@ -60,7 +60,7 @@ def test_a_wrong_place_counts_in_each_step_that_reaches_it(world):
     student = student_of(Bundle.open(world / "bundle"))
     head = student.load({})
     tokens = np.arange(1, 20)
-    [first, *_] = student.bundle.draft_vocabulary()
+    _, first, *_ = student.bundle.draft_vocabulary()
     ids, logits = np.array([[first, 0]]), np.array([[2.0, 1.0]], np.float32)
     counts = [
         student.missed(head, [Lesson(tokens, np.array([place]), ids, logits)]).places

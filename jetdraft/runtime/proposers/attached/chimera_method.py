@@ -20,7 +20,8 @@ NAME = "chimera"
 
 def _lacks(bundle: Bundle) -> str:
     entry = bundle.drafter
-    reads = entry is not None and entry.contract.recent
+    contract = entry.contract if entry is not None else None
+    reads = contract is not None and contract.recent and not contract.ahead
     return "" if reads else "export with --head, and a Chimera drafter"
 
 

@@ -1,0 +1,167 @@
+"""Falcon's drafter (2412.12639): a head whose rows answer for k tokens at a time.
+
+Rows come in blocks of k. Row t of a head reads, of the last k rows, the target's
+features of each and the token behind each; it predicts the features of row t + k, and
+so token t + k + 1. Every row of a block sees the whole block and all rows before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head_config import FALCON, HeadConfig
+from jetdraft.checkpoints.heads.head_fields import (
+    layer_fields,
+    target_size,
+    vocabulary_size,
+)
+from jetdraft.checkpoints.heads.head_files import HeadFiles
+from jetdraft.checkpoints.heads.head_keys import FALCON_KEYS, check_keys, number
+from jetdraft.checkpoints.heads.head_layers import HeadLayers, own_layers
+from jetdraft.errors import CheckpointError
+
+ARCHITECTURE = "FalconDrafter"
+"""What the config of a drafter calls it."""
+
+MOST_ROWS = 8
+"""The most rows of a block; the paper has 2 to 4."""
+
+
+class Recurrence(nn.Module):
+    """An LSTM of two layers over the rows of short windows, from a state of zeros.
+
+        states = Recurrence(width)(rows)    # [..., k, 2 * h] to [..., h]
+
+    The paper's LSTM goes on over all rows of a text. Here each row has a window of its
+    own, so that the keys and values of a row depend on nothing but its window.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inputs = nn.ModuleList(
+            nn.Linear(size, 4 * width) for size in (2 * width, width)
+        )
+        self.states = nn.ModuleList(
+            nn.Linear(width, 4 * width, bias=False) for _ in self.inputs
+        )
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """The states of the second layer behind the last row of each window."""
+        steps = list(rows.unbind(-2))
+        for enter, again in zip(self.inputs, self.states, strict=True):
+            gates = [enter(row) for row in steps]
+            memory, steps[0] = _remembered(gates[0], None)
+            for place in range(1, len(steps)):
+                own = gates[place] + again(steps[place - 1])
+                memory, steps[place] = _remembered(own, memory)
+        return steps[-1]
+
+
+def _remembered(gates: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
+    """An LSTM's memory and state, from its four gates [..., 4 * h] side by side.
+
+    None stands for a memory of zeros.
+    """
+    admit, forget, new, show = gates.chunk(4, dim=-1)
+    kept = admit.sigmoid() * new.tanh()
+    if memory is not None:
+        kept = kept + forget.sigmoid() * memory
+    return kept, show.sigmoid() * kept.tanh()
+
+
+class Falcon(nn.Module):
+    """A window's recurrence and a decoder layer with relaxed causal attention.
+
+        x = embedding of token t + 1 and features of row t, side by side
+        s = Recurrence(x of the last k rows)
+        features of row t + k = layer(s; rows up to the end of t's block)
+
+    Embedding and LM head are the target's.
+
+        drafter = Falcon(config, target)
+        predicted = drafter(tokens, features, positions, cache, mask)
+        logits = drafter.lm_head(predicted)
+    """
+
+    def __init__(self, config: HeadConfig, target: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.ids: Tensor | None = None
+        self.embed_tokens: nn.Module = target.get_input_embeddings()
+        self.lm_head: nn.Module = target.get_output_embeddings()
+        self.recurrence = Recurrence(config.hidden_size)
+        self.stack: HeadLayers = own_layers(config)
+        self.attend_with("sdpa")
+
+    def attend_with(self, implementation: str) -> None:
+        """Attend as "eager" or "sdpa", or over jetdraft's buffers ("jetdraft")."""
+        self.stack.attend_with(implementation)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        cache: Cache | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """The predicted features [b, n, h] of the rows k places on.
+
+        `tokens` int64 [b, n, k] and `features` [b, n, k, h] are a row's window, its own
+        last; `positions` int64 [b, n]. `mask` [1, 1, n, slots] is added to the scores.
+        """
+        # In a graph, a quantized embedding takes ids of two axes.
+        embedded = self.embed_tokens(tokens.flatten(1)).unflatten(1, tokens.shape[1:])
+        joined = torch.cat([embedded, features.to(embedded.dtype)], dim=-1)
+        predicted: Tensor = self.stack(self.recurrence(joined), positions, cache, mask)
+        return predicted
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding, as models of transformers give it."""
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The LM head, as models of transformers give it."""
+        return self.lm_head
+
+
+def is_falcon(files: HeadFiles) -> bool:
+    """Whether the folder has a Falcon drafter in jetdraft's layout."""
+    return "recurrence.inputs.0.weight" in files.tensors
+
+
+def read_falcon(
+    files: HeadFiles, target: Checkpoint
+) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """The config and the tensors to load.
+
+    Raises `CheckpointError` for a drafter that does not fit the target.
+    """
+    source, config = files.source, files.config
+    check_keys(source, config, FALCON_KEYS)
+    fields = layer_fields(source, config, files.tensors)
+    fields["target_hidden_size"] = target_size(source, config, target)
+    slots = number(source, config, "block_size")
+    if fields["num_layers"] != 1 or not 2 <= slots <= MOST_ROWS:
+        raise CheckpointError(
+            f"{source} is not a Falcon drafter of one layer for blocks of 2 to "
+            f"{MOST_ROWS}; give such a drafter"
+        )
+    vocabulary = vocabulary_size(source, config, target)
+    kept = {
+        f"stack.{name}" if name.startswith("layers.") else name: tensor
+        for name, tensor in files.tensors.items()
+        if not name.startswith(("lm_head.", "embed_tokens."))
+    }
+    return HeadConfig(
+        family=FALCON,
+        vocab_size=vocabulary,
+        draft_vocab_size=vocabulary,
+        slots=slots,
+        **fields,
+    ), kept

@@ -1,0 +1,304 @@
+"""A graph that drafts k tokens in a pass, from the states of its target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from jetdraft.runtime.drafts.arrays import Float32s, Int64s
+from jetdraft.runtime.followers.fed import Fed
+from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.prefix import common_length
+
+_AT_ONCE = 16
+"""New rows that are run together with the copies of a block; more are run before."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The k tokens behind a text, as a pass guesses them.
+
+    `levels` are the answers for each of them, views that the next pass overwrites.
+    `features` [k - 1 + k, w] are those of the k - 1 rows before the block, and those
+    that the graph predicts for its own rows; `tail` are the k - 1 tokens before its
+    tokens. Its rows are `depth` places past the cursor, and see the draft's `slots`.
+    """
+
+    levels: Sequence[Answer]
+    features: Float32s
+    tail: tuple[int, ...]
+    slots: tuple[int, ...] = ()
+    depth: int = 0
+
+
+class _Pass:
+    """The rows of a pass: texts, each with copies of its last rows but one.
+
+    A row reads a window: the last k features and tokens, its own last.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.tokens: list[int] = []
+        self.depths: list[int] = []
+        self.ancestors: list[list[int]] = []
+        self._features: list[Float32s] = []
+        self._recent: list[Sequence[int]] = []
+
+    def add(self, start: Block, tokens: Sequence[int], filled: int) -> range:
+        """Add tokens that begin where a block does; gives their slots.
+
+        `start.features` are those of the k - 1 rows before them and of their own rows.
+        """
+        size, count = self.size, len(tokens)
+        first = filled + len(self.tokens)
+        slots = range(first, first + count)
+        text = [*start.tail, *tokens]
+        seen = [(row, list(slots[:row])) for row in range(count)]
+        for row in range(count - size, count - 1):
+            seen.append((row, [slot for slot in slots if slot != slots[row]]))
+        for row, own in seen:
+            self.tokens.append(tokens[row])
+            self.depths.append(start.depth + row)
+            self.ancestors.append([*start.slots, *own])
+            self._features.append(start.features[row : row + size].reshape(-1))
+            self._recent.append(text[row : row + size - 1])
+        return slots
+
+    @property
+    def features(self) -> Float32s:
+        """What the graph reads of the target, [n, k * w]."""
+        return np.stack(self._features)
+
+    @property
+    def recent(self) -> Int64s:
+        """The tokens before the rows' own, int64 [n, k - 1]."""
+        return np.array(self._recent, np.int64)
+
+
+class FalconFollower:
+    """Keeps the cache of a Falcon drafter in step with the features of its target.
+
+    Row t reads, of the last k rows, the features of each and the token behind each, and
+    answers for token t + k + 1. It must see the rows behind it in its block: so a pass
+    has copies of all rows of a block but the last, behind that block, which see the
+    block in the place of themselves. Only rows whose block is whole are kept: the last
+    k - 1 rows are run again with the next block (2412.12639).
+
+        follower.observe(0, [5, 8, 9], answer.features)    # float [3, w]
+        follower.follow([5, 8, 9, 3])    # for what comes after 3
+        follower.block.levels[1]         # and after that
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self._fed = graph, Fed(graph)
+        self.size = graph.contract.ahead
+        """The tokens of a block, k."""
+        self.block: Block | None = None
+        """The block behind what was followed, or behind a chain's last block."""
+        self.drafted: list[int] = []
+        """The first tokens of that block, which are known."""
+        self._seen: list[int] = []
+        """The tokens whose features were observed; the graph was fed with some."""
+        self._features: list[Float32s] = []
+        """The features of the last of them, [w] each."""
+
+    @property
+    def rows(self) -> int:
+        """The rows of a pass for each block, copies included."""
+        return 2 * self.size - 1
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a new sequence; the rows that the last sequence shares stay."""
+        seen = common_length(self._seen, prompt)
+        fed = min(self._fed.shared(prompt[1:]), seen, max(0, len(prompt) - 2))
+        self._cut(fed, seen)
+        if len(self._seen) - len(self._features) > self._needed:
+            self._observe_again()
+
+    def keep(self, kept: int) -> int:
+        """How many of the first `kept` tokens need not be observed again."""
+        return min(kept, len(self._seen))
+
+    def waiting(self, tokens: Sequence[int]) -> Float32s | None:
+        """No features are worth keeping: those of the last rows are observed again."""
+        return None
+
+    def restore(self, tokens: Sequence[int], waiting: Float32s | None = None) -> None:
+        """Somebody else has put the rows of these tokens into the cache."""
+        self._fed.restore(tokens[1:])
+        self._seen = list(tokens)
+        self._observe_again()
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        self._fed.cut(0)
+        self._seen, self._features = [], []
+
+    def observe(
+        self, first: int, tokens: Sequence[int], features: Float32s | None
+    ) -> None:
+        """Take the features of tokens, which replace all from position `first` on."""
+        if features is None or first > len(self._seen):
+            return  # what it missed is read again with the next prompt
+        self._cut(self._agreed(first, tokens), first)
+        self._seen += tokens
+        self._features += list(features)
+        self._feed(self._seen, len(self._seen) - 1, self.graph.contract.max_width)
+        start = len(self._seen) - len(self._features)
+        del self._features[: max(self._needed - start, 0)]
+
+    def catch_up(self, context: Sequence[int]) -> None:
+        """Feed most of what waits, if it is much."""
+        self._fed.cut(len(self._fed.tokens))
+        self._feed(context, min(len(self._seen), len(context) - 1), self._at_once)
+
+    def follow(self, context: Sequence[int]) -> Answer | None:
+        """The answer for the token after `context`; None without features for it.
+
+        Tokens that the target has not run yet are fed like drafted tokens.
+        """
+        rows = min(len(self._seen), len(context) - 1)
+        # The rows of the last block, and of the last draft, are run again.
+        self._fed.cut(max(0, min(len(self._fed.tokens), rows - self.size)))
+        self.block, self.drafted = None, []
+        if rows < self.size:
+            return None
+        self._feed(context, rows, self._at_once)
+        first = len(self._fed.tokens)
+        tokens = context[first + 1 : rows + 1]
+        known = Block((), self._known(first, len(tokens)), self._tail(context, first))
+        self.block = self._go_on(known, tokens)
+        if self.block is None:
+            return None
+        self._fed.add(tokens)
+        answer: Answer | None = self.block.levels[0]
+        for token in context[rows + 1 :]:
+            answer = self.step(token)
+        return answer
+
+    def step(self, token: int) -> Answer | None:
+        """The answer for what comes after a drafted token; None without room for it."""
+        if self.block is None:
+            return None
+        self.drafted.append(token)
+        if len(self.drafted) == self.size:
+            self.block = self._go_on(self.block, self.drafted)
+            if self.block is None:
+                return None
+            self.graph.cache.advance(self.size)
+            self.drafted = []
+        return self.block.levels[len(self.drafted)]
+
+    def branch(
+        self, blocks: Sequence[tuple[Block, Sequence[int]]], filled: int
+    ) -> list[Block]:
+        """The blocks behind blocks of a draft whose tokens are known.
+
+        The draft has `filled` slots; each block takes `rows` more.
+        """
+        rows, size = _Pass(self.size), self.size
+        all_slots = [rows.add(block, tokens, filled) for block, tokens in blocks]
+        answer = self.graph.run_branches(
+            rows.tokens,
+            rows.depths,
+            rows.ancestors,
+            filled,
+            features=rows.features,
+            recent=rows.recent,
+        )
+        self._fed.own_pass()
+        assert answer.carried is not None
+        behind = []
+        for (block, tokens), slots in zip(blocks, all_slots, strict=True):
+            end = slots.stop - filled
+            # The copies follow the last row, whose answer is the last level's.
+            order = [*range(end, end + size - 1), end - 1]
+            behind.append(
+                Block(
+                    [answer.rows(slice(row, row + 1)) for row in order],
+                    np.concatenate([block.features[1 - size :], answer.carried[order]]),
+                    (*block.tail, *tokens)[1 - size :],
+                    (*block.slots, *slots),
+                    block.depth + len(tokens),
+                )
+            )
+        return behind
+
+    def _go_on(self, start: Block, tokens: Sequence[int]) -> Block | None:
+        """The block behind tokens that go on at the cursor; None without room."""
+        rows = len(tokens) + self.size - 1
+        if rows > min(self.graph.draft_room(0), self.graph.contract.max_width):
+            return None
+        [block] = self.branch([(start, tokens)], 0)
+        return replace(block, slots=(), depth=0)
+
+    def _feed(self, text: Sequence[int], rows: int, left: int) -> None:
+        """Run rows of a text until at most `left` of the first `rows` are left."""
+        widest = self.graph.contract.max_width
+        while (waiting := rows - len(self._fed.tokens)) > left:
+            first = len(self._fed.tokens)
+            count = min(widest, waiting - self.size)
+            tokens = text[first + 1 : first + 1 + count]
+            tail = self._tail(text, first)
+            recent = sliding_window_view([*tail, *tokens[:-1]], self.size - 1)
+            features = self._known(first, count)
+            windows = sliding_window_view(features, self.size, axis=0)
+            self.graph.run(
+                tokens,
+                last_only=True,
+                features=windows.swapaxes(1, 2).reshape(count, -1),
+                recent=recent.astype(np.int64),
+            )
+            self._fed.add(tokens)
+
+    def _tail(self, text: Sequence[int], row: int) -> tuple[int, ...]:
+        """The tokens that the k - 1 rows before a row read; 0 stands before row 0."""
+        last = text[max(row + 2 - self.size, 1) : row + 1]
+        return (*[0] * (self.size - 1 - len(last)), *last)
+
+    def _known(self, row: int, count: int) -> Float32s:
+        """The features of the k - 1 rows before a row, and of `count` rows from it on.
+
+        Zeros stand for rows before the text.
+        """
+        start = len(self._seen) - len(self._features)
+        width = self.graph.contract.feature_input
+        rows = [
+            self._features[index - start] if index >= start else np.zeros(width)
+            for index in range(row + 1 - self.size, row + count)
+        ]
+        return np.array(rows, np.float32)
+
+    @property
+    def _at_once(self) -> int:
+        """The most new rows of a pass with the copies of a block."""
+        return min(_AT_ONCE, self.graph.contract.max_width + 1 - self.size)
+
+    @property
+    def _needed(self) -> int:
+        """The first row whose features the next block may read."""
+        return max(0, len(self._fed.tokens) - 2 * self.size + 1)
+
+    def _observe_again(self) -> None:
+        """Let the next rows that the target runs give the features that are missing."""
+        del self._seen[self._needed :]
+        self._features = []
+
+    def _agreed(self, first: int, tokens: Sequence[int]) -> int:
+        """How many rows in the cache read the same tokens from position `first` on."""
+        start, fed = max(first - 1, 0), self._fed.tokens
+        read = tokens[start + 1 - first :]
+        agreed = common_length(fed[start:], read)
+        return start + agreed if agreed < len(read) else len(fed)
+
+    def _cut(self, fed: int, seen: int) -> None:
+        """Keep at most `fed` rows in the cache and `seen` tokens."""
+        self._fed.cut(fed)
+        start = len(self._seen) - len(self._features)
+        del self._seen[seen:]
+        del self._features[max(len(self._seen) - start, 0) :]

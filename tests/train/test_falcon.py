@@ -1,0 +1,412 @@
+"""A head drafts several tokens in a pass: trained, exported, drafting."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import jetdraft
+from jetdraft.bundle import Bundle
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.errors import CheckpointError, OptionError, OutputError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.planning.registry import methods
+from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+from jetdraft.train.falcon.falcon_training import (
+    FalconSettings,
+    FalconTraining,
+    told_rows,
+)
+from jetdraft.train.run_folder import STATE
+from jetdraft.train.training import TrainingOptions
+from tests.cli.running import assert_refused
+from tests.cli.running import jetdraft as cli
+from tests.train.periodic import PERIOD, learned_target, nothing
+
+QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
+LEARNING = replace(QUICK, steps=40, sequence_length=48, learning_rate=2e-2)
+WAYS = [{}, {"temperature": 0.8, "seed": 1}]
+LONG = {"max_new_tokens": 80, "ignore_eos": True}
+SIZES = (2, 3)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> str:
+    """A target of two layers that knows the text."""
+    return learned_target(tmp_path_factory.mktemp("falcon"), 2)
+
+
+def train(target, output, text, settings=None, options=QUICK, report=nothing):
+    run = FalconTraining(target, output, [text], settings, options)
+    return run, run.run(report)
+
+
+@pytest.fixture(scope="module")
+def folders(target, tmp_path_factory) -> dict[str, Path]:
+    """The folders of a trained drafter, and of two as they begin."""
+    folder, text = tmp_path_factory.mktemp("drafters"), Path(target).parent / "text.txt"
+    still = replace(QUICK, steps=1, learning_rate=0.0)
+    train(target, folder / "trained", text, None, LEARNING)
+    for size in SIZES:
+        train(target, folder / str(size), text, FalconSettings(block_rows=size), still)
+    return {name: folder / name for name in ("trained", *map(str, SIZES))}
+
+
+@pytest.fixture(scope="module")
+def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
+    folder = tmp_path_factory.mktemp("bundles")
+    options = ExportOptions(Recipe("int4", 32), capacity=256, max_width=32, fast=True)
+    return {
+        name: export(target, folder / name, options=options, head=str(folders[name]))
+        for name in ("trained", "2")
+    }
+
+
+@pytest.fixture(scope="module")
+def model(bundles):
+    with jetdraft.load(bundles["trained"].path, threads=1) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    """The texts of plain decoding, greedy and sampled."""
+    return [
+        model.generate(PERIOD, method="none", **LONG, **way).token_ids for way in WAYS
+    ]
+
+
+def test_a_trained_drafter_is_right_more_often(bundles, model):
+    """The text is periodic, so a trained drafter can know it, at each position."""
+    how = {"method": "falcon", "num_draft_tokens": 4, **LONG}
+    trained = model.generate(PERIOD, **how).stats
+    with jetdraft.load(bundles["2"].path, threads=1) as other:
+        untrained = other.generate(PERIOD, **how).stats
+    assert trained.tokens_per_pass > max(2.5, untrained.tokens_per_pass + 1)
+    assert min(trained.accepted_by_position) > 0.6
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "drafting", [1, 3, 6, {"tree": "comb"}, {"tree": "best"}, {"tree": "heap"}], ids=str
+)
+def test_drafts_give_the_text_of_plain_decoding(model, plain, way, drafting):
+    is_chain = isinstance(drafting, int)
+    how = {"num_draft_tokens": drafting} if is_chain else {"drafting": drafting}
+    result = model.generate(PERIOD, method="falcon", **how, **LONG, **WAYS[way])
+    assert result.token_ids == plain[way]
+    assert result.stats.accepted_tokens > 10
+
+
+@pytest.mark.parametrize("method", ["falcon,lookup", "auto"])
+def test_other_methods_draft_beside_it(model, plain, method):
+    for way, text in zip(WAYS, plain, strict=True):
+        made = model.generate(PERIOD, method=method, **LONG, **way)
+        assert made.token_ids == text
+
+
+def test_the_text_fills_the_buffers(model):
+    how = {"max_new_tokens": 400, "ignore_eos": True}
+    text = model.generate(PERIOD, method="none", **how).token_ids
+    for draft in ({"num_draft_tokens": 5}, {"drafting": {"tree": "best"}}):
+        made = model.generate(PERIOD, method="falcon", **draft, **how)
+        assert made.token_ids == text
+
+
+def test_short_prompts_are_drafted_for_later(model):
+    for count in (1, 2, 3):
+        prompt = model.parts.text.encode(PERIOD)[:count]
+        text = model.generate(token_ids=prompt, method="none", **LONG).token_ids
+        how = {"method": "falcon", "num_draft_tokens": 3, **LONG}
+        made = model.generate(token_ids=prompt, **how)
+        assert made.token_ids == text
+        assert made.stats.drafted_tokens > 10
+
+
+def test_a_prompt_that_goes_on_is_not_read_again(model):
+    how = {"method": "falcon", "num_draft_tokens": 3, **LONG}
+    first = model.generate(PERIOD, **how)
+    prompt = model.parts.text.encode(PERIOD) + first.token_ids[:40]
+    again = model.generate(token_ids=prompt, **how)
+    assert again.stats.reused_tokens > 30
+    model.forget()
+    fresh = model.generate(token_ids=prompt, **how)
+    assert again.token_ids == fresh.token_ids
+    assert again.stats.accepted_counts == fresh.stats.accepted_counts
+
+
+def test_a_saved_prefix(model, plain, tmp_path):
+    how = {"method": "falcon", "num_draft_tokens": 3, **LONG}
+    tokens = model.parts.text.encode(PERIOD)
+    expected = model.generate(token_ids=tokens, **how).stats.accepted_counts
+    model.forget()
+    model.save_prefix(tmp_path / "prefix.npz", tokens[:-2])
+    model.forget()
+    model.load_prefix(tmp_path / "prefix.npz")
+    made = model.generate(token_ids=tokens, **how)
+    assert made.token_ids == plain[0]
+    assert made.stats.accepted_counts == expected
+
+
+def test_forced_tokens_are_fed_like_drafted_tokens(model):
+    how = {"regex": "(for self ){9}", "max_new_tokens": 40}
+    text = model.generate(PERIOD, method="none", **how).text
+    for draft in ({"num_draft_tokens": 5}, {"drafting": {"tree": "best"}}):
+        made = model.generate(PERIOD, method="falcon", **draft, **how)
+        assert made.text == text
+
+
+TEXT = np.random.default_rng(6).integers(1, 288, 34).tolist()
+READ, AGAIN = 20, 23
+"""Rows of the target that a drafter sees at first, and after an accepted draft."""
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def floats(request, target, folders, tmp_path_factory):
+    """A bundle without quantization, with the drafter's module and all features."""
+    options = ExportOptions(
+        Recipe("none"), Recipe("none"), capacity=64, max_width=16, fast=True,
+        draft_vocab=40,
+    )  # fmt: skip
+    folder, drafter = (
+        tmp_path_factory.mktemp("floats"),
+        str(folders[str(request.param)]),
+    )
+    bundle = export(target, folder / "bundle", options=options, head=drafter)
+    checkpoint = Checkpoint.load(target, torch.float32)
+    checkpoint.model.set_attn_implementation("sdpa")
+    module = load_head(drafter, checkpoint, torch.float32)
+    with torch.no_grad():
+        decoder = checkpoint.model.get_decoder()
+        features = decoder(torch.tensor([TEXT])).last_hidden_state
+    with jetdraft.load(bundle.path, threads=1) as model:
+        yield model, module, features
+
+
+def whole(module, features, tokens, ends):
+    """All rows without a cache; row t sees the rows up to `ends[t]`."""
+    size, rows = module.config.slots, torch.arange(features.shape[1])
+    pad = torch.nn.functional.pad
+    windows = pad(features, (0, 0, size - 1, 0)).unfold(1, size, 1).transpose(-1, -2)
+    ids = pad(torch.tensor([tokens]), (size - 1, 0)).unfold(1, size, 1)
+    mask = torch.zeros(len(rows), len(rows))
+    mask = mask.masked_fill(rows > torch.tensor(ends)[:, None], -torch.inf)
+    return module(ids, windows, rows[None], None, mask[None, None])
+
+
+def expected(module, features, kept, seen, text):
+    """The logits of a draft after `seen` rows, and the `text` it must have drafted."""
+    size, logits = module.config.slots, []
+    features, last = features[:, :seen], seen
+    while len(logits) < len(text) - seen:
+        ends = [min(row, last - 1) for row in range(last)]
+        ends[last - size :] = [last - 1] * size
+        with torch.no_grad():
+            guessed = whole(module, features, text[1 : last + 1], ends)[:, -size:]
+        logits += list(module.lm_head(guessed)[0, :, kept].numpy())
+        features, last = torch.cat([features, guessed], 1), last + size
+    return np.sort(logits)[:, ::-1]
+
+
+def test_the_graph_drafts_what_the_module_computes_anew(floats):
+    """After a prompt, and after drafts of which nothing, two or more were right."""
+    model, module, features = floats
+    model.forget()
+    parts, follower = model.parts, model.parts.follower
+    kept = parts.bundle.draft_vocabulary()
+    states = features[0].numpy()
+    np.testing.assert_allclose(
+        parts.target.run(TEXT[:16]).features, states[:16], atol=1e-4
+    )
+    first = 0
+    for seen in (READ, READ + 1, AGAIN, AGAIN + 1):
+        follower.observe(first, TEXT[first:seen], states[first:seen])
+        wanted = expected(module, features, kept, seen, TEXT[: seen + 6])
+        made = [follower.follow(TEXT[: seen + 1]).candidate_logits[-1].copy()]
+        for token in TEXT[seen + 1 : seen + 6]:
+            made.append(follower.step(token).candidate_logits[-1].copy())
+        np.testing.assert_allclose(made, wanted[: len(made)], atol=2e-4)
+        first = seen
+
+
+def test_a_path_of_a_tree_is_a_chain(floats):
+    """Each block of a tree follows the blocks of its own path."""
+    model, _, features = floats
+    follower, states = model.parts.follower, features[0].numpy()
+    size = follower.size
+    path = TEXT[READ + 1 : READ + 1 + 2 * size]
+
+    def begun():
+        follower.forget()
+        follower.begin(TEXT)
+        follower.observe(0, TEXT[:READ], states[:READ])
+        assert follower.follow(TEXT[: READ + 1]) is not None
+        return follower.block
+
+    begun()
+    chain = [follower.step(token).candidate_logits[-1].copy() for token in path]
+    root = begun()
+    other = [token + 1 for token in path[:size]]
+    blocks = follower.branch([(root, other), (root, path[:size])], 0)
+    made = [level.candidate_logits[-1].copy() for level in blocks[1].levels]
+    np.testing.assert_allclose(made, chain[size - 1 : 2 * size - 1], atol=1e-5)
+    assert np.abs(blocks[0].levels[0].candidate_logits[-1] - made[0]).max() > 0.001
+    [last] = follower.branch([(blocks[1], path[size:])], 2 * follower.rows)
+    np.testing.assert_allclose(
+        last.levels[0].candidate_logits[-1], chain[-1], atol=1e-5
+    )
+
+
+def test_a_tree_of_single_children_is_the_chain(model):
+    """The proposer asks for each level what the follower answers for it."""
+    own = methods()["falcon"]
+    prompt = model.parts.text.encode(PERIOD * 2)
+    states = model.parts.target.run(prompt[:-1]).features.copy()
+    follower, drafts = model.parts.follower, []
+    for options in ({}, {"tree": "k-ary", "branching": (1,) * 6}):
+        proposer = own.make(model.parts, own.options(**options))
+        follower.forget()
+        proposer.begin(prompt, Chooser(Sampling(temperature=0.8, seed=2)))
+        follower.observe(0, prompt[:-1], states)
+        drafts.append(proposer.propose(prompt, 6).tokens)
+    model.forget()
+    assert len(drafts[0]) == 7
+    assert drafts[0] == drafts[1]
+
+
+def test_a_pass_drafts_a_block(model):
+    """A chain of six takes three passes, and so does a tree of six levels."""
+    follower = model.parts.follower
+    prompt = model.parts.text.encode(PERIOD * 2)
+    states = model.parts.target.run(prompt[:-1]).features.copy()
+    own = methods()["falcon"]
+    for options in ({}, {"tree": "k-ary", "branching": (2, 1, 1, 1, 1, 1)}):
+        proposer = own.make(model.parts, own.options(**options))
+        follower.forget()
+        proposer.begin(prompt, Chooser(Sampling()))
+        follower.observe(0, prompt[:-1], states)
+        follower.follow(prompt)
+        before = follower.graph.passes
+        proposer.propose(prompt, 12 if options else 6)
+        assert follower.graph.passes - before == 3
+    model.forget()
+
+
+# --- the training -------------------------------------------------------------------
+
+
+def test_rows_see_their_block_and_no_further(target, text, tmp_path):
+    """What stands behind a block changes nothing in it."""
+    run = FalconTraining(target, tmp_path / "out", [text], FalconSettings(), QUICK)
+    objective = run.module.eval()
+    features, ids = torch.randn(1, 11, 64), torch.arange(1, 12)[None]
+    places = (torch.arange(11) - 3) % 2  # rows 1 and 2 are a block
+    with torch.no_grad():
+        before = objective._predicted(features, ids, places)
+        changed = features.clone()
+        changed[:, 8] = 9.0  # the last row of a block
+        after = objective._predicted(changed, ids, places)
+    moved = (after - before).abs().amax(-1)[0] > 1e-4
+    assert moved.tolist() == [False] * 7 + [True] * 4
+
+
+def test_told_rows_are_the_first_of_blocks():
+    wrong = torch.ones(2, 12, dtype=torch.bool)
+    wrong[1] = False
+    places = torch.arange(12) % 3
+    told = told_rows(wrong, places, 3, 0.4, seed=1)
+    assert 2 <= int(told[0].sum()) <= 4
+    assert not told[1].any()
+    assert not told[:, places == 2].any()
+    assert (told[:, places == 0] >= told[:, places == 1]).all()
+    assert torch.equal(told, told_rows(wrong, places, 3, 0.4, seed=1))
+    assert not torch.equal(told, told_rows(wrong, places, 3, 0.4, seed=2))
+
+
+def test_the_folder_has_a_llama_layer_and_a_recurrence(folders):
+    tensors = load_file(folders["trained"] / "model.safetensors")
+    assert {name.split(".")[0] for name in tensors} == {"layers", "recurrence"}
+    fields = json.loads((folders["3"] / "config.json").read_text())
+    assert fields["architectures"] == ["FalconDrafter"]
+    assert fields["block_size"] == 3
+    figures = json.loads((folders["trained"] / "training.json").read_text())
+    assert figures["validation"]["tokens_per_pass"] > 2
+    assert len(figures["validation"]["acceptance"]) == 2
+
+
+def test_a_stopped_training_goes_on_where_it_was(target, text, tmp_path):
+    settings = FalconSettings(inner=8, half=True)
+    train(target, tmp_path / "whole", text, settings)
+
+    def stop(progress):
+        if progress.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(target, tmp_path / "cut", text, settings, report=stop)
+    assert (tmp_path / "cut" / STATE).is_file()
+    with pytest.raises(OutputError, match=r"other settings.*block"):
+        train(target, tmp_path / "cut", text, replace(settings, block_rows=3))
+    train(target, tmp_path / "cut", text, settings)
+    whole, cut = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")
+    )
+    assert whole["layers.0.mlp.up_proj.weight"].shape == (8, 64)
+    for name, tensor in whole.items():
+        assert tensor.dtype == torch.float16
+        torch.testing.assert_close(cut[name], tensor)
+
+
+# --- what is refused ----------------------------------------------------------------
+
+
+def test_the_command_says_what_is_wrong_in_one_line(target, text, tmp_path):
+    given = ("train", "falcon", target, "--data", text, "-o", tmp_path / "out")
+    assert_refused(cli(*given, "--block-rows", 1), "block rows 1 is out of range")
+    assert_refused(cli(*given, "--inner", -1), "inner -1 is out of range")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"vocab_size": 300}, "vocabulary of 300 tokens"),
+        ({"hidden_size": 32}, "reads states of 32 numbers"),
+        ({"num_attention_heads": 7}, "no q_proj of 7 heads"),
+        ({"block_size": 1}, "blocks of 2 to 8"),
+        ({"block_size": "two"}, "block_size='two'"),
+        ({"lstm_layers": 3}, "lstm_layers=3, which jetdraft does not know"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused(
+    target, folders, tmp_path, fields, words
+):
+    shutil.copytree(folders["2"], tmp_path / "drafter")
+    file = tmp_path / "drafter" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    checkpoint = Checkpoint.load(target, torch.float32)
+    with pytest.raises(CheckpointError, match=words):
+        load_head(str(tmp_path / "drafter"), checkpoint, torch.float32)
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft", "kangaroo", "glide", "chimera"])
+def test_it_is_no_drafter_of_another_method(model, method):
+    with pytest.raises(OptionError, match="needs a"):
+        model.generate(PERIOD, method=method)
+
+
+def test_it_needs_its_drafter(bundles):
+    with (
+        jetdraft.load(bundles["2"].path, drafter_provider="off") as model,
+        pytest.raises(OptionError, match="needs a Falcon drafter"),
+    ):
+        model.generate(PERIOD, method="falcon")
