@@ -15,6 +15,8 @@ of `capacity` rows:
 | `probe_rows`, `probe_ids` | int64 [r], the row and the stream of each probe |
 | `features` | float32 [1, n, w], one per row, in the graph of a head |
 | `block` | int64 [1, g], tokens behind the rows; `vocab_size` for an unknown one |
+| `source_length` | int32 [1], slots of the source, in the decoder of an encoder |
+| `cross_key.{i}`, `cross_value.{i}` | dtype [1, kv_heads, source_slots, head_dim] |
 | `past_key.{i}`, `past_value.{i}` | dtype [1, kv_heads, capacity, head_dim] |
 
 | output | type, shape |
@@ -46,6 +48,9 @@ input `block`, which follow the last row's token. The rows of the block see each
 and all rows before; their keys and values land past the rows of the pass, in slots that
 the next pass overwrites.
 
+The decoder of an *encoder-decoder* reads a source: its encoder's graph, see
+`SourceContract`, writes the cross buffers once, and the decoder only reads them.
+
 A graph can also be cut into two halves, see `SplitContract`, so that the host can drop
 rows between them.
 """
@@ -69,6 +74,9 @@ CAPACITY, MAX_WIDTH = 2048, 128
 
 HIDDEN = -1e4
 """Added to the score of a slot that a row may not see; fits float16."""
+
+SOURCE = "source"
+"""The name of the axis of a source's tokens."""
 
 ROWS, ANSWERS, PROBES, ALL = "n", "m", "r", "n+r"
 """The names of the dynamic axes: the rows of a pass, the rows it answers for, its
@@ -106,6 +114,10 @@ SCORES = TensorSpec("scores", "float32", (1, ROWS))
 """What an early exit gives: the log probability of each row's token."""
 
 
+SOURCE_LENGTH = TensorSpec("source_length", "int32", (1,))
+"""The slots that a source fills; the others are hidden."""
+
+
 @dataclass(frozen=True)
 class StepContract:
     """The sizes that fix every shape of a step graph.
@@ -121,6 +133,9 @@ class StepContract:
     `draft_vocab` of 0 means the whole vocabulary. `guesses` is the number of tokens
     that a head guesses at once, 0 for other graphs. Raises `ContractError` for sizes
     that contradict each other.
+
+    A decoder with `source_slots` reads a source of as many tokens at most. With
+    `relative_positions` its attention has a bias of its own, by the distance of rows.
 
     The buffers have `spare_slots` more slots than the capacity. A pass near the end may
     fill them, and no pass reads them.
@@ -147,6 +162,8 @@ class StepContract:
     draft_vocab: Count = 0
     guesses: Annotated[int, in_range(0, 1024)] = 0
     spare_slots: Count = 0
+    source_slots: Count = 0
+    relative_positions: bool = False
 
     def __post_init__(self) -> None:
         for is_wrong, fact in (
@@ -208,7 +225,22 @@ class StepContract:
             *(self.probes if self.streams else []),
             *_optional("features", ROWS, self.feature_input),
             *([TensorSpec("block", "int64", (1, self.block))] if self.block else []),
+            *((SOURCE_LENGTH, *self.cross) if self.source_slots else ()),
             *self.buffers("past"),
+        )
+
+    @property
+    def cross(self) -> tuple[TensorSpec, ...]:
+        """The keys and values of the source, which only the encoder's graph writes."""
+        return tuple(
+            TensorSpec(
+                f"cross_{kind}.{layer}",
+                self.dtype,
+                (1, heads, self.source_slots, head_dim),
+            )
+            for layer, (heads, head_dim) in enumerate(self.kv_shapes)
+            for kind in ("key", "value")
+            if self.source_slots
         )
 
     @property
@@ -219,7 +251,7 @@ class StepContract:
     @property
     def biased(self) -> bool:
         """Whether its attention has a bias of all slots."""
-        return self.masked or self.block > 0
+        return self.masked or self.block > 0 or self.relative_positions
 
     @property
     def draft_slots(self) -> int:
@@ -361,6 +393,29 @@ class SplitContract:
     def upper_outputs(self) -> tuple[TensorSpec, ...]:
         """All outputs of the upper half, in graph order."""
         return self.upper.outputs
+
+
+@dataclass(frozen=True)
+class SourceContract:
+    """The graph of an encoder, for the decoder with the contract `step`.
+
+    It takes a source, `input_ids` int64 [1, source], and gives the cross buffers of all
+    layers, with zeros behind the source.
+
+        SourceContract(contract).outputs
+    """
+
+    step: StepContract
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """All inputs, in graph order."""
+        return (TensorSpec("input_ids", "int64", (1, SOURCE)),)
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """All outputs, in graph order."""
+        return self.step.cross
 
 
 _ONNX_TYPES = {

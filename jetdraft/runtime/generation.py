@@ -90,6 +90,7 @@ class Generation:
         prepared: bool = False,
     ) -> None:
         _check_options(options, parts)
+        self._source, prompt = parts.divided(prompt)
         drafting, ending = options.drafting, options.ending
         self.parts, self.planner, self.options = parts, planner, options
         self.watcher = StopWatcher(
@@ -116,7 +117,7 @@ class Generation:
             method=drafting.method,
             exact=drafting.exact,
             seed=options.sampling.seed if options.sampling.temperature else None,
-            prompt_tokens=len(prompt),
+            prompt_tokens=len(self._source) or len(prompt),
             plain_ms=parts.curve.pass_ms(self.widths[0]),
         )
         self._prompt = prompt
@@ -168,7 +169,7 @@ class Generation:
                     self._matcher.close()
             response = [token for piece in self.pieces for token in piece.token_ids]
             user = self.options.drafting.user
-            self.parts.remember(self._prompt, response, user)
+            self.parts.remember(self._source or self._prompt, response, user)
             for observer in self.observers:
                 observer.end(self._prompt, response, user, self.stats)
 
@@ -181,7 +182,9 @@ class Generation:
             # This verifier reads the drafter's probabilities. Their last bits must not
             # depend on what an earlier generation left in the drafter's cache.
             parts.follower.forget()
-        start, prefix = time.perf_counter(), self._prefix(exact)
+        start = time.perf_counter()
+        parts.read(self._source)
+        prefix = self._prefix(exact)
         for observer in self.observers:
             observer.begin(self._prompt, self.chooser)
         sequence = array("I", self._prompt)

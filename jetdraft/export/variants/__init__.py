@@ -1,5 +1,6 @@
 """The kinds of graphs that the exporter writes, in their order."""
 
+from jetdraft.export.source import source_graph
 from jetdraft.export.variants import (
     chain_graph,
     feature_graph,
@@ -9,9 +10,10 @@ from jetdraft.export.variants import (
 )
 
 VARIANTS = (
-    # Streams and features change the pass that is traced. The other graphs are made of
+    # Sources, streams and features change the pass that is traced. The other graphs are made of
     # the chain.
     # Halves come before trees: they remove the extra outputs of the chain graph.
+    source_graph.VARIANT,
     stream_graph.VARIANT,
     feature_graph.VARIANT,
     chain_graph.VARIANT,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ class Bound:
     """The inputs and outputs of passes with fixed numbers of rows, answers and probes.
 
     `tensors` holds them by name, on the host and on the device; `arrays` holds their
-    arrays on the host. `buffers` are the KV buffers, by name of the input.
+    arrays on the host. `buffers` are the KV buffers, by name of the input; those that
+    are `lent` belong to another graph, and are only read.
 
         bound = Bound(session, inputs, outputs, buffers, rows=4, answers=4, probes=0)
         bound.arrays["input_ids"][0] = [5, 8, 9, 2]
@@ -49,6 +51,7 @@ class Bound:
         answers: int,
         probes: int,
         memory: Memory = HOST,
+        lent: Mapping[str, ort.OrtValue] = MappingProxyType({}),
     ) -> None:
         self.session = session
         self._memory = memory
@@ -56,7 +59,7 @@ class Bound:
         # A value can share the memory of its array, so both must stay alive.
         self.tensors: dict[str, Tensor] = {}
         presents = {name: name.replace("past_", "present_") for name in buffers}
-        buffer_names = {*presents, *presents.values()}
+        buffer_names = {*presents, *presents.values(), *lent}
         for specs, bind in (
             (inputs, self.io.bind_ortvalue_input),
             (outputs, self.io.bind_ortvalue_output),
@@ -71,6 +74,8 @@ class Bound:
         for name, buffer in buffers.items():
             self.io.bind_ortvalue_input(name, buffer)
             self.io.bind_ortvalue_output(presents[name], buffer)
+        for name, buffer in lent.items():
+            self.io.bind_ortvalue_input(name, buffer)
         self.arrays = {name: tensor.array for name, tensor in self.tensors.items()}
         self._copies = None
         if memory.copies:

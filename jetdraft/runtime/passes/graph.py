@@ -16,6 +16,7 @@ from jetdraft.runtime.passes.answer import Answer, answer_of
 from jetdraft.runtime.passes.binding import Bound
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.captures import Captures
+from jetdraft.runtime.passes.source import Source
 from jetdraft.runtime.passes.step_sessions import StepSession, StepSessions
 from jetdraft.runtime.passes.tensor import HOST, Memory
 
@@ -52,6 +53,8 @@ class Graph:
         self.memory = memory
         self.captures = captures
         self.lengths: Sequence[int] = ()
+        self.source: Source | None = None
+        """What the decoder of an encoder reads; set it before the first pass."""
         self.prepare(exact=True)
         self.cache = Cache(self.contract, compaction, memory)
         self.seconds = 0.0
@@ -138,7 +141,7 @@ class Graph:
     def take(self, other: Graph) -> None:
         """Run another graph's sessions over its buffers; it has the same contract."""
         self.sessions, self.captures = other.sessions, other.captures
-        self.cache = other.cache
+        self.cache, self.source = other.cache, other.source
         self._bindings, self._wide_bindings = {}, {}
 
     def draft_room(self, filled: int) -> int:
@@ -252,6 +255,7 @@ class _Binding(Bound):
             size.answers,
             probes.total,
             graph.memory,
+            {} if graph.source is None else graph.source.lent,
         )
         self.size = size
         self.biased = contract.biased

@@ -203,6 +203,29 @@ class Parts:
         graphs = {"target": self.target, "drafter": self.drafter}
         return {name: graph.cache for name, graph in graphs.items() if graph}
 
+    def divided(self, prompt: list[int]) -> tuple[list[int], list[int]]:
+        """The source that a prompt is, and the tokens that the text begins with.
+
+        Without an encoder there is no source, and the text begins with the prompt.
+        """
+        start = list(self.bundle.start_token_ids)
+        return (prompt, start) if start else ([], prompt)
+
+    def read(self, source: Sequence[int]) -> None:
+        """Encode the source of the next text, in the graphs that read a source.
+
+        Rows that were written about another source must not stay.
+        """
+        for graph in (self.target, self.drafter):
+            if graph and graph.source and graph.source.read(source):
+                self.forget()
+
+    @property
+    def source(self) -> Sequence[int]:
+        """The source that was read last; empty without an encoder."""
+        reader = self.target.source
+        return () if reader is None else reader.tokens
+
     def halves(self) -> Halves:
         """The target in two halves; the first call opens them.
 
@@ -317,7 +340,9 @@ class Parts:
         if folder is None:
             return None
         bundle, entry = self.bundle, self.bundle.drafter
-        if entry is None or opener is None or entry.contract.feature_input:
+        contract = None if entry is None else entry.contract
+        reads_more = contract and (contract.feature_input or contract.source_slots)
+        if entry is None or opener is None or reads_more:
             raise OptionError(
                 "only a drafter that is a model of its own learns from use; export "
                 "with --drafter, or leave --learn out",
