@@ -46,7 +46,7 @@ from jetdraft.untrusted.printable import printable
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded decoder or encoder-decoder, and the parts of its folder that a bundle keeps.
+    """A loaded language model, and the parts of its folder that a bundle keeps.
 
     `tokenizer` is the text of a tokenizer.json and `chat_template` a Jinja text; both
     are None for a checkpoint without them. `generation` has sampling defaults, see
@@ -252,7 +252,7 @@ def _load_config(source: str) -> Any:
 
 
 def _check_config(source: str, config: Any) -> None:
-    """Raise `UnsupportedModelError` for a model that does not write from left to right."""
+    """Raise `UnsupportedModelError` for a model that writes in both directions."""
     text = config.get_text_config(decoder=True)
     if getattr(text, "use_bidirectional_attention", False):
         raise UnsupportedModelError(
@@ -452,8 +452,8 @@ def _start_token_ids(source: str, model: Any) -> tuple[int, ...]:
     ):
         raise CheckpointError(
             f"{source} does not say with which token its text begins "
-            f"(decoder_start_token_id {printable(ids[0], 20)}); correct its config.json "
-            "or generation_config.json"
+            f"(decoder_start_token_id {printable(ids[0], 20)}); correct its "
+            "config.json or generation_config.json"
         )
     return tuple(id for id in ids if id is not None)
 

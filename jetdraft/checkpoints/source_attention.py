@@ -82,7 +82,7 @@ def attend_to_source(
     position_bias: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of any part of an encoder-decoder: [1, heads, n, d] to [1, n, heads, d].
+    """Attention in all parts: [1, heads, n, d] to [1, n, heads, d].
 
     The `position_bias` [1, heads, n, n] that T5 gives counts in the encoder only: in
     the decoder it would count the rows of a pass as the whole text, so there the active

@@ -34,8 +34,8 @@ def source_shapes(model: Any) -> tuple[tuple[int, int], ...]:
         implement(model, IMPLEMENTATION)
     if shapes != across:
         raise UnsupportedModelError(
-            f"{type(model).__name__} attends to the source with other heads than to its "
-            "own text; export another architecture"
+            f"{type(model).__name__} attends to the source with other heads than to "
+            "its own text; export another architecture"
         )
     return shapes
 

@@ -121,8 +121,8 @@ class SourceStep(Step):
         if table is None:
             if not self.contract.relative_positions:
                 raise UnsupportedModelError(
-                    f"{type(self.model).__name__} has positions of its own kind; export "
-                    "another architecture"
+                    f"{type(self.model).__name__} has positions of its own kind; "
+                    "export another architecture"
                 )
             yield
             return

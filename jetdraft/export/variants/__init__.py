@@ -10,8 +10,8 @@ from jetdraft.export.variants import (
 )
 
 VARIANTS = (
-    # Sources, streams and features change the pass that is traced. The other graphs are made of
-    # the chain.
+    # Sources, streams and features change the pass that is traced. The other graphs
+    # are made of the chain.
     # Halves come before trees: they remove the extra outputs of the chain graph.
     source_graph.VARIANT,
     stream_graph.VARIANT,
