@@ -44,6 +44,8 @@ ONLY_PARSED = {
     "jetdraft store clear bundles/pycode learned": "needs lessons; tests/cli",
     "jetdraft train head": "takes a quarter of an hour; tests/train",
     "jetdraft bench bundles/faster": "needs a trained drafter; tests/train",
+    "jetdraft generate bundles/flan": "needs an export; tests/export",
+    "jetdraft plan TARGET --device orin-nx-16gb --text": "needs texts; tests/devices",
     "jetdraft generate bundles/with-block": "needs an export; tests/export",
     "jetdraft generate bundles/with-head": "needs an export; tests/test_pycode.py",
     "jetdraft generate bundles/streams": "needs a trained bundle; tests/runtime",

@@ -105,8 +105,9 @@ def command(
 ) -> int:
     """Generate a text with BUNDLE after the prompt TEXT, or as --prompt gives it.
 
-    An encoder-decoder writes about the prompt: it translates it, or sums it up. If the checkpoint has a chat template, the prompt is a user's message and the text
-    is the reply; --raw continues the prompt itself.
+    An encoder-decoder writes about the prompt: it translates it, or sums it up. If the
+    checkpoint has a chat template, the prompt is a user's message and the text is the
+    reply; --raw continues the prompt itself.
     """
     if text is not None and prompt is not None:
         raise click.UsageError("give the prompt once, as TEXT or with --prompt")

@@ -27,6 +27,11 @@ def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
             "hold; choose provider cpu or cuda"
         )
     recipe = options.recipe
+    if options.draft_vocab is not None:
+        raise OptionError(
+            f"{checkpoint.source} is an encoder-decoder, which writes no text to count "
+            "tokens in; leave --draft-vocab out"
+        )
     if options.limit is not None or (
         recipe is not None and (recipe.needs_calibration or recipe.kv_bits)
     ):

@@ -158,7 +158,7 @@ class SourceStep(Step):
         module = relative_table(self.model)
         if module is None:
             return None
-        slots, rows = torch.arange(self.contract.slots), position_ids.shape[1]
+        slots = torch.arange(self.contract.slots)
         place = (slots - cursor).clamp(min=0)
         # A comparison with the number of rows, as a clip to it, would fix that number.
         place = torch.minimum(place, torch.ones_like(position_ids).sum() - 1)
@@ -170,7 +170,6 @@ class SourceStep(Step):
             num_buckets=module.relative_attention_num_buckets,
             max_distance=module.relative_attention_max_distance,
         )
-        assert rows
         bias: Tensor = module.relative_attention_bias(buckets)
         return bias.permute(2, 0, 1)[None]
 

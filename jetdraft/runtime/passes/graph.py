@@ -16,7 +16,7 @@ from jetdraft.runtime.passes.answer import Answer, answer_of
 from jetdraft.runtime.passes.binding import Bound
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.captures import Captures
-from jetdraft.runtime.passes.source import Source
+from jetdraft.runtime.passes.encoding.source import Source
 from jetdraft.runtime.passes.step_sessions import StepSession, StepSessions
 from jetdraft.runtime.passes.tensor import HOST, Memory
 
