@@ -73,7 +73,8 @@ class Generation:
     """One sequence over the parts of a loaded bundle.
 
     All options are checked at once. A `prepared` generation compiles its constraint at
-    once too, before any pass is measured; else `run` does. Raises `OptionError`.
+    once too, before any pass is measured; else `run` does. An encoder-decoder writes
+    about a `source`, token ids. Raises `OptionError`.
 
         generation = Generation(parts, planner, [5, 8, 9], Options())
         for piece in generation.run():
@@ -88,9 +89,9 @@ class Generation:
         prompt: list[int],
         options: Options,
         prepared: bool = False,
+        source: Sequence[int] = (),
     ) -> None:
         _check_options(options, parts)
-        self._source, prompt = parts.divided(prompt)
         drafting, ending = options.drafting, options.ending
         self.parts, self.planner, self.options = parts, planner, options
         self.watcher = StopWatcher(
@@ -117,10 +118,10 @@ class Generation:
             method=drafting.method,
             exact=drafting.exact,
             seed=options.sampling.seed if options.sampling.temperature else None,
-            prompt_tokens=len(self._source) or len(prompt),
+            prompt_tokens=len(source) or len(prompt),
             plain_ms=parts.curve.pass_ms(self.widths[0]),
         )
-        self._prompt = prompt
+        self._prompt, self._source = prompt, source
         self.pieces: list[Piece] = []
         # Tokens of the last round that are not proven yet.
         self._carried: list[int] = []

@@ -191,8 +191,9 @@ class Model:
             raise OptionError(
                 "give either an Options object or options by their names", "options"
             )
-        ids: list[int] = self.prompt(prompt, token_ids).tolist()
-        return Generation(self.parts, self.planner, ids, options, prepared)
+        parts = self.parts
+        source, ids = parts.divided(self.prompt(prompt, token_ids).tolist())
+        return Generation(parts, self.planner, ids, options, prepared, source)
 
     def chat(
         self,

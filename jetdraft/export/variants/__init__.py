@@ -1,10 +1,10 @@
 """The kinds of graphs that the exporter writes, in their order."""
 
-from jetdraft.export.source import source_graph
 from jetdraft.export.variants import (
     chain_graph,
     feature_graph,
     half_graphs,
+    source_graph,
     stream_graph,
     tree_graph,
 )
