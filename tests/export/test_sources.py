@@ -32,7 +32,7 @@ T5 = {
     # Few and near, so that a wrong distance shows.
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 16,
-    "initializer_factor": 2.0,
+    "initializer_factor": 1.0,
     "decoder_start_token_id": 3,
     "eos_token_id": 0,
     "pad_token_id": 1,
