@@ -6,6 +6,7 @@
     target-compaction.onnx   moves an accepted branch together in the KV buffers
     target-lower.onnx, target-upper.onnx, ...   the target in two halves
     drafter.onnx, drafter-tree.onnx, ...   the same graphs of a drafter
+    target-encoder.onnx, ...   the encoder of a target that reads a source
     drafter-vocabulary.npy   the draft vocabulary of a head: its token ids
     streams.npz       the weights of the streams, for a target with streams
     similarity.npy    small embeddings of the target: they find similar requests
@@ -166,7 +167,8 @@ class GraphEntry:
     `tree_file` and `compaction_file` are its graphs for branching drafts, None if its
     attention does not allow branching. `streams` are the settings of its streams,
     `halves` its graphs below and above a cut. `vocabulary_file` is the draft vocabulary
-    of a head, see `Bundle.draft_vocabulary`.
+    of a head, see `Bundle.draft_vocabulary`, and `encoder_file` the encoder's graph of
+    a decoder that reads a source.
     """
 
     file: FileName
@@ -178,6 +180,7 @@ class GraphEntry:
     compaction_file: FileName | None = None
     streams: Annotated[dict[str, Any], StreamRecord] | None = None
     halves: Halves | None = None
+    encoder_file: FileName | None = None
     vocabulary_file: FileName | None = None
 
     def check(self) -> None:
@@ -187,6 +190,8 @@ class GraphEntry:
             self.split_contract  # noqa: B018  # raises if malformed
         if bool(self.contract.draft_vocab) != (self.vocabulary_file is not None):
             raise ValueError("a draft vocabulary and its file come together")
+        if bool(self.contract.source_slots) != (self.encoder_file is not None):
+            raise ValueError("a decoder that reads a source comes with an encoder")
 
     @property
     def files(self) -> list[str]:
@@ -196,6 +201,7 @@ class GraphEntry:
             self.tree_file,
             self.compaction_file,
             self.vocabulary_file,
+            self.encoder_file,
             *(self.halves.files if self.halves else ()),
         )
         return [name for name in names if name is not None]
@@ -233,7 +239,8 @@ class Bundle:
     if the drafter runs on the target's provider. `generation` has the checkpoint's
     sampling defaults by option, see `GENERATION`; options without a default are left
     out. `special_tokens` are the texts of the tokenizer's special tokens, see
-    `SPECIAL_TOKENS`, for the chat template.
+    `SPECIAL_TOKENS`, for the chat template. `start_token_ids` are the tokens that the
+    text of an encoder-decoder begins with, and empty for a decoder alone.
 
         Bundle.open("bundle").generation  # {"temperature": 0.6, "top_p": 0.95}
     """
@@ -252,6 +259,7 @@ class Bundle:
     special_tokens: dict[Annotated[str, one_of(*SPECIAL_TOKENS)], str] = field(
         default_factory=dict
     )
+    start_token_ids: tuple[Count, ...] = ()
 
     @property
     def target(self) -> GraphEntry:
@@ -355,6 +363,11 @@ class Bundle:
             raise ValueError("a graph or its file is not listed")
         if self.target.contract.reads:
             raise ValueError("the target reads the buffers of a target")
+        ids, contract = self.start_token_ids, self.target.contract
+        if bool(ids) != bool(contract.source_slots) or any(
+            id >= contract.vocab_size for id in ids
+        ):
+            raise ValueError("a text after a source begins with tokens")
 
     def to_json(self) -> dict[str, Any]:
         """The manifest, with its own hash."""
@@ -367,6 +380,7 @@ class Bundle:
             "drafter_provider": self.drafter_provider,
             "generation": self.generation,
             "special_tokens": self.special_tokens,
+            "start_token_ids": list(self.start_token_ids),
             "tools": self.tools,
             "files": self.files,
         }
@@ -405,6 +419,11 @@ def check_pair(
         raise PairError(
             f"the {name}'s capacity is {drafter.capacity}, the target's "
             f"{target.capacity}; export both together"
+        )
+    if target.source_slots != drafter.source_slots and not drafter.feature_input:
+        raise PairError(
+            f"the {name} reads a source of {drafter.source_slots} tokens, the target "
+            f"one of {target.source_slots}; give a drafter of the same kind"
         )
     if drafter.feature_input not in (0, target.feature_size):
         raise PairError(

@@ -19,6 +19,8 @@ of `capacity` rows:
 | `target_length` | int32 [1], committed rows in the target's buffers |
 | `target_key.{i}`, `target_value.{i}` | the target's buffers of layer i, only read |
 | `block` | int64 [1, g], tokens behind the rows; `vocab_size` for an unknown one |
+| `source_length` | int32 [1], slots of the source, in the decoder of an encoder |
+| `cross_key.{i}`, `cross_value.{i}` | dtype [1, kv_heads, source_slots, head_dim] |
 | `past_key.{i}`, `past_value.{i}` | dtype [1, kv_heads, capacity, head_dim] |
 
 | output | type, shape |
@@ -53,6 +55,9 @@ input `block`, which follow the last row's token. The rows of the block see each
 and all rows before; their keys and values land past the rows of the pass, in slots that
 the next pass overwrites.
 
+The decoder of an *encoder-decoder* reads a source: its encoder's graph, see
+`SourceContract`, writes the cross buffers once, and the decoder only reads them.
+
 A graph can also be cut into two halves, see `SplitContract`, so that the host can drop
 rows between them.
 """
@@ -76,6 +81,9 @@ CAPACITY, MAX_WIDTH = 2048, 128
 
 HIDDEN = -1e4
 """Added to the score of a slot that a row may not see; fits float16."""
+
+SOURCE = "source"
+"""The name of the axis of a source's tokens."""
 
 ROWS, ANSWERS, PROBES, PREFIX, ALL = "n", "m", "r", "p", "n+b"
 """The names of the dynamic axes: the rows of a pass, the rows it answers for, its
@@ -133,6 +141,10 @@ SCORES = TensorSpec("scores", "float32", (1, ROWS))
 """What an early exit gives: the log probability of each row's token."""
 
 
+SOURCE_LENGTH = TensorSpec("source_length", "int32", (1,))
+"""The slots that a source fills; the others are hidden."""
+
+
 @dataclass(frozen=True)
 class StepContract:
     """The sizes that fix every shape of a step graph.
@@ -153,6 +165,9 @@ class StepContract:
     answers in row t for token t + k + 1, and reads the features of the last k rows in
     each; 0 for other graphs. Raises `ContractError` for sizes
     that contradict each other.
+
+    A decoder with `source_slots` reads a source of as many tokens at most. With
+    `relative_positions` its attention has a bias of its own, by the distance of rows.
 
     The buffers have `spare_slots` more slots than the capacity. A pass near the end may
     fill them, and no pass reads them.
@@ -184,6 +199,8 @@ class StepContract:
     reads: tuple[tuple[Count, Size, Size], ...] = ()
     recent: Annotated[int, in_range(0, 64)] = 0
     ahead: Annotated[int, in_range(0, 64)] = 0
+    source_slots: Count = 0
+    relative_positions: bool = False
 
     def __post_init__(self) -> None:
         for is_wrong, fact in (
@@ -228,7 +245,8 @@ class StepContract:
     @property
     def learns(self) -> bool:
         """Whether use can train a drafter with this graph: a model, EAGLE or MTP."""
-        return self.stands_alone or bool(self.carried_size and not self.recent)
+        reads_all = self.stands_alone or bool(self.carried_size and not self.recent)
+        return reads_all and not self.source_slots
 
     @property
     def slots(self) -> int:
@@ -265,6 +283,7 @@ class StepContract:
             *_optional("features", ROWS, self.feature_input * (self.ahead or 1)),
             *([TensorSpec("block", "int64", (1, self.block))] if self.block else []),
             *([TARGET_LENGTH, *self.lent] if self.reads else []),
+            *((SOURCE_LENGTH, *self.cross) if self.source_slots else ()),
             *self.buffers("past"),
         )
 
@@ -285,6 +304,20 @@ class StepContract:
         )
 
     @property
+    def cross(self) -> tuple[TensorSpec, ...]:
+        """The keys and values of the source, which only the encoder's graph writes."""
+        return tuple(
+            TensorSpec(
+                f"cross_{kind}.{layer}",
+                self.dtype,
+                (1, heads, self.source_slots, head_dim),
+            )
+            for layer, (heads, head_dim) in enumerate(self.kv_shapes)
+            for kind in ("key", "value")
+            if self.source_slots
+        )
+
+    @property
     def masked(self) -> bool:
         """Whether the graph has a `draft_mask`."""
         return self.tree or self.streams > 0
@@ -292,7 +325,7 @@ class StepContract:
     @property
     def biased(self) -> bool:
         """Whether its attention has a bias of all slots."""
-        return self.masked or self.block > 0
+        return self.masked or self.block > 0 or self.relative_positions
 
     @property
     def draft_slots(self) -> int:
@@ -441,6 +474,29 @@ class SplitContract:
     def upper_outputs(self) -> tuple[TensorSpec, ...]:
         """All outputs of the upper half, in graph order."""
         return self.upper.outputs
+
+
+@dataclass(frozen=True)
+class SourceContract:
+    """The graph of an encoder, for the decoder with the contract `step`.
+
+    It takes a source, `input_ids` int64 [1, source], and gives the cross buffers of all
+    layers, with zeros behind the source.
+
+        SourceContract(contract).outputs
+    """
+
+    step: StepContract
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """All inputs, in graph order."""
+        return (TensorSpec("input_ids", "int64", (1, SOURCE)),)
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """All outputs, in graph order."""
+        return self.step.cross
 
 
 _ONNX_TYPES = {

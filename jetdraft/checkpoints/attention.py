@@ -64,6 +64,11 @@ def attending(state: StepState) -> Iterator[StepState]:
         _active.pop()
 
 
+def active_state() -> StepState:
+    """The state of the pass that runs now."""
+    return _active[-1]
+
+
 class HandThrough(Cache):  # type: ignore[misc]  # transformers is untyped
     """A cache without memory: attention itself writes the fixed buffers."""
 
@@ -110,7 +115,7 @@ def attend(
             f"{type(module).__name__} attends in both directions; only causal decoders "
             "can be exported"
         )
-    state, layer = _active[-1], int(module.layer_idx)  # type: ignore[arg-type]
+    state, layer = active_state(), int(module.layer_idx)  # type: ignore[arg-type]
     if layer in state.present:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends twice in one layer; "

@@ -32,6 +32,10 @@ from jetdraft.checkpoints.probing.probe_files import (
 )
 from jetdraft.checkpoints.probing.probed import Probed
 from jetdraft.checkpoints.silence import silenced
+from jetdraft.checkpoints.source_attention import (
+    IMPLEMENTATION as SOURCE_IMPLEMENTATION,
+)
+from jetdraft.checkpoints.source_attention import implement
 from jetdraft.checkpoints.streamed import SETTINGS, SHARED
 from jetdraft.checkpoints.streamed import WEIGHTS as STREAM_WEIGHTS
 from jetdraft.checkpoints.taps import Taps
@@ -41,13 +45,14 @@ from jetdraft.untrusted.printable import printable
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded decoder, and the parts of its folder that a bundle keeps.
+    """A loaded language model, and the parts of its folder that a bundle keeps.
 
     `tokenizer` is the text of a tokenizer.json and `chat_template` a Jinja text; both
     are None for a checkpoint without them. `generation` has sampling defaults, see
     `read_defaults`, and `special_tokens` the tokenizer's, see `Bundle`. `taps` are what
     a head reads of the model's states. `draft_ids` int64 [n] are the tokens that a
-    drafter was trained to draft, None for all.
+    drafter was trained to draft, None for all. `start_token_ids` are the tokens that an
+    encoder-decoder's text begins with, empty for a decoder alone.
 
         checkpoint = Checkpoint.load("examples/pycode/target", torch.float32)
     """
@@ -63,6 +68,7 @@ class Checkpoint:
     special_tokens: dict[str, str] = field(default_factory=dict)
     taps: Taps | None = None
     draft_ids: Tensor | None = None
+    start_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def load(cls, source: str, dtype: torch.dtype) -> Checkpoint:
@@ -93,6 +99,7 @@ class Checkpoint:
             draft_ids=read_ids(
                 checkpoint_folder(source), model.get_output_embeddings().weight.shape[0]
             ),
+            start_token_ids=_start_token_ids(source, model),
         )
 
     @classmethod
@@ -118,6 +125,11 @@ class Checkpoint:
     def head(self) -> str:
         """The name of the LM head's weight."""
         return self.names()[id(self.model.get_output_embeddings().weight)]
+
+    @property
+    def reads_source(self) -> bool:
+        """Whether it is an encoder-decoder, which writes about a source."""
+        return bool(self.model.config.is_encoder_decoder)
 
     def names(self) -> dict[int, str]:
         """The names of all weights by Python's `id`.
@@ -239,11 +251,7 @@ def _load_config(source: str) -> Any:
 
 
 def _check_config(source: str, config: Any) -> None:
-    """Raise `UnsupportedModelError` for a model that is not a causal decoder."""
-    if config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{source} is an encoder-decoder; only decoders can be exported"
-        )
+    """Raise `UnsupportedModelError` for a model that writes in both directions."""
     text = config.get_text_config(decoder=True)
     if getattr(text, "use_bidirectional_attention", False):
         raise UnsupportedModelError(
@@ -297,6 +305,9 @@ def _stored_dtype(source: str) -> torch.dtype:
 _OWN_CODE = {"trust_remote_code": False}
 """Otherwise transformers asks on the terminal whether to run a checkpoint's code."""
 
+_TASKS = {False: "text-generation", True: "text2text-generation"}
+"""The tasks of decoders alone and of encoder-decoders, as optimum names them."""
+
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -313,12 +324,15 @@ def _load_model(
     kind = config.model_type
     try:
         model_class = TasksManager.get_model_class_for_task(
-            "text-generation", "pt", model_type=kind, library="transformers"
+            _TASKS[config.is_encoder_decoder],
+            "pt",
+            model_type=kind,
+            library="transformers",
         )
     except (KeyError, ValueError) as error:
         raise UnsupportedModelError(
             f"{source} is a {kind!r} model, which optimum cannot load for text "
-            "generation; export a decoder-only language model"
+            "generation; export a language model"
         ) from error
     with as_checkpoint_error(source):
         if packed is not None:
@@ -343,7 +357,10 @@ def _load_model(
             model.generation_config = transformers.GenerationConfig.from_pretrained(
                 source, **_OWN_CODE
             )
-    model.set_attn_implementation(IMPLEMENTATION)
+    if config.is_encoder_decoder:
+        implement(model, SOURCE_IMPLEMENTATION)
+    else:
+        model.set_attn_implementation(IMPLEMENTATION)
     model.requires_grad_(False)
     return model.eval()
 
@@ -362,7 +379,8 @@ def _check_loaded(source: str, model: Any, info: dict[str, Any]) -> None:
             f"{source} lacks the weights {sorted(info['missing_keys'])[0]!r} and "
             f"{len(info['missing_keys']) - 1} more; fetch it again"
         )
-    if not model._supports_attention_backend:
+    # What an encoder-decoder does beside the interface, `check_source_seams` sees.
+    if not (model._supports_attention_backend or model.config.is_encoder_decoder):
         raise UnsupportedModelError(
             f"the attention of {type(model).__name__} does not go through "
             "transformers' AttentionInterface; export another architecture"
@@ -417,6 +435,35 @@ def _eos_token_ids(source: str, model: Any) -> tuple[int, ...]:
         size = model.get_output_embeddings().weight.shape[0]
         return tuple(token for token in ids if 0 <= token < size)
     return ()
+
+
+def _start_token_ids(source: str, model: Any) -> tuple[int, ...]:
+    """The start token of an encoder-decoder, and the token that it forces after it."""
+    if not model.config.is_encoder_decoder:
+        return ()
+    ids = [
+        _setting(model, name)
+        for name in ("decoder_start_token_id", "forced_bos_token_id")
+    ]
+    size = model.get_output_embeddings().weight.shape[0]
+    if ids[0] is None or not all(
+        id is None or (type(id) is int and 0 <= id < size) for id in ids
+    ):
+        raise CheckpointError(
+            f"{source} does not say with which token its text begins "
+            f"(decoder_start_token_id {printable(ids[0], 20)}); correct its "
+            "config.json or generation_config.json"
+        )
+    return tuple(id for id in ids if id is not None)
+
+
+def _setting(model: Any, name: str) -> Any:
+    """A field of the generation's config, or else of the model's."""
+    for config in (model.generation_config, model.config):
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return None
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ from jetdraft.terminal.summary import explanation, summary
 
 @click.command("generate", cls=Command)
 @bundle_argument
+@click.argument("text", required=False)
 @option("prompt", "-p", "--prompt", help='The prompt; "-" reads standard input.')
 @option(
     "prompt", "--prompt-file", type=PATH, help="Read the prompt from this UTF-8 file."
@@ -92,6 +93,7 @@ from jetdraft.terminal.summary import explanation, summary
 )
 def command(
     bundle: Path,
+    text: str | None,
     prompt: str | None,
     prompt_file: Path | None,
     raw: bool,
@@ -101,12 +103,15 @@ def command(
     store: Path | None,
     **options: Any,
 ) -> int:
-    """Generate a text with BUNDLE.
+    """Generate a text with BUNDLE after the prompt TEXT, or as --prompt gives it.
 
-    If the checkpoint has a chat template, the prompt is a user's message and the text
-    is the reply; --raw continues the prompt itself.
+    An encoder-decoder writes about the prompt: it translates it, or sums it up. If the
+    checkpoint has a chat template, the prompt is a user's message and the text is the
+    reply; --raw continues the prompt itself.
     """
-    text = read_prompt(prompt, prompt_file)
+    if text is not None and prompt is not None:
+        raise click.UsageError("give the prompt once, as TEXT or with --prompt")
+    text = read_prompt(prompt if text is None else text, prompt_file)
     runtime["store"] = store
     model = load(bundle, **runtime)
     announce_first_run(model)

@@ -91,6 +91,21 @@ def add_bias(graph: ir.Graph, bias: ir.Value) -> None:
             node.replace_input_with(place, bias)
 
 
+def sum_bias(graph: ir.Graph, bias: ir.Value) -> None:
+    """Add `bias` to the bias that all attentions have already, in place.
+
+    The new bias has no heads; the attentions' own, by distance, has all of them.
+    """
+    own = bias_of(graph)
+    producer = own.producer() if own is not None else None
+    assert own is not None
+    assert producer is not None
+    both = ir.node("Add", [own, bias])
+    for node in attentions(graph):
+        node.replace_input_with(_BIAS_INPUTS[node.op_type], both.outputs[0])
+    graph.insert_after(producer, both)
+
+
 class _Twins:
     """The values by which a single row becomes two equal rows, and two become one."""
 

@@ -38,8 +38,8 @@ from jetdraft.export.kv import cache_scales
 from jetdraft.export.measures import Measures
 from jetdraft.export.pair.cut_head import CutHead, cut_head, write_vocabulary
 from jetdraft.export.pair.draft_acceptance import with_acceptance
-from jetdraft.export.seams import check_seams
-from jetdraft.export.step import Step, kv_shapes
+from jetdraft.export.source.family import Family
+from jetdraft.export.step import Step
 from jetdraft.export.variants import VARIANTS
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.sensitivity import Limit
@@ -82,6 +82,7 @@ def export(
         )
     sources = {TARGET: target} | ({DRAFTER: drafter} if drafter else {})
     checkpoints = _load(sources, options, report)
+    options = Family.of(checkpoints[TARGET]).options(options)
     reader = head_of(head, checkpoints[TARGET], options) if head else None
     _check_draft_vocabulary(options, checkpoints, reader)
     if reader is not None:
@@ -109,6 +110,7 @@ def export(
             drafter_provider=options.drafter_provider,
             generation=checkpoints[TARGET].generation,
             special_tokens=checkpoints[TARGET].special_tokens,
+            start_token_ids=checkpoints[TARGET].start_token_ids,
             tools=_versions(),
         )
         _write_texts(folder, checkpoints[TARGET])
@@ -219,7 +221,7 @@ def _check(
         for name, checkpoint in checkpoints.items()
     }
     for name, checkpoint in checkpoints.items():
-        check_seams(checkpoint.model, contracts[name])
+        Family.of(checkpoint).check_seams(checkpoint.model, contracts[name])
     if DRAFTER in checkpoints:
         _check_tokenizers(checkpoints[TARGET], checkpoints[DRAFTER])
         check_pair(contracts[TARGET], contracts[DRAFTER])
@@ -235,7 +237,7 @@ def _contract(
         capacity=options.capacity,
         max_width=options.max_width,
         dtype=DTYPES[options.dtype_of(name)],
-        kv_shapes=kv_shapes(checkpoint.model),
+        kv_shapes=Family.of(checkpoint).kv_shapes(checkpoint.model),
         # A drafter's last hidden state predicts acceptance (SpecDec++).
         hidden_size=head.shape[1] if name == DRAFTER else 0,
         draft_vocab=_draft_vocab(checkpoint, options) if name == DRAFTER else 0,

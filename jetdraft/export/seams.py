@@ -25,7 +25,7 @@ from jetdraft.export.step import Step, dtype_of, refusal
 
 _LEAST_TOKENS = 24
 _MOST_TOKENS = 512
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2}
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2}
 """The largest difference, relative to the largest logit; a lost mask makes a difference
 a thousand times as large."""
 
@@ -49,7 +49,7 @@ def check_seams(model: Any, contract: StepContract) -> None:
     gap = float((seam_logits - own_logits).abs().max() / largest)
     # These tokens are too few to notice a window that the model does not pass on.
     too_wide = window > tokens // 2 and window < contract.capacity and not any(windows)
-    if not gap <= _TOLERANCE[dtype_of(contract)] or too_wide:
+    if not gap <= TOLERANCE[dtype_of(contract)] or too_wide:
         raise UnsupportedModelError(
             f"{type(model).__name__} attends in a way that does not reach "
             f"AttentionInterface (its logits differ by {gap:.0%}); export another "

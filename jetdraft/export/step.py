@@ -29,6 +29,9 @@ CUT = "cut_hidden"
 """The extra output of a graph traced with a cut: the hidden states at the cut."""
 
 
+Specs = tuple[TensorSpec, ...]
+
+
 class Step(torch.nn.Module):
     """One pass of a causal LM over fixed buffers, as the graph contract declares it.
 
@@ -65,6 +68,12 @@ class Step(torch.nn.Module):
         """The model of transformers."""
         return self.model
 
+    @property
+    def declared(self) -> tuple[Specs, Specs, Specs]:
+        """The inputs of the traced graph, the buffers among them, and its outputs."""
+        contract = self.contract
+        return contract.inputs, contract.buffers("past"), contract.outputs
+
     def example(self) -> list[torch.Tensor]:
         """The contract's inputs up to the buffers, with values to trace with."""
         rows = torch.arange(_TRACED_ROWS)
@@ -76,10 +85,10 @@ class Step(torch.nn.Module):
             "answer_rows": rows[:_TRACED_ANSWERS],
             "probe_rows": rows[:_TRACED_PROBES],
         }
-        before = len(self.contract.inputs) - len(self.contract.buffers("past"))
+        inputs, buffers, _ = self.declared
         return [
-            values.get(spec.name, _zeros(spec, *sizes))
-            for spec in self.contract.inputs[:before]
+            values.get(spec.name, zeros(spec, *sizes))
+            for spec in inputs[: len(inputs) - len(buffers)]
         ]
 
     def forward(
@@ -93,18 +102,22 @@ class Step(torch.nn.Module):
     ) -> list[torch.Tensor]:
         """The outputs in the order of `StepContract.outputs`, then extra outputs."""
         state = state_of(position_ids, cursor, total_length, past)
+        return self.outputs(state, input_ids, position_ids, answer_rows)
+
+    def outputs(
+        self,
+        state: StepState,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        answer_rows: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """The outputs of a pass with that state, as `forward` gives them."""
         with (
             attending(state),
             self._watched() as (head, cut),
             self.features() as features,
         ):
-            logits = self.model(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                past_key_values=HandThrough(),
-                use_cache=True,
-                logits_to_keep=answer_rows,
-            ).logits.float()
+            logits = self.logits(state, input_ids, position_ids, answer_rows)
         if logits.shape[1] != answer_rows.shape[0]:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} ignores logits_to_keep; export another "
@@ -119,6 +132,23 @@ class Step(torch.nn.Module):
         hidden = [head[0].float()] if self.contract.hidden_size else []
         rows = [*self.answers(logits), *hidden, *features]
         return [*rows, *presents(state), *cut]
+
+    def logits(
+        self,
+        state: StepState,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        answer_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """The logits of the rows to answer for, float32 [1, m, n]."""
+        logits: torch.Tensor = self.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            past_key_values=HandThrough(),
+            use_cache=True,
+            logits_to_keep=answer_rows,
+        ).logits
+        return logits.float()
 
     def answers(self, logits: torch.Tensor) -> list[torch.Tensor]:
         """The four outputs for rows whose logits are float32 [1, m, n]."""
@@ -157,7 +187,8 @@ def _watch(module: torch.nn.Module, states: list[torch.Tensor]) -> Any:
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _zeros(spec: TensorSpec, *sizes: int) -> torch.Tensor:
+def zeros(spec: TensorSpec, *sizes: int) -> torch.Tensor:
+    """A tensor of zeros, its dynamic axes as `TensorSpec.sized` counts them."""
     return torch.zeros(spec.sized(*sizes), dtype=getattr(torch, spec.dtype))
 
 
@@ -328,13 +359,12 @@ def trace(step: Step, names: Mapping[int, str]) -> onnx_ir.Model:
 def _exported(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Model:
     """The graph as torch exports it, with the weights as its last inputs."""
     contract, example = step.contract, step.example()
-    past = [_zeros(spec) for spec in contract.buffers("past")]
-    extras = [_zeros(spec, _TRACED_ROWS) for spec in step.extra_inputs]
+    inputs, buffers, outputs = step.declared
+    past = [zeros(spec) for spec in buffers]
+    extras = [zeros(spec, _TRACED_ROWS) for spec in step.extra_inputs]
     # Memory that is allocated but never read or written.
     empty = [torch.empty(w.shape, dtype=step.dtype_of(n)) for n, w in weights.items()]
-    shapes = _dynamic_shapes(
-        contract, (*contract.inputs[: len(example)], *step.extra_inputs)
-    )
+    shapes = _dynamic_shapes(contract, (*inputs[: len(example)], *step.extra_inputs))
     program = torch.onnx.export(
         _Open(step, [name for name, _ in step.named_parameters()]),
         (*example, past, *extras, empty),
@@ -349,11 +379,8 @@ def _exported(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Model:
                 [None] * len(empty),
             ),
         ),
-        input_names=[
-            *(spec.name for spec in (*contract.inputs, *step.extra_inputs)),
-            *weights,
-        ],
-        output_names=[*(spec.name for spec in contract.outputs), *step.extra_outputs],
+        input_names=[*(spec.name for spec in (*inputs, *step.extra_inputs)), *weights],
+        output_names=[*(spec.name for spec in outputs), *step.extra_outputs],
         verbose=False,
     )
     assert program is not None

@@ -73,7 +73,8 @@ class Generation:
     """One sequence over the parts of a loaded bundle.
 
     All options are checked at once. A `prepared` generation compiles its constraint at
-    once too, before any pass is measured; else `run` does. Raises `OptionError`.
+    once too, before any pass is measured; else `run` does. An encoder-decoder writes
+    about a `source`, token ids. Raises `OptionError`.
 
         generation = Generation(parts, planner, [5, 8, 9], Options())
         for piece in generation.run():
@@ -88,6 +89,7 @@ class Generation:
         prompt: list[int],
         options: Options,
         prepared: bool = False,
+        source: Sequence[int] = (),
     ) -> None:
         _check_options(options, parts)
         drafting, ending = options.drafting, options.ending
@@ -116,10 +118,10 @@ class Generation:
             method=drafting.method,
             exact=drafting.exact,
             seed=options.sampling.seed if options.sampling.temperature else None,
-            prompt_tokens=len(prompt),
+            prompt_tokens=len(source) or len(prompt),
             plain_ms=parts.curve.pass_ms(self.widths[0]),
         )
-        self._prompt = prompt
+        self._prompt, self._source = prompt, source
         self.pieces: list[Piece] = []
         # Tokens of the last round that are not proven yet.
         self._carried: list[int] = []
@@ -168,7 +170,7 @@ class Generation:
                     self._matcher.close()
             response = [token for piece in self.pieces for token in piece.token_ids]
             user = self.options.drafting.user
-            self.parts.remember(self._prompt, response, user)
+            self.parts.remember(self._source or self._prompt, response, user)
             for observer in self.observers:
                 observer.end(self._prompt, response, user, self.stats)
 
@@ -181,7 +183,9 @@ class Generation:
             # This verifier reads the drafter's probabilities. Their last bits must not
             # depend on what an earlier generation left in the drafter's cache.
             parts.follower.forget()
-        start, prefix = time.perf_counter(), self._prefix(exact)
+        start = time.perf_counter()
+        parts.read(self._source)
+        prefix = self._prefix(exact)
         for observer in self.observers:
             observer.begin(self._prompt, self.chooser)
         sequence = array("I", self._prompt)

@@ -191,8 +191,9 @@ class Model:
             raise OptionError(
                 "give either an Options object or options by their names", "options"
             )
-        ids: list[int] = self.prompt(prompt, token_ids).tolist()
-        return Generation(self.parts, self.planner, ids, options, prepared)
+        parts = self.parts
+        source, ids = parts.divided(self.prompt(prompt, token_ids).tolist())
+        return Generation(parts, self.planner, ids, options, prepared, source)
 
     def chat(
         self,
@@ -281,6 +282,7 @@ class Model:
 
         model.save_prefix("system.npz", model.chat_prompt(messages))
         """
+        self._check_prefix()
         tokens = self.prompt(token_ids=token_ids).tolist()
         # All proposers see the prompt, since a head reads the target's features.
         self.generate(token_ids=tokens, method=AUTO, max_new_tokens=1)
@@ -299,6 +301,7 @@ class Model:
         Exact generations do not use rows that another machine computed. Raises
         `BundleError`.
         """
+        self._check_prefix()
         parts = self.parts
         parts.claim.check_free()
         self.forget()
@@ -310,6 +313,15 @@ class Model:
         parts.prefix.restore(tokens, exact=is_own)
         if parts.follower is not None:
             parts.follower.restore(tokens, waiting)
+
+    def _check_prefix(self) -> None:
+        """Raise `OptionError` for a text that depends on more than its beginning."""
+        if self.bundle.start_token_ids:
+            raise OptionError(
+                "the rows of an encoder-decoder depend on its source, so no prefix can "
+                "be kept; give the whole source each time",
+                "prefix",
+            )
 
     def measure_again(self) -> None:
         """Measure the width classes and pass times of this machine again."""

@@ -54,6 +54,9 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
         yield "  trees         none: the model attends in sliding windows"
     elif entry.tree_file is not None:
         yield f"  trees         {entry.tree_file}, weights of {entry.file}.data"
+    if entry.encoder_file is not None:
+        most = f"sources of up to {contract.source_slots} tokens"
+        yield f"  encoder       {entry.encoder_file}, {most}"
     if entry.streams is not None:
         streams = entry.streams
         if "layers" in streams:

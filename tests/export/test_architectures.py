@@ -303,12 +303,16 @@ def test_missing_weights_are_refused(tmp_path):
         Checkpoint.load(str(tmp_path), torch.float32)
 
 
-def test_encoder_decoder_is_refused(tmp_path):
-    config = transformers.T5Config(
-        vocab_size=VOCAB_SIZE, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2
-    )
-    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    assert "decoder" in refusal(tmp_path)
+def test_an_encoder_decoder_beside_the_seams_is_refused(tmp_path):
+    """ProphetNet predicts several tokens at once, in an attention of its own."""
+    config = transformers.ProphetNetConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, num_encoder_layers=1,
+        num_decoder_layers=1, num_encoder_attention_heads=2,
+        num_decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    transformers.ProphetNetForConditionalGeneration(config).save_pretrained(tmp_path)
+    assert "export another architecture" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,16 @@ from jetdraft.export.variants import (
     chain_graph,
     feature_graph,
     half_graphs,
+    source_graph,
     stream_graph,
     tree_graph,
 )
 
 VARIANTS = (
-    # Streams and features change the pass that is traced. The other graphs are made of
-    # the chain.
+    # Sources, streams and features change the pass that is traced. The other graphs
+    # are made of the chain.
     # Halves come before trees: they remove the extra outputs of the chain graph.
+    source_graph.VARIANT,
     stream_graph.VARIANT,
     feature_graph.VARIANT,
     chain_graph.VARIANT,

@@ -65,7 +65,7 @@ class ProbeStep(Step):
 
         self.model.entered = entered
         with attending(state):
-            logits, *extra_outputs = self.outputs(
+            logits, *extra_outputs = self.probed(
                 (input_ids, position_ids, probe_rows, probe_ids, answer_rows),
                 *extras,
                 past_key_values=HandThrough(),
@@ -84,7 +84,7 @@ class ProbeStep(Step):
     def prepend(self, state: StepState) -> None:
         """Put before the probes what they alone see; most probes have nothing."""
 
-    def outputs(
+    def probed(
         self, rows_and_probes: tuple[torch.Tensor, ...], **options: Any
     ) -> list[torch.Tensor]:
         """The logits of rows and probes, and then the extra outputs."""
@@ -136,7 +136,7 @@ class StreamStep(ProbeStep):
         super().__init__(streamed, contract)
         self.cut = streamed.settings.layers
 
-    def outputs(  # type: ignore[override]  # its graph has one more input
+    def probed(  # type: ignore[override]  # its graph has one more input
         self,
         rows_and_probes: tuple[torch.Tensor, ...],
         parents: torch.Tensor,

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from jetdraft.contract import StepContract
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.attentions import add_bias, bias_of, has_windows, widened
+from jetdraft.export.attentions import add_bias, bias_of, has_windows, sum_bias, widened
 from jetdraft.export.job import Job
 from jetdraft.export.variants.compaction import write_compaction
 from jetdraft.export.variants.variant import Variant
@@ -30,7 +30,10 @@ def write(job: Job) -> None:
                 "plain attention"
             )
         return
-    add_bias(model.graph, _bias(model.graph, job.contract))
+    if job.contract.relative_positions:
+        sum_bias(model.graph, widened(model.graph, replace(job.contract, tree=True)))
+    else:
+        add_bias(model.graph, _bias(model.graph, job.contract))
     tree, compaction = job.beside("tree"), job.beside("compaction")
     ir.save(model, tree)
     scattered = job.options.provider_of(job.name).name == "webgpu"

@@ -16,6 +16,7 @@ from jetdraft.runtime.passes.answer import Answer, answer_of
 from jetdraft.runtime.passes.binding import Bound, VisibleSlots
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.captures import Captures
+from jetdraft.runtime.passes.encoding.source import Source
 from jetdraft.runtime.passes.step_sessions import StepSession, StepSessions
 from jetdraft.runtime.passes.tensor import HOST, Memory
 
@@ -54,6 +55,8 @@ class Graph:
         self.lengths: Sequence[int] = ()
         self.lender: Cache | None = None
         """The target's buffers, for a graph that reads them; set it before a pass."""
+        self.source: Source | None = None
+        """What the decoder of an encoder reads; set it before the first pass."""
         self.prepare(exact=True)
         self.cache = Cache(self.contract, compaction, memory)
         self.seconds = 0.0
@@ -143,7 +146,7 @@ class Graph:
     def take(self, other: Graph) -> None:
         """Run another graph's sessions over its buffers; it has the same contract."""
         self.sessions, self.captures = other.sessions, other.captures
-        self.cache = other.cache
+        self.cache, self.source = other.cache, other.source
         self._bindings, self._wide_bindings = {}, {}
 
     def draft_room(self, filled: int) -> int:
@@ -240,14 +243,13 @@ def _lengths(capacity: int) -> list[int]:
 
 
 def _lent(graph: Graph) -> dict[str, ort.OrtValue]:
-    """The buffers of the target that a graph reads, by the names of its inputs."""
+    """The buffers of other graphs that a graph reads, by the names of its inputs."""
+    lent = {} if graph.source is None else graph.source.lent
     names = [spec.name for spec in graph.contract.lent]
-    if not names:
-        return {}
-    if graph.lender is None:
+    if names and graph.lender is None:
         raise ValueError("this graph reads the target's buffers; set its lender")
-    own = graph.lender.buffers
-    return {name: own[name.replace("target_", "past_")] for name in names}
+    own = {} if graph.lender is None else graph.lender.buffers
+    return lent | {name: own[name.replace("target_", "past_")] for name in names}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from jetdraft.devices.providers import (
 from jetdraft.devices.tensorrt import WIDTHS, engine_folder, engine_options
 from jetdraft.ort import import_onnx, ort
 from jetdraft.runtime.passes.captures import Captures
+from jetdraft.runtime.passes.encoding.source import Source
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import Threads, open_session
 from jetdraft.runtime.passes.step_sessions import StepSessions
@@ -53,7 +54,11 @@ class Opener:
             "webgpu": self._on_webgpu,
             "tensorrt": self._on_tensorrt,
         }
-        return open_on[self.provider.name](entry, weights or {})
+        graph = open_on[self.provider.name](entry, weights or {})
+        if entry.encoder_file is not None:
+            session = self.session(entry.encoder_file)
+            graph.source = Source(session, entry.contract, graph.memory)
+        return graph
 
     def session(
         self,

@@ -93,7 +93,8 @@ def _lacks(bundle: Bundle) -> str:
 
 
 def _make(parts: Parts, options: MethodOptions) -> Proposer:
-    below = LookupProposer(store=parts.store_of(options.user))
+    store = parts.store_of(options.user)
+    below = LookupProposer(store=store, source=lambda: parts.source)
     has_head = not lacks_head(parts.bundle)
     follower = head_of(parts, NAME) if has_head else drafter_of(parts, NAME)
     return CascadeProposer(follower, below, parts.curve.drafter)

@@ -8,7 +8,7 @@ its tokens came next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -36,24 +36,34 @@ class LookupProposer(Proposer):
 
     The draft after a longer match is right for more tokens, so a draft is no longer
     than its match, and has at most `max_match` tokens. A draft that reaches the end of
-    the sequence goes on with its own beginning.
+    the sequence goes on with its own beginning. The text of an encoder-decoder is
+    looked up in its `source` too, since summaries and corrections copy it.
 
         LookupProposer().propose([1, 2, 3, 1, 2], budget=2)   # drafts 3, 1
     """
 
-    def __init__(self, max_match: int = 16, store: ResponseStore | None = None) -> None:
+    def __init__(
+        self,
+        max_match: int = 16,
+        store: ResponseStore | None = None,
+        source: Callable[[], Sequence[int]] = tuple,
+    ) -> None:
         self.traits = Traits("lookup", max_draft_tokens=max_match)
         earlier = [] if store is None else [_Earlier(store)]
         self._sources: list[_Own | _Earlier] = [_Own(), *earlier]
+        self._source, self._before = source, list[int]()
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         """Forget the last sequence, and learn what was stored since."""
+        self._before = list(self._source())
         for source in self._sources:
             source.begin()
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The tokens after the best match."""
         count = min(budget, self.traits.max_draft_tokens)
+        if self._before:
+            context = [*self._before, *context]
         guess = _likeliest([source.draft(context, count) for source in self._sources])
         self.evidence = min(guess.match.bit_length(), MOST_EVIDENCE)
         return Rows.chain([context[-1], *guess.tokens])
@@ -166,7 +176,8 @@ def _goes_on(read: Sequence[int], context: Sequence[int]) -> bool:
 
 
 def _make(parts: Parts, options: MethodOptions) -> Proposer:
-    return LookupProposer(store=parts.store_of(options.user))
+    store = parts.store_of(options.user)
+    return LookupProposer(store=store, source=lambda: parts.source)
 
 
 METHOD = Method(

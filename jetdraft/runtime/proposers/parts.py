@@ -206,6 +206,29 @@ class Parts:
         graphs = {"target": self.target, "drafter": self.drafter}
         return {name: graph.cache for name, graph in graphs.items() if graph}
 
+    def divided(self, prompt: list[int]) -> tuple[list[int], list[int]]:
+        """The source that a prompt is, and the tokens that the text begins with.
+
+        Without an encoder there is no source, and the text begins with the prompt.
+        """
+        start = list(self.bundle.start_token_ids)
+        return (prompt, start) if start else ([], prompt)
+
+    def read(self, source: Sequence[int]) -> None:
+        """Encode the source of the next text, in the graphs that read a source.
+
+        Rows that were written about another source must not stay.
+        """
+        for graph in (self.target, self.drafter):
+            if graph and graph.source and graph.source.read(source):
+                self.forget()
+
+    @property
+    def source(self) -> Sequence[int]:
+        """The source that was read last; empty without an encoder."""
+        reader = self.target.source
+        return () if reader is None else reader.tokens
+
     def pruned(self) -> PrunedHalves:
         """The target in two halves, which drops rows between them, opened once.
 

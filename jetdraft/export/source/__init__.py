@@ -1,0 +1,1 @@
+"""Encoder-decoders: the encoder's graph, and a decoder that reads what it wrote."""

@@ -1,0 +1,112 @@
+"""Checks that an encoder-decoder computes the same through the seams as on its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetdraft.checkpoints.source_attention import IMPLEMENTATION, implement
+from jetdraft.contract import StepContract
+from jetdraft.errors import UnsupportedModelError
+from jetdraft.export.seams import TOLERANCE
+from jetdraft.export.source.source_step import EncoderStep, SourceStep
+from jetdraft.export.step import dtype_of, refusal
+
+_TOKENS = 24
+
+
+def source_shapes(model: Any) -> tuple[tuple[int, int], ...]:
+    """(heads, head_dim) of each layer of the decoder, from the tensors of a pass."""
+    row = torch.zeros(1, 1, dtype=torch.long)
+    implement(model, "eager")
+    try:
+        with torch.no_grad():
+            output = model(input_ids=row, decoder_input_ids=row, use_cache=True)
+        caches = output.past_key_values
+        own, cross = caches.self_attention_cache, caches.cross_attention_cache
+        shapes = tuple((x.keys.shape[1], x.keys.shape[3]) for x in own.layers)
+        across = tuple((x.keys.shape[1], x.keys.shape[3]) for x in cross.layers)
+    except Exception as error:  # an unknown architecture may raise anything
+        raise refusal(model, error) from error
+    finally:
+        implement(model, IMPLEMENTATION)
+    if shapes != across:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} attends to the source with other heads than to "
+            "its own text; export another architecture"
+        )
+    return shapes
+
+
+def check_source_seams(model: Any, contract: StepContract) -> None:
+    """Raise `UnsupportedModelError` unless both ways give the same logits."""
+    generator = torch.Generator().manual_seed(0)
+    count = min(_TOKENS, contract.capacity, contract.source_slots)
+    source, ids = torch.randint(contract.vocab_size, (2, 1, count), generator=generator)
+    try:
+        with torch.no_grad():
+            seam_logits = _through_seams(model, contract, source, ids)
+            implement(model, "eager")
+            own_logits = model(input_ids=source, decoder_input_ids=ids).logits.float()
+            _check_last_positions(model, contract)
+    except Exception as error:  # an unknown architecture may raise anything
+        raise refusal(model, error) from error
+    finally:
+        implement(model, IMPLEMENTATION)
+    largest = own_logits.abs().max().clamp(min=1e-6)
+    gap = float((seam_logits - own_logits).abs().max() / largest)
+    if not gap <= TOLERANCE[dtype_of(contract)]:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes something that does not reach the seams "
+            f"(its logits differ by {gap:.0%}); export another architecture"
+        )
+
+
+def _through_seams(
+    model: Any, contract: StepContract, source: Tensor, ids: Tensor
+) -> Tensor:
+    """Logits of two passes over the fixed buffers, after the encoder's."""
+    cross = EncoderStep(model, contract)(source, [])
+    step, logits = SourceStep(model, contract), []
+    past = [
+        torch.zeros(spec.sized(), dtype=dtype_of(contract))
+        for spec in contract.buffers("past")
+    ]
+    length = torch.tensor([source.shape[1]], dtype=torch.int32)
+    count = ids.shape[1]
+    for start, end in ((0, 2 * count // 3), (2 * count // 3, count)):
+        outputs = step(
+            ids[:, start:end],
+            torch.arange(start, end)[None],
+            torch.tensor([start], dtype=torch.int32),
+            torch.tensor([end], dtype=torch.int32),
+            torch.arange(end - start),
+            length,
+            *cross,
+            past,
+        )
+        logits.append(outputs[3])
+        past = outputs[-len(past) :]
+    return torch.cat(logits, 1)
+
+
+def most_positions(model: Any) -> int | None:
+    """The rows of the smaller table of positions; None without such tables."""
+    tables = [
+        getattr(part, "embed_positions", None)
+        for part in (model.get_encoder(), model.get_decoder())
+    ]
+    sizes = [t.weight.shape[0] - getattr(t, "offset", 0) for t in tables if t]
+    return min(sizes, default=None)
+
+
+def _check_last_positions(model: Any, contract: StepContract) -> None:
+    """Refuse tables of positions that end before the buffers."""
+    limit = most_positions(model)
+    if limit is not None and contract.capacity > limit:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {limit} positions; export with --capacity "
+            f"{limit} or less"
+        )

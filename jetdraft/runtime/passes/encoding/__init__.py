@@ -1,0 +1,1 @@
+"""What a decoder reads beside its own text."""

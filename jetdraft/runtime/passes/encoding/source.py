@@ -1,0 +1,78 @@
+"""What a decoder reads beside its own text: a source, encoded once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from jetdraft.contract import SOURCE_LENGTH, SourceContract, StepContract, check_tensors
+from jetdraft.ort import ort
+from jetdraft.runtime.passes.tensor import HOST, Memory, Tensor
+
+
+class Source:
+    """The cross buffers of one decoder, allocated once; a decoder only reads them.
+
+    The encoder's session runs once for each source, and writes the buffers in place.
+    `lent` has them by the decoder's inputs; `seconds` adds up the encoder's time.
+
+        source = Source(session, contract)
+        source.read([5, 8, 1])
+    """
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        contract: StepContract,
+        memory: Memory = HOST,
+    ) -> None:
+        declared = SourceContract(contract)
+        check_tensors(declared.inputs, session.get_inputs(), "the encoder's inputs")
+        check_tensors(declared.outputs, session.get_outputs(), "the encoder's outputs")
+        self.slots = contract.source_slots
+        self.tokens: list[int] = []
+        self.seconds = 0.0
+        self._session, self._memory = session, memory
+        self._buffers = {
+            spec.name: _filled(memory.tensor(spec.sized(), spec.dtype), place)
+            for place, spec in enumerate(declared.outputs)
+        }
+        self._length = memory.tensor(SOURCE_LENGTH.sized(), SOURCE_LENGTH.dtype)
+        self._set_length(self.slots)
+
+    @property
+    def lent(self) -> dict[str, ort.OrtValue]:
+        """The values to bind, by the names of the decoder's inputs."""
+        tensors = {**self._buffers, SOURCE_LENGTH.name: self._length}
+        return {name: tensor.value for name, tensor in tensors.items()}
+
+    def read(self, tokens: Sequence[int]) -> bool:
+        """Encode a source, unless the buffers hold it already; says whether it ran."""
+        if list(tokens) == self.tokens:
+            return False
+        self.tokens = []  # for the case that the pass fails
+        with self._memory.alone():
+            start = time.perf_counter()
+            io = self._session.io_binding()
+            io.bind_cpu_input("input_ids", np.array([tokens], np.int64))
+            for name, tensor in self._buffers.items():
+                io.bind_ortvalue_output(name, tensor.value)
+            self._session.run_with_iobinding(io)
+            self.seconds += time.perf_counter() - start
+        self._set_length(len(tokens))
+        self.tokens = list(tokens)
+        return True
+
+    def _set_length(self, length: int) -> None:
+        self._length.array[0] = length
+        self._length.upload()
+
+
+def _filled(tensor: Tensor, seed: int) -> Tensor:
+    """Random numbers, so that passes which are compared before any source differ."""
+    random = np.random.default_rng(seed)
+    tensor.array[:] = random.standard_normal(tensor.array.shape, np.float32)
+    tensor.upload()
+    return tensor
