@@ -45,7 +45,7 @@ def keep_rounds() -> None:
         ROUNDS.append(round_)
         add(stats, round_, committed)
 
-    Stats.add = kept  # type: ignore[method-assign]
+    Stats.add = kept
 
 
 @dataclass
