@@ -124,9 +124,9 @@ def _text_figures(
     if not texts:
         return []
     if not runs:
-        raise OptionError("--text needs a run; leave --no-run and --for out")
+        raise OptionError("--tokenize needs a run; leave --no-run and --for out")
     if bundle.tokenizer is None:
-        raise OptionError("the bundle has no tokenizer; leave --text out")
+        raise OptionError("the bundle has no tokenizer; leave --tokenize out")
     ids = None if bundle.drafter is None else bundle.draft_vocabulary()
     vocabulary = None if ids is None else frozenset(ids.tolist())
     return text_figures(bundle.tokenizer, texts, vocabulary)

@@ -80,8 +80,8 @@ NOTES = {
     "drafting",
     "--draft-vocab",
     type=click.IntRange(1),
-    help="Tokens that the advised drafter can draft; default: all. With --text, how "
-    "much of it the most frequent ones cover.",
+    help="Tokens that the advised drafter can draft; default: all. With --tokenize, "
+    "how much of it the most frequent ones cover.",
 )
 @texts_option
 @json_option

@@ -76,7 +76,7 @@ prompts_option = option(
 
 texts_option = option(
     "measurement",
-    "--text",
+    "--tokenize",
     "texts",
     multiple=True,
     type=PATH,

@@ -50,7 +50,7 @@ def without_texts(monkeypatch):
 def test_says_what_the_tokenizer_makes_of_texts(bundle, tmp_path, without_texts):
     file = tmp_path / "english.txt"
     file.write_text("the self the self 12")
-    flags = ("--text", file, "--threads", "1")
+    flags = ("--tokenize", file, "--threads", "1")
     lines = jetdraft("check", bundle, *flags).stdout.splitlines()
     shown = [line.split()[1:3] for line in lines if line.startswith("tokenizer")]
     assert shown == [["english.txt", part] for part in ("all", "latin", "signs")]
@@ -61,10 +61,12 @@ def test_says_what_the_tokenizer_makes_of_texts(bundle, tmp_path, without_texts)
 
 
 def test_texts_need_a_run_and_must_be_there(bundle, tmp_path):
-    refused = jetdraft("check", bundle, "--text", tmp_path / "none", "--threads", "1")
+    refused = jetdraft(
+        "check", bundle, "--tokenize", tmp_path / "none", "--threads", "1"
+    )
     assert_refused(refused, "no data file")
-    refused = jetdraft("check", bundle, "--text", tmp_path / "none", "--no-run")
-    assert_refused(refused, "--text needs a run")
+    refused = jetdraft("check", bundle, "--tokenize", tmp_path / "none", "--no-run")
+    assert_refused(refused, "--tokenize needs a run")
 
 
 def test_another_text_is_an_error(bundle, monkeypatch):

@@ -235,7 +235,7 @@ def test_texts_are_shown_beside_the_speeds(config, tmp_path):
     tokenizer().save(str(tmp_path / "tokenizer.json"))
     text = tmp_path / "english.txt"
     text.write_text(" the self" * 40)
-    flags = ("plan", target, "--device", "agx-thor", "--text", text)
+    flags = ("plan", target, "--device", "agx-thor", "--tokenize", text)
     lines = jetdraft(*flags).stdout.splitlines()
     assert sum(line.startswith("tokenizer  english.txt") for line in lines) == 2
     assert any(line.startswith("characters english.txt") for line in lines)
