@@ -422,8 +422,8 @@ def check_pair(
         )
     if target.source_slots != drafter.source_slots and not drafter.feature_input:
         raise PairError(
-            f"the {name} reads a source of {drafter.source_slots} tokens, the target "
-            f"one of {target.source_slots}; give a drafter of the same kind"
+            f"the {name} reads sources of {drafter.source_slots} tokens, the target "
+            f"sources of {target.source_slots}; give a drafter of the same kind"
         )
     if drafter.feature_input not in (0, target.feature_size):
         raise PairError(

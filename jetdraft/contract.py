@@ -163,10 +163,10 @@ class StepContract:
     head_dim) of each layer of the target whose buffers the graph reads, and `recent` is
     the number of tokens before a row's that it reads. `ahead` is k for a head that
     answers in row t for token t + k + 1, and reads the features of the last k rows in
-    each; 0 for other graphs. Raises `ContractError` for sizes
-    that contradict each other.
+    each; 0 for other graphs. Raises `ContractError` for sizes that contradict each
+    other.
 
-    A decoder with `source_slots` reads a source of as many tokens at most. With
+    A decoder of an encoder reads a source of at most `source_slots` tokens. With
     `relative_positions` its attention has a bias of its own, by the distance of rows.
 
     The buffers have `spare_slots` more slots than the capacity. A pass near the end may

@@ -66,7 +66,7 @@ def main(bundle: str) -> None:
         )
     click.echo(
         "\nA pass of this small target takes about as long as a few drafter passes, so "
-        "the drafter\ngains little or loses here; README.md has the figures with a "
+        "the drafter\ngains little or loses here; docs/heads.md has figures with a "
         "target of 400 M."
     )
     exact = [results[name][0] for name, way in ways.items() if way.get("exact", True)]

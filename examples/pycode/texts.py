@@ -49,7 +49,9 @@ def continued(
     type=click.Path(path_type=Path),
     help="Write some training files here, as one text.",
 )
-@click.option("--stride", default=24, show_default=True, help="Every so manieth file.")
+@click.option(
+    "--stride", default=24, show_default=True, help="Files from one to the next."
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
 def main(
     minutes: float,

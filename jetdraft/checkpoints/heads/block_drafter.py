@@ -16,14 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.heads.head_config import DFLASH, HeadConfig
-from jetdraft.checkpoints.heads.head_layers import HeadLayers, own_layers, rotated
+from jetdraft.checkpoints.heads.head_layers import (
+    Ended,
+    HeadLayers,
+    own_layers,
+    rotated,
+)
 
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """Of a layer's module and query [b, heads, q, d], key and value [b, kv_heads, k, d]:
 the mixed values [b, q, heads, d]."""
 
 
-class BlockDrafter(nn.Module):
+class BlockDrafter(Ended):
     """DFlash (2602.06036), or a masked diffusion model as drafter (2408.05636).
 
     A DFlash head has the target's embedding, and its LM head unless it has its own;
@@ -44,8 +49,6 @@ class BlockDrafter(nn.Module):
         width = config.hidden_size
         self.stack: HeadLayers = own_layers(config)
         self.norm = self.stack.norm(width)
-        self.embed_tokens: nn.Module
-        self.lm_head: nn.Module
         if config.family == DFLASH:
             self.embed_tokens = target.get_input_embeddings()
             self.lm_head = target.get_output_embeddings()
@@ -112,14 +115,6 @@ class BlockDrafter(nn.Module):
         if not self.reads_text:
             return rows
         return torch.where(is_mask[..., None], self.mask.to(rows.dtype), rows)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The embedding, as models of transformers give it."""
-        return self.embed_tokens
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The LM head, as models of transformers give it."""
-        return self.lm_head
 
 
 def masked(mask: Tensor | None) -> Attention:

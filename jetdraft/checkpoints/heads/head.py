@@ -15,10 +15,15 @@ from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.attention import IMPLEMENTATION
 from jetdraft.checkpoints.heads.head_config import EAGLE3, MTP, HeadConfig
-from jetdraft.checkpoints.heads.head_layers import HeadLayers, own_layers, target_layers
+from jetdraft.checkpoints.heads.head_layers import (
+    Ended,
+    HeadLayers,
+    own_layers,
+    target_layers,
+)
 
 
-class Head(nn.Module):
+class Head(Ended):
     """EAGLE-1 (2401.15077), EAGLE-3 (2503.01840) or MTP (2412.19437, 2.2).
 
     Embedding and LM head are modules of the target unless the head has its own. `ids`
@@ -34,8 +39,8 @@ class Head(nn.Module):
     def __init__(self, config: HeadConfig, target: Any) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens: nn.Module = target.get_input_embeddings()
-        self.lm_head: nn.Module = target.get_output_embeddings()
+        self.embed_tokens = target.get_input_embeddings()
+        self.lm_head = target.get_output_embeddings()
         self.ids: Tensor | None = None
         of_target = config.family == MTP
         self.stack: HeadLayers = (
@@ -121,14 +126,6 @@ class Head(nn.Module):
         )
         joined: Tensor = self.fc(torch.cat(parts, dim=-1))
         return joined
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The embedding, as models of transformers give it."""
-        return self.embed_tokens
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The LM head, as models of transformers give it."""
-        return self.lm_head
 
 
 def _causal(rows: Tensor, cache: Cache | None, window: int | None) -> Tensor:

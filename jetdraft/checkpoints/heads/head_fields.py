@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -46,6 +47,15 @@ def layer_fields(
         "attention_bias": bool(config.get("attention_bias")),
         "mlp_bias": bool(config.get("mlp_bias")),
         "qk_norm": f"{FIRST_LAYER}self_attn.q_norm.weight" in tensors,
+    }
+
+
+def own_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that are not the target's, by their names in a drafter's module."""
+    return {
+        f"stack.{name}" if name.startswith("layers.") else name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(("lm_head.", "embed_tokens."))
     }
 
 

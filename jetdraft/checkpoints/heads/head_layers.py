@@ -100,6 +100,21 @@ class HeadLayers(nn.Module):
                 config._attn_implementation = implementation
 
 
+class Ended(nn.Module):
+    """A module between an embedding and an LM head, which a subclass sets."""
+
+    embed_tokens: nn.Module
+    lm_head: nn.Module
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding, as models of transformers give it."""
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The LM head, as models of transformers give it."""
+        return self.lm_head
+
+
 def rotated(rows: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
     """Rows [b, heads, n, d], turned by cosines and sines [b, n, d]."""
     cosines, sines = turns

@@ -90,10 +90,10 @@ def excess(weights: float, tokens: float) -> float:
 class Advisor:
     """Compares drafters for the target of a question, on its device.
 
-    The question's acceptance is that of its own drafter; without a drafter, of the
-    largest whose step reads `SHARE` of a pass. Either saw `TOKENS_PER_WEIGHT` tokens
-    for each weight. With a `draft_vocab` the drafters choose among as many tokens,
-    which cover the share `coverage` of the text.
+    The question names the acceptance of one drafter: its own, or, if it has none, the
+    largest drafter whose step reads `SHARE` of a pass. That drafter is taken to have
+    seen `TOKENS_PER_WEIGHT` tokens for each weight. The number of tokens that a drafter
+    can draft is `draft_vocab`, and these make up the share `coverage` of the text.
 
         Advisor(question).best().weights
     """

@@ -9,6 +9,7 @@ import torch
 from jetdraft.checkpoints.attention import IMPLEMENTATION, HandThrough, attending
 from jetdraft.checkpoints.heads.attached.exit_adapter import ExitAdapter
 from jetdraft.contract import StepContract
+from jetdraft.export.heads.layer_contract import layer_contract
 from jetdraft.export.step import Step, dtype_of, presents, state_of
 
 
@@ -46,14 +47,5 @@ def adapter_contract(
 ) -> StepContract:
     """The contract of an adapter's graph beside its target's."""
     config = adapter.config
-    return replace(
-        target,
-        dtype=dtype,
-        kv_shapes=((config.num_kv_heads, config.head_dim),),
-        hidden_size=0,
-        kv_bits=0,
-        feature_size=0,
-        feature_input=config.feature_size,
-        draft_vocab=0 if adapter.ids is None else len(adapter.ids),
-        spare_slots=0,
-    )
+    contract = layer_contract(config, adapter.ids, target, dtype)
+    return replace(contract, feature_input=config.feature_size)

@@ -10,6 +10,7 @@ from torch import Tensor
 from jetdraft.checkpoints.attention import IMPLEMENTATION, HandThrough, attending
 from jetdraft.checkpoints.heads.attached.falcon import Falcon
 from jetdraft.contract import StepContract
+from jetdraft.export.heads.layer_contract import layer_contract
 from jetdraft.export.step import Step, dtype_of, presents, state_of
 
 
@@ -51,17 +52,11 @@ class FalconStep(Step):
 def falcon_contract(drafter: Falcon, target: StepContract, dtype: str) -> StepContract:
     """The contract of a drafter's graph beside its target's."""
     config = drafter.config
+    contract = layer_contract(config, drafter.ids, target, dtype)
     return replace(
-        target,
-        dtype=dtype,
-        kv_shapes=((config.num_kv_heads, config.head_dim),),
-        hidden_size=0,
-        kv_bits=0,
-        feature_size=0,
+        contract,
         feature_input=config.feature_size,
         carried_size=config.hidden_size,
-        draft_vocab=0 if drafter.ids is None else len(drafter.ids),
-        spare_slots=0,
         recent=config.slots - 1,
         ahead=config.slots,
     )

@@ -16,6 +16,7 @@ from jetdraft.checkpoints.heads.attached.glide import Glide
 from jetdraft.contract import HIDDEN, TARGET_LENGTH, StepContract
 from jetdraft.errors import OptionError
 from jetdraft.export.export_options import ExportOptions
+from jetdraft.export.heads.layer_contract import layer_contract
 from jetdraft.export.step import Step, dtype_of, presents, state_of
 from jetdraft.quant.edits import initializer
 
@@ -75,16 +76,8 @@ def check_lent(options: ExportOptions) -> None:
 def glide_contract(drafter: Glide, target: StepContract, dtype: str) -> StepContract:
     """The contract of a drafter's graph beside its target's."""
     config, layer = drafter.config, len(target.kv_shapes) - 1
-    return replace(
-        target,
-        dtype=dtype,
-        kv_shapes=((config.num_kv_heads, config.head_dim),),
-        hidden_size=0,
-        feature_size=0,
-        draft_vocab=0 if drafter.ids is None else len(drafter.ids),
-        spare_slots=0,
-        reads=((layer, *target.kv_shapes[layer]),),
-    )
+    contract = layer_contract(config, drafter.ids, target, dtype)
+    return replace(contract, reads=((layer, *target.kv_shapes[layer]),))
 
 
 def read_less(file: Path, contract: StepContract) -> None:

@@ -186,7 +186,7 @@ class EncoderStep(Step):
 
     @property
     def declared(self) -> tuple[Specs, Specs, Specs]:
-        """The source's tokens, and the cross buffers."""
+        """Inputs: a source's tokens. No buffers. Outputs: the cross buffers."""
         return self.source.inputs, (), self.source.outputs
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:

@@ -285,7 +285,7 @@ class FalconFollower:
         return max(0, len(self._fed.tokens) - 2 * self.size + 1)
 
     def _observe_again(self) -> None:
-        """Let the next rows that the target runs give the features that are missing."""
+        """Forget the rows whose features are needed; the target runs them again."""
         del self._seen[self._needed :]
         self._features = []
 

@@ -18,12 +18,18 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_config import CHIMERA, HeadConfig
 from jetdraft.checkpoints.heads.head_fields import (
     layer_fields,
+    own_tensors,
     target_size,
     vocabulary_size,
 )
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_keys import CHIMERA_KEYS, check_keys
-from jetdraft.checkpoints.heads.head_layers import HeadLayers, own_layers, rotated
+from jetdraft.checkpoints.heads.head_layers import (
+    Ended,
+    HeadLayers,
+    own_layers,
+    rotated,
+)
 from jetdraft.errors import CheckpointError
 
 ARCHITECTURE = "ChimeraDrafter"
@@ -37,7 +43,7 @@ Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 [b, kv_heads, n, d]: the mixed values [b, n, heads, d]."""
 
 
-class Chimera(nn.Module):
+class Chimera(Ended):
     """A trigram encoder, a decoder layer over the target's features, and a projection.
 
         g = down(e + silu(block(e)))            e: the embeddings of three tokens
@@ -57,8 +63,8 @@ class Chimera(nn.Module):
         super().__init__()
         self.config = config
         self.ids: Tensor | None = None
-        self.embed_tokens: nn.Module = target.get_input_embeddings()
-        self.lm_head: nn.Module = target.get_output_embeddings()
+        self.embed_tokens = target.get_input_embeddings()
+        self.lm_head = target.get_output_embeddings()
         self.stack: HeadLayers = own_layers(config)
         width = config.hidden_size
         self.trigram = nn.ModuleDict(
@@ -122,14 +128,6 @@ class Chimera(nn.Module):
         heads: Tensor = projected.unflatten(-1, (-1, self.config.head_dim))
         return heads.transpose(1, 2)
 
-    def get_input_embeddings(self) -> nn.Module:
-        """The embedding, as models of transformers give it."""
-        return self.embed_tokens
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The LM head, as models of transformers give it."""
-        return self.lm_head
-
 
 def is_chimera(files: HeadFiles) -> bool:
     """Whether the folder has a Chimera drafter in jetdraft's layout."""
@@ -153,11 +151,6 @@ def read_chimera(
             "drafter"
         )
     vocabulary = vocabulary_size(source, config, target)
-    kept = {
-        f"stack.{name}" if name.startswith("layers.") else name: tensor
-        for name, tensor in files.tensors.items()
-        if not name.startswith(("lm_head.", "embed_tokens."))
-    }
     return HeadConfig(
         family=CHIMERA, vocab_size=vocabulary, draft_vocab_size=vocabulary, **fields
-    ), kept
+    ), own_tensors(files.tensors)

@@ -17,12 +17,13 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_config import FALCON, HeadConfig
 from jetdraft.checkpoints.heads.head_fields import (
     layer_fields,
+    own_tensors,
     target_size,
     vocabulary_size,
 )
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_keys import FALCON_KEYS, check_keys, number
-from jetdraft.checkpoints.heads.head_layers import HeadLayers, own_layers
+from jetdraft.checkpoints.heads.head_layers import Ended, HeadLayers, own_layers
 from jetdraft.errors import CheckpointError
 
 ARCHITECTURE = "FalconDrafter"
@@ -74,7 +75,7 @@ def _remembered(gates: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
     return kept, show.sigmoid() * kept.tanh()
 
 
-class Falcon(nn.Module):
+class Falcon(Ended):
     """A window's recurrence and a decoder layer with relaxed causal attention.
 
         x = embedding of token t + 1 and features of row t, side by side
@@ -92,8 +93,8 @@ class Falcon(nn.Module):
         super().__init__()
         self.config = config
         self.ids: Tensor | None = None
-        self.embed_tokens: nn.Module = target.get_input_embeddings()
-        self.lm_head: nn.Module = target.get_output_embeddings()
+        self.embed_tokens = target.get_input_embeddings()
+        self.lm_head = target.get_output_embeddings()
         self.recurrence = Recurrence(config.hidden_size)
         self.stack: HeadLayers = own_layers(config)
         self.attend_with("sdpa")
@@ -121,14 +122,6 @@ class Falcon(nn.Module):
         predicted: Tensor = self.stack(self.recurrence(joined), positions, cache, mask)
         return predicted
 
-    def get_input_embeddings(self) -> nn.Module:
-        """The embedding, as models of transformers give it."""
-        return self.embed_tokens
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The LM head, as models of transformers give it."""
-        return self.lm_head
-
 
 def is_falcon(files: HeadFiles) -> bool:
     """Whether the folder has a Falcon drafter in jetdraft's layout."""
@@ -153,15 +146,10 @@ def read_falcon(
             f"{MOST_ROWS}; give such a drafter"
         )
     vocabulary = vocabulary_size(source, config, target)
-    kept = {
-        f"stack.{name}" if name.startswith("layers.") else name: tensor
-        for name, tensor in files.tensors.items()
-        if not name.startswith(("lm_head.", "embed_tokens."))
-    }
     return HeadConfig(
         family=FALCON,
         vocab_size=vocabulary,
         draft_vocab_size=vocabulary,
         slots=slots,
         **fields,
-    ), kept
+    ), own_tensors(files.tensors)

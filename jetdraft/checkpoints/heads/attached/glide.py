@@ -17,6 +17,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_config import GLIDE, HeadConfig
 from jetdraft.checkpoints.heads.head_fields import (
     layer_fields,
+    own_tensors,
     target_size,
     vocabulary_size,
 )
@@ -24,6 +25,7 @@ from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_keys import GLIDE_KEYS, check_keys
 from jetdraft.checkpoints.heads.head_layers import (
     CACHE,
+    Ended,
     HeadLayers,
     own_layers,
     rotated,
@@ -35,7 +37,7 @@ ARCHITECTURE = "GlideDrafter"
 """What the config of a drafter calls it."""
 
 
-class Glide(nn.Module):
+class Glide(Ended):
     """A decoder layer with cross-attention to the target's keys and values.
 
         y = x + SelfAttention(norm(x))
@@ -55,8 +57,8 @@ class Glide(nn.Module):
         super().__init__()
         self.config = config
         self.ids: Tensor | None = None
-        self.embed_tokens: nn.Module = target.get_input_embeddings()
-        self.lm_head: nn.Module = target.get_output_embeddings()
+        self.embed_tokens = target.get_input_embeddings()
+        self.lm_head = target.get_output_embeddings()
         self.stack: HeadLayers = own_layers(config)
         rotary = getattr(target.get_decoder(), "rotary_emb", None)
         if rotary is None:
@@ -135,14 +137,6 @@ class Glide(nn.Module):
         read: Tensor = self.cross["o_proj"](mixed)
         return read
 
-    def get_input_embeddings(self) -> nn.Module:
-        """The embedding, as models of transformers give it."""
-        return self.embed_tokens
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The LM head, as models of transformers give it."""
-        return self.lm_head
-
 
 def read_layer(target: Any) -> int:
     """The target's layer whose keys and values are read: its last."""
@@ -182,11 +176,6 @@ def read_glide(
             "of this target"
         )
     vocabulary = vocabulary_size(source, config, target)
-    kept = {
-        f"stack.{name}" if name.startswith("layers.") else name: tensor
-        for name, tensor in files.tensors.items()
-        if not name.startswith(("lm_head.", "embed_tokens."))
-    }
     return HeadConfig(
         family=GLIDE, vocab_size=vocabulary, draft_vocab_size=vocabulary, **fields
-    ), kept
+    ), own_tensors(files.tensors)

@@ -69,7 +69,7 @@ class LeadingHalf:
         return self.whole.passes + self.halves.passes
 
     def prepare(self, widths: Sequence[int]) -> None:
-        """Set the allowed widths, of a generation that begins."""
+        """Begin a generation, whose passes may have these widths."""
         self.widths = sorted(widths)
         self._keep(0)
 

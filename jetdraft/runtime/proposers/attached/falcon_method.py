@@ -29,7 +29,7 @@ NAME = "falcon"
 
 
 class FalconTree(GrowingProposer):
-    """Drafts trees of which a pass answers for k levels.
+    """Drafts trees; one pass of the drafter gives the distributions of k levels.
 
     FalconTree(follower, Best(), Kind.COUPLED).propose(context, budget=8)
     """
