@@ -44,6 +44,7 @@ from tests.tiny import (
 )
 from tests.tiny import tokenizer as tiny_tokenizer
 from tests.train.periodic import PERIOD, learned_target, nothing
+from tests.train.stopping import whole_and_cut
 
 SMALL = ModelSettings(layers=1, hidden_size=32)
 QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
@@ -211,23 +212,12 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(target, text, tmp_path):
 def test_it_resumes_where_it_stopped(target, text, tmp_path):
     """A run that was interrupted ends with the weights of an uninterrupted run."""
     settings = replace(SMALL, on_policy_share=0.5)
-    train(target, tmp_path / "whole", text, settings)
 
-    def stop(progress):
-        if progress.step == 2:
-            raise KeyboardInterrupt
+    def run(output, settings, report):
+        train(target, output, text, settings, report=report)
 
-    with pytest.raises(KeyboardInterrupt):
-        train(target, tmp_path / "cut", text, settings, report=stop)
-    assert (tmp_path / "cut" / STATE).is_file()
-    with pytest.raises(OutputError, match=r"other settings.*loss"):
-        train(target, tmp_path / "cut", text, replace(settings, loss="tv"))
-    train(target, tmp_path / "cut", text, settings)
-    whole, cut = written(tmp_path / "whole"), written(tmp_path / "cut")
-    for name, tensor in whole.items():
-        torch.testing.assert_close(cut[name], tensor)
-    with pytest.raises(OutputError, match="holds a finished training"):
-        train(target, tmp_path / "cut", text, settings)
+    other = replace(settings, loss="tv"), "loss"
+    assert whole_and_cut(run, tmp_path, settings, other, written)
 
 
 def test_a_loss_that_is_no_number_stops_it(target, text, tmp_path, monkeypatch):

@@ -19,7 +19,6 @@ from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import (
     CheckpointError,
     OptionError,
-    OutputError,
     TrainingError,
     UnsupportedModelError,
 )
@@ -29,18 +28,15 @@ from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.split.halves import Halves
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.train.kangaroo.kangaroo_training import KangarooSettings, KangarooTraining
-from jetdraft.train.run_folder import STATE
 from jetdraft.train.taught import next_token_training
-from jetdraft.train.training import TrainingOptions
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as cli
 from tests.tiny import llama_config, save_checkpoint
+from tests.train.attached.drafts import LONG, QUICK, SMALL, WAYS, trained_and_not
 from tests.train.periodic import PERIOD, learned_target, nothing
+from tests.train.stopping import whole_and_cut
 
-QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
 LEARNING = replace(QUICK, steps=60, sequence_length=48, learning_rate=1e-2)
-WAYS = [{}, {"temperature": 0.8, "seed": 1}]
-LONG = {"max_new_tokens": 80, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -57,28 +53,21 @@ def train(target, output, text, settings=None, options=QUICK, report=nothing):
 @pytest.fixture(scope="module")
 def folders(target, tmp_path_factory) -> dict[str, Path]:
     """The folders of a trained adapter, and of one as it begins."""
-    folder, text = tmp_path_factory.mktemp("adapters"), Path(target).parent / "text.txt"
-    still = replace(QUICK, steps=1, learning_rate=0.0)
-    for name, options in (("trained", LEARNING), ("untrained", still)):
-        train(target, folder / name, text, KangarooSettings(exit_layer=1), options)
-    return {name: folder / name for name in ("trained", "untrained")}
+    folder, settings = (
+        tmp_path_factory.mktemp("adapters"),
+        KangarooSettings(exit_layer=1),
+    )
+    return trained_and_not(train, target, folder, LEARNING, settings)
 
 
 @pytest.fixture(scope="module")
 def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
     folder = tmp_path_factory.mktemp("bundles")
-    options = ExportOptions(Recipe("int4", 32), capacity=256, max_width=32)
-    fast = replace(options, fast=True)
+    options = replace(SMALL, fast=False)  # its acceptance is measured
     return {
         name: export(target, folder / name, options=one, head=str(folders[name]))
-        for name, one in (("trained", options), ("untrained", fast))
+        for name, one in (("trained", options), ("untrained", SMALL))
     }
-
-
-@pytest.fixture(scope="module")
-def model(bundles):
-    with jetdraft.load(bundles["trained"].path, threads=1) as model:
-        yield model
 
 
 @pytest.fixture(scope="module")
@@ -335,25 +324,12 @@ def test_the_folder_is_in_the_authors_layout(folders):
 
 
 def test_a_stopped_training_goes_on_where_it_was(target, text, tmp_path):
-    train(target, tmp_path / "whole", text)
+    def run(output, settings, report):
+        train(target, output, text, settings, report=report)
 
-    def stop(progress):
-        if progress.step == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(target, tmp_path / "cut", text, report=stop)
-    assert (tmp_path / "cut" / STATE).is_file()
-    with pytest.raises(OutputError, match=r"other settings.*exit layer"):
-        train(target, tmp_path / "cut", text, KangarooSettings(exit_layer=1))
-    train(target, tmp_path / "cut", text)
-    whole, cut = (
-        load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")
+    assert whole_and_cut(
+        run, tmp_path, None, (KangarooSettings(exit_layer=1), "exit layer")
     )
-    for name, tensor in whole.items():
-        torch.testing.assert_close(cut[name], tensor)
-    with pytest.raises(OutputError, match="holds a finished training"):
-        train(target, tmp_path / "cut", text)
 
 
 def test_a_loss_that_is_no_number_stops_it(target, text, tmp_path, monkeypatch):

@@ -17,23 +17,26 @@ from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.attached.chimera import GRAM
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.errors import CheckpointError, OptionError, OutputError
+from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.followers.recent import Recent
 from jetdraft.train.chimera.chimera_training import ChimeraTraining, Seen
-from jetdraft.train.run_folder import STATE
 from jetdraft.train.taught.layer_training import LayerSettings
 from jetdraft.train.taught.next_token_training import PLACES
-from jetdraft.train.training import TrainingOptions
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as cli
+from tests.train.attached.drafts import (
+    LONG,
+    QUICK,
+    TextOfPlainDecoding,
+    exported,
+    trained_and_not,
+)
 from tests.train.periodic import PERIOD, learned_target, nothing
+from tests.train.stopping import whole_and_cut
 
-QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
 LEARNING = replace(QUICK, steps=60, sequence_length=48, learning_rate=1e-2)
-WAYS = [{}, {"temperature": 0.8, "seed": 1}]
-LONG = {"max_new_tokens": 80, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -50,35 +53,13 @@ def train(target, output, text, settings=None, options=QUICK, report=nothing):
 @pytest.fixture(scope="module")
 def folders(target, tmp_path_factory) -> dict[str, Path]:
     """The folders of a trained drafter, and of one as it begins."""
-    folder, text = tmp_path_factory.mktemp("drafters"), Path(target).parent / "text.txt"
-    still = replace(QUICK, steps=1, learning_rate=0.0)
-    for name, options in (("trained", LEARNING), ("untrained", still)):
-        train(target, folder / name, text, None, options)
-    return {name: folder / name for name in ("trained", "untrained")}
+    folder = tmp_path_factory.mktemp("drafters")
+    return trained_and_not(train, target, folder, LEARNING)
 
 
 @pytest.fixture(scope="module")
 def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
-    folder = tmp_path_factory.mktemp("bundles")
-    options = ExportOptions(Recipe("int4", 32), capacity=256, max_width=32, fast=True)
-    return {
-        name: export(target, folder / name, options=options, head=str(drafter))
-        for name, drafter in folders.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def model(bundles):
-    with jetdraft.load(bundles["trained"].path, threads=1) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def plain(model):
-    """The texts of plain decoding, greedy and sampled."""
-    return [
-        model.generate(PERIOD, method="none", **LONG, **way).token_ids for way in WAYS
-    ]
+    return exported(target, tmp_path_factory.mktemp("bundles"), folders)
 
 
 def test_a_trained_drafter_is_right_more_often(bundles, model):
@@ -92,30 +73,8 @@ def test_a_trained_drafter_is_right_more_often(bundles, model):
     assert min(trained.accepted_by_position) > 0.7
 
 
-@pytest.mark.parametrize("way", [0, 1], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(
-    "drafting", [1, 3, 6, {"tree": "comb"}, {"tree": "best"}, {"tree": "heap"}], ids=str
-)
-def test_drafts_give_the_text_of_plain_decoding(model, plain, way, drafting):
-    is_chain = isinstance(drafting, int)
-    how = {"num_draft_tokens": drafting} if is_chain else {"drafting": drafting}
-    result = model.generate(PERIOD, method="chimera", **how, **LONG, **WAYS[way])
-    assert result.token_ids == plain[way]
-    assert result.stats.accepted_tokens > 10
-
-
-@pytest.mark.parametrize("method", ["chimera,lookup", "auto"])
-def test_other_methods_draft_beside_it(model, plain, method):
-    for way, text in zip(WAYS, plain, strict=True):
-        made = model.generate(PERIOD, method=method, **LONG, **way)
-        assert made.token_ids == text
-
-
-def test_the_text_fills_the_buffers(model):
-    how = {"max_new_tokens": 400, "ignore_eos": True}
-    text = model.generate(PERIOD, method="none", **how).token_ids
-    made = model.generate(PERIOD, method="chimera", num_draft_tokens=5, **how)
-    assert made.token_ids == text
+class TestChimera(TextOfPlainDecoding):
+    method = "chimera"
 
 
 def test_a_prompt_that_goes_on_is_not_read_again(model):
@@ -258,26 +217,15 @@ def test_the_folder_has_a_llama_layer_and_a_trigram_encoder(folders):
 
 
 def test_a_stopped_training_goes_on_where_it_was(target, text, tmp_path):
+    def run(output, settings, report):
+        train(target, output, text, settings, report=report)
+
     settings = LayerSettings(inner=8, half=True)
-    train(target, tmp_path / "whole", text, settings)
-
-    def stop(progress):
-        if progress.step == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(target, tmp_path / "cut", text, settings, report=stop)
-    assert (tmp_path / "cut" / STATE).is_file()
-    with pytest.raises(OutputError, match=r"other settings.*inner"):
-        train(target, tmp_path / "cut", text, replace(settings, inner=16))
-    train(target, tmp_path / "cut", text, settings)
-    whole, cut = (
-        load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")
+    whole = whole_and_cut(
+        run, tmp_path, settings, (replace(settings, inner=16), "inner")
     )
     assert whole["layers.0.mlp.up_proj.weight"].shape == (8, 64)
-    for name, tensor in whole.items():
-        assert tensor.dtype == torch.float16
-        torch.testing.assert_close(cut[name], tensor)
+    assert {tensor.dtype for tensor in whole.values()} == {torch.float16}
 
 
 # --- what is refused ----------------------------------------------------------------

@@ -16,7 +16,7 @@ import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.errors import CheckpointError, OptionError, OutputError
+from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.planning.registry import methods
@@ -26,16 +26,19 @@ from jetdraft.train.falcon.falcon_training import (
     FalconTraining,
     told_rows,
 )
-from jetdraft.train.run_folder import STATE
-from jetdraft.train.training import TrainingOptions
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as cli
+from tests.train.attached.drafts import (
+    LONG,
+    QUICK,
+    STILL,
+    TextOfPlainDecoding,
+    exported,
+)
 from tests.train.periodic import PERIOD, learned_target, nothing
+from tests.train.stopping import whole_and_cut
 
-QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
 LEARNING = replace(QUICK, steps=40, sequence_length=48, learning_rate=2e-2)
-WAYS = [{}, {"temperature": 0.8, "seed": 1}]
-LONG = {"max_new_tokens": 80, "ignore_eos": True}
 SIZES = (2, 3)
 
 
@@ -54,35 +57,16 @@ def train(target, output, text, settings=None, options=QUICK, report=nothing):
 def folders(target, tmp_path_factory) -> dict[str, Path]:
     """The folders of a trained drafter, and of two as they begin."""
     folder, text = tmp_path_factory.mktemp("drafters"), Path(target).parent / "text.txt"
-    still = replace(QUICK, steps=1, learning_rate=0.0)
     train(target, folder / "trained", text, None, LEARNING)
     for size in SIZES:
-        train(target, folder / str(size), text, FalconSettings(block_rows=size), still)
+        train(target, folder / str(size), text, FalconSettings(block_rows=size), STILL)
     return {name: folder / name for name in ("trained", *map(str, SIZES))}
 
 
 @pytest.fixture(scope="module")
 def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
     folder = tmp_path_factory.mktemp("bundles")
-    options = ExportOptions(Recipe("int4", 32), capacity=256, max_width=32, fast=True)
-    return {
-        name: export(target, folder / name, options=options, head=str(folders[name]))
-        for name in ("trained", "2")
-    }
-
-
-@pytest.fixture(scope="module")
-def model(bundles):
-    with jetdraft.load(bundles["trained"].path, threads=1) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def plain(model):
-    """The texts of plain decoding, greedy and sampled."""
-    return [
-        model.generate(PERIOD, method="none", **LONG, **way).token_ids for way in WAYS
-    ]
+    return exported(target, folder, {name: folders[name] for name in ("trained", "2")})
 
 
 def test_a_trained_drafter_is_right_more_often(bundles, model):
@@ -95,31 +79,9 @@ def test_a_trained_drafter_is_right_more_often(bundles, model):
     assert min(trained.accepted_by_position) > 0.6
 
 
-@pytest.mark.parametrize("way", [0, 1], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(
-    "drafting", [1, 3, 6, {"tree": "comb"}, {"tree": "best"}, {"tree": "heap"}], ids=str
-)
-def test_drafts_give_the_text_of_plain_decoding(model, plain, way, drafting):
-    is_chain = isinstance(drafting, int)
-    how = {"num_draft_tokens": drafting} if is_chain else {"drafting": drafting}
-    result = model.generate(PERIOD, method="falcon", **how, **LONG, **WAYS[way])
-    assert result.token_ids == plain[way]
-    assert result.stats.accepted_tokens > 10
-
-
-@pytest.mark.parametrize("method", ["falcon,lookup", "auto"])
-def test_other_methods_draft_beside_it(model, plain, method):
-    for way, text in zip(WAYS, plain, strict=True):
-        made = model.generate(PERIOD, method=method, **LONG, **way)
-        assert made.token_ids == text
-
-
-def test_the_text_fills_the_buffers(model):
-    how = {"max_new_tokens": 400, "ignore_eos": True}
-    text = model.generate(PERIOD, method="none", **how).token_ids
-    for draft in ({"num_draft_tokens": 5}, {"drafting": {"tree": "best"}}):
-        made = model.generate(PERIOD, method="falcon", **draft, **how)
-        assert made.token_ids == text
+class TestFalcon(TextOfPlainDecoding):
+    method = "falcon"
+    fills = ({"num_draft_tokens": 5}, {"drafting": {"tree": "best"}})
 
 
 def test_short_prompts_are_drafted_for_later(model):
@@ -344,26 +306,15 @@ def test_the_folder_has_a_llama_layer_and_a_recurrence(folders):
 
 
 def test_a_stopped_training_goes_on_where_it_was(target, text, tmp_path):
+    def run(output, settings, report):
+        train(target, output, text, settings, report=report)
+
     settings = FalconSettings(inner=8, half=True)
-    train(target, tmp_path / "whole", text, settings)
-
-    def stop(progress):
-        if progress.step == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(target, tmp_path / "cut", text, settings, report=stop)
-    assert (tmp_path / "cut" / STATE).is_file()
-    with pytest.raises(OutputError, match=r"other settings.*block"):
-        train(target, tmp_path / "cut", text, replace(settings, block_rows=3))
-    train(target, tmp_path / "cut", text, settings)
-    whole, cut = (
-        load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")
+    whole = whole_and_cut(
+        run, tmp_path, settings, (replace(settings, block_rows=3), "block")
     )
     assert whole["layers.0.mlp.up_proj.weight"].shape == (8, 64)
-    for name, tensor in whole.items():
-        assert tensor.dtype == torch.float16
-        torch.testing.assert_close(cut[name], tensor)
+    assert {tensor.dtype for tensor in whole.values()} == {torch.float16}
 
 
 # --- what is refused ----------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Drafters that are attached to a target: their training, their drafts."""
