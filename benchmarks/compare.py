@@ -180,9 +180,28 @@ def main(rounds: int, output: Path | None, **options: Any) -> None:
     show(rows, passes)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        shared = {key: str(value) for key, value in options.items()}
-        fields = {"setup": shared, "rows": rows, "pass_ms": passes, "rounds": rounds}
+        first = [found[0] for found in reports.values()]
+        fields = {
+            "machine": next((r["machine"] for r in first if "machine" in r), None),
+            "versions": {
+                name: found[0].get("versions") or found[0]["version"]
+                for name, found in reports.items()
+            },
+            "setup": {key: _plain(value) for key, value in options.items()},
+            "rows": rows,
+            "pass_ms": passes,
+            "rounds": rounds,
+        }
         output.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """An option as JSON has it: files by their names, environments without paths."""
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, Path):
+        return value.name
+    return value.partition("=")[0] if isinstance(value, str) else value
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import MISSING, dataclass, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import (
@@ -64,9 +65,9 @@ def read_record(hint: Any, value: Any, where: str = "") -> Any:
 
     A type is str, int, float or bool, a dataclass or a `TypedDict`, `X | None`, list,
     tuple or dict of types, or one of these `Annotated` with a `Rule`, or with a type
-    to read it as too. An object must have all fields that its class declares, and no
-    others. Numbers are finite. The keys of a `dict[int, X]` are digits. Raises
-    `RecordError`.
+    to read it as too. An object must have all fields that its class declares without
+    a default, and none that it does not declare. Numbers are finite. The keys of a
+    `dict[int, X]` are digits. Raises `RecordError`.
 
         read_record(tuple[Size, ...], [1, 2])    # (1, 2)
     """
@@ -98,8 +99,8 @@ def read_fields(kind: Any, value: Any, where: str = "", but: str = "") -> Any:
     """
     hints = {name: hint for name, hint in _hints(kind).items() if name != but}
     fields = _object(value, where)
-    for name in getattr(kind, "__required_keys__", hints):
-        if name in hints and name not in fields:
+    for name in _required(kind) & hints.keys():
+        if name not in fields:
             raise RecordError(f"{_inside(where, name)} is missing")
     for name in fields:
         if name not in hints:
@@ -108,6 +109,17 @@ def read_fields(kind: Any, value: Any, where: str = "", but: str = "") -> Any:
         name: read_record(hints[name], field, _inside(where, name))
         for name, field in fields.items()
     }
+
+
+@cache
+def _required(kind: Any) -> frozenset[str]:
+    if is_typeddict(kind):
+        return frozenset(kind.__required_keys__)
+    return frozenset(
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is field.default_factory is MISSING
+    )
 
 
 @cache
