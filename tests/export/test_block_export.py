@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import onnx
 import pytest
@@ -16,14 +18,15 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.terminal.description import describe
 from tests.checkpoints.heads import layouts
-from tests.checkpoints.heads.layouts import BLOCK, LAYERS, write
+from tests.checkpoints.heads.layouts import BLOCK, write
 from tests.export.head_passes import TOKENS, graphs
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 
 PROMPT = " the self"
 MASKS = {"dflash": BLOCK - 1, "diffusion": BLOCK}
+LAYERS = 5
 LAYOUTS = {
-    "dflash": layouts.dflash,
+    "dflash": partial(layouts.dflash, num_target_layers=LAYERS),
     "diffusion": layouts.diffusion,
     "speculators": layouts.speculators_dflash,
 }
@@ -31,9 +34,15 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("block-target") / "target"
-    config = llama_config(num_hidden_layers=LAYERS, tie_word_embeddings=False)
-    return str(save_checkpoint(folder, config))
+    """Makes the target of a layout; a diffusion drafter reads no layer of it."""
+    folder = tmp_path_factory.mktemp("block-target")
+
+    def make(layout):
+        layers = 1 if layout == "diffusion" else LAYERS
+        config = llama_config(num_hidden_layers=layers, tie_word_embeddings=False)
+        return str(save_checkpoint(folder / f"target-{layers}", config))
+
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +63,8 @@ def made(source, tmp_path_factory):
                 max_width=16,
                 **options,
             )
-            bundle = export(source, folder / "bundle", options=settings, head=head)
+            target = source(layout)
+            bundle = export(target, folder / "bundle", options=settings, head=head)
             bundles[key] = bundle, head
         return bundles[key]
 
@@ -95,7 +105,8 @@ def test_the_graph_does_what_the_module_does(source, made, layout):
     target, graph = graphs(bundle)
     features = target.run(TOKENS[:14]).features
     features = None if features is None else features.copy()
-    drafter = load_head(folder, Checkpoint.load(source, torch.float32), torch.float32)
+    checkpoint = Checkpoint.load(source(layout), torch.float32)
+    drafter = load_head(folder, checkpoint, torch.float32)
     compared = 0
     graph.cache.rewind(0)
     for start, end in ((0, 5), (5, 8), (8, 9), (9, 13)):
@@ -267,8 +278,8 @@ def test_the_lm_head_can_be_cut(source, tmp_path):
     options = ExportOptions(
         Recipe("none"), Recipe("none"), capacity=64, max_width=16, draft_vocab=50
     )
-    head = write(tmp_path / "head", *layouts.dflash())
-    bundle = export(source, tmp_path / "bundle", options=options, head=head)
+    head = write(tmp_path / "head", *LAYOUTS["dflash"]())
+    bundle = export(source("dflash"), tmp_path / "bundle", options=options, head=head)
     assert bundle.drafter.contract.draft_vocab == 50
     with jetdraft.load(bundle.path, threads=1) as model:
         how = {"max_new_tokens": 20, "ignore_eos": True}
@@ -277,4 +288,4 @@ def test_the_lm_head_can_be_cut(source, tmp_path):
         assert drafted.token_ids == plain.token_ids
     head = write(tmp_path / "other", *layouts.diffusion())
     with pytest.raises(OptionError, match="leave --draft-vocab out"):
-        export(source, tmp_path / "not", options=options, head=head)
+        export(source("diffusion"), tmp_path / "not", options=options, head=head)

@@ -186,19 +186,19 @@ def test_a_verifier_that_reads_q_keeps_the_distribution(cut_model):
     assert square < len(groups) + 5 * (2 * len(groups)) ** 0.5
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    config = llama_config(num_hidden_layers=LAYERS, initializer_range=0.1)
-    return str(save_checkpoint(tmp_path_factory.mktemp("heads") / "target", config))
+def target(folder, layers):
+    config = llama_config(num_hidden_layers=layers, initializer_range=0.1)
+    return str(save_checkpoint(folder / "target", config))
 
 
-def test_a_head_without_a_map_is_cut(target, tmp_path):
+def test_a_head_without_a_map_is_cut(tmp_path):
+    checkpoint = target(tmp_path, 1)
     torch.manual_seed(3)
     head = write(tmp_path / "head", *eagle1(fc_bias=False, embedding=False))
     options = ExportOptions(
         Recipe.parse("int4-head8", 32), capacity=64, max_width=16, draft_vocab=COUNT
     )
-    bundle = export(target, tmp_path / "bundle", options=options, head=head)
+    bundle = export(checkpoint, tmp_path / "bundle", options=options, head=head)
     assert len(bundle.draft_vocabulary()) == COUNT
     sizes = shapes(bundle, bundle.drafter.file)
     assert any(size[:1] == (COUNT,) and len(size) == 3 for size in sizes.values())
@@ -234,11 +234,11 @@ def test_a_draft_vocabulary_without_a_drafter_is_refused(pair, tmp_path):
         )
 
 
-def test_a_trained_map_rules(target, tmp_path):
+def test_a_trained_map_rules(tmp_path):
     head = write(tmp_path / "head", *eagle3())
     with pytest.raises(OptionError, match="trained with its own draft vocabulary"):
         export(
-            target,
+            target(tmp_path, LAYERS),
             tmp_path / "bundle",
             options=ExportOptions(draft_vocab=50),
             head=head,

@@ -44,26 +44,21 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory) -> dict[bool, str]:
-    """Targets whose embedding is tied to the LM head, and is not."""
+def source(tmp_path_factory):
+    """Makes a target of that many layers, its embedding tied to the LM head or not."""
     folder = tmp_path_factory.mktemp("heads")
-    return {
-        tied: str(
-            save_checkpoint(
-                folder / f"target-{tied}",
-                llama_config(
-                    num_hidden_layers=LAYERS,
-                    tie_word_embeddings=tied,
-                    initializer_range=0.1,
-                ),
-            )
+
+    def make(tied, layers):
+        config = llama_config(
+            num_hidden_layers=layers, tie_word_embeddings=tied, initializer_range=0.1
         )
-        for tied in (True, False)
-    }
+        return str(save_checkpoint(folder / f"target-{tied}-{layers}", config))
+
+    return make
 
 
 @pytest.fixture(scope="module")
-def made(sources, tmp_path_factory):
+def made(source, tmp_path_factory):
     """Exports a head once for each set of options; gives bundle, head and target."""
     bundles = {}
 
@@ -76,9 +71,10 @@ def made(sources, tmp_path_factory):
             settings = ExportOptions(
                 Recipe.parse(recipe, 32), Recipe.parse(drafter, 32), **SMALL, **options
             )
-            source = sources[tied]
-            bundle = export(source, folder / "bundle", options=settings, head=head)
-            bundles[key] = bundle, head, source
+            # EAGLE-1 reads the last layer only, EAGLE-3 three layers.
+            target = source(tied, 1 if layout.startswith("eagle1") else LAYERS)
+            bundle = export(target, folder / "bundle", options=settings, head=head)
+            bundles[key] = bundle, head, target
         return bundles[key]
 
     return make
@@ -167,7 +163,7 @@ def test_a_matrix_of_its_own_is_not_lent(made):
     assert bytes_of(bundle, "drafter.onnx.data") > VOCAB_SIZE * 64 * 4
 
 
-def test_a_bundle_has_one_drafter(sources, tmp_path):
-    head = write(tmp_path / "head", *eagle3())
+def test_a_bundle_has_one_drafter(source, tmp_path):
+    head, target = write(tmp_path / "head", *eagle3()), source(True, 1)
     with pytest.raises(OptionError, match="--drafter or --head, not both"):
-        export(sources[True], tmp_path / "bundle", sources[True], head=head)
+        export(target, tmp_path / "bundle", target, head=head)
