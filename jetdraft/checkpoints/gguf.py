@@ -35,6 +35,9 @@ from jetdraft.checkpoints.gguf_types import TYPES
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.errors import CheckpointError, JetdraftError, UnsupportedModelError
 from jetdraft.quant.blocks import Blocks
+from jetdraft.untrusted.printable import printable
+
+_MAGIC = b"GGUF"
 
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 ROTATIONS = "rope_freqs.weight"
@@ -102,6 +105,7 @@ class GgufFile:
         if not path.is_file():
             raise CheckpointError(f"no GGUF file at {source}; give a file, or a folder")
         self.source, self.path = source, path
+        _check_beginning(path)
         self.reader = GGUFReader(path)
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         self.family = str(self.field("general.architecture"))
@@ -350,6 +354,20 @@ def _frequencies(config: Any) -> Floats:
     powers = np.arange(0, size, 2) / size
     theta = config.rope_parameters["rope_theta"]
     return np.asarray(theta**-powers)
+
+
+def _check_beginning(path: Path) -> None:
+    """Raise `CheckpointError` for a file that never was a GGUF file."""
+    with path.open("rb") as handle:
+        beginning = handle.read(len(_MAGIC))
+    if beginning == _MAGIC:
+        return
+    if not beginning:
+        raise CheckpointError(f"{printable(path)} is empty; fetch it again")
+    raise CheckpointError(
+        f"{printable(path)} is not a GGUF file, it begins with {beginning!r}; give a "
+        "GGUF file, or the folder of a checkpoint"
+    )
 
 
 @contextmanager
