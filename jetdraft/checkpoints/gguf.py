@@ -33,6 +33,7 @@ from jetdraft.checkpoints.gguf_tokenizer import (
 )
 from jetdraft.checkpoints.gguf_types import TYPES
 from jetdraft.checkpoints.packed import PackedWeights
+from jetdraft.checkpoints.preview.config_bounds import SPARE, Bounds, skeleton
 from jetdraft.errors import CheckpointError, JetdraftError, UnsupportedModelError
 from jetdraft.quant.blocks import Blocks
 from jetdraft.untrusted.printable import printable
@@ -94,6 +95,12 @@ def read_gguf(source: str) -> GgufContents:
         )
 
 
+def read_gguf_tokenizer(source: str) -> str | None:
+    """The tokenizer alone; raises what `read_gguf` raises."""
+    with _as_checkpoint_error(source):
+        return GgufFile(source).tokenizer()
+
+
 class GgufFile:
     """An open GGUF file; its tensors are mapped into memory.
 
@@ -131,6 +138,12 @@ class GgufFile:
             )
         if not self.tensors:
             raise CheckpointError(f"{self.source} has no weights; give a whole model")
+        layers = self.field(f"{self.family}.block_count")
+        if isinstance(layers, int) and layers > len(self.tensors):
+            raise CheckpointError(
+                f"{self.source} has {len(self.tensors)} weights for {layers} layers; "
+                "fetch it again"
+            )
         experts = [name for name in self.tensors if "_exps." in name]
         if experts:
             raise UnsupportedModelError(
@@ -234,10 +247,8 @@ class GgufFile:
         processor = TENSOR_PROCESSORS.get(self.family, TensorProcessor)(
             config=config.to_dict()
         )
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, trust_remote_code=False
-            )
+        bounds = Bounds(tensors=100 + SPARE * len(self.tensors))
+        model = skeleton(self.source, transformers.AutoModelForCausalLM, config, bounds)
         names = get_gguf_hf_weights_map(model, processor)
         packed = PackedWeights("gguf", {}, {}, {})
         for tensor in self._needed(config):

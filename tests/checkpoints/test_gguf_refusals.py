@@ -75,6 +75,10 @@ def repeat_a_token(writer):
             {"change": lambda writer: change_field(writer, "token_type", [1, 1])},
             "2 types of tokens",
         ),
+        (
+            {"change": lambda w: set_field(w, "llama.block_count", 10**6)},
+            "for 1000000 layers",
+        ),
         ({"change": repeat_a_token}, "the same token twice"),
         ({"rule": "klingon"}, "by the rule 'klingon'"),
         ({"change": add_a_weight}, "the weight 'blk.0.attn_q.bias'"),
@@ -99,6 +103,10 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, changes, said):
 
 def change_field(writer, name, value):
     writer.kv_data[0][f"tokenizer.ggml.{name}"].value = value
+
+
+def set_field(writer, name, value):
+    writer.kv_data[0][name].value = value
 
 
 def rename(writer, family):
