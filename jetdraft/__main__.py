@@ -1,5 +1,17 @@
-"""python -m jetdraft is the jetdraft command."""
+"""The jetdraft command, also as `python -m jetdraft`."""
 
-from jetdraft.cli import main
+import sys
 
-main()
+
+def run() -> None:
+    """Run the command line; Ctrl-C is one line also while click is being imported."""
+    try:
+        from jetdraft.cli import main
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    main()
+
+
+if __name__ == "__main__":
+    run()

@@ -20,6 +20,20 @@ def test_without_a_terminal_there_are_lines_also_in_a_long_step(monkeypatch, cap
     assert second.startswith("measure layers: 2 of 30, ")
 
 
+def test_a_stage_that_printed_a_line_prints_its_end(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.02)
+    printed, until = "", time.monotonic() + 60
+    with ProgressBars() as bars:
+        bars("trace target", 0, 1)
+        while not printed and time.monotonic() < until:
+            time.sleep(0.02)
+            printed += capsys.readouterr().err
+        bars("trace target", 1, 1)
+        bars("quantize target", 0, 9)
+    printed += capsys.readouterr().err
+    assert re.search(r"^trace target: 1 of 1, \d+ s in all$", printed, re.MULTILINE)
+
+
 def test_a_short_command_prints_no_line(capsys):
     with ProgressBars() as bars:
         bars("measure layers", 2, 30)

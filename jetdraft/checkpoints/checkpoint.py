@@ -17,14 +17,14 @@ from huggingface_hub import snapshot_download
 from optimum.exporters.tasks import TasksManager
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.initialization import no_init_weights
 
 from jetdraft.checkpoints.attention import IMPLEMENTATION
 from jetdraft.checkpoints.defaults import read_defaults
 from jetdraft.checkpoints.draft_vocabulary import read_ids
-from jetdraft.checkpoints.gguf import is_gguf, read_gguf
+from jetdraft.checkpoints.gguf import is_gguf, read_gguf, read_gguf_tokenizer
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.parameters import compute_in, convert
+from jetdraft.checkpoints.preview.config_bounds import Bounds, check_layers, skeleton
 from jetdraft.checkpoints.probing.probe_files import (
     ProbeSettings,
     load_probes,
@@ -244,6 +244,7 @@ def weights_sha256(folder: Path) -> str:
 
 
 def _load_config(source: str) -> Any:
+    check_layers(source)
     with as_checkpoint_error(source):
         config = transformers.AutoConfig.from_pretrained(source, **_OWN_CODE)
         _check_config(source, config)
@@ -335,10 +336,10 @@ def _load_model(
             "generation; export a language model"
         ) from error
     with as_checkpoint_error(source):
+        empty = skeleton(source, model_class, config, Bounds.of(source))
         if packed is not None:
             # from_pretrained of a family needs a folder, and would load its weights.
-            with no_init_weights():
-                model_class = type(model_class.from_config(config, **_OWN_CODE))
+            model_class = type(empty)
         model, info = model_class.from_pretrained(
             None if packed else source,
             config=config,
@@ -405,6 +406,16 @@ def _load_tokenizer(source: str) -> Any:
             f"the tokenizer of {source} has no tokenizer.json form; convert it first"
         )
     return tokenizer
+
+
+def read_tokenizer(source: str) -> str | None:
+    """The text of a source's tokenizer.json; no weight is read."""
+    if is_gguf(source):
+        return read_gguf_tokenizer(source)
+    _check_folder(source)
+    with silenced(logging.WARNING), _no_progress_bars():
+        tokenizer = _load_tokenizer(source)
+    return tokenizer and str(tokenizer.backend_tokenizer.to_str())
 
 
 def _chat_template(tokenizer: Any) -> str | None:

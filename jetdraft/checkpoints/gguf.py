@@ -33,8 +33,12 @@ from jetdraft.checkpoints.gguf_tokenizer import (
 )
 from jetdraft.checkpoints.gguf_types import TYPES
 from jetdraft.checkpoints.packed import PackedWeights
+from jetdraft.checkpoints.preview.config_bounds import SPARE, Bounds, skeleton
 from jetdraft.errors import CheckpointError, JetdraftError, UnsupportedModelError
 from jetdraft.quant.blocks import Blocks
+from jetdraft.untrusted.printable import printable
+
+_MAGIC = b"GGUF"
 
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 ROTATIONS = "rope_freqs.weight"
@@ -91,6 +95,12 @@ def read_gguf(source: str) -> GgufContents:
         )
 
 
+def read_gguf_tokenizer(source: str) -> str | None:
+    """The tokenizer alone; raises what `read_gguf` raises."""
+    with _as_checkpoint_error(source):
+        return GgufFile(source).tokenizer()
+
+
 class GgufFile:
     """An open GGUF file; its tensors are mapped into memory.
 
@@ -102,6 +112,7 @@ class GgufFile:
         if not path.is_file():
             raise CheckpointError(f"no GGUF file at {source}; give a file, or a folder")
         self.source, self.path = source, path
+        _check_beginning(path)
         self.reader = GGUFReader(path)
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         self.family = str(self.field("general.architecture"))
@@ -127,6 +138,12 @@ class GgufFile:
             )
         if not self.tensors:
             raise CheckpointError(f"{self.source} has no weights; give a whole model")
+        layers = self.field(f"{self.family}.block_count")
+        if isinstance(layers, int) and layers > len(self.tensors):
+            raise CheckpointError(
+                f"{self.source} has {len(self.tensors)} weights for {layers} layers; "
+                "fetch it again"
+            )
         experts = [name for name in self.tensors if "_exps." in name]
         if experts:
             raise UnsupportedModelError(
@@ -230,10 +247,8 @@ class GgufFile:
         processor = TENSOR_PROCESSORS.get(self.family, TensorProcessor)(
             config=config.to_dict()
         )
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, trust_remote_code=False
-            )
+        bounds = Bounds(tensors=100 + SPARE * len(self.tensors))
+        model = skeleton(self.source, transformers.AutoModelForCausalLM, config, bounds)
         names = get_gguf_hf_weights_map(model, processor)
         packed = PackedWeights("gguf", {}, {}, {})
         for tensor in self._needed(config):
@@ -350,6 +365,20 @@ def _frequencies(config: Any) -> Floats:
     powers = np.arange(0, size, 2) / size
     theta = config.rope_parameters["rope_theta"]
     return np.asarray(theta**-powers)
+
+
+def _check_beginning(path: Path) -> None:
+    """Raise `CheckpointError` for a file that never was a GGUF file."""
+    with path.open("rb") as handle:
+        beginning = handle.read(len(_MAGIC))
+    if beginning == _MAGIC:
+        return
+    if not beginning:
+        raise CheckpointError(f"{printable(path)} is empty; fetch it again")
+    raise CheckpointError(
+        f"{printable(path)} is not a GGUF file, it begins with {beginning!r}; give a "
+        "GGUF file, or the folder of a checkpoint"
+    )
 
 
 @contextmanager

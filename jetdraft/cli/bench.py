@@ -80,7 +80,7 @@ def command(
     # The defaults of `benchmark.run`, which the report shows.
     fields = GenerateOptions(temperature=0.0, seed=0) | generate_fields(options)
     prompts = read_prompts(prompts_file, model)
-    names = methods.split(",") if methods else [*model.methods, "auto"]
+    names = [*model.methods, "auto"] if methods is None else methods.split(",")
     rows = benchmark.contenders(model, names, draft_lengths)
     Options.of(**fields)  # refuse bad options before measuring
     for row in rows:

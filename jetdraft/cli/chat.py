@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,10 @@ def command(
                 import readline  # noqa: F401
         failed = False
         for line in iter(_read_line, None):
-            if line.startswith("/"):
-                if _obey(talk, *line.split(maxsplit=1)):
-                    break
-            elif line.strip():
-                failed |= not _answer(talk, line)
+            if line.split()[:1] == ["/quit"]:
+                break
+            act = _obey if line.startswith("/") else _answer
+            failed |= bool(line.strip()) and not _succeeds(act, talk, line)
     return 2 if failed and not sys.stdin.isatty() else 0
 
 
@@ -89,38 +89,42 @@ def _read_line() -> str | None:
     except KeyboardInterrupt:
         click.echo()
         return ""
+    except UnicodeDecodeError:  # of a terminal; its conversation goes on
+        click.echo("error: the line is not UTF-8; write it again", err=True)
+        return ""
 
 
-def _answer(talk: Conversation, line: str) -> bool:
-    """Print the reply as it comes; False if an error ended it, but not the chat."""
+def _succeeds(
+    act: Callable[[Conversation, str], None], talk: Conversation, line: str
+) -> bool:
+    """Act on a line; False after an error, which is printed and ends no chat."""
     try:
-        for piece in talk.say(line):
-            click.echo(piece.text, nl=False)
-    except KeyboardInterrupt:
-        pass  # The conversation keeps the reply so far.
+        act(talk, line)
     except JetdraftError as error:
         click.echo(f"error: {error}", err=True)
         return False
-    click.echo()
     return True
 
 
-def _obey(talk: Conversation, order: str, file: str = "") -> bool:
-    """Carry out a line that begins with a slash; True if it ends the conversation."""
-    try:
-        if order == "/quit":
-            return True
-        if order == "/reset":
-            talk.reset()
-        elif order == "/stats":
-            click.echo(_stats(talk), err=True)
-        elif order in ("/save", "/load") and file:
-            (talk.save if order == "/save" else talk.load)(file)
-        else:
-            click.echo(HELP, err=True)
-    except JetdraftError as error:
-        click.echo(f"error: {error}", err=True)
-    return False
+def _answer(talk: Conversation, line: str) -> None:
+    """Print the reply to a line as it comes."""
+    with contextlib.suppress(KeyboardInterrupt):  # the reply so far is kept
+        for piece in talk.say(line):
+            click.echo(piece.text, nl=False)
+    click.echo()
+
+
+def _obey(talk: Conversation, line: str) -> None:
+    """Carry out a line that begins with a slash."""
+    order, *rest = line.split(maxsplit=1)
+    if order == "/reset":
+        talk.reset()
+    elif order == "/stats":
+        click.echo(_stats(talk), err=True)
+    elif order in ("/save", "/load") and rest:
+        (talk.save if order == "/save" else talk.load)(rest[0])
+    else:
+        click.echo(HELP, err=True)
 
 
 def _stats(talk: Conversation) -> str:

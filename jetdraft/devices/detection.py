@@ -15,7 +15,8 @@ class Machine:
     """The facts in a machine's files; None for a fact that no file has.
 
     Memory is in MB of 10^6 bytes, clocks are in MHz. `device` is the profile of the
-    board, `jetpack` the JetPack release that has the L4T version `l4t`.
+    board, `jetpack` the JetPack release that has the L4T version `l4t`. `has_gpu` is
+    whether the kernel shows a GPU of any maker.
     """
 
     board: str | None
@@ -26,6 +27,7 @@ class Machine:
     tensorrt: str | None
     power_mode: str | None
     gpu: str | None
+    has_gpu: bool
     memory_mb: float | None
     available_mb: float | None
     swap_mb: float | None
@@ -52,6 +54,7 @@ def detect(root: Path = Path("/")) -> Machine:
         tensorrt=_tensorrt(root),
         power_mode=_power_mode(root),
         gpu=_gpu(root, board),
+        has_gpu=any(next(root.glob(place), None) for place in _GPUS),
         memory_mb=memory.get("MemTotal"),
         available_mb=memory.get("MemAvailable"),
         swap_mb=memory.get("SwapTotal"),
@@ -143,6 +146,13 @@ def _gpu(root: Path, board: str | None) -> str | None:
     driver = _text(root / "proc/driver/nvidia/version") or ""
     version = re.search(r"\s(\d+\.\d+[.\d]*)\s", driver)
     return f"{name[1]}, driver {version[1]}" if version else name[1]
+
+
+_GPUS = (
+    *("dev/dri/renderD*", "dev/nvidia[0-9]*", "dev/nvgpu", "dev/nvhost-gpu"),
+    "dev/dxg",
+)
+"""Devices of GPUs: of most drivers, of NVIDIA's, of Jetsons, of Windows below Linux."""
 
 
 def _memory(root: Path) -> dict[str, float]:

@@ -108,15 +108,18 @@ def _power(machine: Machine) -> Finding:
 
 def _provider(state: Presence, machine: Machine) -> Finding:
     what = f"provider {state.name}"
+    may_have_gpu = machine.has_gpu or machine.board is not None
     if state.software:
-        fix = "for speed, install the GPU's Vulkan driver, or choose --provider cpu"
+        driver = "install the GPU's Vulkan driver, or " if may_have_gpu else ""
+        fix = f"for speed, {driver}choose --provider cpu"
         return Finding(what, "runs on a software adapter, which is the CPU", fix)
     if state.runs:
         return Finding(what, "runs")
     if state.name == "cpu":
         return Finding(what, state.reason, "reinstall onnxruntime", wrong=True)
-    fix = ""
-    if machine.board is not None or state.compiled:
+    fix, kind = "", _kind(state.reason)
+    is_useless = kind in _DRIVERS and not may_have_gpu
+    if (machine.board is not None or state.compiled) and not is_useless:
         fix = {
             "no code": "build onnxruntime for it: deploy/jetson",
             "needs": "install that library, or put its folder into LD_LIBRARY_PATH",
@@ -125,8 +128,12 @@ def _provider(state: Presence, machine: Machine) -> Finding:
             "plug-in": "pip install --upgrade 'jetdraft[webgpu]'",
             "Vulkan": "install the GPU's driver: deploy/jetson",
             "libvulkan": "apt install libvulkan1",
-        }.get(_kind(state.reason), "")
+        }.get(kind, "")
     return Finding(what, state.reason, fix)
+
+
+_DRIVERS = ("libvulkan", "Vulkan")
+"""Kinds of reasons whose fix helps only where there is a GPU."""
 
 
 def _kind(reason: str) -> str:

@@ -54,7 +54,7 @@ def vulkan_devices() -> list[VulkanDevice]:
         vulkan = ctypes.CDLL(_LOADER)
     except OSError as error:
         raise ProviderError(
-            f"{_LOADER} is missing; apt install libvulkan1 and the GPU's driver"
+            f"{_LOADER} is missing; for a GPU, apt install libvulkan1 and its driver"
         ) from error
     instance, info = ctypes.c_void_p(), _InstanceInfo(kind=_INSTANCE)
     failed = vulkan.vkCreateInstance(ctypes.byref(info), None, ctypes.byref(instance))

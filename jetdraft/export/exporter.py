@@ -23,13 +23,13 @@ from jetdraft.bundle import (
     GraphEntry,
     check_pair,
 )
-from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.checkpoint import Checkpoint, read_tokenizer
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_reader import AnyHead
 from jetdraft.checkpoints.silence import silenced
 from jetdraft.contract import StepContract
-from jetdraft.errors import OptionError, PairError
+from jetdraft.errors import CheckpointError, OptionError, PairError
 from jetdraft.export.embeddings import write_similarity
 from jetdraft.export.export_options import DTYPES, ExportOptions
 from jetdraft.export.heads.head_export import head_of, taps_of, write_head
@@ -70,20 +70,21 @@ def export(
     options = options or ExportOptions()
     report = progress or (lambda stage, done, total: None)
     check_output(Path(output).absolute())
-    if head and drafter:
+    if head is not None and drafter is not None:
         raise OptionError(
             "a bundle has one drafter; give --drafter or --head, not both"
         )
-    if options.drafter_provider and not (drafter or head):
+    has_drafter = drafter is not None or head is not None
+    if options.drafter_provider and not has_drafter:
         raise OptionError("a drafter's provider needs a drafter; give --drafter too")
-    if options.draft_vocab is not None and not (drafter or head):
+    if options.draft_vocab is not None and not has_drafter:
         raise OptionError(
             "a draft vocabulary needs a drafter; give --drafter or --head too"
         )
-    sources = {TARGET: target} | ({DRAFTER: drafter} if drafter else {})
+    sources = {TARGET: target} | ({} if drafter is None else {DRAFTER: drafter})
     checkpoints = _load(sources, options, report)
     options = Family.of(checkpoints[TARGET]).options(options)
-    reader = head_of(head, checkpoints[TARGET], options) if head else None
+    reader = head_of(head, checkpoints[TARGET], options) if head is not None else None
     _check_draft_vocabulary(options, checkpoints, reader)
     if reader is not None:
         checkpoints[TARGET] = replace(checkpoints[TARGET], taps=taps_of(reader))
@@ -99,7 +100,7 @@ def export(
         if cut is not None:
             jobs[DRAFTER] = _cut_job(jobs[DRAFTER], cut)
         graphs = {name: _write_graphs(job) for name, job in jobs.items()}
-        if head and reader is not None:
+        if head is not None and reader is not None:
             graphs[DRAFTER] = write_head(jobs[TARGET], head, reader, measures.overlaps)
         bundle = Bundle(
             path=folder,
@@ -200,6 +201,7 @@ def _load(
     sources: Mapping[str, str], options: ExportOptions, report: Progress
 ) -> dict[str, Checkpoint]:
     """The checkpoints by their names in the bundle."""
+    _compare_tokenizers(sources)
     checkpoints: dict[str, Checkpoint] = {}
     for number, (name, source) in enumerate(sources.items()):
         report("load", number, len(sources))
@@ -223,7 +225,10 @@ def _check(
     for name, checkpoint in checkpoints.items():
         Family.of(checkpoint).check_seams(checkpoint.model, contracts[name])
     if DRAFTER in checkpoints:
-        _check_tokenizers(checkpoints[TARGET], checkpoints[DRAFTER])
+        _check_tokenizers(
+            {name: checkpoint.source for name, checkpoint in checkpoints.items()},
+            {name: checkpoint.tokenizer for name, checkpoint in checkpoints.items()},
+        )
         check_pair(contracts[TARGET], contracts[DRAFTER])
     return contracts
 
@@ -269,14 +274,28 @@ def _attends_as_two(name: str, checkpoint: Checkpoint, options: ExportOptions) -
     )
 
 
-def _check_tokenizers(target: Checkpoint, drafter: Checkpoint) -> None:
+def _compare_tokenizers(sources: Mapping[str, str]) -> None:
+    """Refuse a pair with two tokenizers before any weight is read, which takes long."""
+    if DRAFTER not in sources:
+        return
+    try:
+        tokenizers = {name: read_tokenizer(source) for name, source in sources.items()}
+    except CheckpointError:
+        return  # loading says it in better words
+    _check_tokenizers(sources, tokenizers)
+
+
+def _check_tokenizers(
+    sources: Mapping[str, str], tokenizers: Mapping[str, str | None]
+) -> None:
     """Refuse a drafter whose token ids have another meaning than the target's."""
-    if target.tokenizer is None or drafter.tokenizer is None:
+    target, drafter = tokenizers[TARGET], tokenizers[DRAFTER]
+    if target is None or drafter is None:
         return  # ids only; the vocabularies are compared by their sizes
-    if _vocabulary(target.tokenizer) != _vocabulary(drafter.tokenizer):
+    if _vocabulary(target) != _vocabulary(drafter):
         raise PairError(
-            f"{drafter.source} has another tokenizer than {target.source}; choose a "
-            "drafter with the same tokenizer"
+            f"{sources[DRAFTER]} has another tokenizer than {sources[TARGET]}; choose "
+            "a drafter with the same tokenizer"
         )
 
 

@@ -166,4 +166,6 @@ class Measures:
         windows = self.windows  # they have a stage of their own
         self.report(f"measure {name} in floats", 0, 1)
         with own_attention(model):
-            return Divergence(model, windows, moments, rounds_inputs=on_cpu)
+            divergence = Divergence(model, windows, moments, rounds_inputs=on_cpu)
+        self.report(f"measure {name} in floats", 1, 1)
+        return divergence

@@ -71,9 +71,10 @@ def export(
     exporter = _exporter()
     options = exporter.ExportOptions(
         recipe=recipe,
-        drafter_recipe=quantize_drafter
-        and Recipe.parse(quantize_drafter, _DRAFTER_BLOCK_SIZE),
-        calibration=calibration and Path(calibration),
+        drafter_recipe=None
+        if quantize_drafter is None
+        else Recipe.parse(quantize_drafter, _DRAFTER_BLOCK_SIZE),
+        calibration=None if calibration is None else Path(calibration),
         limit=exporter.Limit(max_bytes, max_kl) if limited else None,
         dtype=dtype,
         capacity=capacity,
@@ -88,10 +89,10 @@ def export(
     bundle: Bundle = exporter.export(
         str(target),
         output,
-        drafter and str(drafter),
+        None if drafter is None else str(drafter),
         options,
         progress,
-        head and str(head),
+        None if head is None else str(head),
     )
     return bundle
 

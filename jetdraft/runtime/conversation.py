@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from jetdraft.errors import JetdraftError, OptionError
+from jetdraft.errors import JetdraftError, LengthError, OptionError
 from jetdraft.files import write_text
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.piece import Piece, Result
@@ -159,21 +159,26 @@ class Conversation:
         variables = {} if self.tools is None else {"tools": self.tools.functions}
         room = capacity
         while True:
-            prompt = self.model.chat_prompt(messages, **variables)
-            tokens = len(prompt) + (reply_tokens if self.drop_oldest else 0)
             turns = [
                 i for i, m in enumerate(messages[first:], first) if m["role"] == "user"
             ]
             can_drop = self.drop_oldest and len(turns) > 1
-            if tokens <= room or (not can_drop and tokens <= capacity):
-                return messages, prompt
-            if not can_drop:
-                raise OptionError(
-                    f"the conversation has {len(prompt)} tokens, the capacity is "
-                    f"{capacity}; reset it, let the oldest turns be dropped "
-                    "(drop_oldest), or export with a larger --capacity",
-                    "prompt",
-                )
+            try:
+                prompt = self.model.chat_prompt(messages, **variables)
+            except LengthError:  # of characters, so the tokens were not counted
+                if not can_drop:
+                    raise
+            else:
+                tokens = len(prompt) + (reply_tokens if self.drop_oldest else 0)
+                if tokens <= room or (not can_drop and tokens <= capacity):
+                    return messages, prompt
+                if not can_drop:
+                    raise OptionError(
+                        f"the conversation has {len(prompt)} tokens, the capacity is "
+                        f"{capacity}; reset it, let the oldest turns be dropped "
+                        "(drop_oldest), or export with a larger --capacity",
+                        "prompt",
+                    )
             messages = messages[:first] + messages[turns[1] :]
             room = int(KEPT * capacity)
 

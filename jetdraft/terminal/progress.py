@@ -19,7 +19,8 @@ class ProgressBars:
     """The progress bars of a long command, one after the other: one for each stage.
 
     They go to standard error. If that is not a terminal, a thread prints the state
-    every `SECONDS_BETWEEN_LINES` instead, also while a step takes long.
+    every `SECONDS_BETWEEN_LINES` instead, also while a step takes long. The end of a
+    stage that has printed a line is a line too.
 
         with ProgressBars() as bars:
             bars("export", 1, 10)
@@ -30,6 +31,8 @@ class ProgressBars:
         self._bar: Any = None
         self._done = 0
         self._line: str | None = None
+        self._printed = ""
+        """The stage of the last printed line."""
         self._started = time.monotonic()
         self._ended = Event()
         self._printer = Thread(target=self._print_lines, daemon=True)
@@ -37,7 +40,10 @@ class ProgressBars:
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show that `done` of `total` steps of a stage are done."""
         if not sys.stderr.isatty():
-            self._line = f"{stage}: {done} of {total}"
+            self._stage, self._line = stage, f"{stage}: {done} of {total}"
+            if done >= total and stage == self._printed:
+                self._print_line()
+                self._printed = ""
             return
         if self._bar is None or stage != self._stage:
             self.close()
@@ -51,8 +57,12 @@ class ProgressBars:
     def _print_lines(self) -> None:
         while not self._ended.wait(SECONDS_BETWEEN_LINES):
             if self._line is not None:
-                seconds = time.monotonic() - self._started
-                click.echo(f"{self._line}, {seconds:.0f} s in all", err=True)
+                self._printed = self._stage
+                self._print_line()
+
+    def _print_line(self) -> None:
+        seconds = time.monotonic() - self._started
+        click.echo(f"{self._line}, {seconds:.0f} s in all", err=True)
 
     def ticks(self, stage: str, total: int) -> Callable[[], None]:
         """Begin a stage; call the function that it returns after each step."""

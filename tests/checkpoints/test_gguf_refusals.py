@@ -27,12 +27,26 @@ def assert_no_bundle(folder, *arguments, said):
     assert sorted(folder.iterdir()) == before
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.3, 0.97, 0.9999])
+@pytest.mark.parametrize("share", [0.001, 0.02, 0.3, 0.97, 0.9999])
 def test_a_file_that_is_cut_off(tmp_path, share):
     file = write_gguf(tmp_path / "model.gguf", llama_config()).path
     whole = file.read_bytes()
     file.write_bytes(whole[: int(len(whole) * share)])
     assert_no_bundle(tmp_path, file, said=["is cut off", "fetch it again"])
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "is empty; fetch it again"),
+        (b"def f(x):\n", "is not a GGUF file, it begins with b'def '"),
+        (b"PK\x03\x04" + bytes(999), "give a GGUF file, or the folder of a checkpoint"),
+    ],
+)
+def test_a_file_that_never_was_one(tmp_path, data, said):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(data)
+    assert_no_bundle(tmp_path, file, said=[said])
 
 
 def add_a_weight(writer):
@@ -61,6 +75,10 @@ def repeat_a_token(writer):
             {"change": lambda writer: change_field(writer, "token_type", [1, 1])},
             "2 types of tokens",
         ),
+        (
+            {"change": lambda w: set_field(w, "llama.block_count", 10**6)},
+            "for 1000000 layers",
+        ),
         ({"change": repeat_a_token}, "the same token twice"),
         ({"rule": "klingon"}, "by the rule 'klingon'"),
         ({"change": add_a_weight}, "the weight 'blk.0.attn_q.bias'"),
@@ -85,6 +103,10 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, changes, said):
 
 def change_field(writer, name, value):
     writer.kv_data[0][f"tokenizer.ggml.{name}"].value = value
+
+
+def set_field(writer, name, value):
+    writer.kv_data[0][name].value = value
 
 
 def rename(writer, family):

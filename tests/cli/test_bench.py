@@ -223,6 +223,7 @@ def test_prompts_that_cannot_be_read_are_refused(bundle, tmp_path):
         "--top-p=2",
         "--methods=magic",
         "--methods=none,,lookup",
+        "--methods=",
         "--provider=abacus",
         "--threads=0",
     ],

@@ -26,7 +26,7 @@ def chatty(bundle, tmp_path_factory):
 def test_lines_are_turns_and_orders_are_obeyed(chatty, tmp_path):
     file = tmp_path / "talk.json"
     lines = ["hello", "/stats", "and then", "/save " + str(file), "/reset", "/stats"]
-    lines += ["/nothing", "/load " + str(tmp_path / "none"), "", "once more", "/quit"]
+    lines += ["/nothing", "", "once more", "/quit"]
     given = ("--system", "be brief", *GIVEN)
     result = jetdraft("chat", chatty, *given, stdin="\n".join([*lines, "unread"]))
     assert result.exit_code == 0, result.stderr
@@ -42,7 +42,18 @@ def test_lines_are_turns_and_orders_are_obeyed(chatty, tmp_path):
     assert "tokens kept" in result.stderr
     assert "there is no reply yet" in result.stderr
     assert "/save FILE" in result.stderr, "help for what is no order"
-    assert "is not a saved conversation" in result.stderr
+
+
+@pytest.mark.parametrize("order", ["/save {}/none/talk.json", "/load {}/talk.json"])
+def test_an_order_that_fails_ends_no_talk_and_shows_in_the_exit_code(
+    chatty, tmp_path, order
+):
+    kept = tmp_path / "kept.json"
+    lines = ["hello", order.format(tmp_path), f"/save {kept}"]
+    result = jetdraft("chat", chatty, *GIVEN, stdin="\n".join(lines))
+    assert result.exit_code == 2
+    assert "error: " in result.stderr
+    assert json.loads(kept.read_text())[0]["content"] == "hello"
 
 
 def test_a_bundle_without_a_template_is_refused(bundle):

@@ -123,6 +123,11 @@ class TestRefused:
         result = jetdraft("export", pair.target, "--drafter", other, "-o", output)
         assert_refused(result, "vocabulary has 300", "choose a drafter")
 
+    def test_empty_names(self, pair, output):
+        for flag in ("--drafter", "--head", "--quantize-drafter"):
+            result = jetdraft("export", pair.target, "-o", output, flag, "")
+            assert_refused(result)
+
     def test_drafter_with_another_tokenizer(self, pair, output, tmp_path):
         other = shutil.copytree(pair.drafter, tmp_path / "other")
         save_tokenizer(other, WORDS[::-1])

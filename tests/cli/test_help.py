@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -133,6 +134,24 @@ def test_no_long_option_means_two_things():
                 meanings[name][meaning].append(words)
     differing = {name: dict(ways) for name, ways in meanings.items() if len(ways) > 1}
     assert not differing
+
+
+INTERRUPTED = """
+import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_ctrl_c_while_click_is_imported_is_one_line(tmp_path):
+    (tmp_path / "click.py").write_text(INTERRUPTED)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "jetdraft", "doctor"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
 def test_a_full_disk_is_one_line():

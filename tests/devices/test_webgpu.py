@@ -12,6 +12,7 @@ from jetdraft.devices import providers, vulkan, webgpu
 from jetdraft.devices.doctor import examine
 from jetdraft.devices.providers import Presence
 from jetdraft.errors import ProviderError
+from tests.devices.trees import write
 
 
 @pytest.fixture
@@ -148,8 +149,19 @@ def test_the_doctor_has_a_fix(tmp_path, state, found, fix):
     def presence_of(name):
         return state if name == "webgpu" else Presence(name, True, True)
 
+    write(tmp_path, {"dev/dri/renderD128": ""})
     findings = {one.what: one for one in examine(tmp_path, presence_of)}
     finding = findings["provider webgpu"]
     assert found in finding.found
     assert fix in finding.fix
     assert bool(fix) == bool(finding.fix)
+
+
+@pytest.mark.parametrize("reason", ["libvulkan.so.1 is missing", "Vulkan has no"])
+def test_without_a_gpu_no_driver_would_help(tmp_path, reason):
+    def presence_of(name):
+        return Presence(name, True, name != "webgpu", reason)
+
+    findings = {one.what: one for one in examine(tmp_path, presence_of)}
+    assert reason in findings["provider webgpu"].found
+    assert not findings["provider webgpu"].fix

@@ -197,8 +197,12 @@ def test_drafter_with_another_vocabulary_is_refused(source, tmp_path):
     assert not (tmp_path / "bundle").exists()
 
 
-@pytest.mark.usefixtures("no_tracing")
-def test_drafter_with_another_tokenizer_is_refused(source, tmp_path):
+def test_drafter_with_another_tokenizer_is_refused_before_a_weight_is_read(
+    source, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        exporter.Checkpoint, "load", lambda *_: pytest.fail("weights were read")
+    )
     other = checkpoint(tmp_path / "other", tokenizer=False)
     save_tokenizer(tmp_path / "other", WORDS[::-1])
     with pytest.raises(PairError, match="another tokenizer"):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tests.fuzz.subject import Subject
 
+SUBJECTS = {
+    "same-text": "tests.fuzz.same_text:SameText",
+    "bundles": "tests.fuzz.bundles:Bundles",
+    "server": "tests.fuzz.serving:Serving",
+    "faults": "tests.fuzz.faults:Faults",
+    "soak": "tests.fuzz.soak:Soak",
+}
+"""Where the subjects are, by their names."""
 
-def subjects() -> dict[str, type[Subject]]:
-    """All subjects by their names."""
-    from tests.fuzz.bundles import Bundles
-    from tests.fuzz.faults import Faults
-    from tests.fuzz.same_text import SameText
-    from tests.fuzz.serving import Serving
-    from tests.fuzz.soak import Soak
 
-    return {s.name: s for s in (SameText, Bundles, Serving, Faults, Soak)}
+def subject_named(name: str) -> type[Subject]:
+    """A subject; what only others need is not imported, since a soak weighs it."""
+    module, _, kind = SUBJECTS[name].partition(":")
+    subject: type[Subject] = getattr(import_module(module), kind)
+    return subject

@@ -24,7 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.fuzz import subjects
+from tests.fuzz import SUBJECTS, subject_named
 from tests.fuzz.subject import BLOCK, Subject, case, place_of
 
 MOST_BYTES = 6_000_000_000
@@ -47,7 +47,7 @@ def work(name: str, first: int, count: int, light: bool) -> None:
 
     with (
         TemporaryDirectory(prefix=f"jetdraft-{name}-") as folder,
-        subjects()[name](Path(folder), light) as subject,
+        subject_named(name)(Path(folder), light) as subject,
     ):
         for number in range(first, first + count):
             if (number - first) % BLOCK == 0:
@@ -232,10 +232,9 @@ def main(arguments: list[str]) -> int:
     """Read the command line, fuzz, print closing lines; 1 after a fault."""
     # A fault may quote what no encoding can hold.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    known = subjects()
     parser = argparse.ArgumentParser("scripts/fuzz", description=__doc__)
     parser.add_argument(
-        "what", nargs="*", help=f"seconds for each, and names: {', '.join(known)}"
+        "what", nargs="*", help=f"seconds for each, and names: {', '.join(SUBJECTS)}"
     )
     parser.add_argument("--count", type=int, help="cases of each; tokens of a soak")
     parser.add_argument("--case", help="repeat a case, for example same-text:12345")
@@ -245,8 +244,8 @@ def main(arguments: list[str]) -> int:
         return _repeat(parser, options.case)
     names = [word for word in options.what if not word.replace(".", "").isdigit()]
     numbers = [float(word) for word in options.what if word not in names]
-    if unknown := set(names) - set(known):
-        parser.error(f"unknown subject {unknown.pop()}; choose {', '.join(known)}")
+    if unknown := set(names) - set(SUBJECTS):
+        parser.error(f"unknown subject {unknown.pop()}; choose {', '.join(SUBJECTS)}")
     seconds = numbers[0] if numbers else 60.0
     first = options.first
     if options.count is not None:
@@ -254,9 +253,10 @@ def main(arguments: list[str]) -> int:
     elif first is None:
         first = secrets.randbelow(10**9)
         print(f"--first {first}")
+    chosen = map(subject_named, names or SUBJECTS)
     reports = [
-        supervise(known[name], first, _cases(known[name], options.count), seconds)
-        for name in names or known
+        supervise(subject, first, _cases(subject, options.count), seconds)
+        for subject in chosen
     ]
     print("\n" + "\n".join(report.line() for report in reports))
     return int(any(report.faults for report in reports))
@@ -270,11 +270,11 @@ def _repeat(parser: argparse.ArgumentParser, wanted: str) -> int:
     """Repeat the cases NAME:FIRST or NAME:FIRST-LAST."""
     name, _, numbers = wanted.partition(":")
     first, _, last = numbers.partition("-")
-    if name not in subjects() or not (first + last).isdigit():
+    if name not in SUBJECTS or not (first + last).isdigit():
         parser.error(f"no case {wanted!r}; give, for example, same-text:12345")
     count = int(last or first) - int(first) + 1
     os.environ["JETDRAFT_FUZZ_VERBOSE"] = "1"
-    report = supervise(subjects()[name], int(first), count, float("inf"))
+    report = supervise(subject_named(name), int(first), count, float("inf"))
     print(report.line())
     return int(bool(report.faults))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fuzz import driver, subjects
+from tests.fuzz import SUBJECTS, driver, subject_named
 from tests.fuzz.driver import Report, supervise
 from tests.fuzz.faults import Faults
 from tests.fuzz.soak import Soak
@@ -56,5 +56,6 @@ def test_words_and_options_may_come_in_any_order(capsys, monkeypatch):
     assert asked[-1] == (Soak, 0, 3, float("inf"))
 
 
-def test_all_subjects_have_a_name():
-    assert [*subjects()] == ["same-text", "bundles", "server", "faults", "soak"]
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_all_subjects_have_their_name(name):
+    assert subject_named(name).name == name

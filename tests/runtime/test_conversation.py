@@ -10,7 +10,7 @@ import pytest
 
 import jetdraft
 from jetdraft.bundle import CHAT_TEMPLATE, Bundle
-from jetdraft.errors import JetdraftError, OptionError, OutputError
+from jetdraft.errors import JetdraftError, LengthError, OptionError, OutputError
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.text.template import ChatTemplate, user
 
@@ -133,6 +133,28 @@ def test_full_buffers_say_so_or_lose_the_oldest_turns(talker):
         assert len(dropping.last.token_ids) == 12
     with pytest.raises(OptionError, match="the capacity is 256"):
         list(dropping.say(long * 9))
+
+
+def test_what_can_never_fit_is_dropped_or_refused_before_it_is_encoded(
+    talker, monkeypatch
+):
+    encoded, encode = [], talker.parts.text.encode
+
+    def noted(text, **options):
+        encoded.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(talker.parts.text, "encode", noted)
+    with pytest.raises(LengthError, match="characters, at most"):
+        talker.chat([user("a" * 100_000)])
+    assert not encoded
+    dropping = Conversation(talker, drop_oldest=True, **OPTIONS)
+    dropping.messages = [user("a" * 100_000), {"role": "assistant", "content": "b"}]
+    list(dropping.say("c"))
+    assert [message["content"] for message in dropping.messages][:1] == ["c"]
+    with pytest.raises(LengthError, match="characters, at most"):
+        dropping.say("a" * 100_000)
+    assert max(encoded) < 1000
 
 
 def test_wrong_options_are_refused_where_turns_are_dropped(talker):

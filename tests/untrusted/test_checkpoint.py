@@ -125,6 +125,24 @@ def test_a_config_of_wrong_types_is_one_line(folder, changes):
         assert "architectures" in changes, "transformers does not need it"
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 1_000_000}, "has num_hidden_layers 1000000"),
+        ({"num_hidden_layers": 10**15}, "at most 10000 layers"),
+        ({"num_hidden_layers": 10_000}, "a larger model than its files hold"),
+        ({"vocab_size": 10**9}, "a larger model than its files hold"),
+        ({"hidden_size": 10**6}, "a larger model than its files hold"),
+        ({"intermediate_size": 10**12}, "a larger model than its files hold"),
+        ({"head_dim": 10**10}, "a larger model than its files hold"),
+    ],
+)
+def test_what_a_config_asks_for_beyond_its_files_is_not_built(folder, changes, said):
+    edit(folder, **changes)
+    with pytest.raises(CheckpointError, match=said):
+        load(folder)
+
+
 def test_a_pipe_is_not_waited_for(folder):
     os.mkfifo(folder / "more.safetensors")
     with pytest.raises(CheckpointError, match="is a pipe or a device"):

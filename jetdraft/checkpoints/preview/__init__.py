@@ -1,0 +1,1 @@
+"""What is checked of a checkpoint before any weight is read."""
