@@ -431,8 +431,9 @@ class SplitContract:
     The lower half runs the rows of a draft and gives the hidden states that enter the
     upper half. With `scores` it has an early exit, which also gives the log probability
     of each row's token after its parent. The upper half takes the hidden states of the
-    rows that the host keeps. An exit graph can take its place, see `exit_inputs`. `lower` and `upper` are the contracts of the two halves'
-    KV buffers; in both, layers are numbered from 0.
+    rows that the host keeps. An exit graph can take its place, see `exit_inputs`.
+    `lower` and `upper` are the contracts of the two halves' KV buffers; in both, layers
+    are numbered from 0.
 
         halves = contract.split(layers=2, hidden_size=384)
     """

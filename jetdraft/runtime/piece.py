@@ -29,8 +29,9 @@ class Result:
 
     `from_draft` says of each token whether it had been drafted. `finish_reason` is
     "stop" (end of text or a stop string), "length", "cancelled", "deadline",
-    "interrupted" or "early stop" (a head of `Exiting`). If a stop string ended the text, the last token completed the string.
-    `calls` are the calls in the text, where `Model.chat` had tools.
+    "interrupted" or "early stop" (a head of `Exiting`). If a stop string ended the
+    text, the last token completed the string. `calls` are the calls in the text,
+    where `Model.chat` had tools.
 
         model.generate("def fib(n):").text
     """

@@ -12,12 +12,12 @@ from jetdraft.checkpoints.checkpoint import (
 )
 from jetdraft.checkpoints.streamed import decoder_layers
 from jetdraft.errors import OptionError
-from jetdraft.export.variants.exit_step import ExitStep
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.heads.shared_weights import share_weights
 from jetdraft.export.job import Job
 from jetdraft.export.step import Step
 from jetdraft.export.variants import chain_graph
+from jetdraft.export.variants.exit_step import ExitStep
 from jetdraft.export.variants.variant import Variant
 
 

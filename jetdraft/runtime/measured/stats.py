@@ -77,8 +77,8 @@ class Stats:
     what each method did, `off` how many rounds had no draft for which reason.
     `reused_tokens` of the prompt were in the buffers already. `lossy` names what may
     change the distribution of the text, "" for nothing: `exited_tokens` came from fewer
-    layers, and `skipped_layers` counts the layers left out for them. `seed` is the seed of a
-    sampled text, also where it was drawn at random.
+    layers, and `skipped_layers` counts the layers left out for them. `seed` is the seed
+    of a sampled text, also where it was drawn at random.
 
     stats.tokens_per_pass      # committed tokens / target passes, without prefill
     stats.to_json()            # every metric under its name
