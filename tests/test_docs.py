@@ -48,6 +48,8 @@ ONLY_PARSED = {
     "jetdraft store clear bundles/pycode learned": "needs lessons; tests/cli",
     "jetdraft train head": "takes a quarter of an hour; tests/train",
     "jetdraft train kangaroo": "takes minutes; tests/train",
+    "jetdraft train exit": "takes minutes; tests/train",
+    "jetdraft generate bundles/completing": "needs an export; tests/train",
     "jetdraft train glide": "takes minutes; tests/train",
     "jetdraft train falcon": "takes minutes; tests/train",
     "jetdraft generate bundles/with-falcon": "needs an export; tests/train",
