@@ -78,6 +78,7 @@ NO_COMMAND = {
     "docs/architecture.md": ["cli/generate.py ", "row = root", "[project.entry-points"],
     "docs/devices.md": ["ms(width) = ", "bandwidth 0.818"],
     "docs/quantization.md": ["target: int8-rtn-b64"],
+    "docs/stop-and-exit.md": ["stop      no exit"],
     "docs/streaming.md": ["rows      the root", '{"prompt": '],
     "docs/training.md": ["accelerate launch "],
 }

@@ -53,9 +53,14 @@ class Exiting:
                 "exit out",
                 FIELD,
             )
+        if parts.provider != "cpu":
+            raise OptionError(
+                f"the halves of a target run on the CPU, not on {parts.provider}; "
+                "choose --provider cpu, or leave stop and exit out",
+                FIELD,
+            )
         layer = len(parts.bundle.target.contract.kv_shapes) - halves.layers
         head = ExitHead.load(
             Path(self.stop_and_exit), halves.base, layer, halves.hidden_size
         )
-        parts.leading()  # refuses other providers than the CPU
         return ExitRule(head, self.stop_threshold, self.exit_threshold)

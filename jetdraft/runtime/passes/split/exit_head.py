@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from jetdraft.errors import OptionError, PairError
 from jetdraft.files import read_arrays
 from jetdraft.runtime.drafts.arrays import Float32s
+from jetdraft.untrusted.printable import printable
 
 FILE = "exit.npz"
 """The file in the folder of a head."""
@@ -67,34 +69,44 @@ class ExitHead:
         Raises `OptionError` for a folder without a head for this layer, and `PairError`
         for the head of another target.
         """
-        file = folder / FILE
-        refusal = OptionError(
-            f"{file} is missing or damaged; make it with jetdraft train exit", FIELD
+        try:
+            modified = (folder / FILE).stat().st_mtime_ns
+        except (OSError, ValueError):  # so it cannot be read either
+            modified = 0
+        return _read(folder, modified, base, layer, size)
+
+
+@lru_cache(maxsize=4)
+def _read(folder: Path, modified: int, base: str, layer: int, size: int) -> ExitHead:
+    """As `ExitHead.load`; a file that has not been `modified` is read once."""
+    refusal = OptionError(
+        f"{folder / FILE} is missing or damaged; make it with jetdraft train exit",
+        FIELD,
+    )
+    arrays = read_arrays(folder / FILE, refusal)
+    owner = arrays.pop("base", None)
+    trained = sorted(n.partition(".")[2] for n in arrays if n.startswith("weight."))
+    if owner is None or not trained:
+        raise refusal
+    if str(owner) != base:
+        raise PairError(
+            f"{folder} was trained for another target than the bundle's; train a "
+            "head for this target"
         )
-        arrays = read_arrays(file, refusal)
-        owner = arrays.pop("base", None)
-        if owner is None:
+    if str(layer) not in trained:
+        raise OptionError(
+            f"{folder} has heads behind layers {printable(', '.join(trained))}, and "
+            f"the bundle leaves the target behind layer {layer}; train that layer, "
+            "or export with another --exit-layer",
+            FIELD,
+        )
+    shapes = {"weight": (size, size), "classifier": (3, size), "bias": (3,)}
+    parts = {name: arrays.get(f"{name}.{layer}") for name in shapes}
+    for name, part in parts.items():
+        fits = part is not None and part.shape == shapes[name]
+        if not fits or part.dtype != np.float32 or not np.isfinite(part).all():
             raise refusal
-        if str(owner) != base:
-            raise PairError(
-                f"{folder} was trained for another target than the bundle's; train a "
-                "head for this target"
-            )
-        trained = sorted(int(n[7:]) for n in arrays if n.startswith("weight."))
-        if layer not in trained:
-            raise OptionError(
-                f"{folder} has heads behind layers {', '.join(map(str, trained))}, and "
-                f"the bundle leaves the target behind layer {layer}; train that layer, "
-                "or export with another --exit-layer",
-                FIELD,
-            )
-        shapes = {"weight": (size, size), "classifier": (3, size), "bias": (3,)}
-        parts = {name: arrays.get(f"{name}.{layer}") for name in shapes}
-        for name, part in parts.items():
-            fits = part is not None and part.shape == shapes[name]
-            if not fits or part.dtype != np.float32 or not np.isfinite(part).all():
-                raise refusal
-        return cls(**parts)  # type: ignore[arg-type]  # checked above
+    return ExitHead(**parts)  # type: ignore[arg-type]  # checked above
 
 
 @dataclass(frozen=True)
