@@ -17,6 +17,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.export.exporter import export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.split.exit_head import FILE, ExitHead
+from jetdraft.testing import toy_bundle
 from jetdraft.train.exit.exit_training import ExitHeads, ExitTraining
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as cli
@@ -173,20 +174,6 @@ def test_the_text_fills_the_buffers(model, head):
     assert len(made.token_ids) + prompt == model.bundle.target.contract.capacity
 
 
-def test_integer_buffers_get_the_same_text_of_a_head_that_continues(
-    target, tmp_path, head
-):
-    options = replace(SMALL, recipe=Recipe.parse("int8-rtn-b32-kv8"), exit_layer=LAYER)
-    bundle = export(target, tmp_path / "b", options=options)
-    with jetdraft.load(bundle.path, threads=1) as model:
-        plain = model.generate(PERIOD, **FREE)
-        for bias, exits in ((CONTINUE, 0), (EXIT, 39)):
-            folder = head(base=bundle.target.halves.base, bias=bias)
-            made = model.generate(PERIOD, stop_and_exit=folder, **ANY, **FREE)
-            assert made.stats.exited_tokens == exits
-            assert (made.token_ids == plain.token_ids) == (not exits)
-
-
 # --- refusals -------------------------------------------------------------------------
 
 
@@ -207,13 +194,12 @@ def test_a_head_that_cannot_be_used(bundle, head, changes, flags, said):
     assert_refused(cli(*line, *flags), *said)
 
 
-def test_a_head_that_is_not_there(bundle, target, tmp_path, head):
+def test_a_head_that_is_not_there(bundle, tmp_path, head):
     line = ["generate", bundle.path, "-p", "def", "--no-exact", "--stop-and-exit"]
     assert_refused(cli(*line, tmp_path / "none"), "missing", "jetdraft train exit")
     (tmp_path / FILE).write_bytes(b"PK no zip")
     assert_refused(cli(*line, tmp_path), "damaged")
-    without = export(target, tmp_path / "without", options=SMALL)
-    line[1] = without.path
+    line[1] = toy_bundle(tmp_path / "without")
     assert_refused(cli(*line, head()), "--exit-layer")
 
 
