@@ -29,7 +29,7 @@ import jetdraft
 EXAMPLE = Path(__file__).parents[1] / "examples" / "pycode"
 NEW_TOKENS, PROMPT = 10, 128
 NEVER = 1.0
-SWEEP = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+SWEEP = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
 PLAIN: dict[str, Any] = {"method": "none", "exact": False, "max_new_tokens": NEW_TOKENS}
 
 
@@ -105,7 +105,6 @@ def complete(
     if (way.stop, way.exit) != (NEVER, NEVER):
         how |= {"stop_and_exit": head, "stop_threshold": way.stop}
         how |= {"exit_threshold": way.exit}
-    model.forget()
     result = model.generate(token_ids=prompt, **how)
     tokens, stats = result.token_ids, result.stats
     stopped, wrong = result.finish_reason == "early stop", False
@@ -133,11 +132,14 @@ def complete(
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("head", type=click.Path(path_type=Path))
 @click.option("--count", default=300, show_default=True, help="Completions.")
+@click.option("--threads", default=1, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--json", "output", type=click.Path(path_type=Path))
-def main(bundle: Path, head: Path, count: int, seed: int, output: Path | None) -> None:
+def main(
+    bundle: Path, head: Path, count: int, threads: int, seed: int, output: Path | None
+) -> None:
     """Measure HEAD on BUNDLE."""
-    model = jetdraft.load(bundle)
+    model = jetdraft.load(bundle, threads=threads)
     pairs = [(t, NEVER) for t in SWEEP] + [(NEVER, t) for t in SWEEP]
     ways = [Way(NEVER, NEVER), *(Way(*pair) for pair in pairs), Way(0.9, 0.9)]
     for prompt, truth in places(model, count, seed):
