@@ -111,7 +111,8 @@ class ExitHeads(nn.Module):
         """The logits of the decisions, as in `ExitHead.rates`, [n, 3]."""
         unit = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + 1e-6)
         name = str(layer)
-        return unit @ self.classifier[name].T.float() + self.bias[name]
+        rates: Tensor = unit @ self.classifier[name].T.float() + self.bias[name]
+        return rates
 
 
 class ExitTraining(TaughtTraining):
