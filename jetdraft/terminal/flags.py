@@ -176,14 +176,14 @@ exit_options = together(
         "--stop-threshold",
         type=float,
         help="The head ends the text if it is surer than this; 1 is never. "
-        "Default: 0.9.",
+        "Default: 0.7.",
     ),
     option(
         "drafting",
         "--exit-threshold",
         type=float,
         help="The head leaves layers out if it is surer than this; 1 is never. "
-        "Default: 0.9.",
+        "Default: 0.7.",
     ),
 )
 

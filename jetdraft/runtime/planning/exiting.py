@@ -27,8 +27,8 @@ class Exiting:
     """
 
     stop_and_exit: str | Path | None = None
-    stop_threshold: float = 0.9
-    exit_threshold: float = 0.9
+    stop_threshold: float = 0.7
+    exit_threshold: float = 0.7
 
     def __post_init__(self) -> None:
         if not isinstance(self.stop_and_exit, (str, Path, type(None))):
