@@ -5,6 +5,7 @@
     target-tree.onnx  step graph for branching drafts, with the same weights file
     target-compaction.onnx   moves an accepted branch together in the KV buffers
     target-lower.onnx, target-upper.onnx, ...   the target in two halves
+    target-exit.onnx  what stands for the upper half where its layers are left out
     drafter.onnx, drafter-tree.onnx, ...   the same graphs of a drafter
     target-encoder.onnx, ...   the encoder of a target that reads a source
     drafter-vocabulary.npy   the draft vocabulary of a head: its token ids
@@ -143,7 +144,8 @@ class Halves:
     """The graphs of a model that is cut below its top `layers`.
 
     `hidden_size` is the width of the states between the halves; with `scores` the lower
-    half has an early exit.
+    half has an early exit. The graph `exit` leaves the upper layers out, for heads that
+    were trained for weights with the hash `base`; both are empty without that graph.
     """
 
     lower: FileName
@@ -153,11 +155,15 @@ class Halves:
     layers: Size
     hidden_size: Size
     scores: bool
+    exit: FileName | None = None
+    base: str = ""
 
     @property
     def files(self) -> list[str]:
         """All graph files."""
-        return [self.lower, self.upper, self.lower_compaction, self.upper_compaction]
+        compactions = [self.lower_compaction, self.upper_compaction]
+        exits = [] if self.exit is None else [self.exit]
+        return [self.lower, self.upper, *compactions, *exits]
 
 
 @dataclass(frozen=True)

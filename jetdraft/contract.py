@@ -431,8 +431,9 @@ class SplitContract:
     The lower half runs the rows of a draft and gives the hidden states that enter the
     upper half. With `scores` it has an early exit, which also gives the log probability
     of each row's token after its parent. The upper half takes the hidden states of the
-    rows that the host keeps. `lower` and `upper` are the contracts of the two halves'
-    KV buffers; in both, layers are numbered from 0.
+    rows that the host keeps. An exit graph can take its place, see `exit_inputs`.
+    `lower` and `upper` are the contracts of the two halves' KV buffers; in both, layers
+    are numbered from 0.
 
         halves = contract.split(layers=2, hidden_size=384)
     """
@@ -474,6 +475,17 @@ class SplitContract:
     def upper_outputs(self) -> tuple[TensorSpec, ...]:
         """All outputs of the upper half, in graph order."""
         return self.upper.outputs
+
+    @property
+    def exit_inputs(self) -> tuple[TensorSpec, ...]:
+        """All inputs of the graph that leaves the upper layers out, in graph order.
+
+        It has the outputs of the upper half. `hidden` becomes the keys and values of
+        the layers left out, and the LM head reads `exit_hidden`.
+        """
+        exit_hidden = replace(self.hidden, name="exit_hidden")
+        buffers = self.upper.buffers("past")
+        return (self.hidden, *self.whole.inputs[1:5], exit_hidden, *buffers)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,8 @@ ONLY_PARSED = {
     "jetdraft store clear bundles/pycode learned": "needs lessons; tests/cli",
     "jetdraft train head": "takes a quarter of an hour; tests/train",
     "jetdraft train kangaroo": "takes minutes; tests/train",
+    "jetdraft train exit": "takes minutes; tests/train",
+    "jetdraft generate bundles/completing": "needs an export; tests/train",
     "jetdraft train glide": "takes minutes; tests/train",
     "jetdraft train falcon": "takes minutes; tests/train",
     "jetdraft generate bundles/with-falcon": "needs an export; tests/train",
@@ -76,6 +78,7 @@ NO_COMMAND = {
     "docs/architecture.md": ["cli/generate.py ", "row = root", "[project.entry-points"],
     "docs/devices.md": ["ms(width) = ", "bandwidth 0.818"],
     "docs/quantization.md": ["target: int8-rtn-b64"],
+    "docs/stop-and-exit.md": ["stop      no exit"],
     "docs/streaming.md": ["rows      the root", '{"prompt": '],
     "docs/training.md": ["accelerate launch "],
 }

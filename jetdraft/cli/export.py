@@ -39,6 +39,13 @@ from jetdraft.terminal.progress import ProgressBars
 )
 @option(
     "checkpoint",
+    "--exit-layer",
+    type=int,
+    help="Let the text leave the target after this many layers: for generate "
+    "--stop-and-exit, with a head that jetdraft train exit trained for them.",
+)
+@option(
+    "checkpoint",
     "--adapter-scale",
     default=1.0,
     show_default=True,
@@ -155,6 +162,7 @@ def command(
     target: str,
     drafter: str | None,
     head: str | None,
+    exit_layer: int | None,
     output: Path,
     quantize: str | None,
     block_size: str | None,
@@ -180,6 +188,7 @@ def command(
             output,
             drafter,
             head=head,
+            exit_layer=exit_layer,
             quantize=quantize,
             quantize_drafter=quantize_drafter,
             block_size=int(block_size) if block_size else None,

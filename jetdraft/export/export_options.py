@@ -31,7 +31,8 @@ class ExportOptions:
     gives. `adapter_scale` is how far streams of the shared mode move the weights from
     the base, 0 to 1. `calibration` is a text file for everything that is measured;
     without it the target writes a text. A drafter chooses among the `draft_vocab`
-    tokens that are most frequent there, or among all.
+    tokens that are most frequent there, or among all. With an `exit_layer` the target
+    can leave the layers from that number on out, for heads of `train exit`.
 
         ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)
     """
@@ -49,6 +50,7 @@ class ExportOptions:
     limit: Limit | None = None
     fast: bool = False
     draft_vocab: int | None = None
+    exit_layer: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, *DTYPES):

@@ -41,6 +41,7 @@ def export(
     adapter_scale: float = 1.0,
     fast: bool = False,
     draft_vocab: int | None = None,
+    exit_layer: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Bundle:
     """Export checkpoints, folders, GGUF files or hub ids, to a bundle folder.
@@ -85,6 +86,7 @@ def export(
         drafter_provider=drafter_provider,
         fast=fast,
         draft_vocab=draft_vocab,
+        exit_layer=exit_layer,
     )
     bundle: Bundle = exporter.export(
         str(target),

@@ -34,7 +34,7 @@ from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.measured.stats import Round, Stats
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.prefix import Prefix
-from jetdraft.runtime.passes.target import Target
+from jetdraft.runtime.passes.target import EarlyStop, Target
 from jetdraft.runtime.piece import Piece
 from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.planning.planner import Planner
@@ -46,7 +46,13 @@ from jetdraft.runtime.sampling.logprobs import Logprob
 from jetdraft.runtime.sampling.penalties import PenaltyProcessor
 from jetdraft.runtime.sampling.processor import LogitsProcessor
 from jetdraft.runtime.text.matcher import Matcher
-from jetdraft.runtime.text.stops import CANCELLED, INTERRUPTED, LENGTH, StopWatcher
+from jetdraft.runtime.text.stops import (
+    CANCELLED,
+    EARLY_STOP,
+    INTERRUPTED,
+    LENGTH,
+    StopWatcher,
+)
 
 
 @dataclass
@@ -105,6 +111,7 @@ class Generation:
             self._matcher = parts.vocabulary.matcher(
                 options.constraint, len(prompt), self.watcher.must_end
             )
+        self._rule = options.exiting.rule(parts)
         if prepared:
             self.prepare()
         lineup = planner.lineup(drafting, self._matcher)
@@ -117,6 +124,7 @@ class Generation:
         self.stats = Stats(
             method=drafting.method,
             exact=drafting.exact,
+            lossy=options.lossy,
             seed=options.sampling.seed if options.sampling.temperature else None,
             prompt_tokens=len(source) or len(prompt),
             plain_ms=parts.curve.pass_ms(self.widths[0]),
@@ -178,7 +186,7 @@ class Generation:
         """Read the prompt, then give a piece for each round."""
         self.prepare()
         parts, exact = self.parts, self.options.drafting.exact
-        self._target = self.planner.target(self.options.drafting)
+        self._target = self.planner.target(self.options.drafting, self._rule)
         if self.verifier.name != WALK and parts.follower is not None:
             # This verifier reads the drafter's probabilities. Their last bits must not
             # depend on what an earlier generation left in the drafter's cache.
@@ -197,7 +205,8 @@ class Generation:
             self._prefill(kept)
             yield from self._decode(sequence, start)
         finally:
-            prefix.hold(sequence, exact)
+            # After an exit, rows of the upper layers are not those of the whole target.
+            prefix.hold(sequence if self._rule is None else self._prompt, exact)
         if rest := self.watcher.rest():
             yield Piece(rest, [], 0)
 
@@ -251,6 +260,9 @@ class Generation:
         while len(sequence) < limit and not (watcher.reason or watcher.must_end()):
             try:
                 round_, piece = self._round(sequence, limit)
+            except EarlyStop:
+                watcher.end(EARLY_STOP)
+                return
             except ConstraintError:
                 if watcher.must_end():  # so the constraint was given up
                     return
@@ -310,6 +322,7 @@ class Generation:
             asked={p.traits.name: spent for p, spent in offer.drafted.items()},
             evidence=offer.evidence,
             seconds=time.perf_counter() - round_start,
+            skipped_layers=answer.skipped_layers,
         )
         self.controller.observe(round_)
         return round_, Piece("", committed, len(path) - 1, logprobs)

@@ -19,7 +19,11 @@ def summary(stats: Stats) -> str:
             parts.append(form.format(value))
     choices = sorted(stats.rounds_by_choice.items(), key=lambda item: -item[1])
     chosen = " ".join(f"{choice} x{rounds}" for choice, rounds in choices)
-    return f"[{', '.join(parts)}; {stats.method}: {chosen}; {stats.finish_reason}]"
+    ends = [f"{stats.method}: {chosen}", stats.finish_reason]
+    if stats.lossy:
+        exits = f", {stats.exited_tokens} exits" if stats.exited_tokens else ""
+        ends.append(f"lossy: {stats.lossy}{exits}")
+    return f"[{', '.join(parts)}; {'; '.join(ends)}]"
 
 
 def explanation(stats: Stats) -> str:

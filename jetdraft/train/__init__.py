@@ -5,6 +5,7 @@ TRAINERS = {
     "drafter": "Train a small model that drafts for a target.",
     "head": "Train a head that reads the target's hidden states.",
     "kangaroo": "Train an adapter that drafts with the target's lower layers.",
+    "exit": "Train a head that stops a text, or leaves the target's upper layers out.",
     "glide": "Train a layer that drafts from the target's keys and values.",
     "chimera": "Train a layer that drafts from three tokens and all of the target's "
     "states.",

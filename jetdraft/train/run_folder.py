@@ -29,8 +29,8 @@ class RunFolder:
 
     It holds copies of the target's files, and beside them the trained weights. Each
     file appears whole or not at all. A head's folder has no copies, and other names for
-    `weights` and `settings`. Raises `OutputError` for any other folder, and for
-    the folder of a training that has ended.
+    `weights` and `settings`; `serialize` gives the bytes of the weights. Raises
+    `OutputError` for any other folder, and for the folder of a training that has ended.
 
         folder = RunFolder(Path("output"))
         folder.copy_base(source, sha256)
@@ -43,8 +43,9 @@ class RunFolder:
         weights: str = WEIGHTS,
         settings: str = SETTINGS,
         learned: str = "streams",
+        serialize: Callable[[dict[str, Tensor]], bytes] = serialized,
     ) -> None:
-        self.path = path
+        self.path, self.serialize = path, serialize
         self.weights, self.settings, self.learned = weights, settings, learned
         if path.exists() and not (path / UNFINISHED).is_file():
             fact = (
@@ -117,7 +118,8 @@ class RunFolder:
         """Write weights and a description; a finished training keeps no state."""
         text = json.dumps(description, indent=2) + "\n"
         self._replace(STATE, lambda file: torch.save(state, file))
-        self._replace(self.weights, lambda file: file.write_bytes(serialized(weights)))
+        contents = self.serialize(weights)
+        self._replace(self.weights, lambda file: file.write_bytes(contents))
         self.write(self.settings, text)
         if finished:
             # A kill in between leaves a state too many, not a run without its state.

@@ -57,6 +57,7 @@ def test_the_walk_reaches_every_command():
         "drafter",
         "head",
         "kangaroo",
+        "exit",
         "glide",
         "chimera",
         "falcon",

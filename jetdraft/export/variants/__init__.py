@@ -2,6 +2,7 @@
 
 from jetdraft.export.variants import (
     chain_graph,
+    exit_graph,
     feature_graph,
     half_graphs,
     source_graph,
@@ -10,12 +11,13 @@ from jetdraft.export.variants import (
 )
 
 VARIANTS = (
-    # Sources, streams and features change the pass that is traced. The other graphs
-    # are made of the chain.
+    # Sources, streams, features and exits change the pass that is traced. The other
+    # graphs are made of the chain.
     # Halves come before trees: they remove the extra outputs of the chain graph.
     source_graph.VARIANT,
     stream_graph.VARIANT,
     feature_graph.VARIANT,
+    exit_graph.VARIANT,
     chain_graph.VARIANT,
     half_graphs.VARIANT,
     tree_graph.VARIANT,

@@ -15,6 +15,7 @@ from jetdraft.export.attentions import add_bias, has_windows, widened
 from jetdraft.export.job import Job
 from jetdraft.export.step import CUT, Step
 from jetdraft.export.variants.compaction import write_compaction
+from jetdraft.export.variants.exit_graph import write_exit
 from jetdraft.export.variants.variant import Variant
 from jetdraft.quant.edits import substitute
 
@@ -28,7 +29,8 @@ def write(job: Job) -> None:
     loses the inputs and outputs that only halves need.
     """
     if 0 < job.step.cut < len(job.contract.kv_shapes):
-        job.entry = replace(job.entry, halves=_write_halves(job))
+        halves = write_exit(job, _write_halves(job))
+        job.entry = replace(job.entry, halves=halves)
     if job.step.extra_outputs:
         _drop_extras(job.file, job.step)
 

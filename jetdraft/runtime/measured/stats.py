@@ -21,6 +21,7 @@ class Round(NamedTuple):
     was asked to the number of rows that it offered and its seconds. `evidence` is the
     proposer's for this draft. `seconds` is the time of the whole round, 0 if nobody
     took it; `draft_seconds` are those until the draft was there, or given up.
+    `skipped_layers` is the number of layers that the pass left out.
     """
 
     method: str
@@ -34,6 +35,7 @@ class Round(NamedTuple):
     asked: Mapping[str, tuple[int, float]] = MappingProxyType({})
     evidence: int = 0
     seconds: float = 0.0
+    skipped_layers: int = 0
 
     @property
     def evaluated(self) -> int:
@@ -73,8 +75,10 @@ class Stats:
     `waited_seconds` is the caller's time between pieces; no metric counts it.
     `plain_ms` is the time of a pass without a draft on this machine. `by_method` says
     what each method did, `off` how many rounds had no draft for which reason.
-    `reused_tokens` of the prompt were in the buffers already. `seed` is the seed of a
-    sampled text, also where it was drawn at random.
+    `reused_tokens` of the prompt were in the buffers already. `lossy` names what may
+    change the distribution of the text, "" for nothing: `exited_tokens` came from fewer
+    layers, and `skipped_layers` counts the layers left out for them. `seed` is the seed
+    of a sampled text, also where it was drawn at random.
 
     stats.tokens_per_pass      # committed tokens / target passes, without prefill
     stats.to_json()            # every metric under its name
@@ -84,6 +88,9 @@ class Stats:
     exact: bool
     prompt_tokens: int
     seed: int | None = None
+    lossy: str = ""
+    exited_tokens: int = 0
+    skipped_layers: int = 0
     reused_tokens: int = 0
     generations: int = 0
     new_tokens: int = 0
@@ -107,6 +114,8 @@ class Stats:
         self.target_passes += 1
         self.new_tokens += committed
         self.drafted_tokens += round_.drafted
+        self.exited_tokens += committed if round_.skipped_layers else 0
+        self.skipped_layers += committed * round_.skipped_layers
         grow = round_.evaluated - len(self.evaluated_by_position)
         self.evaluated_by_position += [0] * grow
         self.accepted_counts += [0] * grow
@@ -198,9 +207,11 @@ class Stats:
 _SUMS = (
     *("generations", "prompt_tokens", "reused_tokens", "new_tokens", "first_tokens"),
     *("target_passes", "drafted_tokens", "decode_seconds", "session_seconds"),
+    *("exited_tokens", "skipped_layers"),
 )
 _METRICS = (
-    *("method", "exact", "seed", "finish_reason", "prompt_tokens", "reused_tokens"),
+    *("method", "exact", "lossy", "exited_tokens", "skipped_layers"),
+    *("seed", "finish_reason", "prompt_tokens", "reused_tokens"),
     *("new_tokens", "target_passes", "drafted_tokens", "accepted_tokens"),
     *("acceptance_rate", "accepted_by_position", "tokens_per_pass"),
     *("tokens_per_second", "time_to_first_token", "outside_ms_per_round"),

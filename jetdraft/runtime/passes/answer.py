@@ -38,7 +38,7 @@ class Answer:
     `probes` maps each row that carried
     probes to the answer of its probes. The logits are fetched from the device, or
     computed, when they are first read, and so is a `logsumexp` that the graph did not
-    give.
+    give. `skipped_layers` counts the layers that the pass left out.
     """
 
     candidates: Int64s
@@ -49,6 +49,7 @@ class Answer:
     features: Float32s | None = None
     carried: Float32s | None = None
     probes: Mapping[int, Answer] = field(default_factory=dict, repr=False)
+    skipped_layers: int = 0
     _parts: dict[int, Answer] = field(default_factory=dict, repr=False)
     _source: Source | None = field(default=None, repr=False)
     _pick: Pick | None = field(default=None, repr=False)
@@ -115,6 +116,10 @@ class Answer:
     def with_features(self, features: Float32s) -> Answer:
         """This answer with the features of its rows."""
         return replace(self, features=features, _parts={})
+
+    def leaving_out(self, layers: int) -> Answer:
+        """This answer, of a pass that left so many layers out."""
+        return replace(self, skipped_layers=layers, _parts={})
 
 
 def answer_of(

@@ -11,6 +11,10 @@ from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 
 
+class EarlyStop(Exception):  # noqa: N818  # nothing went wrong
+    """A target ends the text before its next token; see `split.exit_head`."""
+
+
 class TargetCache(Protocol):
     """The committed rows of a target: `length` of `capacity` rows of fixed buffers.
 
@@ -73,7 +77,7 @@ class Target(Protocol):
         """Run a draft in a pass of that width, and probes beside it.
 
         Gives the rows that were run, which may be only a part of the draft, and the
-        answer for them.
+        answer for them. Raises `EarlyStop` to end the text.
         """
         ...
 

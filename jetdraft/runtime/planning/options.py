@@ -5,15 +5,18 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from jetdraft.contract import CANDIDATES
 from jetdraft.errors import OptionError
 from jetdraft.ranges import between, check_ranges
 from jetdraft.runtime.planning.drafting import Drafting
+from jetdraft.runtime.planning.exiting import Exiting
 from jetdraft.runtime.proposers.method import MethodOptions
 from jetdraft.runtime.sampling.chooser import Sampling
 from jetdraft.runtime.sampling.penalties import Penalties
+from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from jetdraft.runtime.text.constraint import Constraint
 from jetdraft.runtime.text.stops import Ending
 
@@ -29,6 +32,9 @@ class GenerateOptions(TypedDict, total=False):
     num_draft_tokens: int | None
     drafting: Mapping[str, object] | MethodOptions
     exact: bool
+    stop_and_exit: str | Path | None
+    stop_threshold: float
+    exit_threshold: float
     temperature: float
     top_k: int
     top_p: float
@@ -59,6 +65,7 @@ class Options:
     ending      when the text ends, see `Ending`
     constraint  a JSON schema, a regular expression or a grammar (Lark's notation) that
                 the text must match; `max_new_tokens` may end the text before
+    exiting     whether a head may stop the text or skip layers, see `Exiting`
     logprobs    give the log probability of each token, and of this many best tokens
 
         Options.of(max_new_tokens=64, temperature=0.8, drafting={"tree": "best"})
@@ -69,11 +76,12 @@ class Options:
     # A factory, since `Drafting` loads the packages of methods, which import jetdraft.
     drafting: Drafting = field(default_factory=Drafting)
     ending: Ending = Ending()
+    exiting: Exiting = Exiting()
     constraint: Constraint | None = None
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for part in (Sampling, Penalties, Drafting, Ending, Constraint):
+        for part in (Sampling, Penalties, Drafting, Ending, Exiting, Constraint):
             name = part.__name__.lower()
             absent = part is Constraint and self.constraint is None
             if not absent and not isinstance(getattr(self, name), part):
@@ -83,12 +91,27 @@ class Options:
                     name,
                 )
         check_ranges(self, _RANGES)
+        if self.exiting.stop_and_exit is not None and self.drafting.exact:
+            raise OptionError(
+                "stop and exit keeps neither the text nor the distribution of plain "
+                "decoding; add --no-exact (exact=False)",
+                "stop_and_exit",
+            )
         if self.constraint is not None and self.ending.ignore_eos:
             raise OptionError(
                 f"a text with a {self.constraint.kind} ends by itself; leave ignore "
                 "eos out",
                 "ignore_eos",
             )
+
+    @property
+    def lossy(self) -> str:
+        """What may change the distribution of the text; "" for nothing."""
+        verifier = VERIFIERS[self.drafting.verifier]
+        reasons = [f"verifier {verifier.name}"] if verifier.lossy else []
+        if self.exiting.stop_and_exit is not None:
+            reasons.append("stop and exit")
+        return ", ".join(reasons)
 
     @classmethod
     def of(cls, **options: Unpack[GenerateOptions]) -> Options:
@@ -109,6 +132,7 @@ class Options:
             "sampling": Sampling(**sampling),
             "penalties": Penalties(**take(_names(Penalties))),
             "ending": Ending(**take(_names(Ending))),
+            "exiting": Exiting(**take(_names(Exiting))),
             "drafting": Drafting(**take(_DRAFTING_FIELDS), settings=settings),
             "constraint": Constraint.of(**take(_CONSTRAINT_FIELDS)),
             "logprobs": rest.pop("logprobs", None),

@@ -11,6 +11,7 @@ from jetdraft.errors import DraftingError, JetdraftError, OptionError
 from jetdraft.runtime.measured.profit import Profit
 from jetdraft.runtime.measured.rates import Acceptance
 from jetdraft.runtime.measured.widths import prefill_widths
+from jetdraft.runtime.passes.split.exit_head import ExitRule
 from jetdraft.runtime.passes.target import Target
 from jetdraft.runtime.planning.controller import Adaptive, Controller, Fixed
 from jetdraft.runtime.planning.drafting import MAX_DRAFT_TOKENS, Drafting
@@ -117,9 +118,16 @@ class Planner:
         """The widths to read prompts in, widest first."""
         return prefill_widths(self.parts.target.contract)
 
-    def target(self, drafting: Drafting) -> Target:
-        """The target that verifies, made ready for this generation."""
+    def target(self, drafting: Drafting, rule: ExitRule | None = None) -> Target:
+        """The target that verifies, made ready for this generation.
+
+        A `rule` decides after its lower layers.
+        """
         widths = self.widths(drafting)
+        if rule is not None:
+            leading = self.parts.leading()
+            leading.prepare(widths, rule)
+            return leading
         for name, options in drafting.options.items():
             other: Target | None = methods()[name].target(self.parts, options, widths)
             if other is not None:

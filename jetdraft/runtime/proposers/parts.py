@@ -274,6 +274,7 @@ class Parts:
             opener.session(entry.halves.lower, self._early),
             opener.session(entry.halves.upper, self._late),
             entry.split_contract,
+            opener.session(entry.halves.exit) if entry.halves.exit else None,
         )
 
     def store_of(self, user: str) -> ResponseStore | None:

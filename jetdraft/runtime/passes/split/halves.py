@@ -18,11 +18,15 @@ Buffers = Mapping[str, ort.OrtValue]
 
 
 class SplitSessions(NamedTuple):
-    """The sessions of both halves, and the contract that they were made for."""
+    """The sessions of both halves, and the contract that they were made for.
+
+    `exit` leaves the upper layers out; None if the bundle has no such graph.
+    """
 
     lower: ort.InferenceSession
     upper: ort.InferenceSession
     contract: SplitContract
+    exit: ort.InferenceSession | None = None
 
 
 class Placed(NamedTuple):
@@ -59,11 +63,14 @@ class Halves:
     def __init__(
         self, sessions: SplitSessions, lower_buffers: Buffers, upper_buffers: Buffers
     ) -> None:
-        lower, upper, contract = sessions
+        lower, upper, contract, exit_session = sessions
         for session, inputs, outputs, name in (
             (lower, contract.lower_inputs, contract.lower_outputs, "lower half"),
             (upper, contract.upper_inputs, contract.upper_outputs, "upper half"),
+            (exit_session, contract.exit_inputs, contract.upper_outputs, "exit"),
         ):
+            if session is None:
+                continue
             check_tensors(inputs, session.get_inputs(), f"the {name}'s inputs")
             check_tensors(outputs, session.get_outputs(), f"the {name}'s outputs")
         self.contract = contract
@@ -72,6 +79,7 @@ class Halves:
         self._sessions, self._buffers = sessions, (lower_buffers, upper_buffers)
         self._lower: dict[int, Bound] = {}
         self._upper: dict[tuple[int, int, Probes], Bound] = {}
+        self._exits: dict[int, Bound] = {}
 
     def run_lower(
         self, rows: Placed, width: int, cursor: int, parents: Sequence[int] = ()
@@ -129,6 +137,41 @@ class Halves:
         self._place(bound, rows, width - count, probes, cursor)
         self.passes += 1
         return answer_of(bound.tensors, self.contract.upper, probes)
+
+    def run_exit(
+        self,
+        rows: Placed,
+        states: Float32s,
+        exit_states: Float32s,
+        width: int,
+        cursor: int,
+    ) -> Answer:
+        """Fill the upper layers' buffers for rows that leave them out; gives answers.
+
+        The lower half has given the `states` [n, h]; the LM head reads `exit_states`.
+        """
+        assert self._sessions.exit is not None
+        if width not in self._exits:
+            self._exits[width] = Bound(
+                self._sessions.exit,
+                self.contract.exit_inputs,
+                self.contract.upper_outputs,
+                self._buffers[1],
+                width,
+                width,
+                0,
+            )
+            self._exits[width].arrays["answer_rows"][:] = range(width)
+        bound, count = self._exits[width], len(rows.tokens)
+        for name, numbers in (("hidden", states), ("exit_hidden", exit_states)):
+            bound.arrays[name][0, :count] = numbers
+            bound.arrays[name][0, count:] = numbers[-1]
+        depths = [*rows.depths, *[0] * (width - count)]
+        bound.arrays["position_ids"][0] = [cursor + depth for depth in depths]
+        bound.cursor[0], bound.total_length[0] = cursor, cursor + width
+        self.seconds += bound.run()
+        self.passes += 1
+        return answer_of(bound.tensors, self.contract.upper, NO_PROBES)
 
     def _place(
         self, bound: Bound, rows: Placed, padding: int, probes: Probes, cursor: int

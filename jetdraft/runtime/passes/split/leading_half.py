@@ -7,6 +7,10 @@ target's own buffers, and the upper half takes up the states when the rows are v
     the upper half's cursor   the committed rows, as in any target
     the lower half's cursor   the committed rows, and those that it ran ahead
 
+With a head that decides after the lower half (SEC, 2401.09964), rows may leave the
+target there, or end the text. Each row gets the decision of its own state, so a text
+does not depend on what was drafted.
+
 All passes have widths whose rows agree bit by bit, so a row that the lower half ran
 alone has the bits of a row among others.
 """
@@ -25,7 +29,9 @@ from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
+from jetdraft.runtime.passes.split.exit_head import Decision, ExitRule
 from jetdraft.runtime.passes.split.halves import Halves, Placed, SplitSessions
+from jetdraft.runtime.passes.target import EarlyStop
 
 
 class LeadingHalf:
@@ -48,10 +54,13 @@ class LeadingHalf:
         above = _renumbered(buffers, len(lower.kv_shapes))
         self.halves = Halves(sessions, below, above)
         self.widths: Sequence[int] = ()
+        self.rule: ExitRule | None = None
         self.ahead: list[int] = []
         self._states = np.zeros((0, sessions.contract.hidden_size), np.float32)
         self._base = 0
         """The rows of the text that was led last and is not committed."""
+        self._is_first = True
+        """Whether no round of this generation has been verified yet."""
 
     @property
     def cache(self) -> Cache:
@@ -68,9 +77,13 @@ class LeadingHalf:
         """The passes that gave an answer."""
         return self.whole.passes + self.halves.passes
 
-    def prepare(self, widths: Sequence[int]) -> None:
-        """Begin a generation, whose passes may have these widths."""
-        self.widths = sorted(widths)
+    def prepare(self, widths: Sequence[int], rule: ExitRule | None = None) -> None:
+        """Begin a generation, whose passes may have these widths.
+
+        A `rule` may stop the text, or let rows leave the upper half out, from the
+        second token on.
+        """
+        self.widths, self.rule, self._is_first = sorted(widths), rule, True
         self._keep(0)
 
     def run(
@@ -110,16 +123,48 @@ class LeadingHalf:
     def verify(
         self, rows: Rows, width: int, probing: Probing = NO_PROBING
     ) -> tuple[Rows, Answer]:
-        """Run a draft; the lower half runs only what it has not run ahead."""
+        """Run a draft; the lower half runs only what it has not run ahead.
+
+        Raises `EarlyStop` where the rule stops the text.
+        """
         rows.check()
         self._keep(self._shared(rows))
-        states = self._led(rows) if self.ahead and not probing.streams else None
+        leads = (self.ahead or self.rule) and not probing.streams
+        states = self._led(rows) if leads else None
         if states is None:
             self._keep(0)
             return self.whole.verify(rows, width, probing)
+        if self.rule is not None:
+            return self._decided(rows, states, self.rule)
+        return rows, self._above(rows, states, width)
+
+    def _decided(
+        self, rows: Rows, states: Float32s, rule: ExitRule
+    ) -> tuple[Rows, Answer]:
+        """The first rows that share the root's decision, and their answer."""
+        decisions = rule.decide(states)
+        if self._is_first:
+            decisions[0] = Decision.CONTINUE
+        self._is_first, decision = False, decisions[0]
+        if decision == Decision.STOP:
+            raise EarlyStop
+        kept = next((i for i, d in enumerate(decisions) if d != decision), len(rows))
+        rows, states = rows.only(list(range(kept))), states[:kept]
+        width = next(width for width in self.widths if kept <= width)
+        if decision == Decision.CONTINUE:
+            return rows, self._above(rows, states, width)
+        answer = self.halves.run_exit(
+            Placed.of(rows), states, rule.head.exit_states(states), width,
+            self.cache.length,
+        )  # fmt: skip
+        layers = len(self.halves.contract.upper.kv_shapes)
+        return rows, answer.first(kept).with_features(states).leaving_out(layers)
+
+    def _above(self, rows: Rows, states: Float32s, width: int) -> Answer:
+        """The answer of rows whose states the lower half has given."""
         size = (width, width, NO_PROBES)
         answer = self.halves.run_upper(Placed.of(rows), states, size, self.cache.length)
-        return rows, answer.first(len(rows)).with_features(states)
+        return answer.first(len(rows)).with_features(states)
 
     def commit(self, path: Sequence[int], exact: bool) -> int:
         """Commit the rows of a path; the lower half goes back to them."""

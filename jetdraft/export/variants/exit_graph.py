@@ -1,0 +1,89 @@
+"""Lets a target leave its upper layers out: a cut, and a graph in their place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jetdraft.bundle import TARGET, Halves
+from jetdraft.checkpoints.checkpoint import (
+    Checkpoint,
+    checkpoint_folder,
+    weights_sha256,
+)
+from jetdraft.checkpoints.streamed import decoder_layers
+from jetdraft.errors import OptionError
+from jetdraft.export.export_options import ExportOptions
+from jetdraft.export.heads.shared_weights import share_weights
+from jetdraft.export.job import Job
+from jetdraft.export.step import Step
+from jetdraft.export.variants import chain_graph
+from jetdraft.export.variants.exit_step import ExitStep
+from jetdraft.export.variants.variant import Variant
+
+
+def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
+    """Refuse an exit that cuts nothing, and what reads states that would be missing."""
+    layer = options.exit_layer
+    if name != TARGET or layer is None:
+        return
+    layers = len(decoder_layers(checkpoint.model))
+    if not 1 <= layer < layers:
+        raise OptionError(
+            f"exit layer {layer} does not cut {layers} layers in two; give 1 to "
+            f"{layers - 1}"
+        )
+    provider = options.provider_of(name).name
+    if provider != "cpu":
+        raise OptionError(
+            f"the halves of a target run on the CPU, not on {provider}; export for "
+            "--provider cpu, or leave --exit-layer out"
+        )
+    if checkpoint.reads_source or checkpoint.streams is not None:
+        raise OptionError(
+            f"{checkpoint.source} is an encoder-decoder or has probes, and these run "
+            "through all layers; leave --exit-layer out"
+        )
+    if checkpoint.taps is not None and checkpoint.taps.cut != layer:
+        raise OptionError(
+            f"the head reads states that a text without the layers from {layer} on "
+            "does not have; leave --head or --exit-layer out, or give the layer of a "
+            "Kangaroo adapter"
+        )
+
+
+def write(job: Job) -> None:
+    """Let the chain graph be traced with a cut, unless a head asks for it already."""
+    layer = job.options.exit_layer
+    if job.name == TARGET and layer is not None and not job.step.cut:
+        above = len(job.contract.kv_shapes) - layer
+        job.step = Step(job.checkpoint.model, job.contract, cut=above)
+
+
+def write_exit(job: Job, halves: Halves) -> Halves:
+    """Write the graph in place of the upper half; gives the entry with it.
+
+    It shares the weights that both have with the chain graph, which is there already.
+    """
+    if job.name != TARGET or job.options.exit_layer is None:
+        return halves
+    file = job.beside("exit")
+    whole = replace(job.contract, kv_bits=0, tree=True)
+    split = whole.split(halves.layers, halves.hidden_size)
+    below, contract = len(split.lower.kv_shapes), replace(split.upper, tree=False)
+    chain_graph.write(
+        replace(
+            job,
+            entry=replace(job.entry, file=file.name, contract=contract),
+            step=ExitStep(job.checkpoint.model, split),
+            scales=job.scales[2 * below :],
+        )
+    )
+    share_weights(file, job.file)
+    own_weights = file.with_name(f"{file.name}.data")
+    if not own_weights.stat().st_size:
+        own_weights.unlink()
+    base = weights_sha256(checkpoint_folder(job.checkpoint.source))
+    return replace(halves, exit=file.name, base=base)
+
+
+VARIANT = Variant(write, check)

@@ -1,0 +1,66 @@
+"""Whether a head may stop a text early, or let it leave layers out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jetdraft.errors import OptionError
+from jetdraft.ranges import Range, check_ranges
+from jetdraft.runtime.passes.split.exit_head import FIELD, ExitHead, ExitRule
+from jetdraft.runtime.proposers.parts import Parts
+
+_PROBABILITY = Range(lambda p: 0.0 <= p <= 1.0, "0 to 1 (never)")
+_RANGES = {"stop_threshold": _PROBABILITY, "exit_threshold": _PROBABILITY}
+
+
+@dataclass(frozen=True)
+class Exiting:
+    """Stop and Exit (SEC, 2401.09964), which is lossy and off by default.
+
+    `stop_and_exit` is the folder of a head that `jetdraft train exit` wrote. It stops
+    the text where it is surer than `stop_threshold` that the next token will be wrong,
+    and leaves the upper layers out where it is surer than `exit_threshold` that the
+    lower layers know the token. Raises `OptionError` for wrong values.
+
+        Exiting("exit-head", stop_threshold=0.8, exit_threshold=0.9)
+    """
+
+    stop_and_exit: str | Path | None = None
+    stop_threshold: float = 0.7
+    exit_threshold: float = 0.7
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stop_and_exit, (str, Path, type(None))):
+            raise OptionError(
+                f"stop and exit {self.stop_and_exit!r} is not a path; give the folder "
+                "of a head",
+                FIELD,
+            )
+        check_ranges(self, _RANGES)
+
+    def rule(self, parts: Parts) -> ExitRule | None:
+        """What decides after the lower layers; None if nothing does.
+
+        Raises `OptionError` or `PairError` for a head that does not fit the bundle.
+        """
+        if self.stop_and_exit is None:
+            return None
+        halves = parts.bundle.target.halves
+        if halves is None or halves.exit is None:
+            raise OptionError(
+                "the bundle has no exit; export with --exit-layer, or leave stop and "
+                "exit out",
+                FIELD,
+            )
+        if parts.provider != "cpu":
+            raise OptionError(
+                f"the halves of a target run on the CPU, not on {parts.provider}; "
+                "choose --provider cpu, or leave stop and exit out",
+                FIELD,
+            )
+        layer = len(parts.bundle.target.contract.kv_shapes) - halves.layers
+        head = ExitHead.load(
+            Path(self.stop_and_exit), halves.base, layer, halves.hidden_size
+        )
+        return ExitRule(head, self.stop_threshold, self.exit_threshold)

@@ -1,0 +1,280 @@
+"""A head that stops a text or leaves layers out: its decisions and its training."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import jetdraft
+from jetdraft.bundle import Bundle
+from jetdraft.export.exporter import export
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.passes.split.exit_head import FILE, ExitHead
+from jetdraft.testing import toy_bundle
+from jetdraft.train.exit.exit_training import ExitHeads, ExitTraining
+from tests.cli.running import assert_refused
+from tests.cli.running import jetdraft as cli
+from tests.train.attached.drafts import QUICK, SMALL
+from tests.train.periodic import PERIOD, learned_target, nothing
+from tests.train.stopping import whole_and_cut
+
+LAYER, SIZE = 2, 64
+FREE = {"exact": False, "max_new_tokens": 40, "ignore_eos": True, "method": "none"}
+ANY = {"stop_threshold": 0.0, "exit_threshold": 0.0}
+STOP, EXIT, CONTINUE = np.eye(3, dtype=np.float32) * 50
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> str:
+    """A target of four layers that knows the text."""
+    return learned_target(tmp_path_factory.mktemp("exit"), 4)
+
+
+@pytest.fixture(scope="module")
+def bundle(target, tmp_path_factory) -> Bundle:
+    folder = tmp_path_factory.mktemp("bundle") / "b"
+    options = replace(SMALL, recipe=Recipe("none"), exit_layer=LAYER)
+    return export(target, folder, options=options)
+
+
+@pytest.fixture(scope="module")
+def model(bundle):
+    with jetdraft.load(bundle.path, threads=1) as model:
+        yield model
+
+
+@pytest.fixture
+def head(bundle, tmp_path):
+    """Writes a head of these weights, zeros by default."""
+
+    def write(layer=LAYER, base=bundle.target.halves.base, **weights) -> Path:
+        shapes = {"weight": (SIZE, SIZE), "classifier": (3, SIZE), "bias": (3,)}
+        arrays = {
+            f"{name}.{layer}": weights.get(name, np.zeros(shape, np.float32))
+            for name, shape in shapes.items()
+        }
+        np.savez(tmp_path / FILE, base=np.array(base), **arrays)
+        return tmp_path
+
+    return write
+
+
+def test_a_head_that_always_continues_writes_the_text_of_plain_decoding(model, head):
+    plain = model.generate(PERIOD, **FREE)
+    for how in ({}, {"method": "lookup"}, {"temperature": 0.8, "seed": 1}):
+        whole = model.generate(PERIOD, **FREE | how)
+        made = model.generate(
+            PERIOD, stop_and_exit=head(bias=CONTINUE), **ANY | FREE | how
+        )
+        assert made.token_ids == whole.token_ids
+        assert made.stats.exited_tokens == made.stats.skipped_layers == 0
+        assert made.stats.lossy == "stop and exit"
+    assert plain.stats.lossy == ""
+
+
+def test_a_head_that_always_stops_ends_after_the_first_token(model, head):
+    made = model.generate(PERIOD, stop_and_exit=head(bias=STOP), **ANY, **FREE)
+    assert made.token_ids == model.generate(PERIOD, **FREE).token_ids[:1]
+    assert made.finish_reason == "early stop"
+    # A threshold of 1 is never.
+    how = ANY | FREE | {"stop_threshold": 1.0}
+    made = model.generate(PERIOD, stop_and_exit=head(bias=STOP), **how)
+    assert made.finish_reason == "length"
+
+
+def reference(target: str, prompt: list[int], weight: np.ndarray, count: int):
+    """The greedy text of lower layers alone, over all layers' keys and values.
+
+    The first token is the whole target's. What the layers left out keep of a later
+    token is computed from the state that left the lower layers.
+    """
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    inner, move = model.model, torch.tensor(weight)
+    with torch.no_grad():
+        outputs = model(torch.tensor([prompt]), use_cache=True)
+        cache, text = outputs.past_key_values, [int(outputs.logits[0, -1].argmax())]
+        while len(text) < count:
+            position = torch.tensor([[len(prompt) + len(text) - 1]])
+            hidden = inner.embed_tokens(torch.tensor([text[-1:]]))
+            rotations = inner.rotary_emb(hidden, position)
+            for layer in inner.layers[:LAYER]:
+                hidden = layer(
+                    hidden, position_embeddings=rotations, past_key_values=cache
+                )
+            for number, layer in enumerate(inner.layers[LAYER:], LAYER):
+                attention, normed = layer.self_attn, layer.input_layernorm(hidden)
+                keys, values = (
+                    part(normed).view(1, 1, -1, attention.head_dim).transpose(1, 2)
+                    for part in (attention.k_proj, attention.v_proj)
+                )
+                _, keys = apply_rotary_pos_emb(keys, keys, *rotations)
+                cache.update(keys, values, number)
+            logits = model.lm_head(inner.norm(hidden + hidden @ move.T))
+            text.append(int(logits[0, -1].argmax()))
+    return text
+
+
+@pytest.mark.parametrize("method", ["none", "lookup"])
+def test_a_head_that_always_exits_is_a_truncated_model(model, target, head, method):
+    weight = np.random.default_rng(1).normal(0, 0.05, (SIZE, SIZE)).astype(np.float32)
+    prompt = model.parts.text.encode(PERIOD)
+    folder = head(bias=EXIT, weight=weight)
+    made = model.generate(
+        token_ids=prompt, stop_and_exit=folder, **ANY | FREE | {"method": method}
+    )
+    assert made.token_ids == reference(target, prompt, weight, 40)
+    assert made.token_ids != model.generate(token_ids=prompt, **FREE).token_ids
+    assert made.stats.exited_tokens == 39
+    assert made.stats.skipped_layers == 39 * 2
+
+
+def mixed(model, head) -> Path:
+    """A head that exits at about a half of the states of a text, and seldom stops."""
+    rng = np.random.default_rng(3)
+    classifier = rng.normal(0, 0.3, (3, SIZE)).astype(np.float32)
+    return head(classifier=classifier, bias=np.array([-9, 0, 0], np.float32))
+
+
+@pytest.mark.parametrize("way", [{}, {"temperature": 0.9, "seed": 4}])
+def test_the_text_does_not_depend_on_what_was_drafted(model, head, way):
+    folder = mixed(model, head)
+    how = {"stop_and_exit": folder, **ANY, **way, **FREE}
+    alone = model.generate(PERIOD, **how)
+    assert 0 < alone.stats.exited_tokens < 39
+    for count in (1, 3, 6):
+        drafted = model.generate(
+            PERIOD, **how | {"method": "lookup", "num_draft_tokens": count}
+        )
+        assert drafted.token_ids == alone.token_ids
+        assert drafted.stats.accepted_tokens > 0
+        assert drafted.stats.exited_tokens == alone.stats.exited_tokens
+
+
+def test_rows_of_an_exit_are_read_again(model, head):
+    """Another text must not attend to what an exit left in the upper layers."""
+    how = FREE | {"max_new_tokens": 12}
+    made = model.generate(PERIOD, stop_and_exit=head(bias=EXIT), **ANY, **how)
+    longer = model.parts.text.encode(PERIOD) + made.token_ids
+    after = model.generate(token_ids=longer, **how)
+    model.forget()
+    assert after.token_ids == model.generate(token_ids=longer, **how).token_ids
+
+
+def test_the_text_fills_the_buffers(model, head):
+    how = FREE | {"max_new_tokens": 400, "method": "lookup", "num_draft_tokens": 5}
+    made = model.generate(PERIOD, stop_and_exit=head(bias=EXIT), **ANY, **how)
+    prompt = made.stats.prompt_tokens
+    assert len(made.token_ids) + prompt == model.bundle.target.contract.capacity
+
+
+# --- refusals -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "said"),
+    [
+        ({}, ["--exact"], ["--no-exact", "neither the text"]),
+        ({"base": "other"}, ["--no-exact"], ["another target"]),
+        ({"layer": 1}, ["--no-exact"], ["behind layers 1", "behind layer 2"]),
+        ({"weight": np.zeros((2, 2), np.float32)}, ["--no-exact"], ["damaged"]),
+        ({"bias": np.full(3, np.nan, np.float32)}, ["--no-exact"], ["damaged"]),
+        ({}, ["--no-exact", "--stop-threshold", "1.5"], ["stop threshold", "0 to 1"]),
+    ],
+    ids=["exact", "target", "layer", "shape", "nan", "threshold"],
+)
+def test_a_head_that_cannot_be_used(bundle, head, changes, flags, said):
+    line = ["generate", bundle.path, "-p", "def", "--stop-and-exit", head(**changes)]
+    assert_refused(cli(*line, *flags), *said)
+
+
+def test_a_head_that_is_not_there(bundle, tmp_path, head):
+    line = ["generate", bundle.path, "-p", "def", "--no-exact", "--stop-and-exit"]
+    assert_refused(cli(*line, tmp_path / "none"), "missing", "jetdraft train exit")
+    (tmp_path / FILE).write_bytes(b"PK no zip")
+    assert_refused(cli(*line, tmp_path), "damaged")
+    line[1] = toy_bundle(tmp_path / "without")
+    assert_refused(cli(*line, head()), "--exit-layer")
+
+
+@pytest.mark.parametrize("layer", [0, 4])
+def test_an_exit_that_cuts_nothing(target, tmp_path, layer):
+    line = ["export", target, "-o", tmp_path / "b", "--exit-layer", layer, "--fast"]
+    assert_refused(cli(*line), "does not cut 4 layers")
+    assert not (tmp_path / "b").exists()
+    data = Path(target).parent / "text.txt"
+    line = ["train", "exit", target, "--data", data, "-o", tmp_path / "h"]
+    assert_refused(cli(*line, "--layers", layer), "give 1 to 3")
+    assert not (tmp_path / "h").exists()
+
+
+# --- the training ---------------------------------------------------------------------
+
+
+def test_labels_are_those_of_the_paper():
+    right = torch.tensor([[False, True, False, False], [True, False, False, False]])
+    labels = ExitHeads.labels(right, torch.tensor([False, False, True, False]))
+    assert labels.tolist() == [[2, 1, 2, 0], [1, 2, 2, 0]]
+
+
+def train(target, output, layers=(1, LAYER), options=QUICK, report=nothing):
+    text = Path(target).parent / "text.txt"
+    return ExitTraining(target, output, [text], layers, options).run(report)
+
+
+def test_a_trained_head_exits_where_the_lower_layers_know_the_text(
+    target, bundle, model, tmp_path
+):
+    learning = replace(QUICK, steps=60, sequence_length=48, learning_rate=1e-2)
+    figures = train(target, tmp_path / "head", options=learning)
+    assert figures["layers"]["2"]["right"] > 0.8
+    described = json.loads((tmp_path / "head" / "exit.json").read_text())
+    assert described["validation"] == figures
+    with np.load(tmp_path / "head" / FILE) as arrays:
+        assert set(arrays) == {
+            "base",
+            *(f"{n}.{i}" for n in ("weight", "classifier", "bias") for i in "12"),
+        }
+    made = model.generate(
+        PERIOD, stop_and_exit=tmp_path / "head", exit_threshold=0.5, **FREE
+    )
+    assert made.stats.exited_tokens > 20
+    plain = model.generate(PERIOD, **FREE).token_ids
+    same = sum(a == b for a, b in zip(made.token_ids, plain, strict=False))
+    assert same > 30
+
+
+def test_the_module_is_the_head_of_the_runtime(target, bundle, tmp_path):
+    run = ExitTraining(
+        target, tmp_path / "h", [Path(target).parent / "text.txt"], (LAYER,), QUICK
+    )
+    run.run(nothing)
+    states = torch.randn(5, SIZE, generator=torch.Generator().manual_seed(0))
+    base = bundle.target.halves.base
+    head = ExitHead.load(tmp_path / "h", base, LAYER, SIZE)
+    with torch.no_grad():
+        rates = run.module._rates(LAYER, states).softmax(-1).numpy()
+        scores = run.module._scores(LAYER, states)
+        moved = torch.tensor(head.exit_states(states.numpy()))
+        again = run.module.lm_head(run.module.norm(moved))
+    np.testing.assert_allclose(head.rates(states.numpy()), rates, atol=1e-5)
+    np.testing.assert_allclose(again, scores, atol=1e-4)
+
+
+def arrays_of(folder):
+    with np.load(folder / FILE) as arrays:
+        return {n: torch.tensor(a) for n, a in arrays.items() if n != "base"}
+
+
+def test_a_stopped_training_goes_on_where_it_was(target, tmp_path):
+    def run(output, layers, report):
+        train(target, output, layers, report=report)
+
+    other = ((LAYER,), "layers")
+    assert whole_and_cut(run, tmp_path, (1, LAYER), other, arrays_of)
