@@ -41,6 +41,7 @@ def export(
     adapter_scale: float = 1.0,
     fast: bool = False,
     draft_vocab: int | None = None,
+    select_kv: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Bundle:
     """Export checkpoints, folders, GGUF files or hub ids, to a bundle folder.
@@ -56,6 +57,8 @@ def export(
     layers of the target more bits. `capacity` is the tokens of prompt and output
     together, `max_width` the rows of the widest pass. `provider` will run the target;
     "auto" is the fastest on this machine. A `device` refuses what would not fit it.
+    With `select_kv` the target can also read only that many of the committed rows,
+    as a drafter of itself or, lossy, as the target.
     `progress` is called with the name of a stage, the steps done and the number of
     steps. `jetdraft export --help` describes the other options and all defaults.
 
@@ -84,6 +87,7 @@ def export(
         drafter_provider=drafter_provider,
         fast=fast,
         draft_vocab=draft_vocab,
+        select_kv=select_kv,
     )
     bundle: Bundle = exporter.export(
         str(target),

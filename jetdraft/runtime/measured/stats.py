@@ -74,7 +74,8 @@ class Stats:
     `plain_ms` is the time of a pass without a draft on this machine. `by_method` says
     what each method did, `off` how many rounds had no draft for which reason.
     `reused_tokens` of the prompt were in the buffers already. `seed` is the seed of a
-    sampled text, also where it was drawn at random.
+    sampled text, also where it was drawn at random. `select_kv` is how many of the
+    committed KV rows a pass read, so the text is lossy; None for all rows.
 
     stats.tokens_per_pass      # committed tokens / target passes, without prefill
     stats.to_json()            # every metric under its name
@@ -84,6 +85,7 @@ class Stats:
     exact: bool
     prompt_tokens: int
     seed: int | None = None
+    select_kv: int | None = None
     reused_tokens: int = 0
     generations: int = 0
     new_tokens: int = 0
@@ -200,9 +202,9 @@ _SUMS = (
     *("target_passes", "drafted_tokens", "decode_seconds", "session_seconds"),
 )
 _METRICS = (
-    *("method", "exact", "seed", "finish_reason", "prompt_tokens", "reused_tokens"),
-    *("new_tokens", "target_passes", "drafted_tokens", "accepted_tokens"),
-    *("acceptance_rate", "accepted_by_position", "tokens_per_pass"),
+    *("method", "exact", "select_kv", "seed", "finish_reason", "prompt_tokens"),
+    *("reused_tokens", "new_tokens", "target_passes", "drafted_tokens"),
+    *("accepted_tokens", "acceptance_rate", "accepted_by_position", "tokens_per_pass"),
     *("tokens_per_second", "time_to_first_token", "outside_ms_per_round"),
     *("rounds_by_choice", "by_method", "off"),
 )
