@@ -16,6 +16,8 @@ from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.graph import Graph
+from tests.cli.running import assert_refused
+from tests.cli.running import jetdraft as run
 from tests.conftest import Pair
 from tests.tiny import VOCAB_SIZE
 
@@ -169,6 +171,29 @@ def test_the_attention_of_selected_rows_is_that_of_the_rows_alone(
     assert not np.array_equal(own.run(prompt[-1:]).logits, before)
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_selection_of_just_all_rows_gives_the_answers_of_all_rows(
+    few: Model, prompt: list[int], tokens: int
+) -> None:
+    """All 32 rows are read, through the other branch, and rows see those before."""
+    own = filled(few.parts.target, prompt[: ROWS + 1]).beside()
+    rows = prompt[ROWS : ROWS + tokens]
+    selected = own.run(rows).logits.copy()
+    assert selected_by_hand(own)[0].max() > 0
+    whole = few.parts.target.run(rows).logits
+    assert np.abs(selected - whole).max() < 1e-4
+
+
+def test_a_branch_of_selected_rows_does_not_see_its_siblings(
+    few: Model, prompt: list[int]
+) -> None:
+    own = filled(few.parts.target, prompt[: ROWS + 1]).beside()
+    tree = prompt[ROWS : ROWS + 3], [0, 1, 1], [[], [0], [0]]
+    selected = own.run_branches(*tree).logits.copy()
+    whole = few.parts.target.run_branches(*tree).logits
+    assert np.abs(selected - whole).max() < 1e-4
+
+
 def test_the_vote_takes_the_rows_of_the_largest_attention(
     few: Model, prompt: list[int]
 ) -> None:
@@ -229,6 +254,41 @@ def test_selected_rows_are_refused_where_exactness_is_asked_for(
 
 
 @pytest.mark.parametrize("rows", [0, -3, 15, 256, 4096])
-def test_a_selection_must_be_a_part_of_the_context(rows: int) -> None:
-    with pytest.raises(OptionError, match="give --select-kv 16 to 255"):
-        ExportOptions(Recipe("int8", 32), capacity=256, select_kv=rows)
+def test_a_selection_must_be_a_part_of_the_context(
+    rows: int, pair: Pair, tmp_path: Path
+) -> None:
+    sizes = ("--fast", "--capacity=256", f"--select-kv={rows}")
+    result = run("export", pair.target, *sizes, "-o", tmp_path / "bundle")
+    assert_refused(result, "context of 256 tokens", "give --select-kv 16 to 255")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"provider": "cuda"}, "runs on the CPU"),
+        ({"dtype": "fp16"}, "in fp32"),
+        ({"recipe": Recipe("int8", 32, kv="int8")}, "leave kv out of the recipe"),
+    ],
+)
+def test_a_selection_needs_the_cpu_and_floats(
+    pair: Pair, tmp_path: Path, flags: Any, said: str
+) -> None:
+    options = ExportOptions(**{"recipe": Recipe("int8", 32), "select_kv": 32} | flags)
+    with pytest.raises(OptionError, match=said):
+        export(str(pair.target), tmp_path / "bundle", None, options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_line_says_what_is_lossy_and_refuses_the_rest(
+    few: Model, bundle: Path, prompt: list[int]
+) -> None:
+    folder = few.bundle.path
+    text = few.parts.text.decode(prompt[:60])
+    short = ("-p", text, "-n", "4", "-t", "1")
+    assert "32 of 256 KV rows" in run("check", folder, "--no-run").stdout
+    lossy = run("generate", folder, *short, "--select-kv", "--no-exact")
+    assert "lossy: 32 KV rows in a pass" in lossy.stderr
+    assert_refused(run("generate", folder, *short, "--select-kv"), "add --no-exact")
+    for flags in (("--select-kv", "--no-exact"), ("--method", "select")):
+        assert_refused(run("generate", bundle, *short, *flags), "export with --select")

@@ -12,6 +12,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.followers.selecting_follower import SelectingFollower
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
@@ -46,7 +47,7 @@ class SelectProposer(Proposer):
         """Draft token by token, over the rows that the target has committed."""
         tokens, follower = [context[-1]], self._follower
         try:
-            answer = follower.follow(context)
+            answer: Answer | None = follower.follow(context)
             while answer is not None:
                 position = len(context) + len(tokens) - 1
                 tokens.append(self._chooser.choose(answer, [position])[0])
