@@ -7,7 +7,8 @@ and then asks for the value of one key. Each prompt is read once with all rows, 
 way continues it: plain decoding with all rows, drafts of selected rows that all rows
 verify, and selected rows alone. The last way, `lossy`, reads the prompt with selected
 rows too. Bytes are those of keys and values that attention and votes read. `--blank`
-reads no prompt: it times passes over buffers of noise. Run nothing beside.
+reads no prompt: it times passes over buffers of noise. Times are those of a processor on
+one thread, so that other programs disturb them less.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ def selecting(model: Model, prompt: list[int], count: int) -> dict[str, Any]:
     token, tokens, seconds, votes = prompt[-1], [], [], 0
     for _ in range(count):
         before = rows_of(graph)
-        begin = time.perf_counter()
+        begin = time.process_time()
         token = int(graph.run([token], last_only=True).candidates[0, 0])
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.process_time() - begin)
         graph.cache.advance(1)
         tokens.append(token)
         pairs = zip(before, rows_of(graph), strict=True)
@@ -93,17 +94,25 @@ def ways(model: Model, prompt: list[int], count: int) -> Iterator[dict[str, Any]
     fields |= {"exact": False, "ignore_eos": True}
 
     def row(name: str, kv_bytes: float, **own: Any) -> dict[str, Any]:
-        result = model.generate(**fields, **own)
-        stats = result.stats
+        """Milliseconds count from the second piece on."""
+        stream = model.stream(**fields, **own)
+        begin, first, reading, text = time.process_time(), 0, 0.0, ""
+        for piece in stream:
+            text += piece.text
+            if not first:
+                reading = time.process_time() - begin
+                begin, first = time.process_time(), len(piece.token_ids)
+        stats = stream.stats
+        spent = time.process_time() - begin
         return {
             "way": name,
-            "text": result.text,
-            "ms": 1e3 / (stats.tokens_per_second or np.nan),
+            "text": text,
+            "ms": 1e3 * spent / max(stats.new_tokens - first, 1),
+            "reading_seconds": reading,
             "kv_bytes": kv_bytes,
             "acceptance": stats.acceptance_rate,
             "tokens_per_pass": stats.tokens_per_pass,
             "reused": stats.reused_tokens,
-            "first_seconds": stats.time_to_first_token,
         }
 
     yield row("all", whole, method="none")
@@ -130,9 +139,9 @@ def blank(model: Model, length: int, passes: int = 12) -> dict[str, Any]:
     def median(run: Callable[[int], object]) -> float:
         seconds = []
         for token in range(passes + 2):
-            begin = time.perf_counter()
+            begin = time.process_time()
             run(token)
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(time.process_time() - begin)
         return 1e3 * statistics.median(seconds[2:])
 
     def vote(token: int) -> None:
@@ -157,7 +166,6 @@ def blank(model: Model, length: int, passes: int = 12) -> dict[str, Any]:
 @click.option("--tokens", default="4096")
 @click.option("--prompts", default=1)
 @click.option("--count", default=24, help="New tokens of a text.")
-@click.option("--threads", default=1)
 @click.option("--blank", "is_blank", is_flag=True)
 @click.option("--json", "file", type=Path)
 def main(
@@ -165,12 +173,11 @@ def main(
     tokens: str,
     prompts: int,
     count: int,
-    threads: int,
     is_blank: bool,
     file: Path | None,
 ) -> None:
     """Print a line for each way and length, and write all results."""
-    model = jetdraft.load(bundle, threads=threads)
+    model = jetdraft.load(bundle, threads=1)
     report: list[dict[str, Any]] = []
 
     def add(row: dict[str, Any]) -> None:
