@@ -6,9 +6,9 @@ BUNDLE comes of `jetdraft export --select-kv N`. A prompt is lines of keys with 
 and then asks for the value of one key. Each prompt is read once with all rows, and each
 way continues it: plain decoding with all rows, drafts of selected rows that all rows
 verify, and selected rows alone. The last way, `lossy`, reads the prompt with selected
-rows too. Bytes are those of keys and values that attention and votes read. `--blank`
-reads no prompt: it times passes over buffers of noise. Times are those of a processor on
-one thread, so that other programs disturb them less.
+rows too. Bytes are those of keys and values that attention and votes read.
+`--blank` reads no prompt: it times passes over buffers of noise. Times are those of a
+processor on one thread, so that other programs disturb them less.
 """
 
 from __future__ import annotations
