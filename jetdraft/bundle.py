@@ -33,7 +33,7 @@ from typing import Annotated, Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.contract import SplitContract, StepContract
+from jetdraft.contract import Selection, SplitContract, StepContract
 from jetdraft.errors import BundleError, PairError
 from jetdraft.files import read_array, read_arrays
 from jetdraft.manifest import (
@@ -174,7 +174,8 @@ class GraphEntry:
     attention does not allow branching. `streams` are the settings of its streams,
     `halves` its graphs below and above a cut. `vocabulary_file` is the draft vocabulary
     of a head, see `Bundle.draft_vocabulary`, and `encoder_file` the encoder's graph of
-    a decoder that reads a source.
+    a decoder that reads a source. `select_file` is a graph that can also read the rows
+    of a `selection` only.
     """
 
     file: FileName
@@ -188,6 +189,8 @@ class GraphEntry:
     halves: Halves | None = None
     encoder_file: FileName | None = None
     vocabulary_file: FileName | None = None
+    select_file: FileName | None = None
+    selection: Selection | None = None
 
     def check(self) -> None:
         """Raise `BundleError` or `ValueError` if the fields contradict each other."""
@@ -198,6 +201,8 @@ class GraphEntry:
             raise ValueError("a draft vocabulary and its file come together")
         if bool(self.contract.source_slots) != (self.encoder_file is not None):
             raise ValueError("a decoder that reads a source comes with an encoder")
+        if (self.selection is None) != (self.select_file is None):
+            raise ValueError("a selection of rows and its graph come together")
 
     @property
     def files(self) -> list[str]:
@@ -208,6 +213,7 @@ class GraphEntry:
             self.compaction_file,
             self.vocabulary_file,
             self.encoder_file,
+            self.select_file,
             *(self.halves.files if self.halves else ()),
         )
         return [name for name in names if name is not None]
@@ -227,13 +233,25 @@ class GraphEntry:
 
     @property
     def widest_contract(self) -> StepContract:
-        """The contract of the tree graph; without a tree graph, of the chain graph."""
-        return self.contract if self.tree_file is None else self.tree_contract
+        """The contract of `widest_file`."""
+        branching = self.contract.tree or self.tree_file is not None
+        return replace(self.contract, tree=branching, selection=self.selection)
+
+    @property
+    def widest_file(self) -> str:
+        """The graph that can do most: select rows, or branch, or run chains only."""
+        return self.select_file or self.tree_file or self.file
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `read_record` reads."""
         halves = asdict(self.halves) if self.halves else None
-        return {**self.__dict__, "contract": self.contract.to_json(), "halves": halves}
+        selection = asdict(self.selection) if self.selection else None
+        return {
+            **self.__dict__,
+            "contract": self.contract.to_json(),
+            "halves": halves,
+            "selection": selection,
+        }
 
 
 @dataclass(frozen=True)

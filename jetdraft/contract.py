@@ -21,6 +21,9 @@ of `capacity` rows:
 | `block` | int64 [1, g], tokens behind the rows; `vocab_size` for an unknown one |
 | `source_length` | int32 [1], slots of the source, in the decoder of an encoder |
 | `cross_key.{i}`, `cross_value.{i}` | dtype [1, kv_heads, source_slots, head_dim] |
+| `selecting` | int32 [1], 1 in a pass that reads selected rows only, else 0 |
+| `past_rows.{i}` | int64 [1, kv_heads, voted], rows of the buffers that were selected |
+| `past_query.{i}` | float32 [1, kv_heads, groups, head_dim], what selected them |
 | `past_key.{i}`, `past_value.{i}` | dtype [1, kv_heads, capacity, head_dim] |
 
 | output | type, shape |
@@ -32,6 +35,7 @@ of `capacity` rows:
 | `features` | float32 [1, n, w], one per row, for a head to read |
 | `carried` | float32 [1, n, c], a head's own features, for its next draft step |
 | `probe_candidates`, ..., `probe_logits` | the same four for the r probes |
+| `present_rows.{i}`, `present_query.{i}` | the selection after the pass, in place |
 | `present_key.{i}`, `present_value.{i}` | the same buffers, updated in place |
 
 A draft takes slots from `draft_start` on, and line 1 + j of the mask is for its slot j.
@@ -58,6 +62,8 @@ the next pass overwrites.
 The decoder of an *encoder-decoder* reads a source: its encoder's graph, see
 `SourceContract`, writes the cross buffers once, and the decoder only reads them.
 
+A pass that is *selecting* attends to a part of the committed rows, see `Selection`.
+
 A graph can also be cut into two halves, see `SplitContract`, so that the host can drop
 rows between them.
 """
@@ -68,7 +74,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from jetdraft.errors import ContractError
-from jetdraft.untrusted.record import Count, Size, in_range, one_of
+from jetdraft.untrusted.record import MOST_SIZE, Count, Size, in_range, one_of
 
 CANDIDATES = 64
 """K: how many candidates a graph returns for a row, or the whole vocabulary."""
@@ -78,6 +84,9 @@ WIDEST = 16
 
 CAPACITY, MAX_WIDTH = 2048, 128
 """Defaults of an export: rows of the KV buffers, and rows of the widest pass."""
+
+MIN_SELECTED = 16
+"""The least rows that a selecting pass reads."""
 
 HIDDEN = -1e4
 """Added to the score of a slot that a row may not see; fits float16."""
@@ -141,8 +150,41 @@ SCORES = TensorSpec("scores", "float32", (1, ROWS))
 """What an early exit gives: the log probability of each row's token."""
 
 
+SELECTING = TensorSpec("selecting", "int32", (1,))
+"""1 if the pass reads selected rows only, else 0."""
+
 SOURCE_LENGTH = TensorSpec("source_length", "int32", (1,))
 """The slots that a source fills; the others are hidden."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which committed rows a selecting pass reads (TokenSelect, 2411.02886).
+
+    In each layer and for each KV head it reads `rows` rows: the `first` of the buffer,
+    the most `recent`, and between them those that the KV head's query heads voted for.
+    A layer has `query_heads` in all.
+
+        Selection(rows=1024, query_heads=14).voted    # 704
+    """
+
+    rows: Annotated[int, in_range(MIN_SELECTED, MOST_SIZE)]
+    query_heads: Size
+
+    @property
+    def first(self) -> int:
+        """The first rows of a text, which take much of the attention."""
+        return self.rows // 16
+
+    @property
+    def recent(self) -> int:
+        """The rows just before those of the pass."""
+        return self.rows // 4
+
+    @property
+    def voted(self) -> int:
+        """The rows that a vote selects."""
+        return self.rows - self.first - self.recent
 
 
 @dataclass(frozen=True)
@@ -168,6 +210,8 @@ class StepContract:
 
     A decoder of an encoder reads a source of at most `source_slots` tokens. With
     `relative_positions` its attention has a bias of its own, by the distance of rows.
+
+    With a `selection` a pass may read selected rows only.
 
     The buffers have `spare_slots` more slots than the capacity. A pass near the end may
     fill them, and no pass reads them.
@@ -201,6 +245,7 @@ class StepContract:
     ahead: Annotated[int, in_range(0, 64)] = 0
     source_slots: Count = 0
     relative_positions: bool = False
+    selection: Selection | None = None
 
     def __post_init__(self) -> None:
         for is_wrong, fact in (
@@ -284,6 +329,8 @@ class StepContract:
             *([TensorSpec("block", "int64", (1, self.block))] if self.block else []),
             *([TARGET_LENGTH, *self.lent] if self.reads else []),
             *((SOURCE_LENGTH, *self.cross) if self.source_slots else ()),
+            *([SELECTING] if self.selection else []),
+            *self.selected("past"),
             *self.buffers("past"),
         )
 
@@ -378,7 +425,25 @@ class StepContract:
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """All outputs, in graph order."""
-        return (*self.answers, *self.buffers("present"))
+        return (*self.answers, *self.selected("present"), *self.buffers("present"))
+
+    def selected(self, side: str) -> tuple[TensorSpec, ...]:
+        """The selections `{side}_rows.{i}` and `{side}_query.{i}`, if there are any."""
+        if self.selection is None:
+            return ()
+        voted, queries = self.selection.voted, self.selection.query_heads
+        return tuple(
+            spec
+            for layer, (heads, size) in enumerate(self.kv_shapes)
+            for spec in (
+                TensorSpec(f"{side}_rows.{layer}", "int64", (1, heads, voted)),
+                TensorSpec(
+                    f"{side}_query.{layer}",
+                    "float32",
+                    (1, heads, queries // heads, size),
+                ),
+            )
+        )
 
     def buffers(self, side: str) -> tuple[TensorSpec, ...]:
         """The KV buffers named `{side}_key.{i}` and `{side}_value.{i}`."""

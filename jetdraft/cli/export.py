@@ -117,6 +117,14 @@ from jetdraft.terminal.progress import ProgressBars
     "rows, and the text stays the same.",
 )
 @option(
+    "drafting",
+    "--select-kv",
+    type=int,
+    help="Add a graph that can read this many of the KV rows only, which each layer "
+    "selects anew: for long contexts, as a drafter of itself (--method select, "
+    "lossless), or as the target (generate --select-kv --no-exact, lossy).",
+)
+@option(
     "quantization",
     "--fast",
     is_flag=True,
@@ -169,6 +177,7 @@ def command(
     quantize_drafter: str | None,
     calibration: Path | None,
     draft_vocab: int | None,
+    select_kv: int | None,
     fast: bool,
     max_bytes: int | None,
     max_kl: float | None,
@@ -194,6 +203,7 @@ def command(
             block_size=int(block_size) if block_size else None,
             calibration=calibration,
             draft_vocab=draft_vocab,
+            select_kv=select_kv,
             fast=fast,
             max_bytes=max_bytes,
             max_kl=max_kl,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jetdraft.bundle import CONTRIB, DRAFTER, FLAVOURS, TARGET
-from jetdraft.contract import CAPACITY, MAX_WIDTH
+from jetdraft.contract import CAPACITY, MAX_WIDTH, MIN_SELECTED
 from jetdraft.devices.providers import Provider, provider_named
 from jetdraft.errors import OptionError
 from jetdraft.quant.sensitivity import Limit
@@ -32,7 +32,8 @@ class ExportOptions:
     the base, 0 to 1. `calibration` is a text file for everything that is measured;
     without it the target writes a text. A drafter chooses among the `draft_vocab`
     tokens that are most frequent there, or among all. With an `exit_layer` the target
-    can leave the layers from that number on out, for heads of `train exit`.
+    can leave the layers from that number on out, for heads of `train exit`. With
+    `select_kv` a graph of the target can read that many of the committed rows only.
 
         ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)
     """
@@ -51,6 +52,7 @@ class ExportOptions:
     fast: bool = False
     draft_vocab: int | None = None
     exit_layer: int | None = None
+    select_kv: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, *DTYPES):
@@ -78,6 +80,12 @@ class ExportOptions:
         if not 2 <= self.max_width <= self.capacity:
             raise OptionError(
                 f"max width {self.max_width} is out of range; choose 2 to the capacity"
+            )
+        least, most = MIN_SELECTED, self.capacity - 1
+        if self.select_kv is not None and not least <= self.select_kv <= most:
+            raise OptionError(
+                f"a selection of {self.select_kv} KV rows is no part of a context of "
+                f"{self.capacity} tokens; give --select-kv {least} to {most}"
             )
         self._check_calibration()
         if not 0.0 <= self.adapter_scale <= 1.0:

@@ -42,6 +42,7 @@ def export(
     fast: bool = False,
     draft_vocab: int | None = None,
     exit_layer: int | None = None,
+    select_kv: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Bundle:
     """Export checkpoints, folders, GGUF files or hub ids, to a bundle folder.
@@ -57,6 +58,8 @@ def export(
     layers of the target more bits. `capacity` is the tokens of prompt and output
     together, `max_width` the rows of the widest pass. `provider` will run the target;
     "auto" is the fastest on this machine. A `device` refuses what would not fit it.
+    With `select_kv` the target can also read only that many of the committed rows,
+    as a drafter of itself or, lossy, as the target.
     `progress` is called with the name of a stage, the steps done and the number of
     steps. `jetdraft export --help` describes the other options and all defaults.
 
@@ -87,6 +90,7 @@ def export(
         fast=fast,
         draft_vocab=draft_vocab,
         exit_layer=exit_layer,
+        select_kv=select_kv,
     )
     bundle: Bundle = exporter.export(
         str(target),

@@ -125,6 +125,7 @@ class Generation:
             method=drafting.method,
             exact=drafting.exact,
             lossy=options.lossy,
+            select_kv=_selected(parts) if drafting.select_kv else None,
             seed=options.sampling.seed if options.sampling.temperature else None,
             prompt_tokens=len(source) or len(prompt),
             plain_ms=parts.curve.pass_ms(self.widths[0]),
@@ -216,6 +217,8 @@ class Generation:
         There are none where this generation has buffers of its own, or is exact, and
         prompts are read in passes whose bits are not those of decoding.
         """
+        if self.options.drafting.select_kv:  # its rows are not those of other texts
+            return Prefix(self._target)
         agree = not exact or self.parts.widths.prefills_agree
         if self._target.cache is self.parts.target.cache and agree:
             return self.parts.prefix
@@ -404,6 +407,12 @@ class Generation:
         """Seconds inside `session.run` so far, of target and proposers."""
         own = self._target.seconds + self._target.cache.seconds
         return own + sum(p.session_seconds for p in self.proposers)
+
+
+def _selected(parts: Parts) -> int | None:
+    """How many KV rows a selecting pass reads."""
+    selection = parts.bundle.target.selection
+    return None if selection is None else selection.rows
 
 
 def _check_options(options: Options, parts: Parts) -> None:

@@ -57,6 +57,9 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
     if entry.encoder_file is not None:
         most = f"sources of up to {contract.source_slots} tokens"
         yield f"  encoder       {entry.encoder_file}, {most}"
+    if entry.selection is not None:
+        some = f"{entry.selection.rows} of {contract.capacity} KV rows in a pass"
+        yield f"  select        {entry.select_file}, {some}: a drafter, or lossy"
     if entry.streams is not None:
         streams = entry.streams
         if "layers" in streams:

@@ -14,6 +14,7 @@ def summary(stats: Stats) -> str:
         (stats.tokens_per_second, "{:.1f} tokens/s"),
         (stats.time_to_first_token, "first after {:.3f} s"),
         (stats.seed, "seed {}"),
+        (stats.select_kv, "{} KV rows in a pass"),
     ):
         if value is not None:
             parts.append(form.format(value))

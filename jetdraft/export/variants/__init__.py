@@ -5,6 +5,7 @@ from jetdraft.export.variants import (
     exit_graph,
     feature_graph,
     half_graphs,
+    select_graph,
     source_graph,
     stream_graph,
     tree_graph,
@@ -14,6 +15,7 @@ VARIANTS = (
     # Sources, streams, features and exits change the pass that is traced. The other
     # graphs are made of the chain.
     # Halves come before trees: they remove the extra outputs of the chain graph.
+    # Selections are made of the tree graph.
     source_graph.VARIANT,
     stream_graph.VARIANT,
     feature_graph.VARIANT,
@@ -21,4 +23,5 @@ VARIANTS = (
     chain_graph.VARIANT,
     half_graphs.VARIANT,
     tree_graph.VARIANT,
+    select_graph.VARIANT,
 )

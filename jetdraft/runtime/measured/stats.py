@@ -78,7 +78,8 @@ class Stats:
     `reused_tokens` of the prompt were in the buffers already. `lossy` names what may
     change the distribution of the text, "" for nothing: `exited_tokens` came from fewer
     layers, and `skipped_layers` counts the layers left out for them. `seed` is the seed
-    of a sampled text, also where it was drawn at random.
+    of a sampled text, also where it was drawn at random. `select_kv` is how many of the
+    committed KV rows a pass read; None for all rows.
 
     stats.tokens_per_pass      # committed tokens / target passes, without prefill
     stats.to_json()            # every metric under its name
@@ -91,6 +92,7 @@ class Stats:
     lossy: str = ""
     exited_tokens: int = 0
     skipped_layers: int = 0
+    select_kv: int | None = None
     reused_tokens: int = 0
     generations: int = 0
     new_tokens: int = 0
@@ -210,7 +212,7 @@ _SUMS = (
     *("exited_tokens", "skipped_layers"),
 )
 _METRICS = (
-    *("method", "exact", "lossy", "exited_tokens", "skipped_layers"),
+    *("method", "exact", "lossy", "exited_tokens", "skipped_layers", "select_kv"),
     *("seed", "finish_reason", "prompt_tokens", "reused_tokens"),
     *("new_tokens", "target_passes", "drafted_tokens", "accepted_tokens"),
     *("acceptance_rate", "accepted_by_position", "tokens_per_pass"),

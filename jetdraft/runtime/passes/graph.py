@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jetdraft.contract import WIDEST
+from jetdraft.contract import SELECTING, WIDEST
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.probes import NO_PROBES, NO_PROBING, Probes, Probing
@@ -17,6 +17,7 @@ from jetdraft.runtime.passes.binding import Bound, VisibleSlots
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.captures import Captures
 from jetdraft.runtime.passes.encoding.source import Source
+from jetdraft.runtime.passes.selected_rows import SelectedRows
 from jetdraft.runtime.passes.step_sessions import StepSession, StepSessions
 from jetdraft.runtime.passes.tensor import HOST, Memory
 
@@ -34,7 +35,8 @@ class Graph:
     `seconds` adds up the time inside `session.run`, `passes` counts the passes. If
     there are `lengths`, ascending up to the capacity, `total_length` is the smallest
     length that holds the pass; otherwise it is the exact length. Without `captures` no
-    CUDA graph is captured.
+    CUDA graph is captured. A `cache` in place of an own belongs to another graph of the
+    same contract.
 
         graph = Graph(StepSessions(session, contract))
         answer = graph.run([5, 8])      # rows 0 and 1 of an empty cache
@@ -47,6 +49,7 @@ class Graph:
         compaction: ort.InferenceSession | None = None,
         memory: Memory = HOST,
         captures: Captures | None = None,
+        cache: Cache | None = None,
     ) -> None:
         self.sessions = sessions
         self.contract = sessions.any.contract
@@ -57,23 +60,33 @@ class Graph:
         """The target's buffers, for a graph that reads them; set it before a pass."""
         self.source: Source | None = None
         """What the decoder of an encoder reads; set it before the first pass."""
+        self.selected = SelectedRows(self.contract)
         self.prepare(exact=True)
-        self.cache = Cache(self.contract, compaction, memory)
+        self.cache = cache or Cache(self.contract, compaction, memory)
         self.seconds = 0.0
         self.passes = 0
         self._bindings: dict[_Size, _Binding] = {}
         self._wide_bindings: dict[_Size, _Binding] = {}
 
-    def prepare(self, exact: bool) -> None:
-        """Choose the `total_length`s of the next generation.
+    def prepare(self, exact: bool, selecting: bool = False) -> None:
+        """Choose the `total_length`s of the next generation, and the rows it reads.
 
         Each captured graph has a fixed `total_length`, so there are few lengths. Since
         kernels split their work by the length, it decides how they round. So an `exact`
-        generation uses a single length.
+        generation uses a single length. A `selecting` generation reads selected rows
+        only, which it selects anew.
         """
+        self.selecting = selecting
+        self.selected.forget()
         if self.captures is not None:
             most = self.contract.slots
             self.lengths = [most] if exact else _lengths(most)
+
+    def beside(self) -> Graph:
+        """Another graph of the same sessions over the same buffers; it selects rows."""
+        graph = Graph(self.sessions, memory=self.memory, cache=self.cache)
+        graph.prepare(exact=False, selecting=True)
+        return graph
 
     def run(
         self,
@@ -225,6 +238,8 @@ class Graph:
             # Prefills have few passes of any width, which are not worth a capture.
             is_prefill = size.width > WIDEST
             options = self.captures.run_options(None if is_prefill else (size, length))
+        if self.contract.selection is not None:
+            binding.arrays[SELECTING.name][0] = self.selecting
         self.seconds += binding.run(options)
         self.passes += 1
         return binding.answer
@@ -271,7 +286,7 @@ class _Binding(Bound):
             session.session,
             contract.inputs,
             contract.outputs,
-            graph.cache.buffers,
+            {**graph.cache.buffers, **graph.selected.buffers},
             size.width,
             size.answers,
             probes.total,

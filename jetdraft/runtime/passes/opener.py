@@ -110,7 +110,7 @@ class Opener:
 
         Two sessions would hold the packed weights twice (docs/log/runtime.md).
         """
-        session = self.session(entry.tree_file or entry.file, weights)
+        session = self.session(entry.widest_file, weights)
         sessions = StepSessions(session, entry.widest_contract)
         return Graph(sessions, self.compaction(entry.compaction_file), HOST)
 

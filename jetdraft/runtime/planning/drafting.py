@@ -27,6 +27,8 @@ class Drafting:
     num_draft_tokens  the length of every draft; None lets a controller choose it, and
                       with several methods it is the longest draft
     exact             keep to the text of plain decoding, bit for bit
+    select_kv         read only the KV rows that a bundle of `export --select-kv`
+                      selects: lossy, and never exact
     settings          options of the methods by name, or an options object of one method
 
         Drafting("auto", num_draft_tokens=4, settings={"verifier": "walk"})
@@ -35,6 +37,7 @@ class Drafting:
     method: str = AUTO
     num_draft_tokens: int | None = None
     exact: bool = True
+    select_kv: bool = False
     settings: Mapping[str, object] | MethodOptions = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -50,7 +53,13 @@ class Drafting:
                 '{"tree": "best"}'
             )
         check_ranges(self, _RANGES)
-        check_flags(self, "exact")
+        check_flags(self, "exact", "select_kv")
+        if self.select_kv and self.exact:
+            raise OptionError(
+                "select kv reads a part of the KV rows, so the text may not be that of "
+                "plain decoding; add --no-exact (exact=False)",
+                "select_kv",
+            )
         self._check_names()
         for name, options in self.options.items():
             self._check_options(name, options)

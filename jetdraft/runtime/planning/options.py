@@ -35,6 +35,7 @@ class GenerateOptions(TypedDict, total=False):
     stop_and_exit: str | Path | None
     stop_threshold: float
     exit_threshold: float
+    select_kv: bool
     temperature: float
     top_k: int
     top_p: float
@@ -51,7 +52,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 _RANGES = {"logprobs": between(0, CANDIDATES, optional=True)}
-_DRAFTING_FIELDS = ("method", "num_draft_tokens", "exact")
+_DRAFTING_FIELDS = ("method", "num_draft_tokens", "exact", "select_kv")
 _CONSTRAINT_FIELDS = ("json_schema", "regex", "grammar")
 
 
@@ -111,6 +112,8 @@ class Options:
         reasons = [f"verifier {verifier.name}"] if verifier.lossy else []
         if self.exiting.stop_and_exit is not None:
             reasons.append("stop and exit")
+        if self.drafting.select_kv:
+            reasons.append("selected KV rows")
         return ", ".join(reasons)
 
     @classmethod

@@ -131,8 +131,9 @@ class Planner:
         for name, options in drafting.options.items():
             other: Target | None = methods()[name].target(self.parts, options, widths)
             if other is not None:
+                self._check_selects(drafting, other)
                 return other
-        self.parts.target.prepare(drafting.exact)
+        self.parts.target.prepare(drafting.exact, drafting.select_kv)
         return self.parts.target
 
     def lineup(self, drafting: Drafting, matcher: Matcher | None = None) -> Lineup:
@@ -140,6 +141,7 @@ class Planner:
 
         A `matcher` keeps drafts to what a constraint allows.
         """
+        self._check_selects(drafting)
         chosen = self._chosen(drafting)
         verifier = VERIFIERS[drafting.verifier]
         for proposer in chosen:
@@ -214,6 +216,20 @@ class Planner:
                 "on this machine passes that branch change the last bits of their "
                 "rows; choose tree=chain or add --no-exact"
             )
+
+    def _check_selects(self, drafting: Drafting, other: Target | None = None) -> None:
+        """Refuse to select KV rows where a target cannot."""
+        if not drafting.select_kv:
+            return
+        fix = ""
+        if self.parts.bundle.target.selection is None:
+            fix = "the bundle reads all KV rows; export with --select-kv N"
+        elif self.parts.provider != "cpu":
+            fix = "KV rows are selected on the CPU; choose --provider cpu"
+        elif other is not None:
+            fix = "a target in two halves reads all KV rows; choose another method"
+        if fix:
+            raise OptionError(f"{fix}, or leave --select-kv out", "select_kv")
 
     def _check_fits(self, drafting: Drafting, options: MethodOptions) -> None:
         """Refuse a tree of a given size that does not fit into one pass."""

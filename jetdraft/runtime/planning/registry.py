@@ -31,6 +31,7 @@ from jetdraft.runtime.proposers.attached import (
     exit_method,
     falcon_method,
     glide_method,
+    select_method,
 )
 from jetdraft.runtime.proposers.guessing import (
     block_methods,
@@ -47,7 +48,7 @@ AUTO, NONE = "auto", "none"
 
 _METHODS: tuple[Method[Any], ...] = (
     *(m.METHOD for m in (lookup, draft, head_method, exit_method, glide_method)),
-    *(chimera_method.METHOD, falcon_method.METHOD),
+    *(chimera_method.METHOD, falcon_method.METHOD, select_method.METHOD),
     *(medusa_method.METHOD, block_methods.DFLASH, block_methods.DIFFUSION),
     *(m.METHOD for m in (stream, ppd, forecasts, recall, trigram, cascade)),
 )

@@ -1,0 +1,136 @@
+"""The graph whose passes may read selected rows of the buffers only (TokenSelect).
+
+Each attention becomes an `If`: a pass that is not selecting runs the operator as it
+was, bit for bit, so one session verifies with all rows and drafts with some of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from jetdraft.bundle import CONTRIB, TARGET
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.contract import SELECTING, Selection, StepContract
+from jetdraft.errors import OptionError, UnsupportedModelError
+from jetdraft.export.attentions import attentions, has_windows
+from jetdraft.export.export_options import ExportOptions
+from jetdraft.export.job import Job
+from jetdraft.export.variants.selected_attention import SelectedAttention
+from jetdraft.export.variants.variant import Variant
+from jetdraft.quant.edits import initializer, substitute, value_of
+
+OPSET = 24
+"""The first opset that has TensorScatter."""
+
+
+def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
+    """Refuse what needs other kernels, or other inputs of attention."""
+    if options.select_kv is None or name != TARGET:
+        return
+    recipe = options.recipe
+    for is_wrong, fact in (
+        (
+            options.provider_of(name).name != "cpu"
+            or options.flavour_made != CONTRIB
+            or options.dtype_of(name) != "fp32",
+            "runs on the CPU, in fp32; leave --provider, --dtype and --flavour out",
+        ),
+        (recipe is not None and recipe.kv, "reads floats; leave kv out of the recipe"),
+        (checkpoint.streams, "reads no probes; choose a target without streams"),
+        (checkpoint.reads_source, "needs a decoder without an encoder"),
+    ):
+        if is_wrong:
+            raise OptionError(f"a selection of KV rows (--select-kv) {fact}")
+
+
+def write(job: Job) -> None:
+    """Write the graph, which shares the chain graph's weights."""
+    rows = job.options.select_kv
+    if rows is None or job.name != TARGET:
+        return
+    model = ir.load(job.folder / (job.entry.tree_file or job.entry.file))
+    graph = model.graph
+    nodes = attentions(graph)
+    softcaps = (node.attributes.get_float("softcap", 0.0) for node in nodes)
+    if has_windows(graph) or any(softcaps):
+        raise UnsupportedModelError(
+            f"{job.checkpoint.source} attends in sliding windows or with a softcap, "
+            "and --select-kv needs plain attention; leave it out"
+        )
+    heads = {node.attributes.get_int("num_heads", 0) for node in nodes}
+    if len(heads) != 1:
+        raise UnsupportedModelError(
+            f"{job.checkpoint.source} has layers of different heads, and --select-kv "
+            "needs equal layers; leave it out"
+        )
+    selection = Selection(rows, heads.pop())
+    _let_select(graph, replace(job.contract, selection=selection))
+    graph.opset_imports[""] = OPSET
+    common.RemoveUnusedNodesPass()(model)
+    file = job.beside("select")
+    ir.save(model, file)
+    job.entry = replace(job.entry, select_file=file.name, selection=selection)
+
+
+def _let_select(graph: ir.Graph, contract: StepContract) -> None:
+    """Let every attention of a graph select rows, in place."""
+    selection = contract.selection
+    assert selection is not None
+    inputs = {spec.name: value_of(spec) for spec in contract.selected("past")}
+    selecting = value_of(SELECTING)
+    graph.inputs.extend([selecting, *inputs.values()])
+    nodes = attentions(graph)
+    is_selecting = _is_selecting(graph, nodes[0], selecting, selection)
+    for node in nodes:
+        past = node.inputs[3]
+        assert past is not None
+        layer = int(str(past.name).partition(".")[2])
+        state = tuple(inputs[f"past_{kind}.{layer}"] for kind in ("rows", "query"))
+        attention = SelectedAttention(graph, node, state, selection)
+        branches = {
+            "then_branch": attention.selected(),
+            "else_branch": attention.whole(),
+        }
+        choice = ir.node("If", [is_selecting], branches, num_outputs=5)
+        kept = len(node.outputs)
+        for old, new in zip(node.outputs, choice.outputs, strict=False):
+            new.type, new.shape = old.type, old.shape
+        graph.insert_before(node, choice)
+        substitute(node.outputs, choice.outputs[:kept])
+        graph.remove(node)
+        for spec, value in zip(
+            (s for s in contract.selected("present") if s.name.endswith(f".{layer}")),
+            choice.outputs[kept:],
+            strict=True,
+        ):
+            declared = value_of(spec)
+            value.name, value.type = declared.name, declared.type
+            value.shape = declared.shape
+            graph.outputs.append(value)
+
+
+def _is_selecting(
+    graph: ir.Graph, first: ir.Node, selecting: ir.Value, selection: Selection
+) -> ir.Value:
+    """Whether a pass selects: it is told to, and there are more rows than it reads."""
+    last = first.inputs[5]
+    assert last is not None
+    zero, most = (
+        initializer(graph, f"selecting.{name}", np.array([number], np.int32))
+        for name, number in (("off", 0), ("rows", selection.rows))
+    )
+    rows = ir.node("Shape", [first.inputs[0]], {"start": 1, "end": 2})
+    count = ir.node("Cast", rows.outputs, {"to": ir.DataType.INT32})
+    start = ir.node("Sub", [last, count.outputs[0]])
+    longer = ir.node("GreaterOrEqual", [start.outputs[0], most])
+    told = ir.node("Greater", [selecting, zero])
+    both = ir.node("And", [told.outputs[0], longer.outputs[0]])
+    graph.insert_before(first, [rows, count, start, longer, told, both])
+    return both.outputs[0]
+
+
+VARIANT = Variant(write, check)

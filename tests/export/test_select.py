@@ -1,0 +1,295 @@
+"""A target that can read selected KV rows only, as itself and as its own drafter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jetdraft
+from jetdraft.bundle import Bundle
+from jetdraft.errors import OptionError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.model import Model
+from jetdraft.runtime.passes.graph import Graph
+from tests.cli.running import assert_refused
+from tests.cli.running import jetdraft as run
+from tests.conftest import Pair
+from tests.tiny import VOCAB_SIZE
+
+ROWS, MOST = 32, 200
+
+
+def exported(pair: Pair, output: Path, rows: int) -> Path:
+    options = ExportOptions(
+        Recipe("int8", 32), capacity=256, max_width=64, select_kv=rows
+    )
+    export(str(pair.target), output, None, options)
+    return output
+
+
+@pytest.fixture(scope="module")
+def few(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A bundle that selects fewer rows than the prompts have."""
+    folder = tmp_path_factory.mktemp("few")
+    return jetdraft.load(exported(pair, folder / "bundle", ROWS), threads=1)
+
+
+@pytest.fixture(scope="module")
+def most(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A bundle that selects more rows than the prompts have."""
+    folder = tmp_path_factory.mktemp("most")
+    return jetdraft.load(exported(pair, folder / "bundle", MOST), threads=1)
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    return np.random.default_rng(3).integers(1, VOCAB_SIZE, 120).tolist()
+
+
+def filled(graph: Graph, tokens: list[int]) -> Graph:
+    """The graph with the rows of all tokens committed, but for the last token."""
+    graph.cache.rewind(0)
+    for start in range(0, len(tokens) - 1, 64):
+        part = tokens[start : min(start + 64, len(tokens) - 1)]
+        graph.run(part, last_only=True)
+        graph.cache.advance(len(part))
+    return graph
+
+
+def selected_by_hand(graph: Graph) -> dict[int, np.ndarray[Any, Any]]:
+    """The rows that the last pass selected, by layer."""
+    return {
+        int(name.partition(".")[2]): buffer.numpy()[0]
+        for name, buffer in graph.selected.buffers.items()
+        if name.startswith("past_rows")
+    }
+
+
+def test_the_manifest_says_what_is_selected(few: Model) -> None:
+    entry = Bundle.open(few.bundle.path).target
+    assert entry.selection is not None
+    assert (entry.selection.rows, entry.select_file) == (ROWS, "target-select.onnx")
+    assert entry.selection.first + entry.selection.recent + entry.selection.voted == 32
+
+
+def test_a_pass_over_all_rows_has_the_bits_of_a_bundle_without_selections(
+    few: Model, bundle: Path, prompt: list[int]
+) -> None:
+    plain = jetdraft.load(bundle, threads=1).generate(
+        token_ids=prompt, max_new_tokens=40, method="none"
+    )
+    text = few.generate(token_ids=prompt, max_new_tokens=40, method="none")
+    assert text.token_ids == plain.token_ids
+    assert text.stats.select_kv is None and not text.stats.lossy
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "seed": 5}])
+@pytest.mark.parametrize("drafted", [1, 4, 7])
+def test_drafts_of_selected_rows_keep_the_text(
+    few: Model, prompt: list[int], settings: Any, drafted: int
+) -> None:
+    plain, own = (
+        few.generate(
+            token_ids=prompt,
+            max_new_tokens=60,
+            ignore_eos=True,
+            method=method,
+            num_draft_tokens=count,
+            **settings,
+        )
+        for method, count in (("none", None), ("select", drafted))
+    )
+    assert own.token_ids == plain.token_ids
+    assert own.stats.drafted_tokens > 0
+
+
+@pytest.mark.parametrize("right", range(5))
+def test_every_outcome_of_a_round_leaves_the_buffers_right(
+    few: Model, prompt: list[int], right: int
+) -> None:
+    """Of four drafted tokens 0 to 4 are right, and the next draft follows on."""
+    parts = few.parts
+    graph, follower = filled(parts.target, prompt), parts.target.beside()
+    text = few.generate(
+        token_ids=prompt, max_new_tokens=12, ignore_eos=True, method="none"
+    ).token_ids
+    filled(graph, prompt)
+    for token in (prompt[-1], *text[:3]):  # as a draft writes its rows
+        follower.run([token], last_only=True)
+        follower.cache.advance(1)
+    follower.cache.rewind(len(prompt) - 1)
+    wrong = [(token + 1) % VOCAB_SIZE for token in text]
+    rows = Rows.chain([prompt[-1], *text[:right], *wrong[right:4]])
+    _, answer = graph.verify(rows, 5)
+    chosen = answer.candidates[:, 0].tolist()
+    path = rows.walk(chosen)
+    graph.commit(path, exact=True)
+    assert [chosen[row] for row in path] == text[: right + 1]
+    after = graph.run([chosen[path[-1]]], width=2).candidates[0, 0]
+    assert after == text[right + 1]
+
+
+def test_a_selection_of_all_rows_is_always_right(
+    most: Model, prompt: list[int]
+) -> None:
+    stats = most.generate(
+        token_ids=prompt,
+        max_new_tokens=60,
+        ignore_eos=True,
+        method="select",
+        num_draft_tokens=4,
+    ).stats
+    assert stats.acceptance_rate == 1.0
+
+
+def test_the_attention_of_selected_rows_is_that_of_the_rows_alone(
+    few: Model, prompt: list[int]
+) -> None:
+    """Rows that were not selected have no part in the answer; those selected have."""
+    own = filled(few.parts.target, prompt).beside()
+    before = own.run(prompt[-1:]).logits.copy()
+    selected = selected_by_hand(own)
+    last = len(prompt) - 1
+    for layer, by_head in selected.items():
+        buffer = own.cache.buffers[f"past_value.{layer}"]
+        values = np.array(buffer.numpy())
+        for head, rows in enumerate(by_head):
+            assert len(set(rows.tolist())) == 22
+            assert rows.min() >= 2
+            assert rows.max() < last - 8
+            read = {*range(2), *rows.tolist(), *range(last - 8, last)}
+            values[0, head, [row for row in range(last) if row not in read]] = 1e3
+        buffer.update_inplace(values)
+    assert np.array_equal(own.run(prompt[-1:]).logits, before)
+    values[0, 0, selected[2][0][0]] += 1e3
+    buffer.update_inplace(values)
+    assert not np.array_equal(own.run(prompt[-1:]).logits, before)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_selection_of_just_all_rows_gives_the_answers_of_all_rows(
+    few: Model, prompt: list[int], tokens: int
+) -> None:
+    """All 32 rows are read, through the other branch, and rows see those before."""
+    own = filled(few.parts.target, prompt[: ROWS + 1]).beside()
+    rows = prompt[ROWS : ROWS + tokens]
+    selected = own.run(rows).logits.copy()
+    assert selected_by_hand(own)[0].max() > 0
+    whole = few.parts.target.run(rows).logits
+    assert np.abs(selected - whole).max() < 1e-4
+
+
+def test_a_branch_of_selected_rows_does_not_see_its_siblings(
+    few: Model, prompt: list[int]
+) -> None:
+    own = filled(few.parts.target, prompt[: ROWS + 1]).beside()
+    tree = prompt[ROWS : ROWS + 3], [0, 1, 1], [[], [0], [0]]
+    selected = own.run_branches(*tree).logits.copy()
+    whole = few.parts.target.run_branches(*tree).logits
+    assert np.abs(selected - whole).max() < 1e-4
+
+
+def test_the_vote_takes_the_rows_of_the_largest_attention(
+    few: Model, prompt: list[int]
+) -> None:
+    """In layer 0 the keys are known from the buffers, and the query from the state."""
+    own = filled(few.parts.target, prompt).beside()
+    own.run(prompt[-1:])
+    query = own.selected.buffers["past_query.0"].numpy()[0]
+    keys = own.cache.buffers["past_key.0"].numpy()[0]
+    last = len(prompt) - 1
+    for head, rows in enumerate(selected_by_hand(own)[0].tolist()):
+        scores = query[head] @ keys[head, 2 : last - 8].T / 4.0
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        votes = (weights / weights.sum(1, keepdims=True)).sum(0)
+        assert set(rows) == set((np.argsort(-votes)[:22] + 2).tolist())
+
+
+def test_a_selection_stays_while_the_query_is_alike(
+    few: Model, prompt: list[int]
+) -> None:
+    own = filled(few.parts.target, prompt).beside()
+    own.run(prompt[-1:])
+    first = selected_by_hand(own)[0].copy()
+    own.run(prompt[-1:])
+    assert np.array_equal(selected_by_hand(own)[0], first)
+    own.cache.rewind(60)  # rows of the selection are no longer committed
+    own.run(prompt[60:61])
+    assert selected_by_hand(own)[0].max() < 60 - 8
+
+
+def test_selected_rows_as_the_target_are_lossy_and_say_so(
+    few: Model, prompt: list[int]
+) -> None:
+    text = few.generate(
+        token_ids=prompt,
+        max_new_tokens=40,
+        ignore_eos=True,
+        method="none",
+        exact=False,
+        select_kv=True,
+    )
+    assert text.stats.to_json()["select_kv"] == ROWS
+    exact = few.generate(
+        token_ids=prompt, max_new_tokens=40, ignore_eos=True, method="none"
+    )
+    assert exact.stats.reused_tokens == 0  # its rows would be lossy
+    assert text.token_ids != exact.token_ids
+
+
+def test_selected_rows_are_refused_where_exactness_is_asked_for(
+    few: Model, model: Model, prompt: list[int]
+) -> None:
+    with pytest.raises(OptionError, match="add --no-exact"):
+        few.generate(token_ids=prompt, select_kv=True)
+    with pytest.raises(OptionError, match="export with --select-kv N"):
+        model.generate(token_ids=prompt, select_kv=True, exact=False)
+    with pytest.raises(OptionError, match="export with --select-kv"):
+        model.generate(token_ids=prompt, method="select")
+
+
+@pytest.mark.parametrize("rows", [0, -3, 15, 256, 4096])
+def test_a_selection_must_be_a_part_of_the_context(
+    rows: int, pair: Pair, tmp_path: Path
+) -> None:
+    sizes = ("--fast", "--capacity=256", f"--select-kv={rows}")
+    result = run("export", pair.target, *sizes, "-o", tmp_path / "bundle")
+    assert_refused(result, "context of 256 tokens", "give --select-kv 16 to 255")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"provider": "cuda"}, "runs on the CPU"),
+        ({"dtype": "fp16"}, "in fp32"),
+        ({"recipe": Recipe("int8", 32, kv="int8")}, "leave kv out of the recipe"),
+    ],
+)
+def test_a_selection_needs_the_cpu_and_floats(
+    pair: Pair, tmp_path: Path, flags: Any, said: str
+) -> None:
+    options = ExportOptions(**{"recipe": Recipe("int8", 32), "select_kv": 32} | flags)
+    with pytest.raises(OptionError, match=said):
+        export(str(pair.target), tmp_path / "bundle", None, options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_line_says_what_is_lossy_and_refuses_the_rest(
+    few: Model, bundle: Path, prompt: list[int]
+) -> None:
+    folder = few.bundle.path
+    text = few.parts.text.decode(prompt[:60])
+    short = ("-p", text, "-n", "4", "-t", "1")
+    assert "32 of 256 KV rows" in run("check", folder, "--no-run").stdout
+    lossy = run("generate", folder, *short, "--select-kv", "--no-exact")
+    assert "32 KV rows in a pass" in lossy.stderr
+    assert "lossy: selected KV rows" in lossy.stderr
+    assert_refused(run("generate", folder, *short, "--select-kv"), "add --no-exact")
+    for flags in (("--select-kv", "--no-exact"), ("--method", "select")):
+        assert_refused(run("generate", bundle, *short, *flags), "export with --select")
