@@ -68,6 +68,8 @@ def save(folder: Path, settings: dict[str, object] = MULTILINGUAL, **changes) ->
     """Write a random Whisper with a tokenizer."""
     torch.manual_seed(0)
     model = WhisperForConditionalGeneration(config(**changes))
+    # Else transformers would read the model's config in place of the file.
+    settings = {**settings, "_from_model_config": False}
     for name, value in settings.items():
         setattr(model.generation_config, name, value)
     model.save_pretrained(folder)

@@ -246,8 +246,10 @@ class Model:
             most = parts.target.contract.capacity // 2
             fields.setdefault("max_new_tokens", most)
         chosen = self._options(options, fields)
-        heard = isinstance(sound, (str, Path, bytes))
-        samples = read_sound(sound) if heard else check_sound(sound)
+        if isinstance(sound, (str, Path, bytes)):
+            samples = read_sound(sound)
+        else:
+            samples = check_sound(sound)
         return Transcription(parts, self.planner, samples, wanted, chosen)
 
     def chat(

@@ -188,6 +188,7 @@ class Transcription:
         self.stats.merge(result.stats)
         if len(self._results) == 0:
             self.stats.time_to_first_token = result.stats.time_to_first_token
+            self.stats.plain_ms = result.stats.plain_ms
         return result
 
     def _generated(

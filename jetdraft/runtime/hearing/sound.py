@@ -111,7 +111,7 @@ def _floats(data: npt.NDArray[np.uint8], width: int) -> Float32s:
     padded = np.zeros((len(data) // width, 4), np.uint8)
     padded[:, 4 - width :] = data.reshape(-1, width)
     integers = padded.view("<i4")[:, 0]
-    return integers.astype(np.float32) / np.float32(1 << 31)
+    return (integers / np.float32(1 << 31)).astype(np.float32)
 
 
 def resampled(samples: Float32s, rate: int) -> Float32s:
