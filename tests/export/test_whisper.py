@@ -9,7 +9,7 @@ import torch
 from transformers import WhisperForConditionalGeneration
 
 import jetdraft
-from jetdraft.errors import CheckpointError, JetdraftError, UnsupportedModelError
+from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.hearing.log_mel import log_mel
@@ -20,21 +20,15 @@ FRAMES = 2 * whispers.SLOTS
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return whispers.save(tmp_path_factory.mktemp("whisper") / "checkpoint")
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint):
+def model(whisper):
     """A bundle whose drafter is the target itself."""
-    bundle = checkpoint.parent / "bundle"
-    export(str(checkpoint), bundle, str(checkpoint), OPTIONS)
-    return jetdraft.load(bundle, threads=1)
+    return jetdraft.load(whisper / "bundle", threads=1)
 
 
 @pytest.fixture(scope="module")
-def own(checkpoint):
-    return WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
+def own(whisper):
+    folder = whisper / "checkpoint"
+    return WhisperForConditionalGeneration.from_pretrained(folder).eval()
 
 
 def features(samples):
@@ -137,5 +131,51 @@ def test_checkpoints_that_lack_something_are_refused(tmp_path):
     (bare / "preprocessor_config.json").write_text('{"n_fft": 512}')
     with pytest.raises(UnsupportedModelError, match="has n_fft 512"):
         export(str(bare), tmp_path / "out", None, OPTIONS)
-    with pytest.raises(JetdraftError, match="there is no file"):
-        jetdraft.load(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_quantized_transcripts_are_the_same_with_every_method(tmp_path):
+    small = {"encoder_layers": 1, "decoder_layers": 1}
+    checkpoint = whispers.save(tmp_path / "checkpoint", **small)
+    options = ExportOptions(Recipe("int8", 32), max_width=16)
+    bundle = export(str(checkpoint), tmp_path / "bundle", None, options)
+    # Matrices of a byte a weight, and scales: four of attention, two of the MLP, two
+    # that the decoder's cross attention reads. Convolutions and positions are floats.
+    weights = (4 + 2) * 64 * 64 + 2 * 64 * 96
+    floats = 3 * 64 * (80 + 64) + 64 * whispers.SLOTS
+    encoder = bundle.files["target-encoder.onnx.data"]["bytes"]
+    assert encoder < 1.5 * weights + 4.2 * floats
+    with jetdraft.load(tmp_path / "bundle", threads=1) as model:
+        found = [
+            model.transcribe(whispers.sound(1.0), language="en", method=method)
+            for method in model.methods
+        ]
+    assert all(one.token_ids == found[0].token_ids for one in found)
+
+
+def test_wrong_wishes_are_refused(model, bundle, tmp_path):
+    samples = whispers.sound(0.5)
+    for wish, said in (
+        ({"language": "xx"}, "no language 'xx'; choose en, de"),
+        ({"task": "sing"}, "no task 'sing'; choose translate, transcribe"),
+        ({"stop": ["a"]}, "a transcript has no stop"),
+        ({"regex": "a+"}, "a transcript has no constraint"),
+    ):
+        with pytest.raises(OptionError, match=said):
+            model.transcribe(samples, **wish)
+    with pytest.raises(OptionError, match="hears, and reads no text"):
+        model.generate("hello")
+    with jetdraft.load(bundle, threads=1) as reader:
+        with pytest.raises(OptionError, match="reads text and hears nothing"):
+            reader.transcribe(samples)
+
+
+def test_a_transcription_can_be_cancelled_and_has_a_deadline(model):
+    long = whispers.sound(20.0)
+    transcription = model.transcription(long, language="en")
+    next(transcription)
+    transcription.cancel()
+    assert transcription.result().finish_reason in ("stop", "length", "cancelled")
+    assert len(transcription.result().segments) < 20
+    late = model.transcribe(long, language="en", max_seconds=0.01)
+    assert late.finish_reason == "deadline"
