@@ -25,12 +25,12 @@ from jetdraft.runtime.transcription import check_hears
 from jetdraft.server.admission import Admission
 from jetdraft.server.desk import Desk, Job
 from jetdraft.server.events import Events, unless_gone
-from jetdraft.server.form import read_form
 from jetdraft.server.generation_request import GenerationRequest, RequestError
 from jetdraft.server.metrics import Metrics
 from jetdraft.server.refusal import refusal
 from jetdraft.server.reply import Reply
-from jetdraft.server.transcription_request import TranscriptionRequest
+from jetdraft.server.uploads.form import read_form
+from jetdraft.server.uploads.transcription_request import TranscriptionRequest
 from jetdraft.untrusted.json_text import JsonError, read_json
 
 RECEIVE_SECONDS = 30.0

@@ -16,7 +16,7 @@ from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.text_stream import Stream
 from jetdraft.runtime.transcription import Transcription
 from jetdraft.server.generation_request import GenerationRequest, RequestError
-from jetdraft.server.transcription_request import TranscriptionRequest
+from jetdraft.server.uploads.transcription_request import TranscriptionRequest
 
 AnyRequest = GenerationRequest | TranscriptionRequest
 

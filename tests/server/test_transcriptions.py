@@ -9,8 +9,8 @@ from openai import OpenAI
 
 from jetdraft import Pool
 from jetdraft.server.app import Limits, Service
-from jetdraft.server.form import read_form
 from jetdraft.server.generation_request import RequestError
+from jetdraft.server.uploads.form import read_form
 from tests import whispers
 from tests.server.serving import served
 
