@@ -1,6 +1,6 @@
 """What drafts give a Whisper: word error rate, decoding and whole time by method.
 
-    python benchmarks/speech.py bundles/whisper CLIPS --method none,draft,lookup --json F
+    python benchmarks/speech.py bundles/whisper CLIPS --method none,draft --json F
 
 CLIPS has pairs of NAME.wav and NAME.txt, what is said in it. The methods transcribe
 each clip in turns; the first turn warms up and does not count. Times are sums over the
@@ -15,10 +15,13 @@ import re
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
 import jetdraft
+
+Figures = dict[str, float]
 
 
 def words_of(text: str) -> list[str]:
@@ -35,6 +38,28 @@ def errors(said: list[str], found: list[str]) -> int:
             best = min(before + (word != other), row[j] + 1, row[j - 1] + 1)
             before, row[j] = row[j], best
     return row[-1]
+
+
+def measured(
+    model: jetdraft.Model, said: dict[Path, list[str]], **options: Any
+) -> tuple[Figures, list[list[int]]]:
+    """The figures of all sounds in one turn, and their tokens."""
+    stats, tokens, wrong = jetdraft.Stats("", True, 0), [], 0
+    start = time.perf_counter()
+    for sound, words in said.items():
+        found = model.transcribe(sound, **options)
+        stats.merge(found.stats)
+        tokens.append(found.token_ids)
+        wrong += errors(words, words_of(found.text))
+    figures = {
+        "seconds": time.perf_counter() - start,
+        "decode_seconds": stats.decode_seconds,
+        "tokens_per_second": stats.tokens_per_second or 0.0,
+        "tokens_per_pass": stats.tokens_per_pass or 0.0,
+        "acceptance_rate": stats.acceptance_rate or 0.0,
+        "word_error_rate": wrong / sum(map(len, said.values())),
+    }
+    return figures, tokens
 
 
 @click.command()
@@ -60,36 +85,16 @@ def main(
     model = jetdraft.load(bundle, threads=threads)
     sounds = sorted(clips.glob("*.wav"))
     said = {s: words_of(s.with_suffix(".txt").read_text()) for s in sounds}
-    runs: dict[str, list[dict[str, float]]] = {m: [] for m in method.split(",")}
+    runs: dict[str, list[Figures]] = {m: [] for m in method.split(",")}
     texts: dict[str, list[list[int]]] = {}
     for turn in range(turns + 1):
-        for name in runs:
-            stats = jetdraft.Stats(name, True, 0)
-            start, tokens, wrong = time.perf_counter(), [], 0
-            for sound in sounds:
-                found = model.transcribe(
-                    sound,
-                    language="en" if model.bundle.speech.languages else None,
-                    timestamps=timestamps,
-                    method=name,
-                    num_draft_tokens=None if name == "none" else num_draft_tokens,
-                )
-                stats.merge(found.stats)
-                tokens.append(found.token_ids)
-                wrong += errors(said[sound], words_of(found.text))
-            whole = time.perf_counter() - start
+        for name, results in runs.items():
+            count = None if name == "none" else num_draft_tokens
+            options = {"timestamps": timestamps, "method": name}
+            figures, tokens = measured(model, said, num_draft_tokens=count, **options)
             assert texts.setdefault(name, tokens) == tokens
             if turn:
-                runs[name].append(
-                    {
-                        "seconds": whole,
-                        "decode_seconds": stats.decode_seconds,
-                        "tokens_per_second": stats.tokens_per_second or 0.0,
-                        "tokens_per_pass": stats.tokens_per_pass or 0.0,
-                        "acceptance_rate": stats.acceptance_rate or 0.0,
-                        "word_error_rate": wrong / sum(map(len, said.values())),
-                    }
-                )
+                results.append(figures)
     rows = {}
     for name, results in runs.items():
         row = {key: statistics.median(r[key] for r in results) for key in results[0]}

@@ -50,6 +50,9 @@ def test_bad_files_and_bundles_are_refused(whisper, bundle, file, tmp_path):
     assert_refused(jetdraft("transcribe", bundle, file), "hears nothing")
     wrong = jetdraft("transcribe", heard, file, "--language", "xx")
     assert_refused(wrong, "no language 'xx'")
-    for verb in ("generate", "check", "bench"):
-        words = ("-p", "hello") if verb == "generate" else ()
-        assert_refused(jetdraft(verb, heard, *words), "jetdraft transcribe")
+    assert_refused(jetdraft("generate", heard, "-p", "hi"), "jetdraft transcribe")
+    # These two describe the bundle first.
+    for verb in ("check", "bench"):
+        result = jetdraft(verb, heard)
+        assert result.exit_code == 2
+        assert "error: the bundle's model hears, and reads no text" in result.stderr

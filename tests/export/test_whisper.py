@@ -161,8 +161,8 @@ def test_quantized_transcripts_are_the_same_with_every_method(tmp_path):
 def test_wrong_wishes_are_refused(model, bundle, tmp_path):
     samples = whispers.sound(0.5)
     for wish, said in (
-        ({"language": "xx"}, "no language 'xx'; choose en, de"),
-        ({"task": "sing"}, "no task 'sing'; choose translate, transcribe"),
+        ({"language": "xx"}, "no language 'xx'; choose de, en"),
+        ({"task": "sing"}, "no task 'sing'; choose transcribe, translate"),
         ({"stop": ["a"]}, "a transcript has no stop"),
         ({"regex": "a+"}, "a transcript has no constraint"),
     ):
@@ -179,7 +179,7 @@ def test_wrong_wishes_are_refused(model, bundle, tmp_path):
 
 def test_a_transcription_can_be_cancelled_and_has_a_deadline(model):
     long = whispers.sound(20.0)
-    transcription = model.transcription(long, language="en")
+    transcription = model.transcription(long, jetdraft.Wanted("en"))
     next(transcription)
     transcription.cancel()
     assert transcription.result().finish_reason in ("stop", "length", "cancelled")
