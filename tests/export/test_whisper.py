@@ -145,7 +145,7 @@ def test_quantized_transcripts_are_the_same_with_every_method(tmp_path):
     options = ExportOptions(Recipe("int8", 32), max_width=16)
     bundle = export(str(checkpoint), tmp_path / "bundle", None, options)
     # Matrices of a byte a weight, and scales: four of attention, two of the MLP, two
-    # that the decoder's cross attention reads. Convolutions and positions are floats.
+    # that make the cross attention's rows. Convolutions and positions are floats.
     weights = (4 + 2) * 64 * 64 + 2 * 64 * 96
     floats = 3 * 64 * (80 + 64) + 64 * whispers.SLOTS
     encoder = bundle.files["target-encoder.onnx.data"]["bytes"]

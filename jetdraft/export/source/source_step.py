@@ -218,15 +218,23 @@ class EncoderStep(Step):
             source = source.to(dtype_of(self.contract))
         states = self.model.get_encoder()(source).last_hidden_state
         sides = [side for m in cross_attentions(self.model) for side in projections(m)]
+        place = _split if self.contract.source_bins else _padded
         return [
-            _padded(side(states), spec.shape)
+            place(side(states), spec.shape)
             for side, spec in zip(sides, self.source.outputs, strict=True)
         ]
+
+
+def _split(rows: Tensor, shape: tuple[Any, ...]) -> Tensor:
+    """Rows [1, slots, heads * d], which fill a buffer of that shape."""
+    _, heads, slots, size = shape
+    return rows.view(1, slots, heads, size).transpose(1, 2)
 
 
 def _padded(rows: Tensor, shape: tuple[Any, ...]) -> Tensor:
     """Rows [1, source, heads * d] as a buffer of that shape, zeros behind them."""
     _, heads, slots, size = shape
     split = rows.view(1, -1, heads, size).transpose(1, 2)
-    empty = torch.zeros(1, heads, slots, size, dtype=rows.dtype)
+    # Computed, since zeros alone would be a constant as large as the buffer.
+    empty = (split[:, :, :1] * 0).expand(1, heads, slots, size)
     return torch.cat([split, empty], 2)[:, :, :slots]
