@@ -180,7 +180,10 @@ class Service:
             self._check_name(wanted.model)
         check_hears(self.pool.models[0].parts)
         wanted.options["max_seconds"] = self.limits.seconds
-        job = Job(self.desk, wanted, request.client.host if request.client else "")
+        client = request.client.host if request.client else ""
+        if self._keeps:
+            wanted.options["drafting"] = {"user": client}  # nobody else's responses
+        job = Job(self.desk, wanted, client)
         result = await unless_gone(request.receive, job, job.result())
         assert isinstance(result, Transcript)
         self._count(request, 200)
