@@ -107,7 +107,7 @@ def _check_seconds(name: str, seconds: float) -> None:
 def _floats(data: npt.NDArray[np.uint8], width: int) -> Float32s:
     """Integers of `width` bytes, the lowest first, as float32 within -1 and 1."""
     if width == 1:  # the only width without a sign
-        return (data.astype(np.float32) - 128) / 128
+        return ((data - 128.0) / 128).astype(np.float32)
     padded = np.zeros((len(data) // width, 4), np.uint8)
     padded[:, 4 - width :] = data.reshape(-1, width)
     integers = padded.view("<i4")[:, 0]
