@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from jetdraft.export.request import export as export
     from jetdraft.runtime.async_stream import AsyncStream as AsyncStream
     from jetdraft.runtime.conversation import Conversation as Conversation
+    from jetdraft.runtime.hearing.segments import Segment as Segment
     from jetdraft.runtime.measured.stats import Stats as Stats
     from jetdraft.runtime.model import Model as Model
     from jetdraft.runtime.model import load as load
@@ -55,6 +56,9 @@ if TYPE_CHECKING:
     from jetdraft.runtime.text.tools import ToolCall as ToolCall
     from jetdraft.runtime.text.tools import Tools as Tools
     from jetdraft.runtime.text_stream import Stream as Stream
+    from jetdraft.runtime.transcript import Transcript as Transcript
+    from jetdraft.runtime.transcription import Transcription as Transcription
+    from jetdraft.runtime.transcription import Wanted as Wanted
 
 __version__ = "0.1.0"
 
@@ -71,6 +75,7 @@ _MODULES = {
     "export": ("export",),
     "runtime.async_stream": ("AsyncStream",),
     "runtime.conversation": ("Conversation",),
+    "runtime.hearing.segments": ("Segment",),
     "runtime.measured.stats": ("Stats",),
     "runtime.model": ("Model", "load"),
     "runtime.piece": ("Piece", "Result"),
@@ -85,6 +90,8 @@ _MODULES = {
     "runtime.text.stops": ("Ending",),
     "runtime.text.tools": ("ToolCall", "Tools"),
     "runtime.text_stream": ("Stream",),
+    "runtime.transcript": ("Transcript",),
+    "runtime.transcription": ("Transcription", "Wanted"),
 }
 
 __all__ = sorted(name for names in _MODULES.values() for name in names)  # noqa: PLE0605

@@ -47,6 +47,7 @@ from jetdraft.manifest import (
     sha256_of,
 )
 from jetdraft.recipe import Recipe
+from jetdraft.speech.speech_tokens import Speech
 from jetdraft.untrusted.record import Count, Rule, Size, in_range, one_of, read_fields
 
 CONTRIB, STANDARD, SCATTERED = FLAVOURS = "contrib", "standard", "standard-scatternd"
@@ -264,7 +265,8 @@ class Bundle:
     sampling defaults by option, see `GENERATION`; options without a default are left
     out. `special_tokens` are the texts of the tokenizer's special tokens, see
     `SPECIAL_TOKENS`, for the chat template. `start_token_ids` are the tokens that the
-    text of an encoder-decoder begins with, and empty for a decoder alone.
+    text of an encoder-decoder begins with, and empty for a decoder alone. `speech` has
+    the tokens of a model that hears, None for other models.
 
         Bundle.open("bundle").generation  # {"temperature": 0.6, "top_p": 0.95}
     """
@@ -284,6 +286,7 @@ class Bundle:
         default_factory=dict
     )
     start_token_ids: tuple[Count, ...] = ()
+    speech: Speech | None = None
 
     @property
     def target(self) -> GraphEntry:
@@ -392,6 +395,11 @@ class Bundle:
             id >= contract.vocab_size for id in ids
         ):
             raise ValueError("a text after a source begins with tokens")
+        spoken = self.speech.ids if self.speech else set()
+        if bool(spoken) != bool(contract.source_bins) or any(
+            id >= contract.vocab_size for id in spoken
+        ):
+            raise ValueError("a model that hears has tokens of speech")
 
     def to_json(self) -> dict[str, Any]:
         """The manifest, with its own hash."""
@@ -405,6 +413,7 @@ class Bundle:
             "generation": self.generation,
             "special_tokens": self.special_tokens,
             "start_token_ids": list(self.start_token_ids),
+            "speech": self.speech and asdict(self.speech),
             "tools": self.tools,
             "files": self.files,
         }
@@ -448,6 +457,11 @@ def check_pair(
         raise PairError(
             f"the {name} reads sources of {drafter.source_slots} tokens, the target "
             f"sources of {target.source_slots}; give a drafter of the same kind"
+        )
+    if target.source_bins != drafter.source_bins and not drafter.feature_input:
+        raise PairError(
+            f"the {name} hears {drafter.source_bins} mel bins, the target "
+            f"{target.source_bins}; give a drafter of the same kind"
         )
     if drafter.feature_input not in (0, target.feature_size):
         raise PairError(

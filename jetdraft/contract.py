@@ -94,6 +94,9 @@ HIDDEN = -1e4
 SOURCE = "source"
 """The name of the axis of a source's tokens."""
 
+FRAMES_PER_SLOT = 2
+"""Frames of a spectrum that Whisper's encoder makes one slot of."""
+
 ROWS, ANSWERS, PROBES, PREFIX, ALL = "n", "m", "r", "p", "n+b"
 """The names of the dynamic axes: the rows of a pass, the rows it answers for, its
 probes, the rows of their prefix, and the slots of all these together."""
@@ -208,7 +211,8 @@ class StepContract:
     each; 0 for other graphs. Raises `ContractError` for sizes that contradict each
     other.
 
-    A decoder of an encoder reads a source of at most `source_slots` tokens. With
+    A decoder of an encoder reads a source of at most `source_slots` tokens, or, with
+    `source_bins`, a sound as its log-mel spectrum of that many bins. With
     `relative_positions` its attention has a bias of its own, by the distance of rows.
 
     With a `selection` a pass may read selected rows only.
@@ -244,6 +248,7 @@ class StepContract:
     recent: Annotated[int, in_range(0, 64)] = 0
     ahead: Annotated[int, in_range(0, 64)] = 0
     source_slots: Count = 0
+    source_bins: Count = 0
     relative_positions: bool = False
     selection: Selection | None = None
 
@@ -268,6 +273,10 @@ class StepContract:
             (
                 self.guesses and not (self.feature_input or self.kv_shapes),
                 "guesses need features as an input, or buffers",
+            ),
+            (
+                self.source_bins and not self.source_slots,
+                "a sound needs slots of a source",
             ),
             (
                 self.block and self.spare_slots < self.block,
@@ -558,7 +567,8 @@ class SourceContract:
     """The graph of an encoder, for the decoder with the contract `step`.
 
     It takes a source, `input_ids` int64 [1, source], and gives the cross buffers of all
-    layers, with zeros behind the source.
+    layers, with zeros behind the source. An encoder that hears takes `input_features`
+    float32 [1, bins, frames], a sound that fills all slots.
 
         SourceContract(contract).outputs
     """
@@ -568,7 +578,15 @@ class SourceContract:
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """All inputs, in graph order."""
+        if self.step.source_bins:
+            shape = 1, self.step.source_bins, self.frames
+            return (TensorSpec("input_features", "float32", shape),)
         return (TensorSpec("input_ids", "int64", (1, SOURCE)),)
+
+    @property
+    def frames(self) -> int:
+        """The frames of the spectrum of a sound."""
+        return FRAMES_PER_SLOT * self.step.source_slots
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:

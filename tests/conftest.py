@@ -18,6 +18,7 @@ from jetdraft.export import exporter
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.job import Job
 from jetdraft.recipe import Recipe
+from tests import whispers
 from tests.tiny import drafter_config, llama_config, save_checkpoint
 
 # pytest listens to loggers that do not propagate, and torch would write all that it
@@ -73,3 +74,16 @@ def bundle(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(bundle: Path) -> jetdraft.Model:
     """The bundle, loaded on one thread."""
     return jetdraft.load(bundle, threads=1)
+
+
+@pytest.fixture(scope="session")
+def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoint of a tiny Whisper, and a bundle of it.
+
+    The bundle's drafter is the target itself.
+    """
+    folder = tmp_path_factory.mktemp("whisper")
+    checkpoint = whispers.save(folder / "checkpoint")
+    options = ExportOptions(Recipe("none"), max_width=16)
+    export(str(checkpoint), folder / "bundle", str(checkpoint), options)
+    return folder

@@ -60,6 +60,7 @@ ONLY_PARSED = {
     "jetdraft bench bundles/faster": "needs a trained drafter; tests/train",
     "jetdraft generate bundles/flan": "needs an export; tests/export",
     "jetdraft generate bundles/long": "needs an export; tests/export",
+    "jetdraft transcribe bundles/whisper": "needs an export; tests/cli",
     "jetdraft plan TARGET --device orin-nx-16gb --tokenize": "needs texts",
     "jetdraft generate bundles/with-block": "needs an export; tests/export",
     "jetdraft generate bundles/with-head": "needs an export; tests/test_pycode.py",

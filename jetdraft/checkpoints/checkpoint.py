@@ -36,10 +36,12 @@ from jetdraft.checkpoints.source_attention import (
     IMPLEMENTATION as SOURCE_IMPLEMENTATION,
 )
 from jetdraft.checkpoints.source_attention import implement
+from jetdraft.checkpoints.sources.speech_reader import hears, read_speech
 from jetdraft.checkpoints.streamed import SETTINGS, SHARED
 from jetdraft.checkpoints.streamed import WEIGHTS as STREAM_WEIGHTS
 from jetdraft.checkpoints.taps import Taps
 from jetdraft.errors import CheckpointError, JetdraftError, UnsupportedModelError
+from jetdraft.speech.speech_tokens import Speech
 from jetdraft.untrusted.printable import printable
 
 
@@ -52,7 +54,8 @@ class Checkpoint:
     `read_defaults`, and `special_tokens` the tokenizer's, see `Bundle`. `taps` are what
     a head reads of the model's states. `draft_ids` int64 [n] are the tokens that a
     drafter was trained to draft, None for all. `start_token_ids` are the tokens that an
-    encoder-decoder's text begins with, empty for a decoder alone.
+    encoder-decoder's text begins with, empty for a decoder alone. `speech` has the
+    tokens of a model that hears, None for other models.
 
         checkpoint = Checkpoint.load("examples/pycode/target", torch.float32)
     """
@@ -69,6 +72,7 @@ class Checkpoint:
     taps: Taps | None = None
     draft_ids: Tensor | None = None
     start_token_ids: tuple[int, ...] = ()
+    speech: Speech | None = None
 
     @classmethod
     def load(cls, source: str, dtype: torch.dtype) -> Checkpoint:
@@ -100,6 +104,7 @@ class Checkpoint:
                 checkpoint_folder(source), model.get_output_embeddings().weight.shape[0]
             ),
             start_token_ids=_start_token_ids(source, model),
+            speech=read_speech(source, model),
         )
 
     @classmethod
@@ -306,8 +311,10 @@ def _stored_dtype(source: str) -> torch.dtype:
 _OWN_CODE = {"trust_remote_code": False}
 """Otherwise transformers asks on the terminal whether to run a checkpoint's code."""
 
-_TASKS = {False: "text-generation", True: "text2text-generation"}
-"""The tasks of decoders alone and of encoder-decoders, as optimum names them."""
+_DECODE, _REWRITE = "text-generation", "text2text-generation"
+_HEAR = "automatic-speech-recognition"
+"""The tasks of decoders alone, of encoder-decoders, and of those that hear, as optimum
+names them."""
 
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -323,9 +330,10 @@ def _load_model(
     The weights are kept in `dtype`, by default the type in a folder's files.
     """
     kind = config.model_type
+    task = _REWRITE if config.is_encoder_decoder else _DECODE
     try:
         model_class = TasksManager.get_model_class_for_task(
-            _TASKS[config.is_encoder_decoder],
+            _HEAR if hears(config) else task,
             "pt",
             model_type=kind,
             library="transformers",

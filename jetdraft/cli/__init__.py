@@ -30,6 +30,7 @@ REFUSALS = (
 VERBS = {
     "export": "Export checkpoints to a bundle.",
     "generate": "Generate a text.",
+    "transcribe": "Write down what is said in a WAV file.",
     "chat": "Talk to a model, line by line.",
     "serve": "Answer OpenAI's API over HTTP.",
     "bench": "Measure every method against plain decoding.",

@@ -83,7 +83,7 @@ def export(
         )
     sources = {TARGET: target} | ({} if drafter is None else {DRAFTER: drafter})
     checkpoints = _load(sources, options, report)
-    options = Family.of(checkpoints[TARGET]).options(options)
+    options = Family.of(checkpoints[TARGET]).options(checkpoints[TARGET], options)
     reader = head_of(head, checkpoints[TARGET], options) if head is not None else None
     _check_draft_vocabulary(options, checkpoints, reader)
     if reader is not None:
@@ -112,6 +112,7 @@ def export(
             generation=checkpoints[TARGET].generation,
             special_tokens=checkpoints[TARGET].special_tokens,
             start_token_ids=checkpoints[TARGET].start_token_ids,
+            speech=checkpoints[TARGET].speech,
             tools=_versions(),
         )
         _write_texts(folder, checkpoints[TARGET])

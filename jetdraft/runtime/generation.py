@@ -33,6 +33,7 @@ from jetdraft.runtime.drafts.probes import NO_PROBING, Probing
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.measured.stats import Round, Stats
 from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.encoding.source import Material, tokens_of
 from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.target import EarlyStop, Target
 from jetdraft.runtime.piece import Piece
@@ -80,7 +81,8 @@ class Generation:
 
     All options are checked at once. A `prepared` generation compiles its constraint at
     once too, before any pass is measured; else `run` does. An encoder-decoder writes
-    about a `source`, token ids. Raises `OptionError`.
+    about a `source`. The `rules` are the model's own: they change the logits before a
+    constraint does. Raises `OptionError`.
 
         generation = Generation(parts, planner, [5, 8, 9], Options())
         for piece in generation.run():
@@ -95,7 +97,8 @@ class Generation:
         prompt: list[int],
         options: Options,
         prepared: bool = False,
-        source: Sequence[int] = (),
+        source: Material = (),
+        rules: Sequence[LogitsProcessor] = (),
     ) -> None:
         _check_options(options, parts)
         drafting, ending = options.drafting, options.ending
@@ -119,7 +122,7 @@ class Generation:
         # Observers first: they may change what the proposers draft with.
         self.observers = [*lineup.observers, *lineup.proposers]
         self.verifier = lineup.verifier
-        self.chooser = Chooser(options.sampling, self._processors(prompt))
+        self.chooser = Chooser(options.sampling, self._processors(prompt, rules))
         self.widths = planner.widths(drafting)
         self.stats = Stats(
             method=drafting.method,
@@ -127,7 +130,7 @@ class Generation:
             lossy=options.lossy,
             select_kv=_selected(parts) if drafting.select_kv else None,
             seed=options.sampling.seed if options.sampling.temperature else None,
-            prompt_tokens=len(source) or len(prompt),
+            prompt_tokens=len(tokens_of(source) or prompt),
             plain_ms=parts.curve.pass_ms(self.widths[0]),
         )
         self._prompt, self._source = prompt, source
@@ -150,12 +153,15 @@ class Generation:
                 if not self.watcher.must_end():
                     raise
 
-    def _processors(self, prompt: list[int]) -> list[LogitsProcessor]:
+    def _processors(
+        self, prompt: list[int], rules: Sequence[LogitsProcessor]
+    ) -> list[LogitsProcessor]:
         """What changes the logits before a token is chosen."""
         processors: list[LogitsProcessor] = []
         if self.options.penalties.changes:
             processors.append(PenaltyProcessor(self.options.penalties, prompt))
-        return processors + ([] if self._matcher is None else [self._matcher])
+        constraint = [] if self._matcher is None else [self._matcher]
+        return [*processors, *rules, *constraint]
 
     def run(self) -> Generator[Piece, None, None]:
         """Give piece after piece, alone on the buffers; `stats` fills up on the way."""
@@ -179,7 +185,8 @@ class Generation:
                     self._matcher.close()
             response = [token for piece in self.pieces for token in piece.token_ids]
             user = self.options.drafting.user
-            self.parts.remember(self._source or self._prompt, response, user)
+            about = tokens_of(self._source) or self._prompt
+            self.parts.remember(about, response, user)
             for observer in self.observers:
                 observer.end(self._prompt, response, user, self.stats)
 

@@ -12,8 +12,9 @@ from jetdraft.bundle import Bundle
 from jetdraft.devices.memory import gather_meanwhile
 from jetdraft.errors import ConstraintError, JetdraftError, OptionError
 from jetdraft.runtime.async_stream import AsyncStream
-from jetdraft.runtime.drafts.arrays import Int64s
+from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.generation import Generation
+from jetdraft.runtime.hearing.sound import check_sound, read_sound
 from jetdraft.runtime.measured.claim import CLOSED
 from jetdraft.runtime.passes.prefix import load_prefix, save_prefix
 from jetdraft.runtime.piece import Result
@@ -33,6 +34,14 @@ from jetdraft.runtime.text.template import (
 from jetdraft.runtime.text.tools import BEGIN, Tools
 from jetdraft.runtime.text.vocabulary import Vocabulary
 from jetdraft.runtime.text_stream import Stream
+from jetdraft.runtime.transcript import Transcript
+from jetdraft.runtime.transcription import (
+    TRANSCRIBE,
+    TRANSCRIPT,
+    Transcription,
+    Wanted,
+    check_hears,
+)
 
 
 def load(
@@ -184,16 +193,64 @@ class Model:
         prepared: bool = False,
     ) -> Generation:
         """A generation whose options are checked, and its constraint if `prepared`."""
+        options, parts = self._options(options, fields), self.parts
+        source, ids = parts.divided(self.prompt(prompt, token_ids).tolist())
+        return Generation(parts, self.planner, ids, options, prepared, source)
+
+    def _options(self, options: Options | None, fields: GenerateOptions) -> Options:
+        """The options, given whole or by name; raises `OptionError`."""
         if options is None:
             fields.setdefault("method", self.method)
-            options = Options.of(**fields)
-        elif fields or not isinstance(options, Options):
+            return Options.of(**fields)
+        if fields or not isinstance(options, Options):
             raise OptionError(
                 "give either an Options object or options by their names", "options"
             )
+        return options
+
+    def transcribe(
+        self,
+        sound: str | Path | bytes | Float32s,
+        options: Options | None = None,
+        *,
+        language: str | None = None,
+        task: str = TRANSCRIBE,
+        timestamps: bool = True,
+        **fields: Unpack[GenerateOptions],
+    ) -> Transcript:
+        """Write down what is said in a sound, with a bundle of Whisper.
+
+        The sound is a WAV file or its bytes, or float32 samples of one channel at 16
+        kHz. Raises `OptionError` for another file, and for a bundle that hears nothing.
+
+            model.transcribe("question.wav", language="en").segments
+        """
+        wanted = Wanted(language, task, timestamps)
+        return self.transcription(sound, wanted, options, **fields).result()
+
+    def transcription(
+        self,
+        sound: str | Path | bytes | Float32s,
+        wanted: Wanted = TRANSCRIPT,
+        options: Options | None = None,
+        **fields: Unpack[GenerateOptions],
+    ) -> Transcription:
+        """`transcribe` window by window; the sound and options are checked at once.
+
+        for segment in model.transcription("talk.wav"):
+            print(segment.start, segment.text)
+        """
         parts = self.parts
-        source, ids = parts.divided(self.prompt(prompt, token_ids).tolist())
-        return Generation(parts, self.planner, ids, options, prepared, source)
+        check_hears(parts)
+        if options is None:
+            most = parts.target.contract.capacity // 2
+            fields.setdefault("max_new_tokens", most)
+        chosen = self._options(options, fields)
+        if isinstance(sound, (str, Path, bytes)):
+            samples = read_sound(sound)
+        else:
+            samples = check_sound(sound)
+        return Transcription(parts, self.planner, samples, wanted, chosen)
 
     def chat(
         self,

@@ -20,6 +20,8 @@ from starlette.types import ASGIApp
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.pool import Pool
 from jetdraft.runtime.text.tools import BEGIN
+from jetdraft.runtime.transcript import Transcript
+from jetdraft.runtime.transcription import check_hears
 from jetdraft.server.admission import Admission
 from jetdraft.server.desk import Desk, Job
 from jetdraft.server.events import Events, unless_gone
@@ -27,24 +29,31 @@ from jetdraft.server.generation_request import GenerationRequest, RequestError
 from jetdraft.server.metrics import Metrics
 from jetdraft.server.refusal import refusal
 from jetdraft.server.reply import Reply
+from jetdraft.server.uploads.form import read_form
+from jetdraft.server.uploads.transcription_request import TranscriptionRequest
 from jetdraft.untrusted.json_text import JsonError, read_json
 
 RECEIVE_SECONDS = 30.0
 """The most seconds that a body may take to arrive."""
 
-CHAT = "/v1/chat/completions"
-COUNTED = ("/v1/completions", CHAT, "/v1/models", "/metrics")
+CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/transcriptions"
+COUNTED = ("/v1/completions", CHAT, SPEECH, "/v1/models", "/metrics")
+JSON, FORM = "application/json", "multipart/form-data"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a request: bytes, new tokens, places in the queue, seconds."""
+    """Limits of a request: bytes, new tokens, places in the queue, seconds.
+
+    `sound_bytes` is the most bytes of a request with a sound.
+    """
 
     body_bytes: int = 1_000_000
     new_tokens: int = 1024
     waiting: int = 64
     wait_seconds: float = 120.0
     seconds: float = 300.0
+    sound_bytes: int = 25_000_000
 
     def __post_init__(self) -> None:
         for name in ("wait_seconds", "seconds"):
@@ -86,6 +95,7 @@ class Service:
                 Route("/v1/models/{name:path}", self._model),
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route(CHAT, self._chat, methods=["POST"]),
+                Route(SPEECH, self._transcribe, methods=["POST"]),
             ],
             exception_handlers={
                 JetdraftError: self._refuse,
@@ -160,22 +170,29 @@ class Service:
         self._count(request, 200)
         return JSONResponse(reply.whole(result))
 
+    async def _transcribe(self, request: Request) -> Response:
+        self._admission.check(request)
+        _check_origin(request)
+        data = await self._data(request, FORM, self.limits.sound_bytes)
+        form = read_form(bytes(data), request.headers["content-type"])
+        wanted = TranscriptionRequest.of(form)
+        if wanted.model is not None:
+            self._check_name(wanted.model)
+        check_hears(self.pool.models[0].parts)
+        wanted.options["max_seconds"] = self.limits.seconds
+        client = request.client.host if request.client else ""
+        if self._keeps:
+            wanted.options["drafting"] = {"user": client}  # nobody else's responses
+        job = Job(self.desk, wanted, client)
+        result = await unless_gone(request.receive, job, job.result())
+        assert isinstance(result, Transcript)
+        self._count(request, 200)
+        return wanted.response(result)
+
     async def _body(self, request: Request) -> dict[str, Any]:
         """Return the JSON object in the body."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip()
-        if (
-            kind.lower() != "application/json"
-        ):  # a foreign page cannot send JSON unasked
-            raise RequestError(
-                f"content type {kind!r} is not application/json", status=415
-            )
-        try:
-            async with asyncio.timeout(RECEIVE_SECONDS):
-                data = await self._received(request)
-        except TimeoutError:
-            raise RequestError("the body did not come in time", status=408) from None
-        except ClientDisconnect:
-            raise RequestError("the client has gone", status=499) from None
+        # A foreign page cannot send JSON unasked.
+        data = await self._data(request, JSON, self.limits.body_bytes)
         try:
             body = read_json(data, most_bytes=self.limits.body_bytes)
         except JsonError as error:
@@ -184,9 +201,22 @@ class Service:
             raise RequestError("the body must be a JSON object")
         return {name: value for name, value in body.items() if value is not None}
 
-    async def _received(self, request: Request) -> bytearray:
+    async def _data(self, request: Request, kind: str, most: int) -> bytearray:
+        """Return the bytes of a body of that content type."""
+        given = request.headers.get("content-type", "").partition(";")[0].strip()
+        if given.lower() != kind:
+            raise RequestError(f"content type {given!r} is not {kind}", status=415)
+        try:
+            async with asyncio.timeout(RECEIVE_SECONDS):
+                return await self._received(request, most)
+        except TimeoutError:
+            raise RequestError("the body did not come in time", status=408) from None
+        except ClientDisconnect:
+            raise RequestError("the client has gone", status=499) from None
+
+    async def _received(self, request: Request, most: int) -> bytearray:
         """Return the bytes of the body; refuse a body that is too long."""
-        most, data = self.limits.body_bytes, bytearray()
+        data = bytearray()
         async for part in request.stream():
             data += part
             if len(data) > most:
@@ -222,3 +252,14 @@ class Service:
         path = request.url.path
         label = path if path in COUNTED else "other"  # clients can invent paths
         self.metrics.answered[label, status] += 1
+
+
+def _check_origin(request: Request) -> None:
+    """Refuse a form of a foreign page, which a browser sends without asking."""
+    origin = request.headers.get("origin")
+    host = request.headers.get("host", "")
+    if origin is not None and origin.partition("://")[2] != host:
+        raise RequestError(
+            f"the page at {origin!r} is foreign; send the form from {host!r}",
+            status=403,
+        )

@@ -13,7 +13,12 @@ from math import inf
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.piece import Piece, Result
+from jetdraft.runtime.text_stream import Stream
+from jetdraft.runtime.transcription import Transcription
 from jetdraft.server.generation_request import GenerationRequest, RequestError
+from jetdraft.server.uploads.transcription_request import TranscriptionRequest
+
+AnyRequest = GenerationRequest | TranscriptionRequest
 
 
 class Desk:
@@ -135,7 +140,7 @@ class Job:
 
     due = inf
 
-    def __init__(self, desk: Desk, request: GenerationRequest, client: str) -> None:
+    def __init__(self, desk: Desk, request: AnyRequest, client: str) -> None:
         self._desk, self._request, self._client = desk, request, client
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Piece | Result | BaseException] = asyncio.Queue()
@@ -192,11 +197,12 @@ class Job:
 
     def _generate(self, model: Model) -> None:
         """Run the generation, in a thread of the desk."""
-        stream = self._request.stream(model)
+        stream: Stream | Transcription = self._request.stream(model)
         if self._cancelled:
             stream.cancel()
         for piece in stream:
-            self._post(piece)
+            if isinstance(piece, Piece):
+                self._post(piece)
             if self._cancelled:  # perhaps before the model knew this generation
                 stream.cancel()
         result = stream.result()

@@ -9,6 +9,7 @@ import numpy as np
 from jetdraft.bundle import Bundle, GraphEntry
 from jetdraft.contract import StepContract
 from jetdraft.recipe import Recipe
+from jetdraft.runtime.hearing.segments import SECONDS_PER_SLOT
 from jetdraft.runtime.planning.registry import methods_of
 from jetdraft.untrusted.printable import printable
 
@@ -56,6 +57,9 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
         yield f"  trees         {entry.tree_file}, weights of {entry.file}.data"
     if entry.encoder_file is not None:
         most = f"sources of up to {contract.source_slots} tokens"
+        if contract.source_bins:
+            seconds = contract.source_slots * SECONDS_PER_SLOT
+            most = f"{contract.source_bins} mel bins, windows of {seconds:g} s"
         yield f"  encoder       {entry.encoder_file}, {most}"
     if entry.selection is not None:
         some = f"{entry.selection.rows} of {contract.capacity} KV rows in a pass"

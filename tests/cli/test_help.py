@@ -24,7 +24,7 @@ from jetdraft.train.use.use_verb import command as from_use
 from tests.cli.running import assert_refused, jetdraft
 
 VERBS = [
-    *("export", "generate", "chat", "serve", "bench", "check"),
+    *("export", "generate", "transcribe", "chat", "serve", "bench", "check"),
     *("tune", "plan", "doctor", "recipes", "train", "store"),
 ]
 

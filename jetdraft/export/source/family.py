@@ -10,21 +10,34 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contract import StepContract
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.seams import check_seams
-from jetdraft.export.source.source_seams import check_source_seams, source_shapes
+from jetdraft.export.source.source_seams import (
+    check_source_seams,
+    most_positions,
+    source_shapes,
+)
 from jetdraft.export.step import kv_shapes
 from jetdraft.quant.ladder import TOP
 from jetdraft.recipe import Recipe
 
 
-def _open(options: ExportOptions) -> ExportOptions:
+def _open(checkpoint: Checkpoint, options: ExportOptions) -> ExportOptions:
     """Leave what is open to the measurements."""
     return options
 
 
-def _settled(options: ExportOptions) -> ExportOptions:
-    """Choose the safe recipe: no text is written to measure others on."""
-    recipe = options.recipe or Recipe.parse(TOP)
-    return replace(options, recipe=recipe, fast=True)
+def _settled(checkpoint: Checkpoint, options: ExportOptions) -> ExportOptions:
+    """Choose the safe recipe: no text is written to measure others on.
+
+    A model that hears gets no more rows than it has positions: the text of a window is
+    never longer.
+    """
+    recipe, capacity = options.recipe or Recipe.parse(TOP), options.capacity
+    if checkpoint.speech is not None:
+        capacity = min(capacity, most_positions(checkpoint.model) or capacity)
+    width = min(options.max_width, capacity)
+    return replace(
+        options, recipe=recipe, fast=True, capacity=capacity, max_width=width
+    )
 
 
 @dataclass(frozen=True)
@@ -39,7 +52,7 @@ class Family:
 
     kv_shapes: Callable[[Any], tuple[tuple[int, int], ...]]
     check_seams: Callable[[Any, StepContract], None]
-    options: Callable[[ExportOptions], ExportOptions]
+    options: Callable[[Checkpoint, ExportOptions], ExportOptions]
 
     @staticmethod
     def of(checkpoint: Checkpoint) -> Family:

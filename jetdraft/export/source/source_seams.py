@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from jetdraft.checkpoints.source_attention import IMPLEMENTATION, implement
-from jetdraft.contract import StepContract
+from jetdraft.contract import FRAMES_PER_SLOT, SourceContract, StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.seams import TOLERANCE
-from jetdraft.export.source.source_step import EncoderStep, SourceStep
+from jetdraft.export.source.source_step import EncoderStep, SourceStep, source_sizes
 from jetdraft.export.step import dtype_of, refusal
 
 _TOKENS = 24
@@ -20,10 +20,12 @@ _TOKENS = 24
 def source_shapes(model: Any) -> tuple[tuple[int, int], ...]:
     """(heads, head_dim) of each layer of the decoder, from the tensors of a pass."""
     row = torch.zeros(1, 1, dtype=torch.long)
+    bins, slots = source_sizes(model)
+    source = torch.zeros(1, bins, FRAMES_PER_SLOT * slots) if bins else row
     implement(model, "eager")
     try:
         with torch.no_grad():
-            output = model(input_ids=row, decoder_input_ids=row, use_cache=True)
+            output = model(source, decoder_input_ids=row, use_cache=True)
         caches = output.past_key_values
         own, cross = caches.self_attention_cache, caches.cross_attention_cache
         shapes = tuple((x.keys.shape[1], x.keys.shape[3]) for x in own.layers)
@@ -45,11 +47,14 @@ def check_source_seams(model: Any, contract: StepContract) -> None:
     generator = torch.Generator().manual_seed(0)
     count = min(_TOKENS, contract.capacity, contract.source_slots)
     source, ids = torch.randint(contract.vocab_size, (2, 1, count), generator=generator)
+    if contract.source_bins:
+        [spec] = SourceContract(contract).inputs
+        source = torch.randn(spec.sized(), generator=generator)
     try:
         with torch.no_grad():
             seam_logits = _through_seams(model, contract, source, ids)
             implement(model, "eager")
-            own_logits = model(input_ids=source, decoder_input_ids=ids).logits.float()
+            own_logits = model(source, decoder_input_ids=ids).logits.float()
             _check_last_positions(model, contract)
     except Exception as error:  # an unknown architecture may raise anything
         raise refusal(model, error) from error
@@ -74,7 +79,8 @@ def _through_seams(
         torch.zeros(spec.sized(), dtype=dtype_of(contract))
         for spec in contract.buffers("past")
     ]
-    length = torch.tensor([source.shape[1]], dtype=torch.int32)
+    filled = contract.source_slots if contract.source_bins else source.shape[1]
+    length = torch.tensor([filled], dtype=torch.int32)
     count = ids.shape[1]
     for start, end in ((0, 2 * count // 3), (2 * count // 3, count)):
         outputs = step(
@@ -93,11 +99,14 @@ def _through_seams(
 
 
 def most_positions(model: Any) -> int | None:
-    """The rows of the smaller table of positions; None without such tables."""
-    tables = [
-        getattr(part, "embed_positions", None)
-        for part in (model.get_encoder(), model.get_decoder())
-    ]
+    """The rows of the smaller table of positions; None without such tables.
+
+    The table of an encoder that hears counts frames, not tokens.
+    """
+    halves = [model.get_decoder()]
+    if not source_sizes(model)[0]:
+        halves.append(model.get_encoder())
+    tables = [getattr(half, "embed_positions", None) for half in halves]
     sizes = [t.weight.shape[0] - getattr(t, "offset", 0) for t in tables if t]
     return min(sizes, default=None)
 

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from jetdraft.checkpoints.source_attention import CrossCache, Pairs, SourceState
 from jetdraft.contract import HIDDEN, SourceContract, StepContract
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.step import Specs, Step, dtype_of, state_of
+from jetdraft.export.step import Specs, Step, dtype_of, state_of, zeros
 
 _TRACED_SOURCE = 9
 """Tokens of the source that the tracer sees."""
@@ -32,6 +32,13 @@ def cross_attentions(model: Any) -> list[Any]:
         if getattr(module, "is_causal", None) is False
         and getattr(module, "is_decoder", False)
     ]
+
+
+def source_sizes(model: Any) -> tuple[int, int]:
+    """The mel bins of a model that hears, and its slots; zeros for other models."""
+    bins = int(getattr(model.config, "num_mel_bins", 0))
+    table = getattr(model.get_encoder(), "embed_positions", None)
+    return bins, table.weight.shape[0] if bins and table is not None else 0
 
 
 def projections(module: Any) -> tuple[Any, Any]:
@@ -186,7 +193,7 @@ class EncoderStep(Step):
 
     @property
     def declared(self) -> tuple[Specs, Specs, Specs]:
-        """Inputs: a source's tokens. No buffers. Outputs: the cross buffers."""
+        """Inputs: a source. No buffers. Outputs: the cross buffers."""
         return self.source.inputs, (), self.source.outputs
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -199,23 +206,35 @@ class EncoderStep(Step):
 
     def example(self) -> list[Tensor]:
         """A source to trace with."""
+        if self.contract.source_bins:
+            return [zeros(spec) for spec in self.source.inputs]
         return [torch.zeros(1, _TRACED_SOURCE, dtype=torch.long)]
 
     def forward(  # type: ignore[override]
-        self, input_ids: Tensor, past: list[Tensor]
+        self, source: Tensor, past: list[Tensor]
     ) -> list[Tensor]:
         """The cross buffers of a source, in the contract's order."""
-        states = self.model.get_encoder()(input_ids=input_ids).last_hidden_state
+        if self.contract.source_bins:
+            source = source.to(dtype_of(self.contract))
+        states = self.model.get_encoder()(source).last_hidden_state
         sides = [side for m in cross_attentions(self.model) for side in projections(m)]
+        place = _split if self.contract.source_bins else _padded
         return [
-            _padded(side(states), spec.shape)
+            place(side(states), spec.shape)
             for side, spec in zip(sides, self.source.outputs, strict=True)
         ]
+
+
+def _split(rows: Tensor, shape: tuple[Any, ...]) -> Tensor:
+    """Rows [1, slots, heads * d], which fill a buffer of that shape."""
+    _, heads, slots, size = shape
+    return rows.view(1, slots, heads, size).transpose(1, 2)
 
 
 def _padded(rows: Tensor, shape: tuple[Any, ...]) -> Tensor:
     """Rows [1, source, heads * d] as a buffer of that shape, zeros behind them."""
     _, heads, slots, size = shape
     split = rows.view(1, -1, heads, size).transpose(1, 2)
-    empty = torch.zeros(1, heads, slots, size, dtype=rows.dtype)
+    # Computed, since zeros alone would be a constant as large as the buffer.
+    empty = (split[:, :, :1] * 0).expand(1, heads, slots, size)
     return torch.cat([split, empty], 2)[:, :, :slots]

@@ -12,7 +12,12 @@ from jetdraft.contract import StepContract
 from jetdraft.errors import OptionError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.job import Job
-from jetdraft.export.source.source_step import EncoderStep, SourceStep, relative_table
+from jetdraft.export.source.source_step import (
+    EncoderStep,
+    SourceStep,
+    relative_table,
+    source_sizes,
+)
 from jetdraft.export.step import trace
 from jetdraft.export.variants.variant import Variant
 
@@ -42,12 +47,14 @@ def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
 
 
 def declare(checkpoint: Checkpoint, contract: StepContract) -> StepContract:
-    """Add the source's slots, as many as the buffers have rows."""
+    """Add the source's slots: those of a sound, or as many as the buffers have rows."""
     if not checkpoint.reads_source:
         return contract
+    bins, slots = source_sizes(checkpoint.model)
     return replace(
         contract,
-        source_slots=contract.capacity,
+        source_slots=slots or contract.capacity,
+        source_bins=bins,
         relative_positions=relative_table(checkpoint.model) is not None,
         spare_slots=0,
     )

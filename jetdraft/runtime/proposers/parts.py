@@ -28,6 +28,7 @@ from jetdraft.runtime.measured.profiles import Profiles
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.passes.cache import Cache
+from jetdraft.runtime.passes.encoding.source import Material
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.opener import Opener, Weights
 from jetdraft.runtime.passes.prefix import Prefix
@@ -210,11 +211,18 @@ class Parts:
         """The source that a prompt is, and the tokens that the text begins with.
 
         Without an encoder there is no source, and the text begins with the prompt.
+        Raises `OptionError` for a model that hears.
         """
+        if self.bundle.speech is not None:
+            raise OptionError(
+                "the bundle's model hears, and reads no text; give a WAV file to "
+                "jetdraft transcribe (Model.transcribe)",
+                "prompt",
+            )
         start = list(self.bundle.start_token_ids)
         return (prompt, start) if start else ([], prompt)
 
-    def read(self, source: Sequence[int]) -> None:
+    def read(self, source: Material) -> None:
         """Encode the source of the next text, in the graphs that read a source.
 
         Rows that were written about another source must not stay.
@@ -225,7 +233,7 @@ class Parts:
 
     @property
     def source(self) -> Sequence[int]:
-        """The source that was read last; empty without an encoder."""
+        """The tokens that were read last; none without an encoder of text."""
         reader = self.target.source
         return () if reader is None else reader.tokens
 

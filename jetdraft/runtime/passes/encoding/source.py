@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from jetdraft.contract import SOURCE_LENGTH, SourceContract, StepContract, check_tensors
 from jetdraft.ort import ort
+from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.passes.tensor import HOST, Memory, Tensor
+
+Material = Sequence[int] | Float32s
+"""What an encoder reads: token ids, or a sound's features float32 [bins, frames]."""
+
+
+def tokens_of(material: Material) -> list[int]:
+    """The tokens of what an encoder reads; a sound has none.
+
+    tokens_of([5, 8, 1])    # [5, 8, 1]
+    """
+    return [] if np.ndim(material) > 1 else [int(token) for token in material]
 
 
 class Source:
@@ -34,6 +48,8 @@ class Source:
         self.slots = contract.source_slots
         self.tokens: list[int] = []
         self.seconds = 0.0
+        [self._input] = declared.inputs
+        self._material: npt.NDArray[Any] = np.zeros(0)
         self._session, self._memory = session, memory
         self._buffers = {
             spec.name: _filled(memory.tensor(spec.sized(), spec.dtype), place)
@@ -48,21 +64,24 @@ class Source:
         tensors = {**self._buffers, SOURCE_LENGTH.name: self._length}
         return {name: tensor.value for name, tensor in tensors.items()}
 
-    def read(self, tokens: Sequence[int]) -> bool:
+    def read(self, material: Material) -> bool:
         """Encode a source, unless the buffers hold it already; says whether it ran."""
-        if list(tokens) == self.tokens:
+        array = np.asarray(material, self._input.dtype)
+        if np.array_equal(array, self._material):
             return False
-        self.tokens = []  # for the case that the pass fails
+        # For the case that the pass fails.
+        self._material, self.tokens = np.zeros(0), []
         with self._memory.alone():
             start = time.perf_counter()
             io = self._session.io_binding()
-            io.bind_cpu_input("input_ids", np.array([tokens], np.int64))
+            io.bind_cpu_input(self._input.name, array[None])
             for name, tensor in self._buffers.items():
                 io.bind_ortvalue_output(name, tensor.value)
             self._session.run_with_iobinding(io)
             self.seconds += time.perf_counter() - start
-        self._set_length(len(tokens))
-        self.tokens = list(tokens)
+        self._material, self.tokens = array, tokens_of(material)
+        # A sound fills all slots.
+        self._set_length(len(self.tokens) or self.slots)
         return True
 
     def _set_length(self, length: int) -> None:

@@ -1,0 +1,1 @@
+"""What checkpoints say of the sources that they read."""

@@ -1,0 +1,63 @@
+"""Cuts the tokens of a window at its timestamps (2212.04356, section 3.8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+SECONDS_PER_SLOT = 0.02
+"""What one slot of the encoder, and one step of timestamps, takes."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a transcript: `text` from second `start` to `end` of the sound.
+
+    Segment(0.0, 2.4, " Good morning.", [2205, 2446, 13])
+    """
+
+    start: float
+    end: float
+    text: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The cut text of one window.
+
+    `spans` has the first and the last slot of each segment, and its tokens without
+    timestamps; `slots` is where the next window begins.
+    """
+
+    spans: list[tuple[int, int, list[int]]]
+    slots: int
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], first_timestamp: int, slots: int) -> Window:
+        """Cut tokens, without an end of text, of a window of `slots` slots.
+
+        Two timestamps in a row end a segment and begin the next. A segment without an
+        end was cut off by the window, so the next window begins with it, unless it is
+        the only one.
+
+            Window.of([364, 5, 6, 414, 414, 7], 364, 1500).slots    # 50
+        """
+        times = [token - first_timestamp for token in tokens]
+        ends = [i for i in range(1, len(times)) if times[i - 1] >= 0 <= times[i]]
+        closed = len(times) > 1 and times[-1] >= 0 > times[-2]
+        if not ends:
+            said = [time for time in times if time > 0]
+            words = [t for t in tokens if t < first_timestamp]
+            last = min(said[-1], slots) if said else slots
+            return cls([(0, last, words)] if words else [], slots)
+        cuts = [0, *ends, *([len(times)] if closed else [])]
+        spans = []
+        for begin, end in pairwise(cuts):
+            words = [t for t in tokens[begin:end] if t < first_timestamp]
+            if words:
+                start = max(times[begin], 0)
+                spans.append((start, max(start, times[end - 1]), words))
+        rest = times[ends[-1] - 1]
+        return cls(spans, slots if closed or not 0 < rest <= slots else rest)

@@ -1,0 +1,153 @@
+"""Reads a WAV file as the sound that a model hears: one channel, 16,000 samples/s."""
+
+from __future__ import annotations
+
+import io
+import wave
+from math import gcd
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+
+from jetdraft.errors import OptionError
+from jetdraft.runtime.drafts.arrays import Float32s
+from jetdraft.speech.speech_tokens import SAMPLE_RATE
+from jetdraft.untrusted.printable import printable
+
+SHORTEST, LONGEST = 0.1, 2 * 3600.0
+"""Seconds of a sound that is read."""
+
+_RATES = range(1000, 768_001)
+_ADVICE = "convert it with ffmpeg -i IN -ac 1 -ar 16000 -c:a pcm_s16le OUT.wav"
+_ZEROS = 16
+"""Zero crossings of the resampling filter on each side."""
+
+
+def read_sound(file: str | Path | bytes) -> Float32s:
+    """The samples of a WAV file, or of its bytes: float32 [samples] within -1 and 1.
+
+    It is PCM of 8 to 32 bits; several channels become their mean, and other rates are
+    resampled. Raises `OptionError` for anything else, and for a sound that is shorter
+    than 0.1 s or longer than two hours.
+
+        read_sound("question.wav")
+    """
+    if isinstance(file, bytes):
+        return _read("the file", io.BytesIO(file))
+    name = printable(file, 1000)
+    try:
+        if not Path(file).is_file():
+            raise _refusal(f"there is no file {name}; give a WAV file")
+        with Path(file).open("rb") as opened:
+            return _read(name, opened)
+    except OSError as error:
+        raise _refusal(
+            f"{name} cannot be read ({error.strerror}); give a WAV file"
+        ) from error
+
+
+def _read(name: str, opened: IO[bytes]) -> Float32s:
+    if not opened.read(1):
+        raise _refusal(f"{name} is empty; give a WAV file")
+    opened.seek(0)
+    try:
+        with wave.open(opened) as reader:
+            return _samples(name, reader)
+    except (wave.Error, EOFError) as error:
+        reason = str(error) or "it ends too early"
+        raise _refusal(f"{name} is no WAV file of PCM ({reason}); {_ADVICE}") from error
+
+
+def check_sound(samples: object) -> Float32s:
+    """Samples as `read_sound` gives them; raises `OptionError` for other arrays.
+
+    check_sound(np.zeros(16_000))
+    """
+    array = np.asarray(samples)
+    if array.ndim != 1 or array.dtype.kind not in "f" or not np.isfinite(array).all():
+        raise _refusal(
+            "a sound is a WAV file, or finite floats [samples] of one channel at "
+            f"{SAMPLE_RATE} samples a second; give one of them"
+        )
+    _check_seconds("the sound", len(array) / SAMPLE_RATE)
+    return array.astype(np.float32)
+
+
+def _samples(name: str, reader: wave.Wave_read) -> Float32s:
+    rate, width = reader.getframerate(), reader.getsampwidth()
+    if rate not in _RATES or not 1 <= width <= 4:
+        raise _refusal(
+            f"{name} has {rate} samples a second of {8 * width} bits, which is no "
+            f"speech; {_ADVICE}"
+        )
+    # The header counts what a damaged file may not have.
+    most = int(LONGEST * rate) + 1
+    data = reader.readframes(min(reader.getnframes(), most))
+    size = width * reader.getnchannels()
+    whole = np.frombuffer(data, np.uint8)[: len(data) // size * size]
+    _check_seconds(name, len(whole) / size / rate)
+    channels = _floats(whole, width).reshape(-1, reader.getnchannels())
+    return resampled(channels.mean(1, dtype=np.float32), rate)
+
+
+def _check_seconds(name: str, seconds: float) -> None:
+    if seconds < SHORTEST:
+        raise _refusal(
+            f"{name} has {seconds:.2f} s of sound, at least {SHORTEST:g} are needed; "
+            "give a longer one"
+        )
+    if seconds > LONGEST:
+        raise _refusal(
+            f"{name} is longer than {LONGEST / 3600:g} hours; cut it into shorter files"
+        )
+
+
+def _floats(data: npt.NDArray[np.uint8], width: int) -> Float32s:
+    """Integers of `width` bytes, the lowest first, as float32 within -1 and 1."""
+    if width == 1:  # the only width without a sign
+        return ((data - 128.0) / 128).astype(np.float32)
+    padded = np.zeros((len(data) // width, 4), np.uint8)
+    padded[:, 4 - width :] = data.reshape(-1, width)
+    integers = padded.view("<i4")[:, 0]
+    return (integers / np.float32(1 << 31)).astype(np.float32)
+
+
+def resampled(samples: Float32s, rate: int) -> Float32s:
+    """Samples at `rate` as samples at 16,000 a second, by a windowed sinc.
+
+    Each new sample lies at one of few places between two old ones, so the filters of
+    all places are made once.
+
+        resampled(samples, 44_100)
+    """
+    if rate == SAMPLE_RATE:
+        return samples
+    common = gcd(rate, SAMPLE_RATE)
+    places, step = SAMPLE_RATE // common, rate // common
+    # Below the lower of both rates, or sounds would come back as others.
+    cutoff = min(1.0, SAMPLE_RATE / rate)
+    reach = int(np.ceil(_ZEROS / cutoff))
+    taps = np.arange(-reach + 1, reach + 1)
+    distance = taps - np.arange(places)[:, None] / places
+    window = 0.5 + 0.5 * np.cos(np.pi * np.clip(distance / reach, -1, 1))
+    filters = (cutoff * np.sinc(cutoff * distance) * window).astype(np.float32)
+    padded = np.pad(samples, (reach - 1, reach + 1))
+    count = len(samples) * SAMPLE_RATE // rate
+    result = np.empty(count, np.float32)
+    for place in range(min(places, count)):
+        own = result[place::places]
+        starts = place * step // places + step * np.arange(len(own))
+        # A place is where it falls between two samples, so the filters are in turn.
+        filter_ = filters[place * step % places]
+        for tap, weight in enumerate(filter_):
+            if tap:
+                own += weight * padded[starts + tap]
+            else:
+                own[:] = weight * padded[starts]
+    return result
+
+
+def _refusal(problem: str) -> OptionError:
+    return OptionError(problem, "file")

@@ -1,0 +1,250 @@
+"""A transcription under way: a sound in windows, each of which is a generation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from jetdraft.contract import SourceContract
+from jetdraft.errors import OptionError
+from jetdraft.runtime.drafts.arrays import Float32s
+from jetdraft.runtime.generation import Generation
+from jetdraft.runtime.hearing.log_mel import log_mel
+from jetdraft.runtime.hearing.segments import SECONDS_PER_SLOT, Segment, Window
+from jetdraft.runtime.hearing.sound import SHORTEST
+from jetdraft.runtime.hearing.speech_rules import OneOf, SpeechRules
+from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.piece import Result
+from jetdraft.runtime.planning.options import Options
+from jetdraft.runtime.planning.planner import Planner
+from jetdraft.runtime.planning.registry import NONE
+from jetdraft.runtime.proposers.parts import Parts
+from jetdraft.runtime.sampling.processor import LogitsProcessor
+from jetdraft.runtime.text.stops import CANCELLED, LENGTH, STOP
+from jetdraft.runtime.text_stream import Stream
+from jetdraft.runtime.transcript import Transcript
+from jetdraft.speech.speech_tokens import HOP, SAMPLE_RATE, Speech
+
+TRANSCRIBE = "transcribe"
+"""The task of writing in the language that is spoken; the other is "translate"."""
+
+_SAMPLES_PER_SLOT = round(SECONDS_PER_SLOT * SAMPLE_RATE)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to write of a sound: in which `language` it speaks, None to detect it.
+
+    Wanted("de", task="translate")
+    """
+
+    language: str | None = None
+    task: str = TRANSCRIBE
+    timestamps: bool = True
+
+    def check(self, speech: Speech) -> None:
+        """Raise `OptionError` for a language or a task that the model does not have."""
+        if self.language is not None and self.language not in speech.languages:
+            raise OptionError(
+                f"the model has no language {self.language!r}; "
+                f"{_choices(list(speech.languages))}",
+                "language",
+            )
+        if self.task not in (speech.tasks or [TRANSCRIBE]):
+            raise OptionError(
+                f"the model has no task {self.task!r}; "
+                f"{_choices(list(speech.tasks) or [TRANSCRIBE])}",
+                "task",
+            )
+
+
+TRANSCRIPT = Wanted()
+"""A transcript with timestamps, in the language that is detected."""
+
+
+def check_hears(parts: Parts) -> Speech:
+    """The tokens of speech; raises `OptionError` for a model that hears nothing."""
+    if parts.bundle.speech is None:
+        raise OptionError(
+            "the bundle's model reads text and hears nothing; export a checkpoint of "
+            "Whisper, or use jetdraft generate",
+            "file",
+        )
+    return parts.bundle.speech
+
+
+class Transcription:
+    """An iterator of `Segment`, with `stats` that fill up.
+
+    Any thread may `cancel` it. Each window of the sound is encoded once and written
+    about by one generation; where timestamps cut off its last segment, the next window
+    begins there. The language is detected in the first window.
+
+        transcription = model.transcription("talk.wav")
+        for segment in transcription: ...
+        transcription.result().language
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        planner: Planner,
+        samples: Float32s,
+        wanted: Wanted,
+        options: Options,
+    ) -> None:
+        self._speech = check_hears(parts)
+        wanted.check(self._speech)
+        _check_options(options)
+        self._parts, self._planner = parts, planner
+        self._samples, self._wanted, self._options = samples, wanted, options
+        self.stats = Stats(
+            method=options.drafting.method,
+            exact=options.drafting.exact,
+            seed=options.sampling.seed if options.sampling.temperature else None,
+            prompt_tokens=0,
+        )
+        self.language = wanted.language or ""
+        self._results: list[Result] = []
+        self._past: list[Segment] = []
+        self._stream: Stream | None = None
+        self._cancelled = False
+        self._segments = self._run()
+
+    def __iter__(self) -> Transcription:
+        return self
+
+    def __next__(self) -> Segment:
+        return next(self._segments)
+
+    def cancel(self) -> None:
+        """End at the next round, with finish reason "cancelled"."""
+        self._cancelled = True
+        if self._stream is not None:
+            self._stream.cancel()
+
+    def close(self, reason: str = CANCELLED) -> None:
+        """End now, with this finish reason; the model is free again."""
+        self._cancelled = True
+        if self._stream is not None:
+            self._stream.close(reason)
+        self.stats.finish_reason = self.stats.finish_reason or reason
+
+    def result(self) -> Transcript:
+        """Run the transcription to its end, and give all of it."""
+        for _ in self._segments:
+            pass
+        return Transcript.joined(
+            self._results,
+            self._past,
+            self.language,
+            len(self._samples) / SAMPLE_RATE,
+            self.stats,
+        )
+
+    def _run(self) -> Iterator[Segment]:
+        """Window after window, until the sound or the time is over."""
+        contract = self._parts.target.contract
+        sizes = contract.source_bins, SourceContract(contract).frames
+        begin, started = 0, time.perf_counter()
+        least = round(SHORTEST * SAMPLE_RATE)
+        while len(self._samples) - begin >= least and not self._cancelled:
+            part = self._samples[begin : begin + sizes[1] * HOP]
+            features = log_mel(part, *sizes)
+            if self._speech.languages and not self.language:
+                self.language = self._detect(features)
+            result = self._write(features, time.perf_counter() - started)
+            self._results.append(result)
+            window = self._cut(result)
+            for segment in self._placed(window, begin):
+                self._past.append(segment)
+                yield segment
+            if result.finish_reason not in (STOP, LENGTH):
+                return
+            begin += window.slots * _SAMPLES_PER_SLOT
+
+    def _detect(self, features: Float32s) -> str:
+        """The language whose token the model would write first."""
+        codes = {id: code for code, id in self._speech.languages.items()}
+        options = Options.of(max_new_tokens=1, method=NONE)
+        start = list(self._parts.bundle.start_token_ids)
+        result = self._generated(features, start, options, OneOf(list(codes)))
+        return codes[result.token_ids[0]] if result.token_ids else ""
+
+    def _write(self, features: Float32s, spent: float) -> Result:
+        """The text of one window, after `spent` seconds."""
+        ending = self._options.ending
+        if ending.max_seconds is not None:
+            left = max(ending.max_seconds - spent, 1e-3)
+            ending = replace(ending, max_seconds=left)
+        start, wanted = self._parts.bundle.start_token_ids, self._wanted
+        prompt = self._speech.prompt(
+            start, self.language, wanted.task, wanted.timestamps
+        )
+        rules = SpeechRules(self._speech, len(prompt), self._end, wanted.timestamps)
+        options = replace(self._options, ending=ending)
+        result = self._generated(features, prompt, options, rules)
+        self.stats.merge(result.stats)
+        if len(self._results) == 0:
+            self.stats.time_to_first_token = result.stats.time_to_first_token
+            self.stats.plain_ms = result.stats.plain_ms
+        return result
+
+    def _generated(
+        self,
+        features: Float32s,
+        prompt: list[int],
+        options: Options,
+        rules: LogitsProcessor,
+    ) -> Result:
+        generation = Generation(
+            self._parts, self._planner, prompt, options, True, features, [rules]
+        )
+        self._stream = Stream(generation)
+        if self._cancelled:
+            self._stream.cancel()
+        return self._stream.result()
+
+    @property
+    def _end(self) -> int:
+        """The first id that is no word: the words come before the ends of text."""
+        ends = self._parts.bundle.eos_token_ids
+        return min(ends, default=self._speech.no_timestamps)
+
+    def _cut(self, result: Result) -> Window:
+        """The segments of a window's text."""
+        ends = self._parts.bundle.eos_token_ids
+        tokens = [token for token in result.token_ids if token not in ends]
+        slots = self._parts.target.contract.source_slots
+        return Window.of(tokens, self._speech.first_timestamp, slots)
+
+    def _placed(self, window: Window, begin: int) -> Iterator[Segment]:
+        """A window's segments with their text, in seconds of the whole sound."""
+        offset, seconds = begin / SAMPLE_RATE, len(self._samples) / SAMPLE_RATE
+        for first, last, tokens in window.spans:
+            start, end = (
+                round(min(offset + slot * SECONDS_PER_SLOT, seconds), 2)
+                for slot in (first, last)
+            )
+            text = self._parts.text.stream([])
+            yield Segment(start, end, text.push(tokens) + text.rest(), tokens)
+
+
+def _check_options(options: Options) -> None:
+    """Raise `OptionError` for what would cut or change a window's text."""
+    for name, is_set in (
+        ("constraint", options.constraint is not None),
+        ("stop", bool(options.ending.stops)),
+        ("ignore_eos", options.ending.ignore_eos),
+    ):
+        if is_set:
+            raise OptionError(f"a transcript has no {name}; leave it out", name)
+
+
+def _choices(names: list[str]) -> str:
+    """What may be chosen, as an advice."""
+    if not names:
+        return "it has one language, so leave language out"
+    shown = ", ".join(names[:12])
+    return f"choose {shown}" + (", ..." if len(names) > 12 else "")

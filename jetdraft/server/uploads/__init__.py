@@ -1,0 +1,1 @@
+"""Requests that come with a file."""

@@ -1,0 +1,1 @@
+"""What is known of speech before any of it is heard."""

@@ -1,0 +1,188 @@
+"""Whisper: the graphs' logits and the transcripts are transformers', and every method's
+transcript is that of plain decoding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import WhisperForConditionalGeneration
+
+import jetdraft
+from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.hearing.log_mel import log_mel
+from tests import whispers
+
+OPTIONS = ExportOptions(Recipe("none"), max_width=16)
+FRAMES = 2 * whispers.SLOTS
+
+
+@pytest.fixture(scope="module")
+def model(whisper):
+    """A bundle whose drafter is the target itself."""
+    return jetdraft.load(whisper / "bundle", threads=1)
+
+
+@pytest.fixture(scope="module")
+def own(whisper):
+    folder = whisper / "checkpoint"
+    return WhisperForConditionalGeneration.from_pretrained(folder).eval()
+
+
+def features(samples):
+    return log_mel(samples, 80, FRAMES)
+
+
+def test_logits_are_those_of_transformers(model, own):
+    target = model.parts.target
+    ids = np.random.default_rng(0).integers(0, whispers.TOKENS, 20).tolist()
+    for hertz in (440.0, 200.0):
+        heard = features(whispers.sound(1.0, hertz=hertz))
+        target.source.read(heard)
+        target.cache.rewind(0)
+        with torch.no_grad():
+            wanted = own(
+                torch.tensor(heard)[None], decoder_input_ids=torch.tensor([ids])
+            ).logits[0]
+        for start, end in ((0, 9), (9, 10), (10, 20)):
+            found = target.run(ids[start:end]).logits
+            np.testing.assert_allclose(found, wanted[start:end], atol=1e-4, rtol=1e-4)
+            target.cache.advance(end - start)
+    model.forget()
+
+
+def test_the_bundle_has_the_rows_of_the_checkpoint(model):
+    contract = model.bundle.target.contract
+    assert (contract.capacity, contract.source_slots) == (64, whispers.SLOTS)
+    assert model.bundle.speech.languages == {"en": 290, "de": 291}
+    assert jetdraft.Bundle.open(model.bundle.path) == model.bundle
+
+
+@pytest.mark.parametrize("timestamps", [True, False], ids=["timed", "untimed"])
+@pytest.mark.parametrize("language", ["de", None])
+def test_a_window_is_that_of_transformers(model, own, timestamps, language):
+    samples = whispers.sound(1.0)
+    found = model.transcribe(
+        samples,
+        language=language,
+        timestamps=timestamps,
+        method="none",
+        max_new_tokens=24,
+    )
+    wanted = own.generate(
+        torch.tensor(features(samples))[None],
+        language=language,
+        task="transcribe",
+        return_timestamps=timestamps,
+        max_new_tokens=24,
+        do_sample=False,
+        num_beams=1,
+        # The end of the text, timestamps too, as the model wrote it.
+        return_dict_in_generate=True,
+        return_segments=False,
+        force_unique_generate_call=True,
+    )
+    ids = (wanted if torch.is_tensor(wanted) else wanted.sequences)[0].tolist()
+    spoken = whispers.LANGUAGES[f"<|{found.language}|>"]
+    prompt = [whispers.START, spoken, whispers.TASKS["transcribe"]]
+    prompt += [] if timestamps else [whispers.NO_TIMESTAMPS]
+    assert ids[: len(prompt)] == prompt
+    written = ids[len(prompt) :]
+    assert len(written) >= 20
+    # The next window, where the first one was cut off, is not transformers'.
+    assert found.token_ids[: len(written)] == written
+    assert found.language in ("en", "de")
+    assert language in (None, found.language)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=str)
+@pytest.mark.parametrize("timestamps", [True, False], ids=["timed", "untimed"])
+def test_every_method_gives_the_transcript_of_plain_decoding(
+    model, options, timestamps
+):
+    samples = whispers.sound(2.2)
+    options = {**options, "timestamps": timestamps, "language": "en"}
+    plain = model.transcribe(samples, method="none", **options)
+    assert len(plain.token_ids) > 20
+    assert "draft" in model.methods
+    assert "lookup" in model.methods
+    for method in (*model.methods[1:], "auto"):
+        for length in (1, 3, None) if method != "auto" else (None,):
+            found = model.transcribe(
+                samples, method=method, num_draft_tokens=length, **options
+            )
+            assert found.token_ids == plain.token_ids, (method, length)
+            assert found.segments == plain.segments
+
+
+def test_a_drafter_that_is_the_target_is_right_where_no_rule_decides(model):
+    """Timestamps follow rules that a drafter does not know; without them it is."""
+    stats = model.transcribe(
+        whispers.sound(1.0),
+        method="draft",
+        num_draft_tokens=3,
+        language="en",
+        timestamps=False,
+    ).stats
+    assert min(stats.accepted_by_position) > 0.8
+
+
+def test_checkpoints_that_lack_something_are_refused(tmp_path):
+    bare = whispers.save(tmp_path / "bare", {})
+    with pytest.raises(CheckpointError, match="lacks tokens of speech"):
+        export(str(bare), tmp_path / "out", None, OPTIONS)
+    (bare / "preprocessor_config.json").write_text('{"n_fft": 512}')
+    with pytest.raises(UnsupportedModelError, match="has n_fft 512"):
+        export(str(bare), tmp_path / "out", None, OPTIONS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_quantized_transcripts_are_the_same_with_every_method(tmp_path):
+    small = {"encoder_layers": 1, "decoder_layers": 1}
+    checkpoint = whispers.save(tmp_path / "checkpoint", **small)
+    options = ExportOptions(Recipe("int8", 32), max_width=16)
+    bundle = export(str(checkpoint), tmp_path / "bundle", None, options)
+    # Matrices of a byte a weight, and scales: four of attention, two of the MLP, two
+    # that make the cross attention's rows. Convolutions and positions are floats.
+    weights = (4 + 2) * 64 * 64 + 2 * 64 * 96
+    floats = 3 * 64 * (80 + 64) + 64 * whispers.SLOTS
+    encoder = bundle.files["target-encoder.onnx.data"]["bytes"]
+    assert encoder < 1.5 * weights + 4.2 * floats
+    with jetdraft.load(tmp_path / "bundle", threads=1) as model:
+        found = [
+            model.transcribe(whispers.sound(1.0), language="en", method=method)
+            for method in model.methods
+        ]
+    assert all(one.token_ids == found[0].token_ids for one in found)
+
+
+def test_wrong_wishes_are_refused(model, bundle, tmp_path):
+    samples = whispers.sound(0.5)
+    for wish, said in (
+        ({"language": "xx"}, "no language 'xx'; choose de, en"),
+        ({"task": "sing"}, "no task 'sing'; choose transcribe, translate"),
+        ({"stop": ["a"]}, "a transcript has no stop"),
+        ({"regex": "a+"}, "a transcript has no constraint"),
+    ):
+        with pytest.raises(OptionError, match=said):
+            model.transcribe(samples, **wish)
+    with pytest.raises(OptionError, match="hears, and reads no text"):
+        model.generate("hello")
+    with (
+        jetdraft.load(bundle, threads=1) as reader,
+        pytest.raises(OptionError, match="reads text and hears nothing"),
+    ):
+        reader.transcribe(samples)
+
+
+def test_a_transcription_can_be_cancelled_and_has_a_deadline(model):
+    long = whispers.sound(20.0)
+    transcription = model.transcription(long, jetdraft.Wanted("en"))
+    next(transcription)
+    transcription.cancel()
+    assert transcription.result().finish_reason in ("stop", "length", "cancelled")
+    assert len(transcription.result().segments) < 20
+    late = model.transcribe(long, language="en", max_seconds=0.01)
+    assert late.finish_reason == "deadline"

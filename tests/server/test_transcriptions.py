@@ -1,0 +1,121 @@
+"""What OpenAI's own client gets for a sound, against the same model asked directly."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from jetdraft import Pool
+from jetdraft.server.app import Limits, Service
+from jetdraft.server.generation_request import RequestError
+from jetdraft.server.uploads.form import read_form
+from tests import whispers
+from tests.server.serving import served
+
+SOUND = whispers.wav(whispers.sound(1.5))
+
+
+@pytest.fixture(scope="module")
+def hearing(whisper):
+    """An address that transcribes, and the model behind it."""
+    with Pool(whisper / "bundle", 1, threads=1) as pool:
+        service = Service(pool, "whisper", Limits(sound_bytes=100_000))
+        with served(service) as address:
+            yield address, pool.models[0].twin()
+
+
+@pytest.fixture(scope="module")
+def audio(hearing):
+    with OpenAI(base_url=f"{hearing[0]}/v1", api_key="none", max_retries=0) as client:
+        yield client.audio.transcriptions
+
+
+def test_every_format_has_the_transcript(audio, hearing):
+    wanted = hearing[1].transcribe(SOUND, language="en")
+    asked = {"model": "whisper", "file": ("a.wav", SOUND), "language": "en"}
+    assert audio.create(**asked).text == wanted.text
+    text = audio.create(**asked, response_format="text")
+    assert text.rstrip("\n") == wanted.text
+    verbose = audio.create(**asked, response_format="verbose_json")
+    assert (verbose.language, float(verbose.duration)) == ("en", 1.5)
+    assert [part.tokens for part in verbose.segments] == [
+        segment.token_ids for segment in wanted.segments
+    ]
+    assert audio.create(**asked, response_format="srt").startswith("1\n00:00:00,")
+    assert audio.create(**asked, response_format="vtt").startswith("WEBVTT\n\n00:")
+
+
+def test_options_of_ours_draft_the_same(audio, hearing):
+    wanted = hearing[1].transcribe(SOUND, language="en", method="none")
+    ours = {"method": "draft", "num_draft_tokens": 3}
+    found = audio.create(
+        model="whisper", file=("a.wav", SOUND), language="en", extra_body=ours
+    )
+    assert found.text == wanted.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "param"),
+    [
+        ({"file": b""}, "is empty", "file"),
+        ({"file": b"no sound"}, "is no WAV file", "file"),
+        ({"file": SOUND[:44]}, "at least 0.1", "file"),
+        ({"language": "xx"}, "no language", "language"),
+        ({"response_format": "mp3"}, "there is no format", "response_format"),
+        ({"prompt": "before"}, "prompt is not supported", "prompt"),
+        ({"stream": "true"}, "stream is not supported", "stream"),
+        ({"temperature": "hot"}, "is no number", "temperature"),
+        ({"colour": "red"}, "unknown field 'colour'", None),
+    ],
+)
+def test_bad_requests_are_refused(hearing, changes, said, param):
+    fields = {"model": "whisper", **changes}
+    files = {"file": ("a.wav", fields.pop("file", SOUND))}
+    answer = httpx.post(
+        f"{hearing[0]}/v1/audio/transcriptions", data=fields, files=files
+    )
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert said in error["message"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+def test_what_is_no_upload_is_refused(hearing, audio):
+    place = f"{hearing[0]}/v1/audio/transcriptions"
+    assert httpx.post(place, json={"model": "whisper"}).status_code == 415
+    assert httpx.post(place, files={"other": b"x"}).status_code == 400
+    assert httpx.post(place, files={"file": b"x" * 200_000}).status_code == 413
+    foreign = {"origin": "https://example.org"}
+    assert httpx.post(place, files={"file": SOUND}, headers=foreign).status_code == 403
+    with pytest.raises(openai.NotFoundError):
+        audio.create(model="other", file=("a.wav", SOUND))
+
+
+def test_a_bundle_of_the_other_kind_is_refused(hearing, address):
+    text = {"model": "whisper", "prompt": "hello"}
+    answer = httpx.post(f"{hearing[0]}/v1/completions", json=text)
+    assert answer.status_code == 400
+    assert "hears, and reads no text" in answer.json()["error"]["message"]
+    answer = httpx.post(f"{address}/v1/audio/transcriptions", files={"file": SOUND})
+    assert answer.status_code == 400
+    assert "hears nothing" in answer.json()["error"]["message"]
+
+
+def test_forms_are_read_to_the_byte():
+    data = b"\r\n--x\r\n--xy\x00\xff\r\n"
+    head = b'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    body = b"--bound\r\n" + head + data + b"\r\n--bound--\r\n"
+    kind = "multipart/form-data; boundary=bound"
+    assert read_form(body, kind) == {"file": [data]}
+    for wrong, type_ in (
+        (body, "multipart/form-data"),
+        (body[:-6], kind),
+        (b"", kind),
+        (b"--bound\r\nno head\r\n--bound--", kind),
+        (b"--bound\r\nA: b\r\n\r\nx\r\n--bound--", kind),
+        (body.replace(b"--bound--", (b"--bound\r\n" + head + b"\r\n") * 40), kind),
+    ):
+        with pytest.raises(RequestError, match="no multipart form"):
+            read_form(wrong, type_)

@@ -1,0 +1,107 @@
+"""A tiny random Whisper, and sounds for it to hear."""
+
+from __future__ import annotations
+
+import io
+import wave
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import (
+    PreTrainedTokenizerFast,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+from tests.tiny import END_OF_TEXT, VOCAB_SIZE, tokenizer
+
+SLOTS = 50
+"""A window of one second."""
+
+# Words are 0 to 287; OpenAI's order of special tokens follows.
+END, START = VOCAB_SIZE, VOCAB_SIZE + 1
+LANGUAGES = {"<|en|>": START + 1, "<|de|>": START + 2}
+TASKS = {"translate": START + 3, "transcribe": START + 4}
+NO_TIMESTAMPS = START + 5
+FIRST_TIMESTAMP = START + 6
+TOKENS = FIRST_TIMESTAMP + SLOTS + 1
+SETTINGS = {
+    "no_timestamps_token_id": NO_TIMESTAMPS,
+    "max_initial_timestamp_index": 10,
+    "suppress_tokens": [7, 9, 11, START],
+    "begin_suppress_tokens": [13, END],
+}
+MULTILINGUAL = {
+    **SETTINGS,
+    "lang_to_id": LANGUAGES,
+    "task_to_id": TASKS,
+    "is_multilingual": True,
+}
+
+
+def config(**changes: object) -> WhisperConfig:
+    return WhisperConfig(
+        **{
+            "vocab_size": TOKENS,
+            "num_mel_bins": 80,
+            "d_model": 64,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 96,
+            "decoder_ffn_dim": 96,
+            "max_source_positions": SLOTS,
+            "max_target_positions": 64,
+            "init_std": 0.2,
+            "decoder_start_token_id": START,
+            "eos_token_id": END,
+            "bos_token_id": END,
+            "pad_token_id": END,
+            **changes,
+        }
+    )
+
+
+def save(folder: Path, settings: dict[str, object] = MULTILINGUAL, **changes) -> Path:
+    """Write a random Whisper with a tokenizer."""
+    torch.manual_seed(0)
+    model = WhisperForConditionalGeneration(config(**changes))
+    # Else transformers would read the model's config in place of the file.
+    settings = {**settings, "_from_model_config": False}
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    model.save_pretrained(folder)
+    words = tokenizer()
+    names = [f"<|{place}|>" for place in range(TOKENS - VOCAB_SIZE)]
+    words.add_special_tokens(names)
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token=END_OF_TEXT
+    ).save_pretrained(folder)
+    return folder
+
+
+def sound(seconds: float, rate: int = 16_000, hertz: float = 440.0) -> np.ndarray:
+    """A tone with some noise, float32."""
+    times = np.arange(round(seconds * rate)) / rate
+    noise = np.random.default_rng(0).standard_normal(len(times))
+    tone = np.sin(2 * np.pi * hertz * times) * (1 + np.sin(2 * np.pi * 3 * times))
+    return (0.3 * tone + 0.01 * noise).astype(np.float32)
+
+
+def wav(samples: np.ndarray, rate: int = 16_000, width: int = 2) -> bytes:
+    """A WAV file of float samples [n] or [n, channels]."""
+    channels = samples.reshape(len(samples), -1)
+    integers = np.clip(channels, -1, 1 - 1e-6) * 2.0 ** (8 * width - 1)
+    if width == 1:
+        data = (integers + 128).astype(np.uint8).tobytes()
+    else:
+        data = integers.astype("<i4").reshape(-1, 1).view(np.uint8)[:, :width].tobytes()
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(channels.shape[1])
+        writer.setsampwidth(width)
+        writer.setframerate(rate)
+        writer.writeframes(data)
+    return file.getvalue()
