@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-Ranks = Sequence[Sequence[float]]
-"""For each depth, how often the best, the second, ... guess is right."""
+from jetdraft.runtime.trees.sparse import Ranks
 
 
 class GuessRates:

@@ -25,7 +25,8 @@ from functools import cached_property
 
 import numpy as np
 
-from jetdraft.runtime.measured.guess_rates import Ranks
+Ranks = Sequence[Sequence[float]]
+"""For each depth, how often the best, the second, ... guess is right."""
 
 PassMs = Callable[[int, int], float]
 """The milliseconds of a pass, from its rows and its probes."""

@@ -16,7 +16,7 @@ from jetdraft.contract import WIDEST
 from jetdraft.errors import DraftingError, OptionError
 from jetdraft.ranges import between, check_ranges
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.measured.guess_rates import GuessRates, Ranks
+from jetdraft.runtime.measured.guess_rates import GuessRates
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.proposers.method import Method
@@ -28,7 +28,7 @@ from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.trees.fixed import RANK_RATES, Static
 from jetdraft.runtime.trees.shape import Tree
 from jetdraft.runtime.trees.siblings import siblings
-from jetdraft.runtime.trees.sparse import PassMs, SparsePlan, best_plan
+from jetdraft.runtime.trees.sparse import PassMs, Ranks, SparsePlan, best_plan
 
 NAME = "ppd"
 _RANGES = {
