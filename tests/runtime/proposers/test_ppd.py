@@ -159,13 +159,13 @@ def test_the_plan_follows_the_text(model):
     """Held-out text said that guesses are wrong, and here all of them are right."""
 
     def pass_ms(rows, probes):
-        return 0.4 + 0.1 * rows + 0.1 * probes
+        return 0.4 + 0.1 * rows + 0.02 * probes
 
     proposer = PromptProposer(model.parts.target, [[0.02] * 3] * 3, pass_ms)
     proposer.begin(PROMPT, Chooser(Sampling()))
     before = proposer.plan(7)
     length = len(PROMPT)
-    for _ in range(60):
+    for _ in range(120):
         logits = np.array([[3.0, 2.0, 1.0]] * 3, np.float32)
         ids = np.arange(length, length + 3)[:, None] + [[0, 100, 101]]
         probes = Answer(ids, logits, logits[:, 0], logits)
@@ -176,7 +176,7 @@ def test_the_plan_follows_the_text(model):
         length += 1
     assert proposer.rates.ranks[0][0] > 0.5 > 0.02 > proposer.rates.ranks[0][1]
     assert drafted.tokens[1] == length - 1
-    assert proposer.plan(7).tokens > 1.5 > 1.1 > before.tokens
+    assert proposer.plan(7).tokens > 1.4 > 1.1 > before.tokens
     proposer.forget()
     assert proposer.plan(7) == before
 

@@ -70,6 +70,10 @@ class PromptOptions(TreeOptions):
 FIRST_LOOK, LOOKS_APART = 24, 512
 """After how many compared guesses a plan is made anew: the first time, and at most."""
 
+ALL_LESSONS, LESSONS_APART = 96, 8
+"""Until so many guesses were compared, those of every round are. Then those of some
+places are, since the order of sampled siblings costs as much as a draft."""
+
 
 class PromptProposer(StreamProposer):
     """Drafts the sparse tree of the number of guesses that the last round left.
@@ -111,7 +115,8 @@ class PromptProposer(StreamProposer):
         super().observe(seen)
         tokens = [seen.rows.tokens[row] for row in seen.path]
         self.rates.see(seen.length - 1 - len(tokens), tokens)
-        if self._ready is not None:
+        is_lesson = self.rates.settled < ALL_LESSONS or not seen.length % LESSONS_APART
+        if self._ready is not None and is_lesson:
             self.rates.guess(self._guessed(*self._ready))
 
     def _guessed(self, first: int, guesses: Answer) -> dict[int, list[int]]:
