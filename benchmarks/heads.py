@@ -5,6 +5,7 @@
     python benchmarks/heads.py --prompts examples/pycode/prompts.jsonl --json OUT \
         --bundle drafter draft pair --bundle eagle3 eagle with-head
 
+"planned" leaves the lengths and trees of drafts to their method, or to the controller.
 Every way decodes a prompt before the next prompt, at T = 0 and 0.8. Speed-ups are over
 plain decoding at width 1 in the same bundle, since pages of memory differ. `draft ms`
 is the time of one drafted token, and `outside ms` what a round spends outside sessions.
@@ -89,6 +90,7 @@ def ways(name: str, model: jetdraft.Model, method: str, looks_up: bool) -> list[
         "num_draft_tokens": TREE,
         "drafting": {"tree": "best"},
     }
+    options["planned"] = {"method": method}
     if looks_up:
         how = {"method": "lookup", "num_draft_tokens": LOOKUP}
         options[f"lookup, K = {LOOKUP}"] = how

@@ -101,7 +101,7 @@ def task(name: str, inputs: Inputs) -> list[Stage]:
         run(
             *("streams", "train", "streams", inputs.target, *texts, "--mode", "shared"),
             *("--gamma", "4", "--layers", "6", "--lora-rank", "16"),
-            *("--steps", "150", "--learning-rate", "1e-3"),
+            *("--batch-size", "8", "--steps", "300", "--learning-rate", "3e-3"),
         ),
         inputs.script("tuned", "examples/tasks/merge.py", work / "streams"),
         inputs.script(
@@ -138,7 +138,7 @@ def task(name: str, inputs: Inputs) -> list[Stage]:
 
 DRAFTER_STEPS = {"sql": "400", "data": "600", "dialogue": "500"}
 HEAD_STEPS = {"sql": "150", "data": "150", "dialogue": "150"}
-"""About as many minutes as the 150 steps of the streams take."""
+"""About as many minutes as the 300 steps of the streams take."""
 
 
 def chat(inputs: Inputs) -> list[Stage]:

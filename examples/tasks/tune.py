@@ -39,9 +39,9 @@ def main(
     torch.manual_seed(seed)
     tokenizer = Tokenizer.from_file(str(drafter / "tokenizer.json"))
     model = AutoModelForCausalLM.from_pretrained(drafter, dtype=torch.float32)
-    corpus = Corpus.read(
-        [data], tokenizer, [model.config.eos_token_id], 256, 4, seed=seed
-    )
+    ends = model.config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    corpus = Corpus.read([data], tokenizer, ends, 256, 4, seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     for step in range(steps):

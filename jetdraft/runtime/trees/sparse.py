@@ -7,7 +7,13 @@ d is the state of a Markov chain over the rounds, and each state has a tree of i
     p_c       the chance that row c is accepted last: its chance less its children's
     removal   the probe whose loss p_c (f_d - f_{d-1}) is least goes, until all fit
     tau       the mean of f_d over the steady state of the chain
-    choose    the sizes with the largest tau / mean of the pass times
+    rate      g, the tokens of a millisecond in the steady state
+    worth     h_d = f_d - g * pass time + the mean of h over the states that follow
+    choose    for each state the tree and the probes with the largest right side, anew
+              with their own g and h, until g grows no more (Howard, 1960)
+
+The paper scans the sizes of the trees, with one number of slots for all states; a state
+may also have fewer probes than another, or rows that lead to no guess.
 """
 
 from __future__ import annotations
@@ -25,14 +31,11 @@ Ranks = Sequence[Sequence[float]]
 PassMs = Callable[[int, int], float]
 """The milliseconds of a pass, from its rows and its probes."""
 
-_Sizes = tuple[tuple[int, ...], int]
-"""The drafted rows of each state, and the slots of a pass."""
+_LEAK = 1e-3
+"""The chance that a round begins without guesses, as the first round of a text does."""
 
-_IMPROVED = 4
-"""Plans whose states are improved one by one."""
-
-_SHARES = (0.0, 0.25, 0.5, 1.0, 2.0, 3.0)
-"""Probes per row that are tried, beside the most that a row can carry."""
+_TURNS = 20
+"""Most improvements of a plan; a few suffice."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,10 @@ class SparseTree:
             counts[row] -= 1
             if counts[row]:
                 heapq.heappush(losses, (self._loss(worth, row, counts), row))
+        return self.with_counts(counts)
+
+    def with_counts(self, counts: Sequence[int]) -> SparseTree:
+        """The same rows with these numbers of probes."""
         return SparseTree(self.parents, self.chances, tuple(counts))
 
     def _loss(self, worth: Sequence[float], row: int, counts: list[int]) -> float:
@@ -93,17 +100,29 @@ class SparsePlan:
     trees: tuple[SparseTree, ...]
 
     @cached_property
-    def shares(self) -> list[float]:
-        """How often each state comes up: the steady state of the chain."""
+    def chain(self) -> np.ndarray:
+        """The chance of each state to follow a state, float [states, states]."""
         chain = np.zeros((len(self.trees), len(self.trees)))
         for state, tree in enumerate(self.trees):
             for end, count in zip(tree.ends, tree.counts, strict=True):
-                chain[state, count] += end
+                chain[state, count] += (1 - _LEAK) * end
+        chain[:, 0] += _LEAK
+        return chain
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """How often each state comes up: the steady state of the chain."""
         # One of the balance equations follows from the others.
-        system = (chain - np.eye(len(chain))).T
+        system = (self.chain - np.eye(len(self.chain))).T
         system[-1] = 1.0
-        shares, *_ = np.linalg.lstsq(system, np.eye(len(chain))[-1], rcond=None)
-        return shares.tolist()  # type: ignore[no-any-return]
+        return np.linalg.solve(system, np.eye(len(system))[-1]).tolist()  # type: ignore[no-any-return]
+
+    def worth(self, pass_ms: PassMs) -> tuple[float, list[float]]:
+        """The rate g, and what each state is worth in tokens more than state 0."""
+        system = np.eye(len(self.chain)) - self.chain
+        system[:, 0] = [pass_ms(*tree.size) for tree in self.trees]
+        rate, *others = np.linalg.solve(system, [tree.tokens for tree in self.trees])
+        return float(rate), [0.0, *map(float, others)]
 
     @property
     def tokens(self) -> float:
@@ -178,39 +197,48 @@ def best_plan(
 ) -> SparsePlan:
     """The plan of at most `most` drafted rows that promises most tokens per ms.
 
-    First all states draft as many rows. Then each state's number is improved alone, in
-    the best of these plans. A number of `rows` fixes that of all states, a number of
-    `slots` those of a pass.
+    Every state has rows of its own, and every row its own probes. A number of `rows`
+    fixes that of all states, a number of `slots` those of a pass. State 0 carries a
+    probe at least, so there is always something to draft from.
     """
+    counts = [min(rows, most)] if rows else range(1, most + 1)
     gamma = len(ranks)
-
-    def value(sizes: _Sizes) -> float:
-        return plan_of(ranks, *sizes).value(pass_ms)
-
-    starts: list[_Sizes] = [
-        ((count,) * gamma, size)
-        for count in ([min(rows, most)] if rows else range(1, most + 1))
-        for size in ([slots] if slots else _slots(count, gamma))
-    ]
-    if rows:
-        return plan_of(ranks, *max(starts, key=value))
-    best = heapq.nlargest(_IMPROVED, starts, key=value)
-    improved = [_improved(sizes, most, value) for sizes in best]
-    return plan_of(ranks, *max(improved, key=value))
-
-
-def _slots(rows: int, gamma: int) -> list[int]:
-    """Slots of passes with that many drafted rows, which are worth trying."""
-    return [1 + rows + round(share * (1 + rows)) for share in (*_SHARES, gamma)]
+    if slots:
+        plans = [plan_of(ranks, (count,) * gamma, slots) for count in counts]
+        return max(plans, key=lambda plan: plan.value(pass_ms))
+    trees = [[likeliest((), 0)]]
+    trees += [[likeliest(ranks[:d], n) for n in counts] for d in range(1, gamma + 1)]
+    bare = [of_state[0] for of_state in trees]
+    plan = SparsePlan(tuple(tree.with_counts([1] * tree.size[0]) for tree in bare))
+    for _ in range(_TURNS):
+        better = _improved(plan, trees, pass_ms)
+        if better == plan:
+            break
+        plan = better
+    return plan
 
 
-def _improved(sizes: _Sizes, most: int, value: Callable[[_Sizes], float]) -> _Sizes:
-    """The sizes with the best number of rows for each state in turn."""
-    best, slots = sizes
-    for state in range(len(best)):
-        choices = [
-            ((*best[:state], count, *best[state + 1 :]), slots)
-            for count in range(1, min(most, slots - 1) + 1)
-        ]
-        best, _ = max(choices, key=value)
-    return best, slots
+def _improved(
+    plan: SparsePlan, trees: Sequence[Sequence[SparseTree]], pass_ms: PassMs
+) -> SparsePlan:
+    """For each state the best of its `trees`, by what the plan's states are worth."""
+    rate, worth = plan.worth(pass_ms)
+
+    def carrying(tree: SparseTree, least: int) -> SparseTree:
+        """Each row with the probes that it gains most by; they cost alike."""
+        rows, _ = tree.size
+        price = rate * (pass_ms(rows, 1) - pass_ms(rows, 0))
+        gains = [[e * h - n * price for n, h in enumerate(worth)] for e in tree.ends]
+        numbers = range(least, len(worth))
+        return tree.with_counts([max(numbers, key=of.__getitem__) for of in gains])
+
+    def gain(tree: SparseTree) -> float:
+        later = sum(e * worth[n] for e, n in zip(tree.ends, tree.counts, strict=True))
+        return tree.tokens - rate * pass_ms(*tree.size) + later
+
+    return SparsePlan(
+        tuple(
+            max((carrying(tree, int(not state)) for tree in of_state), key=gain)
+            for state, of_state in enumerate(trees)
+        )
+    )

@@ -17,8 +17,11 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.probes import Probes, Probing
 from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.guessing import ppd
 from jetdraft.runtime.proposers.guessing.ppd import PromptProposer
+from jetdraft.runtime.proposers.proposer import Seen
+from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.train.ppd.prompt_losses import PromptObjective
 from tests.tiny import llama_config, save_checkpoint, save_prompts
 
@@ -150,6 +153,32 @@ def test_cheap_passes_have_large_trees(model, plain_text, monkeypatch):
     cut = text(model, "ppd", num_draft_tokens=4)
     assert cut.token_ids == plain_text({})
     assert "ppd:4" in cut.stats.rounds_by_choice
+
+
+def test_the_plan_follows_the_text(model):
+    """Held-out text said that guesses are wrong, and here all of them are right."""
+
+    def pass_ms(rows, probes):
+        return 0.4 + 0.1 * rows + 0.02 * probes
+
+    proposer = PromptProposer(model.parts.target, [[0.02] * 3] * 3, pass_ms)
+    proposer.begin(PROMPT, Chooser(Sampling()))
+    before = proposer.plan(7)
+    length = len(PROMPT)
+    for _ in range(120):
+        logits = np.array([[3.0, 2.0, 1.0]] * 3, np.float32)
+        ids = np.arange(length, length + 3)[:, None] + [[0, 100, 101]]
+        probes = Answer(ids, logits, logits[:, 0], logits)
+        answer = replace(probes, probes={0: probes})
+        # The token of a place is its number.
+        proposer.observe(Seen(length, Rows.chain([length - 2]), [0], answer))
+        drafted = proposer.propose(range(length), 7)
+        length += 1
+    assert proposer.rates.ranks[0][0] > 0.5 > 0.02 > proposer.rates.ranks[0][1]
+    assert drafted.tokens[1] == length - 1
+    assert proposer.plan(7).tokens > 1.4 > 1.1 > before.tokens
+    proposer.forget()
+    assert proposer.plan(7) == before
 
 
 @pytest.mark.parametrize("members", [1, 2])

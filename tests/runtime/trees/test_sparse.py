@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 
-from jetdraft.runtime.trees.sparse import best_plan, likeliest, plan_of
+from jetdraft.runtime.trees.sparse import (
+    SparsePlan,
+    SparseTree,
+    best_plan,
+    likeliest,
+    plan_of,
+)
 
 RANKS = [[0.5, 0.15, 0.1, 0.02], [0.4, 0.1, 0.05, 0.02], [0.3, 0.1, 0.05, 0.02]]
 
@@ -82,3 +89,35 @@ def test_free_rows_are_taken_and_dear_ones_are_not():
 def test_with_one_guess_for_each_place_the_tree_is_a_chain():
     plan = best_plan([ranks[:1] for ranks in RANKS], 7, lambda rows, probes: 10.0)
     assert plan.trees[3].parents == (0, 1, 2)
+
+
+# A pass of a target of 13 M parameters on two cores, with dear and with cheap probes.
+COSTS = {
+    "dear": lambda rows, probes: 0.36 + 0.11 * max(rows, 2) + 0.105 * probes,
+    "cheap": lambda rows, probes: 0.36 + 0.11 * max(rows, 2) + 0.01 * probes,
+}
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("best", [0.2, 0.6])
+def test_no_other_plan_promises_more(cost, best):
+    """Against every number of rows of each state, and of probes of each row."""
+    ranks, pass_ms = [[best, 0.12], [best, 0.1]], COSTS[cost]
+
+    def carriers(state):
+        for rows in range(1, 3) if state else [0]:
+            tree = likeliest(ranks[:state], rows)
+            for counts in itertools.product(range(3), repeat=rows + 1):
+                if state or counts[0]:
+                    yield SparseTree(tree.parents, tree.chances, counts)
+
+    plans = itertools.product(*(list(carriers(state)) for state in range(3)))
+    wanted = max(SparsePlan(trees).value(pass_ms) for trees in plans)
+    assert best_plan(ranks, 2, pass_ms).value(pass_ms) == pytest.approx(wanted)
+
+
+def test_states_have_sizes_of_their_own():
+    """Guesses that are mostly right are drafted round after round, not every other."""
+    plan = best_plan([[0.6, 0.1], [0.6, 0.1]], 7, COSTS["dear"])
+    assert plan.tokens > 1.4
+    assert plan.trees[1].counts[1]

@@ -16,15 +16,18 @@ from jetdraft.contract import WIDEST
 from jetdraft.errors import DraftingError, OptionError
 from jetdraft.ranges import between, check_ranges
 from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.measured.guess_rates import GuessRates
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.proposers.method import Method
 from jetdraft.runtime.proposers.parts import Parts
-from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens
 from jetdraft.runtime.proposers.stream import StreamProposer
 from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.trees.fixed import RANK_RATES, Static
 from jetdraft.runtime.trees.shape import Tree
+from jetdraft.runtime.trees.siblings import siblings
 from jetdraft.runtime.trees.sparse import PassMs, Ranks, SparsePlan, best_plan
 
 NAME = "ppd"
@@ -64,10 +67,19 @@ class PromptOptions(TreeOptions):
         return self.rows or WIDEST - 1 if self.tree == AUTO else super().draft_size
 
 
+FIRST_LOOK, LOOKS_APART = 24, 512
+"""After how many compared guesses a plan is made anew: the first time, and at most."""
+
+ALL_LESSONS, LESSONS_APART = 96, 8
+"""Until so many guesses were compared, those of every round are. Then those of some
+places are, since the order of sampled siblings costs as much as a draft."""
+
+
 class PromptProposer(StreamProposer):
     """Drafts the sparse tree of the number of guesses that the last round left.
 
-    `ranks` say how often guesses are right, `pass_ms` what a pass costs.
+    `ranks` say how often guesses were right on held-out text, and rounds say how often
+    they are right in this text; `pass_ms` says what a pass costs.
 
         PromptProposer(parts.target, ranks, pass_ms).propose(context, budget=7)
     """
@@ -82,15 +94,40 @@ class PromptProposer(StreamProposer):
         super().__init__(graph, branches=False, name=NAME)
         most = graph.contract.max_width - 1
         self.traits = replace(self.traits, max_draft_tokens=most)
-        self._ranks, self._pass_ms = ranks, pass_ms
+        self.rates, self._pass_ms = GuessRates(ranks), pass_ms
         self._options = options or PromptOptions()
-        self._plans: dict[int, SparsePlan] = {}
-        self._budget = 0
+        self.forget()
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Forget the last sequence; its plans stay."""
+        """Forget the last sequence; what was learned of guesses stays."""
         super().begin(prompt, chooser)
+        self.rates.begin()
         self._budget = 0
+
+    def forget(self) -> None:
+        """Return to the rates of held-out text."""
+        self.rates.forget()
+        self._plans: dict[int, SparsePlan] = {}
+        self._budget, self._next_look = 0, FIRST_LOOK
+
+    def observe(self, seen: Seen) -> None:
+        """Compare guesses with the text, and keep those of the last accepted row."""
+        super().observe(seen)
+        tokens = [seen.rows.tokens[row] for row in seen.path]
+        self.rates.see(seen.length - 1 - len(tokens), tokens)
+        is_lesson = self.rates.settled < ALL_LESSONS or not seen.length % LESSONS_APART
+        if self._ready is not None and is_lesson:
+            self.rates.guess(self._guessed(*self._ready))
+
+    def _guessed(self, first: int, guesses: Answer) -> dict[int, list[int]]:
+        """The tokens for each place from `first` on, in the order of siblings."""
+        kind, sampling = self.traits.kind, self._chooser.sampling
+        tokens = {}
+        for depth, rates in enumerate(self.rates.ranks[: len(guesses.candidates)]):
+            level = guesses.rows(slice(depth, depth + 1))
+            q, place = self._chooser.draft_distribution(level), first + depth
+            tokens[place] = siblings(kind, q, len(rates), sampling, place)
+        return tokens
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The tree of the state, with as many probes on each row as planned."""
@@ -106,10 +143,18 @@ class PromptProposer(StreamProposer):
         return replace(rows, probes=planned.counts[: len(rows)])
 
     def plan(self, most: int) -> SparsePlan:
-        """The plan of trees with at most `most` drafted rows."""
+        """The plan of trees with at most `most` drafted rows.
+
+        It is made anew after more and more guesses, with the rates and the pass times
+        of that moment.
+        """
+        if self.rates.settled >= self._next_look:
+            self._next_look += min(self.rates.settled, LOOKS_APART)
+            self._plans.clear()
         if most not in self._plans:
-            rows, slots = self._options.rows or 0, self._options.slots or 0
-            self._plans[most] = best_plan(self._ranks, most, self._pass_ms, rows, slots)
+            ranks, options = self.rates.ranks, self._options
+            rows, slots = options.rows or 0, options.slots or 0
+            self._plans[most] = best_plan(ranks, most, self._pass_ms, rows, slots)
         return self._plans[most]
 
 
