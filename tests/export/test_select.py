@@ -190,6 +190,7 @@ def test_a_branch_of_selected_rows_does_not_see_its_siblings(
     own = filled(few.parts.target, prompt[: ROWS + 1]).beside()
     tree = prompt[ROWS : ROWS + 3], [0, 1, 1], [[], [0], [0]]
     selected = own.run_branches(*tree).logits.copy()
+    assert selected_by_hand(own)[0].max() > 0
     whole = few.parts.target.run_branches(*tree).logits
     assert np.abs(selected - whole).max() < 1e-4
 
