@@ -29,7 +29,6 @@ class GenerateOptions(TypedDict, total=False):
     num_draft_tokens: int | None
     drafting: Mapping[str, object] | MethodOptions
     exact: bool
-    select_kv: bool
     temperature: float
     top_k: int
     top_p: float
@@ -46,7 +45,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 _RANGES = {"logprobs": between(0, CANDIDATES, optional=True)}
-_DRAFTING_FIELDS = ("method", "num_draft_tokens", "exact", "select_kv")
+_DRAFTING_FIELDS = ("method", "num_draft_tokens", "exact")
 _CONSTRAINT_FIELDS = ("json_schema", "regex", "grammar")
 
 
