@@ -121,7 +121,9 @@ def ways(model: Model, prompt: list[int], count: int) -> Iterator[dict[str, Any]
     read = whole + DRAFTED * selected["kv_bytes"]
     yield drafter | {"kv_bytes": read / drafter["tokens_per_pass"]}
     yield {"way": "selected", **selected}
-    yield row("lossy", selected["kv_bytes"], method="none", select_kv=True)
+    yield row(
+        "lossy", selected["kv_bytes"], method="none", drafting={"select_kv": True}
+    )
 
 
 def blank(model: Model, length: int, passes: int = 12) -> dict[str, Any]:

@@ -122,7 +122,7 @@ from jetdraft.terminal.progress import ProgressBars
     type=int,
     help="Add a graph that can read this many of the KV rows only, which each layer "
     "selects anew: for long contexts, as a drafter of itself (--method select, "
-    "lossless), or as the target (generate --select-kv --no-exact, lossy).",
+    "lossless), or as the target (--drafting select-kv=true --no-exact, lossy).",
 )
 @option(
     "quantization",

@@ -84,13 +84,6 @@ from jetdraft.terminal.summary import explanation, summary
     help="Use only pass widths whose rows agree bit by bit.",
 )
 @exit_options
-@option(
-    "drafting",
-    "--select-kv",
-    is_flag=True,
-    help="Read only the KV rows that a bundle of export --select-kv selects: faster "
-    "over long contexts, and lossy, so it needs --no-exact.",
-)
 @store_option
 @runtime_options
 @json_option

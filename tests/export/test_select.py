@@ -191,6 +191,7 @@ def test_a_branch_of_selected_rows_does_not_see_its_siblings(
     own = filled(few.parts.target, prompt[: ROWS + 1]).beside()
     tree = prompt[ROWS : ROWS + 3], [0, 1, 1], [[], [0], [0]]
     selected = own.run_branches(*tree).logits.copy()
+    assert selected_by_hand(own)[0].max() > 0
     whole = few.parts.target.run_branches(*tree).logits
     assert np.abs(selected - whole).max() < 1e-4
 
@@ -233,7 +234,7 @@ def test_selected_rows_as_the_target_are_lossy_and_say_so(
         ignore_eos=True,
         method="none",
         exact=False,
-        select_kv=True,
+        drafting={"select_kv": True},
     )
     assert text.stats.to_json()["select_kv"] == ROWS
     exact = few.generate(
@@ -247,9 +248,9 @@ def test_selected_rows_are_refused_where_exactness_is_asked_for(
     few: Model, model: Model, prompt: list[int]
 ) -> None:
     with pytest.raises(OptionError, match="add --no-exact"):
-        few.generate(token_ids=prompt, select_kv=True)
+        few.generate(token_ids=prompt, drafting={"select_kv": True})
     with pytest.raises(OptionError, match="export with --select-kv N"):
-        model.generate(token_ids=prompt, select_kv=True, exact=False)
+        model.generate(token_ids=prompt, drafting={"select_kv": True}, exact=False)
     with pytest.raises(OptionError, match="export with --select-kv"):
         model.generate(token_ids=prompt, method="select")
 
@@ -288,9 +289,10 @@ def test_the_command_line_says_what_is_lossy_and_refuses_the_rest(
     text = few.parts.text.decode(prompt[:60])
     short = ("-p", text, "-n", "4", "-t", "1")
     assert "32 of 256 KV rows" in run("check", folder, "--no-run").stdout
-    lossy = run("generate", folder, *short, "--select-kv", "--no-exact")
+    selected = "--drafting", "select-kv=true"
+    lossy = run("generate", folder, *short, *selected, "--no-exact")
     assert "32 KV rows in a pass" in lossy.stderr
     assert "lossy: selected KV rows" in lossy.stderr
-    assert_refused(run("generate", folder, *short, "--select-kv"), "add --no-exact")
-    for flags in (("--select-kv", "--no-exact"), ("--method", "select")):
+    assert_refused(run("generate", folder, *short, *selected), "add --no-exact")
+    for flags in ((*selected, "--no-exact"), ("--method", "select")):
         assert_refused(run("generate", bundle, *short, *flags), "export with --select")

@@ -116,20 +116,20 @@ def _let_select(graph: ir.Graph, contract: StepContract) -> None:
 def _is_selecting(
     graph: ir.Graph, first: ir.Node, selecting: ir.Value, selection: Selection
 ) -> ir.Value:
-    """Whether a pass selects: it is told to, and there are more rows than it reads."""
+    """Whether a pass selects: it is told to, and there are the rows that it reads."""
     last = first.inputs[5]
     assert last is not None
     zero, most = (
         initializer(graph, f"selecting.{name}", np.array([number], np.int32))
-        for name, number in (("off", 0), ("rows", selection.rows))
+        for name, number in (("off", 0), ("last", selection.rows - 1))
     )
     rows = ir.node("Shape", [first.inputs[0]], {"start": 1, "end": 2})
     count = ir.node("Cast", rows.outputs, {"to": ir.DataType.INT32})
-    start = ir.node("Sub", [last, count.outputs[0]])
-    longer = ir.node("GreaterOrEqual", [start.outputs[0], most])
+    before = ir.node("Sub", [last, count.outputs[0]])  # the last row before the pass
+    longer = ir.node("GreaterOrEqual", [before.outputs[0], most])
     told = ir.node("Greater", [selecting, zero])
     both = ir.node("And", [told.outputs[0], longer.outputs[0]])
-    graph.insert_before(first, [rows, count, start, longer, told, both])
+    graph.insert_before(first, [rows, count, before, longer, told, both])
     return both.outputs[0]
 
 

@@ -27,8 +27,6 @@ class Drafting:
     num_draft_tokens  the length of every draft; None lets a controller choose it, and
                       with several methods it is the longest draft
     exact             keep to the text of plain decoding, bit for bit
-    select_kv         read only the KV rows that a bundle of `export --select-kv`
-                      selects: lossy, and never exact
     settings          options of the methods by name, or an options object of one method
 
         Drafting("auto", num_draft_tokens=4, settings={"verifier": "walk"})
@@ -37,7 +35,6 @@ class Drafting:
     method: str = AUTO
     num_draft_tokens: int | None = None
     exact: bool = True
-    select_kv: bool = False
     settings: Mapping[str, object] | MethodOptions = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,12 +50,11 @@ class Drafting:
                 '{"tree": "best"}'
             )
         check_ranges(self, _RANGES)
-        check_flags(self, "exact", "select_kv")
+        check_flags(self, "exact")
         if self.select_kv and self.exact:
-            raise OptionError(
-                "select kv reads a part of the KV rows, so the text may not be that of "
-                "plain decoding; add --no-exact (exact=False)",
-                "select_kv",
+            raise DraftingError(
+                "select_kv reads a part of the KV rows, so the text may not be that of "
+                "plain decoding; add --no-exact (exact=False)"
             )
         self._check_names()
         for name, options in self.options.items():
@@ -118,6 +114,12 @@ class Drafting:
         return MethodOptions.of({"user": self._settings.get("user", "")}).user
 
     @property
+    def select_kv(self) -> bool:
+        """Whether passes read selected KV rows only, with any method or none."""
+        own = self._settings.get("select_kv", False)
+        return MethodOptions.of({"select_kv": own}).select_kv
+
+    @property
     def sized_options(self) -> MethodOptions | None:
         """The options that fix the size of every draft, so no controller chooses it."""
         options = (o for o in self.options.values() if o.draft_size is not None)
@@ -127,7 +129,7 @@ class Drafting:
         """Refuse options of drafting, since plain decoding drafts nothing."""
         count = self.num_draft_tokens
         length = {} if count is None else {"num_draft_tokens": count}
-        for key in {**self._settings, **length}.keys() - {"user"}:
+        for key in {**self._settings, **length}.keys() - {"user", "select_kv"}:
             raise OptionError(
                 f"{key.replace('_', ' ')} has no meaning with method none; leave one "
                 "of them out",

@@ -35,7 +35,6 @@ class GenerateOptions(TypedDict, total=False):
     stop_and_exit: str | Path | None
     stop_threshold: float
     exit_threshold: float
-    select_kv: bool
     temperature: float
     top_k: int
     top_p: float
@@ -52,7 +51,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 _RANGES = {"logprobs": between(0, CANDIDATES, optional=True)}
-_DRAFTING_FIELDS = ("method", "num_draft_tokens", "exact", "select_kv")
+_DRAFTING_FIELDS = ("method", "num_draft_tokens", "exact")
 _CONSTRAINT_FIELDS = ("json_schema", "regex", "grammar")
 
 

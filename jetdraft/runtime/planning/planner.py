@@ -229,7 +229,7 @@ class Planner:
         elif other is not None:
             fix = "a target in two halves reads all KV rows; choose another method"
         if fix:
-            raise OptionError(f"{fix}, or leave --select-kv out", "select_kv")
+            raise DraftingError(f"{fix}, or leave select_kv out")
 
     def _check_fits(self, drafting: Drafting, options: MethodOptions) -> None:
         """Refuse a tree of a given size that does not fit into one pass."""

@@ -42,8 +42,9 @@ WALK = "walk"
 class MethodOptions:
     """The options of every method; a method adds fields in a subclass.
 
-    verifier  which drafted tokens are accepted, a name in `VERIFIERS`
-    user      whose earlier responses are drafted from, and who keeps the new response
+    verifier   which drafted tokens are accepted, a name in `VERIFIERS`
+    user       whose earlier responses are drafted from, and who keeps the new response
+    select_kv  read only the KV rows that `export --select-kv` lets passes select: lossy
 
     Fields are of type str, int, float, bool, Path, tuple[int, ...], or a union of them.
     A text is read as the field's type. Raises `OptionError` for another type.
@@ -53,6 +54,7 @@ class MethodOptions:
 
     verifier: str = WALK
     user: str = ""
+    select_kv: bool = False
 
     def __post_init__(self) -> None:
         for key, hint in _hints(type(self)).items():  # type: ignore[arg-type]
