@@ -1,7 +1,7 @@
 """What Stop and Exit (2401.09964) saves and costs on completions of held-out code.
 
-    jetdraft train exit examples/pycode/target --data code.txt --layers 2,4 -o HEAD
-    jetdraft export examples/pycode/target --exit-layer 4 -o BUNDLE
+    jetdraft train exit examples/pycode/target --data code.txt --exits 2,4 -o HEAD
+    jetdraft export examples/pycode/target --exit-after 4 -o BUNDLE
     python benchmarks/stop_and_exit.py BUNDLE HEAD --json OUT
 
 Completes 10 tokens at places of the example target's held-out files, greedily, with

@@ -39,7 +39,8 @@ from jetdraft.terminal.progress import ProgressBars
 )
 @option(
     "checkpoint",
-    "--exit-layer",
+    "--exit-after",
+    "exit_layer",
     type=int,
     help="Let the text leave the target after this many layers: for generate "
     "--stop-and-exit, with a head that jetdraft train exit trained for them.",

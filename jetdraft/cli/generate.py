@@ -23,7 +23,7 @@ from jetdraft.terminal.flags import (
     bundle_argument,
     constraint_options,
     drafting_option,
-    exit_options,
+    exit_option,
     generate_fields,
     json_option,
     method_option,
@@ -83,7 +83,7 @@ from jetdraft.terminal.summary import explanation, summary
     show_default=True,
     help="Use only pass widths whose rows agree bit by bit.",
 )
-@exit_options
+@exit_option
 @store_option
 @runtime_options
 @json_option

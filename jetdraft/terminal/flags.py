@@ -162,29 +162,13 @@ sampling_options = together(
 )
 
 
-exit_options = together(
-    option(
-        "drafting",
-        "--stop-and-exit",
-        metavar="HEAD",
-        type=PATH,
-        help="Let this head end a text that goes wrong, and leave layers out where it "
-        "may: jetdraft train exit makes it. Lossy, so it needs --no-exact.",
-    ),
-    option(
-        "drafting",
-        "--stop-threshold",
-        type=float,
-        help="The head ends the text if it is surer than this; 1 is never. "
-        "Default: 0.7.",
-    ),
-    option(
-        "drafting",
-        "--exit-threshold",
-        type=float,
-        help="The head leaves layers out if it is surer than this; 1 is never. "
-        "Default: 0.7.",
-    ),
+exit_option = option(
+    "drafting",
+    "--stop-and-exit",
+    metavar="HEAD",
+    type=PATH,
+    help="Let this head end a text that goes wrong, and leave layers out where it may: "
+    "jetdraft train exit makes it. Lossy, so it needs --no-exact.",
 )
 
 

@@ -212,8 +212,8 @@ def test_an_error_that_is_no_refusal_keeps_its_traceback(monkeypatch):
     assert isinstance(jetdraft("doctor").exception, OSError)
 
 
-def test_generate_has_at_most_26_options():
-    assert len(options(generate)) <= 26
+def test_generate_has_at_most_27_options():
+    assert len(options(generate)) <= 27
 
 
 @pytest.mark.parametrize("name", ["inspect", "devices", "quantize"])

@@ -36,17 +36,17 @@ def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
     if provider != "cpu":
         raise OptionError(
             f"the halves of a target run on the CPU, not on {provider}; export for "
-            "--provider cpu, or leave --exit-layer out"
+            "--provider cpu, or leave --exit-after out"
         )
     if checkpoint.reads_source or checkpoint.streams is not None:
         raise OptionError(
             f"{checkpoint.source} is an encoder-decoder or has probes, and these run "
-            "through all layers; leave --exit-layer out"
+            "through all layers; leave --exit-after out"
         )
     if checkpoint.taps is not None and checkpoint.taps.cut != layer:
         raise OptionError(
             f"the head reads states that a text without the layers from {layer} on "
-            "does not have; leave --head or --exit-layer out, or give the layer of a "
+            "does not have; leave --head or --exit-after out, or give the layer of a "
             "Kangaroo adapter"
         )
 

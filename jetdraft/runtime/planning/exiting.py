@@ -49,7 +49,7 @@ class Exiting:
         halves = parts.bundle.target.halves
         if halves is None or halves.exit is None:
             raise OptionError(
-                "the bundle has no exit; export with --exit-layer, or leave stop and "
+                "the bundle has no exit; export with --exit-after, or leave stop and "
                 "exit out",
                 FIELD,
             )

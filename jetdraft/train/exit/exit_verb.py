@@ -18,7 +18,7 @@ from jetdraft.train.training_command import run_training, training_options
 @training_options("head", rate=2e-3)
 @option(
     "training",
-    "--layers",
+    "--exits",
     help="Train exits behind so many layers, for example 2,4; default: a quarter, a "
     "half and three quarters of the target's layers.",
 )
@@ -27,10 +27,10 @@ def command(
     data: list[Path],
     output: Path,
     training: TrainingOptions,
-    layers: str | None,
+    exits: str | None,
 ) -> int:
     """Train a head that stops TARGET's text, or leaves its upper layers out."""
-    chosen = () if layers is None else tuple(integers(layers, "--layers"))
+    chosen = () if exits is None else tuple(integers(exits, "--exits"))
     return run_training(
         lambda bars: ExitTraining(target, output, data, chosen, training, bars)
     )

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import jetdraft
 from jetdraft.bundle import Bundle
+from jetdraft.errors import OptionError
 from jetdraft.export.exporter import export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.split.exit_head import FILE, ExitHead
@@ -185,13 +186,25 @@ def test_the_text_fills_the_buffers(model, head):
         ({"layer": 1}, ["--no-exact"], ["behind layers 1", "behind layer 2"]),
         ({"weight": np.zeros((2, 2), np.float32)}, ["--no-exact"], ["damaged"]),
         ({"bias": np.full(3, np.nan, np.float32)}, ["--no-exact"], ["damaged"]),
-        ({}, ["--no-exact", "--stop-threshold", "1.5"], ["stop threshold", "0 to 1"]),
     ],
-    ids=["exact", "target", "layer", "shape", "nan", "threshold"],
+    ids=["exact", "target", "layer", "shape", "nan"],
 )
 def test_a_head_that_cannot_be_used(bundle, head, changes, flags, said):
     line = ["generate", bundle.path, "-p", "def", "--stop-and-exit", head(**changes)]
     assert_refused(cli(*line, *flags), *said)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stop_threshold": 1.5}, "stop threshold 1.5 .* 0 to 1"),
+        ({"exit_threshold": "high"}, "exit_threshold 'high' is not a number"),
+        ({"stop_and_exit": 3}, "not a path"),
+    ],
+)
+def test_options_that_cannot_be_used(model, fields, words):
+    with pytest.raises(OptionError, match=words):
+        model.generate("def", exact=False, **fields)
 
 
 def test_a_head_that_is_not_there(bundle, tmp_path, head):
@@ -200,17 +213,17 @@ def test_a_head_that_is_not_there(bundle, tmp_path, head):
     (tmp_path / FILE).write_bytes(b"PK no zip")
     assert_refused(cli(*line, tmp_path), "damaged")
     line[1] = toy_bundle(tmp_path / "without")
-    assert_refused(cli(*line, head()), "--exit-layer")
+    assert_refused(cli(*line, head()), "--exit-after")
 
 
 @pytest.mark.parametrize("layer", [0, 4])
 def test_an_exit_that_cuts_nothing(target, tmp_path, layer):
-    line = ["export", target, "-o", tmp_path / "b", "--exit-layer", layer, "--fast"]
+    line = ["export", target, "-o", tmp_path / "b", "--exit-after", layer, "--fast"]
     assert_refused(cli(*line), "does not cut 4 layers")
     assert not (tmp_path / "b").exists()
     data = Path(target).parent / "text.txt"
     line = ["train", "exit", target, "--data", data, "-o", tmp_path / "h"]
-    assert_refused(cli(*line, "--layers", layer), "give 1 to 3")
+    assert_refused(cli(*line, "--exits", layer), "give 1 to 3")
     assert not (tmp_path / "h").exists()
 
 

@@ -97,7 +97,7 @@ def _read(folder: Path, modified: int, base: str, layer: int, size: int) -> Exit
         raise OptionError(
             f"{folder} has heads behind layers {printable(', '.join(trained))}, and "
             f"the bundle leaves the target behind layer {layer}; train that layer, "
-            "or export with another --exit-layer",
+            "or export with another --exit-after",
             FIELD,
         )
     shapes = {"weight": (size, size), "classifier": (3, size), "bias": (3,)}
