@@ -123,6 +123,7 @@ def show(report: dict[str, Any]) -> None:
 @click.option("--num-draft-tokens", default="1,2,3,4", show_default=True)
 @click.option("--max-new-tokens", default=96, show_default=True)
 @click.option("--temperature", default=0.0, show_default=True)
+@click.option("--seed", default=1, show_default=True)
 @click.option("--ignore-eos", is_flag=True, help="For texts, which do not end.")
 @click.option("--json", "output", type=click.Path(path_type=Path))
 def main(
