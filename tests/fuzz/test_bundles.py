@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
@@ -13,7 +15,11 @@ from tests.fuzz.test_same_text import FAST
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory):
-    with Bundles(tmp_path_factory.mktemp("bundles"), light=True) as subject:
+    """Templates may compute for 0.3 s here, not 5: some never end."""
+    with (
+        mock.patch("jetdraft.runtime.text.sandbox.MOST_SECONDS", 0.3),
+        Bundles(tmp_path_factory.mktemp("bundles"), light=True) as subject,
+    ):
         yield subject
 
 
