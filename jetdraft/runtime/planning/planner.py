@@ -190,8 +190,6 @@ class Planner:
         return self._trees_agree(drafting) and all(o.may_branch for o in options)
 
     def _trees_agree(self, drafting: Drafting) -> bool:
-        if drafting.select_kv:
-            return False
         return self.parts.widths.trees_agree or not drafting.exact
 
     def _check_agrees(
@@ -222,8 +220,6 @@ class Planner:
             fix = "KV rows are selected on the CPU; choose --provider cpu"
         elif other is not None:
             fix = "a target in two halves reads all KV rows; choose another method"
-        elif any(options.branched for options in drafting.options.values()):
-            fix = "selected KV rows verify chains only; leave the tree out"
         if fix:
             raise DraftingError(f"{fix}, or leave select_kv out")
 
