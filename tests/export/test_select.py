@@ -24,9 +24,9 @@ from tests.tiny import VOCAB_SIZE
 ROWS, MOST = 32, 200
 
 
-def exported(pair: Pair, output: Path, rows: int) -> Path:
+def exported(pair: Pair, output: Path, rows: int, scheme: str = "int8") -> Path:
     options = ExportOptions(
-        Recipe("int8", 32), capacity=256, max_width=64, select_kv=rows
+        Recipe(scheme, 32), capacity=256, max_width=64, select_kv=rows
     )
     export(str(pair.target), output, None, options)
     return output
@@ -37,6 +37,14 @@ def few(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """A bundle that selects fewer rows than the prompts have."""
     folder = tmp_path_factory.mktemp("few")
     return jetdraft.load(exported(pair, folder / "bundle", ROWS), threads=1)
+
+
+@pytest.fixture(scope="module")
+def floats(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A bundle whose activations are not rounded to integers, for close comparisons."""
+    folder = tmp_path_factory.mktemp("floats")
+    bundle = exported(pair, folder / "bundle", ROWS, "none")
+    return jetdraft.load(bundle, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -174,25 +182,25 @@ def test_the_attention_of_selected_rows_is_that_of_the_rows_alone(
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_a_selection_of_just_all_rows_gives_the_answers_of_all_rows(
-    few: Model, prompt: list[int], tokens: int
+    floats: Model, prompt: list[int], tokens: int
 ) -> None:
     """All 32 rows are read, through the other branch, and rows see those before."""
-    own = filled(few.parts.target, prompt[: ROWS + 1]).beside()
+    own = filled(floats.parts.target, prompt[: ROWS + 1]).beside()
     rows = prompt[ROWS : ROWS + tokens]
     selected = own.run(rows).logits.copy()
     assert selected_by_hand(own)[0].max() > 0
-    whole = few.parts.target.run(rows).logits
+    whole = floats.parts.target.run(rows).logits
     assert np.abs(selected - whole).max() < 1e-4
 
 
 def test_a_branch_of_selected_rows_does_not_see_its_siblings(
-    few: Model, prompt: list[int]
+    floats: Model, prompt: list[int]
 ) -> None:
-    own = filled(few.parts.target, prompt[: ROWS + 1]).beside()
+    own = filled(floats.parts.target, prompt[: ROWS + 1]).beside()
     tree = prompt[ROWS : ROWS + 3], [0, 1, 1], [[], [0], [0]]
     selected = own.run_branches(*tree).logits.copy()
     assert selected_by_hand(own)[0].max() > 0
-    whole = few.parts.target.run_branches(*tree).logits
+    whole = floats.parts.target.run_branches(*tree).logits
     assert np.abs(selected - whole).max() < 1e-4
 
 
