@@ -14,6 +14,7 @@ from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.graph import Graph
 from tests.cli.running import assert_refused
@@ -242,6 +243,19 @@ def test_selected_rows_as_the_target_are_lossy_and_say_so(
     )
     assert exact.stats.reused_tokens == 0  # its rows would be lossy
     assert text.token_ids != exact.token_ids
+
+
+def test_a_survey_reads_all_rows_after_a_lossy_generation(
+    few: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jetdraft.runtime.measured.survey.FIRST_MS", 0.0)
+    target = few.parts.target
+    for measure in (Survey.step, Survey._prove_again):
+        survey = Survey(target, None)
+        survey.begin()
+        target.prepare(exact=False, selecting=True)
+        measure(survey)
+        assert not target.selecting
 
 
 def test_selected_rows_are_refused_where_exactness_is_asked_for(

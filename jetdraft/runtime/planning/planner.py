@@ -123,7 +123,9 @@ class Planner:
 
         A `rule` decides after its lower layers.
         """
-        widths = self.widths(drafting)
+        widths = self.widths(drafting)  # a first call measures, so it comes before
+        # Any other target reads prompts with the bundle's own, so it comes first too.
+        self.parts.target.prepare(drafting.exact, drafting.select_kv)
         if rule is not None:
             leading = self.parts.leading()
             leading.prepare(widths, rule)
@@ -133,7 +135,6 @@ class Planner:
             if other is not None:
                 self._check_selects(drafting, other)
                 return other
-        self.parts.target.prepare(drafting.exact, drafting.select_kv)
         return self.parts.target
 
     def lineup(self, drafting: Drafting, matcher: Matcher | None = None) -> Lineup:
