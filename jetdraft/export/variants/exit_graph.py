@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jetdraft.bundle import TARGET, Halves
-from jetdraft.checkpoints.checkpoint import (
-    Checkpoint,
-    checkpoint_folder,
-    weights_sha256,
-)
+from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streamed import decoder_layers
 from jetdraft.errors import OptionError
 from jetdraft.export.export_options import ExportOptions
@@ -22,7 +18,10 @@ from jetdraft.export.variants.variant import Variant
 
 
 def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Refuse an exit that cuts nothing, and what reads states that would be missing."""
+    """Refuse an exit that cuts nothing, and what reads states that would be missing.
+
+    Raises `CheckpointError` for weights without a hash, since heads name it.
+    """
     layer = options.exit_layer
     if name != TARGET or layer is None:
         return
@@ -49,6 +48,7 @@ def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
             "does not have; leave --head or --exit-after out, or give the layer of a "
             "Kangaroo adapter"
         )
+    _ = checkpoint.sha256  # refuses before anything is measured
 
 
 def write(job: Job) -> None:
@@ -82,8 +82,7 @@ def write_exit(job: Job, halves: Halves) -> Halves:
     own_weights = file.with_name(f"{file.name}.data")
     if not own_weights.stat().st_size:
         own_weights.unlink()
-    base = weights_sha256(checkpoint_folder(job.checkpoint.source))
-    return replace(halves, exit=file.name, base=base)
+    return replace(halves, exit=file.name, base=job.checkpoint.sha256)
 
 
 VARIANT = Variant(write, check)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 from jetdraft.errors import DraftingError, JetdraftError, OptionError
@@ -131,7 +132,8 @@ class Planner:
             leading.prepare(widths, rule)
             return leading
         for name, options in drafting.options.items():
-            other: Target | None = methods()[name].target(self.parts, options, widths)
+            make = methods()[name].target
+            other = None if make is None else make(self.parts, options, widths)
             if other is not None:
                 self._check_selects(drafting, other)
                 return other
@@ -154,7 +156,7 @@ class Planner:
 
     def _chosen(self, drafting: Drafting) -> list[Proposer]:
         """The proposers that a generation asks for, or that "auto" may pick."""
-        automatic, chosen = drafting.names == (AUTO,), []
+        automatic, chosen = drafting.names == (AUTO,), {}
         for name, options in drafting.options.items():
             method = methods()[name]
             if automatic and not method.in_auto(options):
@@ -162,13 +164,21 @@ class Planner:
             try:
                 proposer = self.proposer(method, options)
                 self._check_agrees(method, options, drafting)
-                chosen.append(proposer)
+                chosen[method] = proposer
             except OptionError as error:
                 # "auto" goes on without a method that the bundle or the machine cannot
                 # run, but not where the caller's options are wrong.
                 if not automatic or error.field == "drafting":
                     raise
-        return chosen
+        for one, other in _at_odds(chosen):
+            if not automatic:
+                raise OptionError(
+                    f"{one.name} drafts in the buffers in which {other.name} keeps its "
+                    "draft; leave one of the two methods out",
+                    "method",
+                )
+            chosen.pop(one, None)
+        return list(chosen.values())
 
     def _controller(
         self, drafting: Drafting, proposers: Sequence[Proposer]
@@ -240,3 +250,12 @@ class Planner:
                 f"the tree has {size} rows, a pass of this bundle holds {widest - 1} "
                 "beside the root; give a smaller tree or export with more --max-width"
             )
+
+
+def _at_odds(chosen: Iterable[Method[Any]]) -> list[tuple[Method[Any], Method[Any]]]:
+    """The pairs of which one fills the target's buffers, and the other's target too."""
+    return [
+        (one, other)
+        for one, other in permutations(chosen, 2)
+        if one.fills_target and other.target is not None
+    ]

@@ -81,6 +81,7 @@ METHOD = Method(
     "the target itself, which reads selected KV rows only",
     _make,
     lacks=_lacks,
+    fills_target=True,
     # The curve is measured over few rows, where a draft costs as much as a plain pass.
     in_auto=lambda options: False,
 )
