@@ -7,6 +7,7 @@ from dataclasses import replace
 from jetdraft.bundle import TARGET, Halves
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streamed import decoder_layers
+from jetdraft.devices.providers import HALVES, cpu_only
 from jetdraft.errors import OptionError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.heads.shared_weights import share_weights
@@ -31,12 +32,9 @@ def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
             f"exit layer {layer} does not cut {layers} layers in two; give 1 to "
             f"{layers - 1}"
         )
-    provider = options.provider_of(name).name
-    if provider != "cpu":
-        raise OptionError(
-            f"the halves of a target run on the CPU, not on {provider}; export for "
-            "--provider cpu, or leave --exit-after out"
-        )
+    fix = "export for --provider cpu, or leave --exit-after out"
+    if refusal := cpu_only(HALVES, options.provider_of(name).name, fix):
+        raise OptionError(refusal)
     if checkpoint.reads_source or checkpoint.streams is not None:
         raise OptionError(
             f"{checkpoint.source} is an encoder-decoder or has probes, and these run "

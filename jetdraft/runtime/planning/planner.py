@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
+from jetdraft.devices.providers import SELECTION, cpu_only
 from jetdraft.errors import DraftingError, JetdraftError, OptionError
 from jetdraft.runtime.measured.profit import Profit
 from jetdraft.runtime.measured.rates import Acceptance
@@ -135,7 +136,7 @@ class Planner:
             make = methods()[name].target
             other = None if make is None else make(self.parts, options, widths)
             if other is not None:
-                self._check_selects(drafting, other)
+                self._check_selects(drafting, name)
                 return other
         return self.parts.target
 
@@ -228,19 +229,23 @@ class Planner:
                 "rows; choose tree=chain or add --no-exact"
             )
 
-    def _check_selects(self, drafting: Drafting, other: Target | None = None) -> None:
-        """Refuse to select KV rows where a target cannot."""
+    def _check_selects(self, drafting: Drafting, owner: str = "") -> None:
+        """Refuse to select KV rows where a target cannot.
+
+        `owner` names the method whose own target verifies, if there is such a method.
+        """
         if not drafting.select_kv:
             return
-        fix = ""
+        refusal = cpu_only(SELECTION, self.parts.provider, "choose --provider cpu")
         if self.parts.bundle.target.selection is None:
-            fix = "the bundle reads all KV rows; export with --select-kv N"
-        elif self.parts.provider != "cpu":
-            fix = "KV rows are selected on the CPU; choose --provider cpu"
-        elif other is not None:
-            fix = "a target in two halves reads all KV rows; choose another method"
-        if fix:
-            raise DraftingError(f"{fix}, or leave select_kv out")
+            refusal = "the bundle reads all KV rows; export with --select-kv N"
+        elif owner:
+            refusal = (
+                f"method {owner} verifies with its own target, which reads all KV "
+                "rows; choose another method"
+            )
+        if refusal:
+            raise DraftingError(f"{refusal}, or leave select_kv out")
 
     def _check_fits(self, drafting: Drafting, options: MethodOptions) -> None:
         """Refuse a tree of a given size that does not fit into one pass."""

@@ -219,6 +219,8 @@ def test_a_head_that_cannot_be_used(bundle, head, changes, flags, said):
         ({"stop_threshold": 1.5}, "stop threshold 1.5 .* 0 to 1"),
         ({"exit_threshold": "high"}, "exit_threshold 'high' is not a number"),
         ({"stop_and_exit": 3}, "not a path"),
+        ({"stop_threshold": 0.9}, "stop threshold has no meaning without a head"),
+        ({"exit_threshold": 0.0}, "exit threshold has no meaning without a head"),
         (
             {"stop_and_exit": "head", "drafting": {"select_kv": True}},
             "read all KV rows; leave stop and exit or select_kv out",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetdraft.bundle import Bundle
+from jetdraft.devices.providers import SELECTION, cpu_only
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.followers.selecting_follower import SelectingFollower
@@ -66,12 +67,8 @@ def _lacks(bundle: Bundle) -> str:
 def _make(parts: Parts, options: MethodOptions) -> Proposer:
     if _lacks(parts.bundle):
         raise OptionError(f"{NAME} needs selected KV rows; {_lacks(parts.bundle)}")
-    if parts.provider != "cpu":
-        raise OptionError(
-            f"KV rows are selected on the CPU, not on {parts.provider}; choose "
-            "--provider cpu",
-            "method",
-        )
+    if refusal := cpu_only(SELECTION, parts.provider, "choose --provider cpu"):
+        raise OptionError(refusal, "method")
     ms = parts.curve.pass_ms(1)
     return SelectProposer(SelectingFollower(parts.target.beside()), ms)
 
