@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,14 @@ class Checkpoint:
             )
         return load_probes(self.model, self.streams, folder, scale)
 
+    @cached_property
+    def sha256(self) -> str:
+        """One hash over the weight files.
+
+        Raises `CheckpointError` where there are no safetensors.
+        """
+        return weights_sha256(checkpoint_folder(self.source))
+
     @property
     def vocab_size(self) -> int:
         """The number of tokens that the LM head can choose."""
@@ -222,7 +231,15 @@ def check_entries(folder: Path) -> None:
 
 
 def checkpoint_folder(source: str) -> Path:
-    """The folder of a checkpoint's files; for a hub id it is in the hub's cache."""
+    """The folder of a checkpoint's files; for a hub id it is in the hub's cache.
+
+    Raises `CheckpointError` for a GGUF file.
+    """
+    if is_gguf(source):
+        raise CheckpointError(
+            f"{source} is a GGUF file, not a folder of safetensors; give the model's "
+            "Hugging Face folder"
+        )
     if Path(source).is_dir():
         return Path(source)
     for name in (SETTINGS, STREAM_WEIGHTS):
@@ -239,8 +256,8 @@ def weights_sha256(folder: Path) -> str:
     files = [f for f in folder.glob("*.safetensors") if f.name != STREAM_WEIGHTS]
     if not files:
         raise CheckpointError(
-            f"{folder} has no safetensors weights to train streams for; save it again "
-            "with save_pretrained"
+            f"{folder} has no weights in .safetensors, by which a training names its "
+            "target; save it again with save_pretrained"
         )
     for file in sorted(files):
         with file.open("rb") as handle:

@@ -76,6 +76,17 @@ PROVIDERS = {
 }
 """All providers by name, the fastest first."""
 
+HALVES, SELECTION = "the halves of a target run", "KV rows are selected"
+"""Work that only the CPU does; see `cpu_only`."""
+
+
+def cpu_only(work: str, provider: str, fix: str) -> str:
+    """Why another provider than the CPU cannot do some work; empty for the CPU.
+
+    cpu_only(HALVES, "cuda", "choose --provider cpu")
+    """
+    return "" if provider == "cpu" else f"{work} on the CPU, not on {provider}; {fix}"
+
 
 @dataclass(frozen=True)
 class CudaOptions:

@@ -84,8 +84,8 @@ class ExportOptions:
         least, most = MIN_SELECTED, self.capacity - 1
         if self.select_kv is not None and not least <= self.select_kv <= most:
             raise OptionError(
-                f"a selection of {self.select_kv} KV rows is no part of a context of "
-                f"{self.capacity} tokens; give --select-kv {least} to {most}"
+                f"a selection of {self.select_kv} KV rows must be a part of a context "
+                f"of {self.capacity} tokens; give --select-kv {least} to {most}"
             )
         self._check_calibration()
         if not 0.0 <= self.adapter_scale <= 1.0:

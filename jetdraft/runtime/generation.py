@@ -120,7 +120,8 @@ class Generation:
         lineup = planner.lineup(drafting, self._matcher)
         self.proposers, self.controller = lineup.proposers, lineup.controller
         # Observers first: they may change what the proposers draft with.
-        self.observers = [*lineup.observers, *lineup.proposers]
+        learners = [] if options.is_truncated else lineup.observers
+        self.observers = [*learners, *lineup.proposers]
         self.verifier = lineup.verifier
         self.chooser = Chooser(options.sampling, self._processors(prompt, rules))
         self.widths = planner.widths(drafting)
@@ -186,7 +187,8 @@ class Generation:
             response = [token for piece in self.pieces for token in piece.token_ids]
             user = self.options.drafting.user
             about = tokens_of(self._source) or self._prompt
-            self.parts.remember(about, response, user)
+            if not self.options.is_truncated:
+                self.parts.remember(about, response, user)
             for observer in self.observers:
                 observer.end(self._prompt, response, user, self.stats)
 

@@ -70,12 +70,12 @@ class Branch:
 
     def vector(self, *numbers: int) -> ir.Value:
         """A constant int64 [n]."""
-        name = f"selected.{'_'.join(map(str, numbers))}"
+        name = f"constant.{'_'.join(map(str, numbers))}"
         return initializer(self.graph, name, np.array(numbers, np.int64))
 
     def number(self, number: float, kind: type = np.float32) -> ir.Value:
         """A constant without axes."""
-        name = f"selected.{kind.__name__}.{number}"
+        name = f"constant.{kind.__name__}.{number}"
         return initializer(self.graph, name, np.array(number, kind))
 
     def done(self, outputs: list[ir.Value]) -> ir.Graph:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jetdraft.bundle import TARGET, Halves
-from jetdraft.checkpoints.checkpoint import (
-    Checkpoint,
-    checkpoint_folder,
-    weights_sha256,
-)
+from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streamed import decoder_layers
+from jetdraft.devices.providers import HALVES, cpu_only
 from jetdraft.errors import OptionError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.heads.shared_weights import share_weights
@@ -22,7 +19,10 @@ from jetdraft.export.variants.variant import Variant
 
 
 def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Refuse an exit that cuts nothing, and what reads states that would be missing."""
+    """Refuse an exit that cuts nothing, and what reads states that would be missing.
+
+    Raises `CheckpointError` for weights without a hash, since heads name it.
+    """
     layer = options.exit_layer
     if name != TARGET or layer is None:
         return
@@ -32,12 +32,9 @@ def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
             f"exit layer {layer} does not cut {layers} layers in two; give 1 to "
             f"{layers - 1}"
         )
-    provider = options.provider_of(name).name
-    if provider != "cpu":
-        raise OptionError(
-            f"the halves of a target run on the CPU, not on {provider}; export for "
-            "--provider cpu, or leave --exit-after out"
-        )
+    fix = "export for --provider cpu, or leave --exit-after out"
+    if refusal := cpu_only(HALVES, options.provider_of(name).name, fix):
+        raise OptionError(refusal)
     if checkpoint.reads_source or checkpoint.streams is not None:
         raise OptionError(
             f"{checkpoint.source} is an encoder-decoder or has probes, and these run "
@@ -49,6 +46,7 @@ def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
             "does not have; leave --head or --exit-after out, or give the layer of a "
             "Kangaroo adapter"
         )
+    _ = checkpoint.sha256  # refuses before anything is measured
 
 
 def write(job: Job) -> None:
@@ -82,8 +80,7 @@ def write_exit(job: Job, halves: Halves) -> Halves:
     own_weights = file.with_name(f"{file.name}.data")
     if not own_weights.stat().st_size:
         own_weights.unlink()
-    base = weights_sha256(checkpoint_folder(job.checkpoint.source))
-    return replace(halves, exit=file.name, base=base)
+    return replace(halves, exit=file.name, base=job.checkpoint.sha256)
 
 
 VARIANT = Variant(write, check)

@@ -12,6 +12,7 @@ import torch
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.taps import Taps
 from jetdraft.contract import StepContract
+from jetdraft.devices.providers import HALVES, cpu_only
 from jetdraft.errors import OptionError, PairError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.job import Job
@@ -53,12 +54,10 @@ def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
             f"{checkpoint.source} has streams, so it drafts without a head; leave one "
             "of them out"
         )
-    provider = options.provider_of(name).name
-    if checkpoint.taps.cut and provider != "cpu":
-        raise OptionError(
-            f"the halves of a target run on the CPU, not on {provider}; export for "
-            "--provider cpu, or with another head"
-        )
+    fix = "export for --provider cpu, or with another head"
+    refusal = cpu_only(HALVES, options.provider_of(name).name, fix)
+    if checkpoint.taps.cut and refusal:
+        raise OptionError(refusal)
     checkpoint.taps.check(checkpoint.model)
 
 

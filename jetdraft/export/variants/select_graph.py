@@ -125,11 +125,11 @@ def _is_selecting(
     )
     rows = ir.node("Shape", [first.inputs[0]], {"start": 1, "end": 2})
     count = ir.node("Cast", rows.outputs, {"to": ir.DataType.INT32})
-    before = ir.node("Sub", [last, count.outputs[0]])  # the last row before the pass
-    longer = ir.node("GreaterOrEqual", [before.outputs[0], most])
+    newest = ir.node("Sub", [last, count.outputs[0]])  # the last committed row
+    longer = ir.node("GreaterOrEqual", [newest.outputs[0], most])
     told = ir.node("Greater", [selecting, zero])
     both = ir.node("And", [told.outputs[0], longer.outputs[0]])
-    graph.insert_before(first, [rows, count, before, longer, told, both])
+    graph.insert_before(first, [rows, count, newest, longer, told, both])
     return both.outputs[0]
 
 

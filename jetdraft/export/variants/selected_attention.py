@@ -173,7 +173,8 @@ class SelectedAttention:
     def _chosen(self, branch: Branch, voted: ir.Value, slots: ir.Value) -> ir.Value:
         """The slots of all rows that are read, int64 [1, kv_heads, t, 1]."""
         make, first = branch.make, self.selection.first
-        begin = branch.vector(*range(first))
+        bounds = (branch.number(bound, np.int64) for bound in (0, first, 1))
+        begin = make("Range", *bounds)
         length = make("Shape", slots, start=0, end=1)
         head = branch.vector(1, self.kv_heads)
         parts = [

@@ -166,6 +166,7 @@ class Survey:
 
     def _prove_again(self) -> None:
         """Compare again what was compared for another exact class."""
+        self.target.prepare(exact=True)
         with filled(self.target) as self._starts:
             known = self._with_ways(self.widths)
             self._widths = replace(known, prefills_agree=all(self._prefills()))
@@ -210,6 +211,7 @@ class Survey:
     def _next(self) -> None:
         """Compare the next width, or at last the passes that read prompts."""
         known = self.widths
+        self.target.prepare(exact=True)  # a lossy generation may have left it otherwise
         with filled(self.target) as self._starts:
             if known.untried:
                 known = self._compared(known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from jetdraft.devices.providers import HALVES, cpu_only
 from jetdraft.errors import OptionError
 from jetdraft.ranges import Range, check_ranges
 from jetdraft.runtime.passes.split.exit_head import FIELD, ExitHead, ExitRule
@@ -38,6 +39,13 @@ class Exiting:
                 FIELD,
             )
         check_ranges(self, _RANGES)
+        for field in _RANGES if self.stop_and_exit is None else ():
+            if getattr(self, field) != getattr(Exiting, field):
+                raise OptionError(
+                    f"{field.replace('_', ' ')} has no meaning without a head; give "
+                    "stop and exit too, or leave it out",
+                    field,
+                )
 
     def rule(self, parts: Parts) -> ExitRule | None:
         """What decides after the lower layers; None if nothing does.
@@ -53,12 +61,9 @@ class Exiting:
                 "exit out",
                 FIELD,
             )
-        if parts.provider != "cpu":
-            raise OptionError(
-                f"the halves of a target run on the CPU, not on {parts.provider}; "
-                "choose --provider cpu, or leave stop and exit out",
-                FIELD,
-            )
+        fix = "choose --provider cpu, or leave stop and exit out"
+        if refusal := cpu_only(HALVES, parts.provider, fix):
+            raise OptionError(refusal, FIELD)
         layer = len(parts.bundle.target.contract.kv_shapes) - halves.layers
         head = ExitHead.load(
             Path(self.stop_and_exit), halves.base, layer, halves.hidden_size

@@ -97,6 +97,12 @@ class Options:
                 "decoding; add --no-exact (exact=False)",
                 "stop_and_exit",
             )
+        if self.exiting.stop_and_exit is not None and self.drafting.select_kv:
+            raise OptionError(
+                "stop and exit runs the target in two halves, which read all KV rows; "
+                "leave stop and exit or select_kv out",
+                "stop_and_exit",
+            )
         if self.constraint is not None and self.ending.ignore_eos:
             raise OptionError(
                 f"a text with a {self.constraint.kind} ends by itself; leave ignore "
@@ -114,6 +120,14 @@ class Options:
         if self.drafting.select_kv:
             reasons.append("selected KV rows")
         return ", ".join(reasons)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the target answers without some of its layers or KV rows.
+
+        What it says then must teach no drafter, and be no draft of other texts.
+        """
+        return self.exiting.stop_and_exit is not None or self.drafting.select_kv
 
     @classmethod
     def of(cls, **options: Unpack[GenerateOptions]) -> Options:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
+from jetdraft.devices.providers import SELECTION, cpu_only
 from jetdraft.errors import DraftingError, JetdraftError, OptionError
 from jetdraft.runtime.measured.profit import Profit
 from jetdraft.runtime.measured.rates import Acceptance
@@ -123,17 +125,19 @@ class Planner:
 
         A `rule` decides after its lower layers.
         """
-        widths = self.widths(drafting)
+        widths = self.widths(drafting)  # a first call measures, so it comes before
+        # Any other target reads prompts with the bundle's own, so it comes first too.
+        self.parts.target.prepare(drafting.exact, drafting.select_kv)
         if rule is not None:
             leading = self.parts.leading()
             leading.prepare(widths, rule)
             return leading
         for name, options in drafting.options.items():
-            other: Target | None = methods()[name].target(self.parts, options, widths)
+            make = methods()[name].target
+            other = None if make is None else make(self.parts, options, widths)
             if other is not None:
-                self._check_selects(drafting, other)
+                self._check_selects(drafting, name)
                 return other
-        self.parts.target.prepare(drafting.exact, drafting.select_kv)
         return self.parts.target
 
     def lineup(self, drafting: Drafting, matcher: Matcher | None = None) -> Lineup:
@@ -153,7 +157,7 @@ class Planner:
 
     def _chosen(self, drafting: Drafting) -> list[Proposer]:
         """The proposers that a generation asks for, or that "auto" may pick."""
-        automatic, chosen = drafting.names == (AUTO,), []
+        automatic, chosen = drafting.names == (AUTO,), {}
         for name, options in drafting.options.items():
             method = methods()[name]
             if automatic and not method.in_auto(options):
@@ -161,13 +165,21 @@ class Planner:
             try:
                 proposer = self.proposer(method, options)
                 self._check_agrees(method, options, drafting)
-                chosen.append(proposer)
+                chosen[method] = proposer
             except OptionError as error:
                 # "auto" goes on without a method that the bundle or the machine cannot
                 # run, but not where the caller's options are wrong.
                 if not automatic or error.field == "drafting":
                     raise
-        return chosen
+        for one, other in _at_odds(chosen):
+            if not automatic:
+                raise OptionError(
+                    f"{one.name} drafts in the buffers in which {other.name} keeps its "
+                    "draft; leave one of the two methods out",
+                    "method",
+                )
+            chosen.pop(one, None)
+        return list(chosen.values())
 
     def _controller(
         self, drafting: Drafting, proposers: Sequence[Proposer]
@@ -217,19 +229,23 @@ class Planner:
                 "rows; choose tree=chain or add --no-exact"
             )
 
-    def _check_selects(self, drafting: Drafting, other: Target | None = None) -> None:
-        """Refuse to select KV rows where a target cannot."""
+    def _check_selects(self, drafting: Drafting, owner: str = "") -> None:
+        """Refuse to select KV rows where a target cannot.
+
+        `owner` names the method whose own target verifies, if there is such a method.
+        """
         if not drafting.select_kv:
             return
-        fix = ""
+        refusal = cpu_only(SELECTION, self.parts.provider, "choose --provider cpu")
         if self.parts.bundle.target.selection is None:
-            fix = "the bundle reads all KV rows; export with --select-kv N"
-        elif self.parts.provider != "cpu":
-            fix = "KV rows are selected on the CPU; choose --provider cpu"
-        elif other is not None:
-            fix = "a target in two halves reads all KV rows; choose another method"
-        if fix:
-            raise DraftingError(f"{fix}, or leave select_kv out")
+            refusal = "the bundle reads all KV rows; export with --select-kv N"
+        elif owner:
+            refusal = (
+                f"method {owner} verifies with its own target, which reads all KV "
+                "rows; choose another method"
+            )
+        if refusal:
+            raise DraftingError(f"{refusal}, or leave select_kv out")
 
     def _check_fits(self, drafting: Drafting, options: MethodOptions) -> None:
         """Refuse a tree of a given size that does not fit into one pass."""
@@ -239,3 +255,12 @@ class Planner:
                 f"the tree has {size} rows, a pass of this bundle holds {widest - 1} "
                 "beside the root; give a smaller tree or export with more --max-width"
             )
+
+
+def _at_odds(chosen: Iterable[Method[Any]]) -> list[tuple[Method[Any], Method[Any]]]:
+    """The pairs of which one fills the target's buffers, and the other's target too."""
+    return [
+        (one, other)
+        for one, other in permutations(chosen, 2)
+        if one.fills_target and other.target is not None
+    ]

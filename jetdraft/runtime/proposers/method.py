@@ -128,12 +128,6 @@ def _lacks_nothing(bundle: Bundle) -> str:
     return ""
 
 
-def _own_target(
-    parts: Parts, options: MethodOptions, widths: Sequence[int]
-) -> Target | None:
-    return None
-
-
 def _always(options: MethodOptions) -> bool:
     return True
 
@@ -154,8 +148,10 @@ class Method(Generic[OptionsT]):
     reads_probes    whether it reads the probes of the target's passes
     cost            what its drafts cost, for plans on devices that are not at hand;
                     None leaves it out of plans
-    target          the target that verifies instead of the bundle's own, given the
-                    allowed widths; None for the bundle's own
+    target          gives the target that verifies instead of the bundle's own, for the
+                    allowed widths; it may give None, the bundle's own
+    fills_target    whether its proposer writes drafts into the target's buffers, past
+                    the committed rows, where another target may keep rows of a draft
     samples         options that `jetdraft check` tries beside the defaults
     alone           the options with which an export measures how often the bundle's
                     drafter is right; None for a method that drafts without the drafter,
@@ -173,7 +169,8 @@ class Method(Generic[OptionsT]):
     trees: bool = False
     reads_probes: bool = False
     cost: Cost | None = None
-    target: Callable[[Parts, OptionsT, Sequence[int]], Target | None] = _own_target
+    target: Callable[[Parts, OptionsT, Sequence[int]], Target | None] | None = None
+    fills_target: bool = False
     samples: tuple[Mapping[str, object], ...] = ()
     alone: Mapping[str, object] | None = None
 

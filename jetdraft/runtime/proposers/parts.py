@@ -13,7 +13,14 @@ import numpy as np
 from jetdraft.bundle import CONTRIB, Bundle, GraphEntry, read_streams
 from jetdraft.contract import EARLY_EXIT
 from jetdraft.devices.memory import gather
-from jetdraft.devices.providers import AUTO, PROVIDERS, Provider, choose
+from jetdraft.devices.providers import (
+    AUTO,
+    HALVES,
+    PROVIDERS,
+    Provider,
+    choose,
+    cpu_only,
+)
 from jetdraft.errors import DraftingError, OptionError, ProviderError
 from jetdraft.kept.lessons import Lessons
 from jetdraft.kept.weight_sets import WeightSets, base_of
@@ -267,11 +274,8 @@ class Parts:
         Raises `OptionError` if the bundle has no halves, and on other providers than
         the CPU.
         """
-        if self.provider != "cpu":
-            raise DraftingError(
-                f"the halves of a target run on the CPU, not on {self.provider}; "
-                f"{advice}"
-            )
+        if refusal := cpu_only(HALVES, self.provider, advice):
+            raise DraftingError(refusal)
         entry, opener = self.bundle.target, self._opener
         if entry.halves is None:
             raise DraftingError(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -18,10 +20,13 @@ from jetdraft.errors import OptionError
 from jetdraft.export.exporter import export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.split.exit_head import FILE, ExitHead
+from jetdraft.runtime.proposers.proposer import Observer
 from jetdraft.testing import toy_bundle
 from jetdraft.train.exit.exit_training import ExitHeads, ExitTraining
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as cli
+from tests.ggufs import write_gguf
+from tests.tiny import llama_config
 from tests.train.attached.drafts import QUICK, SMALL
 from tests.train.periodic import PERIOD, learned_target, nothing
 from tests.train.stopping import whole_and_cut
@@ -168,6 +173,20 @@ def test_rows_of_an_exit_are_read_again(model, head):
     assert after.token_ids == model.generate(token_ids=longer, **how).token_ids
 
 
+def test_a_truncated_text_teaches_nothing(bundle, head, tmp_path, monkeypatch):
+    class Spy(Observer):
+        def observe(self, seen):
+            taught.append(seen)
+
+    store = tmp_path / "store"
+    with jetdraft.load(bundle.path, threads=1, store=store) as own:
+        monkeypatch.setattr(own.planner, "_observers", [Spy()])
+        for how, is_taught in ((ANY | {"stop_and_exit": head()}, False), ({}, True)):
+            taught = []
+            own.generate(PERIOD, **how, **FREE)
+            assert bool(taught) == bool(own.parts.store.entries) == is_taught
+
+
 def test_the_text_fills_the_buffers(model, head):
     how = FREE | {"max_new_tokens": 400, "method": "lookup", "num_draft_tokens": 5}
     made = model.generate(PERIOD, stop_and_exit=head(bias=EXIT), **ANY, **how)
@@ -200,6 +219,12 @@ def test_a_head_that_cannot_be_used(bundle, head, changes, flags, said):
         ({"stop_threshold": 1.5}, "stop threshold 1.5 .* 0 to 1"),
         ({"exit_threshold": "high"}, "exit_threshold 'high' is not a number"),
         ({"stop_and_exit": 3}, "not a path"),
+        ({"stop_threshold": 0.9}, "stop threshold has no meaning without a head"),
+        ({"exit_threshold": 0.0}, "exit threshold has no meaning without a head"),
+        (
+            {"stop_and_exit": "head", "drafting": {"select_kv": True}},
+            "read all KV rows; leave stop and exit or select_kv out",
+        ),
     ],
 )
 def test_options_that_cannot_be_used(model, fields, words):
@@ -225,6 +250,23 @@ def test_an_exit_that_cuts_nothing(target, tmp_path, layer):
     line = ["train", "exit", target, "--data", data, "-o", tmp_path / "h"]
     assert_refused(cli(*line, "--exits", layer), "give 1 to 3")
     assert not (tmp_path / "h").exists()
+
+
+def test_weights_without_a_hash_are_refused_before_anything_is_measured(
+    target, tmp_path
+):
+    file = write_gguf(tmp_path / "model.gguf", llama_config()).path
+    folder = tmp_path / "pickled"
+    shutil.copytree(target, folder)
+    weights = load_file(folder / "model.safetensors")
+    torch.save(weights, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    for source, said in ((file, "is a GGUF file"), (folder, "no weights in .safe")):
+        line = ["export", source, "-o", tmp_path / "b", "--exit-after", 1]
+        result = cli(*line)
+        assert_refused(result, said)
+        assert "measure" not in result.stderr
+        assert not (tmp_path / "b").exists()
 
 
 # --- the training ---------------------------------------------------------------------

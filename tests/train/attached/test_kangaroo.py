@@ -23,10 +23,12 @@ from jetdraft.errors import (
     UnsupportedModelError,
 )
 from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.methods import registered
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.split.halves import Halves
 from jetdraft.runtime.planning.drafting import Drafting
+from jetdraft.runtime.proposers.attached import select_method
 from jetdraft.train.kangaroo.kangaroo_training import KangarooSettings, KangarooTraining
 from jetdraft.train.taught import next_token_training
 from tests.cli.running import assert_refused
@@ -63,7 +65,7 @@ def folders(target, tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
     folder = tmp_path_factory.mktemp("bundles")
-    options = replace(SMALL, fast=False)  # its acceptance is measured
+    options = replace(SMALL, fast=False, select_kv=16)  # its acceptance is measured
     return {
         name: export(target, folder / name, options=one, head=str(folders[name]))
         for name, one in (("trained", options), ("untrained", SMALL))
@@ -221,6 +223,23 @@ def test_each_row_runs_through_the_lower_half_once(model, plain, monkeypatch):
     prefills = model.parts.target.passes - whole_passes
     assert stats.drafted_tokens + rounds - prefills <= len(ran)
     assert len(ran) <= stats.drafted_tokens + rounds
+
+
+def test_an_exact_generation_after_a_lossy_one_reads_all_rows(model):
+    """Both read a prompt that is longer than a selection."""
+    prompt = (model.parts.text.encode(PERIOD) * 8)[:48]
+    how = {"token_ids": prompt, "max_new_tokens": 4}
+    kept = []
+    for is_first in (True, False):
+        if not is_first:
+            model.generate(
+                **how, method="none", exact=False, drafting={"select_kv": True}
+            )
+        model.forget()
+        model.generate(**how, method="kangaroo", num_draft_tokens=3)
+        kept.append(rows_of(model.parts.target.cache.buffers, 40))
+    assert len(prompt) == 48
+    assert all(map(np.array_equal, *kept))
 
 
 def test_the_confidence_ends_a_draft(model):
@@ -433,6 +452,22 @@ def test_other_providers_are_refused_before_anything_is_written(
 def test_a_bad_confidence(model, confidence):
     with pytest.raises(OptionError, match=r"confidence .* is out of range"):
         model.generate(PERIOD, method="kangaroo", drafting={"confidence": confidence})
+
+
+def test_another_draft_in_the_same_buffers_is_refused(bundles, model):
+    line = ["generate", bundles["trained"].path, "-p", "def", "--method"]
+    selected = "--no-exact", "--drafting", "select-kv=true"
+    assert_refused(cli(*line, "kangaroo", *selected), "kangaroo verifies with its own")
+    assert_refused(
+        cli(*line, "kangaroo,select"), "select drafts in the buffers", "kangaroo keeps"
+    )
+    method = replace(select_method.METHOD, name="fake", in_auto=lambda options: True)
+    with registered(method):
+        proposers = model.planner.lineup(Drafting("auto")).proposers
+        assert model.planner.lineup(Drafting("fake,lookup")).proposers
+    names = [proposer.traits.name for proposer in proposers]
+    assert "kangaroo" in names
+    assert select_method.NAME not in names
 
 
 def test_it_needs_its_adapter(bundles):

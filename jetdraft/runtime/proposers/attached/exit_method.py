@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jetdraft.bundle import Bundle
+from jetdraft.devices.providers import HALVES, cpu_only
 from jetdraft.errors import OptionError
 from jetdraft.ranges import Range, check_ranges
 from jetdraft.runtime.followers.exit_follower import ExitFollower
@@ -70,12 +71,8 @@ def _make(parts: Parts, options: ExitOptions) -> Proposer:
             "--drafter-provider off",
             "method",
         )
-    if parts.provider != "cpu":
-        raise OptionError(
-            f"the halves of a target run on the CPU, not on {parts.provider}; choose "
-            "--provider cpu",
-            "method",
-        )
+    if refusal := cpu_only(HALVES, parts.provider, "choose --provider cpu"):
+        raise OptionError(refusal, "method")
     entry = parts.bundle.target
     assert entry.halves is not None
     below = 1.0 - entry.halves.layers / len(entry.contract.kv_shapes)

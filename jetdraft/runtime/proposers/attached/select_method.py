@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetdraft.bundle import Bundle
+from jetdraft.devices.providers import SELECTION, cpu_only
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.followers.selecting_follower import SelectingFollower
@@ -66,12 +67,8 @@ def _lacks(bundle: Bundle) -> str:
 def _make(parts: Parts, options: MethodOptions) -> Proposer:
     if _lacks(parts.bundle):
         raise OptionError(f"{NAME} needs selected KV rows; {_lacks(parts.bundle)}")
-    if parts.provider != "cpu":
-        raise OptionError(
-            f"KV rows are selected on the CPU, not on {parts.provider}; choose "
-            "--provider cpu",
-            "method",
-        )
+    if refusal := cpu_only(SELECTION, parts.provider, "choose --provider cpu"):
+        raise OptionError(refusal, "method")
     ms = parts.curve.pass_ms(1)
     return SelectProposer(SelectingFollower(parts.target.beside()), ms)
 
@@ -81,6 +78,7 @@ METHOD = Method(
     "the target itself, which reads selected KV rows only",
     _make,
     lacks=_lacks,
+    fills_target=True,
     # The curve is measured over few rows, where a draft costs as much as a plain pass.
     in_auto=lambda options: False,
 )
