@@ -60,7 +60,7 @@ def test_options_of_ours_draft_the_same(audio, hearing):
     ("changes", "said", "param"),
     [
         ({"file": b""}, "is empty", "file"),
-        ({"file": b"no sound"}, "is no WAV file", "file"),
+        ({"file": b"no sound"}, "is not a WAV file", "file"),
         ({"file": SOUND[:44]}, "at least 0.1", "file"),
         ({"language": "xx"}, "no language", "language"),
         ({"response_format": "mp3"}, "there is no format", "response_format"),
@@ -109,6 +109,8 @@ def test_forms_are_read_to_the_byte():
     body = b"--bound\r\n" + head + data + b"\r\n--bound--\r\n"
     kind = "multipart/form-data; boundary=bound"
     assert read_form(body, kind) == {"file": [data]}
+    named = body.replace(b'"a"', '"\u00e9.wav"'.encode())
+    assert read_form(named, kind) == {"file": [data]}
     for wrong, type_ in (
         (body, "multipart/form-data"),
         (body[:-6], kind),
@@ -116,6 +118,10 @@ def test_forms_are_read_to_the_byte():
         (b"--bound\r\nno head\r\n--bound--", kind),
         (b"--bound\r\nA: b\r\n\r\nx\r\n--bound--", kind),
         (body.replace(b"--bound--", (b"--bound\r\n" + head + b"\r\n") * 40), kind),
+        # What the standard library reads as RFC 2231, and fails at.
+        (body, "multipart/form-data; boundary*=undefined''bound"),
+        (body, f"multipart/form-data; boundary*{'9' * 5000}=bound"),
+        (body.replace(b'name="file"', b"name*0*=a; name*=b"), kind),
     ):
-        with pytest.raises(RequestError, match="no multipart form"):
+        with pytest.raises(RequestError, match="not a multipart form"):
             read_form(wrong, type_)
