@@ -3,17 +3,24 @@ transcript is that of plain decoding."""
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
 from transformers import WhisperForConditionalGeneration
 
 import jetdraft
-from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
+from jetdraft.errors import (
+    BundleError,
+    CheckpointError,
+    OptionError,
+    UnsupportedModelError,
+)
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.hearing.log_mel import log_mel
-from tests import whispers
+from tests import manifests, whispers
 
 OPTIONS = ExportOptions(Recipe("none"), max_width=16)
 FRAMES = 2 * whispers.SLOTS
@@ -137,6 +144,18 @@ def test_checkpoints_that_lack_something_are_refused(tmp_path):
     with pytest.raises(UnsupportedModelError, match="has n_fft 512"):
         export(str(bare), tmp_path / "out", None, OPTIONS)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "change", [{"tasks": {}}, {"languages": {}}, {"no_timestamps": 10**6}], ids=str
+)
+def test_manifests_with_wrong_tokens_of_speech_are_refused(whisper, tmp_path, change):
+    folder = tmp_path / "bundle"
+    shutil.copytree(whisper / "bundle", folder)
+    speech = manifests.read(folder)["speech"]
+    manifests.edit(folder, speech={**speech, **change})
+    with pytest.raises(BundleError, match="a model that hears has tokens of speech"):
+        jetdraft.Bundle.open(folder)
 
 
 def test_quantized_transcripts_are_the_same_with_every_method(tmp_path):
