@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import httpx
 import openai
 import pytest
@@ -66,7 +68,7 @@ def test_options_of_ours_draft_the_same(audio, hearing):
         ({"response_format": "mp3"}, "there is no format", "response_format"),
         ({"prompt": "before"}, "prompt is not supported", "prompt"),
         ({"stream": "true"}, "stream is not supported", "stream"),
-        ({"temperature": "hot"}, "is no number", "temperature"),
+        ({"temperature": "hot"}, "is not a number", "temperature"),
         ({"colour": "red"}, "unknown field 'colour'", None),
     ],
 )
@@ -101,6 +103,37 @@ def test_a_bundle_of_the_other_kind_is_refused(hearing, address):
     answer = httpx.post(f"{address}/v1/audio/transcriptions", files={"file": SOUND})
     assert answer.status_code == 400
     assert "hears nothing" in answer.json()["error"]["message"]
+
+
+def test_a_bundle_of_text_refuses_an_upload_unread(address):
+    host, port = address.removeprefix("http://").split(":")
+    head = f"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: {host}:{port}\r\n"
+    head += "Content-Type: multipart/form-data; boundary=x\r\nContent-Length: 99\r\n"
+    with socket.create_connection((host, int(port)), timeout=20) as client:
+        client.sendall(f"{head}\r\n".encode())
+        assert b"400" in client.recv(100)  # and no byte of a body was sent
+
+
+def test_a_text_that_was_cut_says_so(whisper):
+    with Pool(whisper / "bundle", 1, threads=1) as pool:
+        service = Service(pool, "whisper", Limits(seconds=1e-6, sounds=1))
+        with served(service) as address:
+            place = f"{address}/v1/audio/transcriptions"
+            for form in ("json", "verbose_json"):
+                answer = httpx.post(
+                    place, data={"response_format": form}, files={"file": SOUND}
+                )
+                assert answer.json()["finish_reason"] == "length"
+
+
+def test_sounds_wait_for_memory(whisper):
+    with Pool(whisper / "bundle", 1, threads=1) as pool:
+        service = Service(pool, "whisper", Limits(sounds=0, wait_seconds=0.01))
+        with served(service) as address:
+            answer = httpx.post(
+                f"{address}/v1/audio/transcriptions", files={"file": SOUND}
+            )
+    assert answer.status_code == 503
 
 
 def test_forms_are_read_to_the_byte():

@@ -11,7 +11,7 @@ MOST_PARTS, LONGEST_HEAD = 32, 4096
 """The most fields of a form, and the most bytes of a field's headers."""
 
 
-def read_form(data: bytes, content_type: str) -> dict[str, list[bytes]]:
+def read_form(data: bytes | bytearray, content_type: str) -> dict[str, list[bytes]]:
     """The values of each field of a form, in their order; raises `RequestError`.
 
     read_form(body, "multipart/form-data; boundary=x")["file"]
