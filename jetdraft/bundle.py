@@ -395,10 +395,8 @@ class Bundle:
             id >= contract.vocab_size for id in ids
         ):
             raise ValueError("a text after a source begins with tokens")
-        spoken = self.speech.ids if self.speech else set()
-        if bool(spoken) != bool(contract.source_bins) or any(
-            id >= contract.vocab_size for id in spoken
-        ):
+        hears, speech = bool(contract.source_bins), self.speech
+        if hears != bool(speech) or (speech and not speech.fits(contract.vocab_size)):
             raise ValueError("a model that hears has tokens of speech")
 
     def to_json(self) -> dict[str, Any]:

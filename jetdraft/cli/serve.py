@@ -81,6 +81,14 @@ from jetdraft.terminal.flags import (
 )
 @option(
     "limits",
+    "--max-sound-bytes",
+    type=click.IntRange(1),
+    default=25_000_000,
+    show_default=True,
+    help="The most bytes of a request with a sound.",
+)
+@option(
+    "limits",
     "--max-waiting",
     type=click.IntRange(0),
     default=64,
@@ -125,6 +133,7 @@ def command(
     models: int,
     max_new_tokens: int,
     max_body_bytes: int,
+    max_sound_bytes: int,
     max_waiting: int,
     max_wait: float,
     max_seconds: float,
@@ -149,7 +158,12 @@ def command(
             "JETDRAFT_API_KEY"
         )
     limits = app.Limits(
-        max_body_bytes, max_new_tokens, max_waiting, max_wait, max_seconds
+        body_bytes=max_body_bytes,
+        new_tokens=max_new_tokens,
+        waiting=max_waiting,
+        wait_seconds=max_wait,
+        seconds=max_seconds,
+        sound_bytes=max_sound_bytes,
     )
     with ExitStack() as listeners:
         listener = listeners.enter_context(sockets.listening(host, port))

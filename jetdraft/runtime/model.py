@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -240,7 +241,7 @@ class Model:
         for segment in model.transcription("talk.wav"):
             print(segment.start, segment.text)
         """
-        parts = self.parts
+        started, parts = time.perf_counter(), self.parts
         check_hears(parts)
         if options is None:
             most = parts.target.contract.capacity // 2
@@ -250,7 +251,7 @@ class Model:
             samples = read_sound(sound)
         else:
             samples = check_sound(sound)
-        return Transcription(parts, self.planner, samples, wanted, chosen)
+        return Transcription(parts, self.planner, samples, wanted, chosen, started)
 
     def chat(
         self,

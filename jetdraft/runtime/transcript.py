@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from jetdraft.runtime.hearing.segments import Segment
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.piece import Result
-from jetdraft.runtime.text.stops import LENGTH
 
 
 @dataclass(frozen=True)
@@ -16,7 +15,8 @@ class Transcript(Result):
 
     `segments` are the parts between timestamps, or the windows of a text without them.
     `language` is a code such as "en", given or detected; "" for a model of one
-    language. `finish_reason` is "length" if the text of a window was too long.
+    language. `finish_reason` is "length" if the text of a window was too long, and all
+    of the sound was heard.
 
         model.transcribe("question.wav").text
     """
@@ -34,16 +34,13 @@ class Transcript(Result):
         seconds: float,
         stats: Stats,
     ) -> Transcript:
-        """The transcript of these windows."""
+        """The transcript of these windows; `stats` says why it ended."""
         logprobs = [entry for result in results for entry in result.logprobs or []]
-        reasons = [result.finish_reason for result in results]
-        ended = LENGTH if LENGTH in reasons else (reasons or [stats.finish_reason])[-1]
-        stats.finish_reason = ended
         return cls(
             text="".join(segment.text for segment in segments).strip(),
             token_ids=[token for result in results for token in result.token_ids],
             prompt_tokens=stats.prompt_tokens,
-            finish_reason=ended,
+            finish_reason=stats.finish_reason,
             stats=stats,
             from_draft=[flag for result in results for flag in result.from_draft],
             logprobs=logprobs or None,

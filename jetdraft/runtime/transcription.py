@@ -79,7 +79,8 @@ class Transcription:
 
     Any thread may `cancel` it. Each window of the sound is encoded once and written
     about by one generation; where timestamps cut off its last segment, the next window
-    begins there. The language is detected in the first window.
+    begins there. The language is detected in the first window. The time limit counts
+    from `started`, in seconds of `time.perf_counter`.
 
         transcription = model.transcription("talk.wav")
         for segment in transcription: ...
@@ -93,15 +94,18 @@ class Transcription:
         samples: Float32s,
         wanted: Wanted,
         options: Options,
+        started: float,
     ) -> None:
         self._speech = check_hears(parts)
         wanted.check(self._speech)
         _check_options(options)
         self._parts, self._planner = parts, planner
         self._samples, self._wanted, self._options = samples, wanted, options
+        self._started = started
         self.stats = Stats(
             method=options.drafting.method,
             exact=options.drafting.exact,
+            lossy=options.lossy,
             seed=options.sampling.seed if options.sampling.temperature else None,
             prompt_tokens=0,
         )
@@ -129,7 +133,7 @@ class Transcription:
         self._cancelled = True
         if self._stream is not None:
             self._stream.close(reason)
-        self.stats.finish_reason = self.stats.finish_reason or reason
+        self._end(reason)
 
     def result(self) -> Transcript:
         """Run the transcription to its end, and give all of it."""
@@ -143,46 +147,69 @@ class Transcription:
             self.stats,
         )
 
+    def _end(self, reason: str) -> None:
+        """Keep why the text ends, unless it ended before."""
+        self.stats.finish_reason = self.stats.finish_reason or reason
+
     def _run(self) -> Iterator[Segment]:
         """Window after window, until the sound or the time is over."""
         contract = self._parts.target.contract
         sizes = contract.source_bins, SourceContract(contract).frames
-        begin, started = 0, time.perf_counter()
+        begin, ending = 0, STOP
         least = round(SHORTEST * SAMPLE_RATE)
-        while len(self._samples) - begin >= least and not self._cancelled:
+        while len(self._samples) - begin >= least:
+            if self._cancelled:
+                return self._end(CANCELLED)
             part = self._samples[begin : begin + sizes[1] * HOP]
             features = log_mel(part, *sizes)
             if self._speech.languages and not self.language:
-                self.language = self._detect(features)
-            result = self._write(features, time.perf_counter() - started)
+                reason = self._detect(features)
+                if not self.language:
+                    return self._end(reason)
+            result = self._write(features)
             self._results.append(result)
             window = self._cut(result)
             for segment in self._placed(window, begin):
                 self._past.append(segment)
                 yield segment
             if result.finish_reason not in (STOP, LENGTH):
-                return
+                return self._end(result.finish_reason)
+            if result.finish_reason == LENGTH:
+                ending = LENGTH
             begin += window.slots * _SAMPLES_PER_SLOT
+        self._end(ending)
 
     def _detect(self, features: Float32s) -> str:
-        """The language whose token the model would write first."""
+        """Find the language whose token the model would write first.
+
+        Gives the finish reason, with which there may be no language.
+        """
         codes = {id: code for code, id in self._speech.languages.items()}
-        options = Options.of(max_new_tokens=1, method=NONE)
+        options = Options.of(max_new_tokens=1, max_seconds=self._left, method=NONE)
         start = list(self._parts.bundle.start_token_ids)
         result = self._generated(features, start, options, OneOf(list(codes)))
-        return codes[result.token_ids[0]] if result.token_ids else ""
+        self.language = codes[result.token_ids[0]] if result.token_ids else ""
+        return result.finish_reason
 
-    def _write(self, features: Float32s, spent: float) -> Result:
-        """The text of one window, after `spent` seconds."""
-        ending = self._options.ending
-        if ending.max_seconds is not None:
-            left = max(ending.max_seconds - spent, 1e-3)
-            ending = replace(ending, max_seconds=left)
+    @property
+    def _left(self) -> float | None:
+        """The seconds that are left; None without a limit."""
+        seconds = self._options.ending.max_seconds
+        if seconds is None:
+            return None
+        # A limit must be above 0.
+        return max(seconds - (time.perf_counter() - self._started), 1e-9)
+
+    def _write(self, features: Float32s) -> Result:
+        """The text of one window."""
+        ending = replace(self._options.ending, max_seconds=self._left)
         start, wanted = self._parts.bundle.start_token_ids, self._wanted
         prompt = self._speech.prompt(
             start, self.language, wanted.task, wanted.timestamps
         )
-        rules = SpeechRules(self._speech, len(prompt), self._end, wanted.timestamps)
+        rules = SpeechRules(
+            self._speech, len(prompt), self._first_end, wanted.timestamps
+        )
         options = replace(self._options, ending=ending)
         result = self._generated(features, prompt, options, rules)
         self.stats.merge(result.stats)
@@ -207,8 +234,8 @@ class Transcription:
         return self._stream.result()
 
     @property
-    def _end(self) -> int:
-        """The first id that is no word: the words come before the ends of text."""
+    def _first_end(self) -> int:
+        """The first id that is not a word: the words come before the ends of text."""
         ends = self._parts.bundle.eos_token_ids
         return min(ends, default=self._speech.no_timestamps)
 

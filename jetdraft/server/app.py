@@ -45,7 +45,8 @@ JSON, FORM = "application/json", "multipart/form-data"
 class Limits:
     """Limits of a request: bytes, new tokens, places in the queue, seconds.
 
-    `sound_bytes` is the most bytes of a request with a sound.
+    `sound_bytes` is the most bytes of a request with a sound, and `sounds` how many of
+    them are in memory at once.
     """
 
     body_bytes: int = 1_000_000
@@ -54,6 +55,7 @@ class Limits:
     wait_seconds: float = 120.0
     seconds: float = 300.0
     sound_bytes: int = 25_000_000
+    sounds: int = 8
 
     def __post_init__(self) -> None:
         for name in ("wait_seconds", "seconds"):
@@ -77,6 +79,7 @@ class Service:
         self.desk = Desk(pool.models, limits.waiting, limits.wait_seconds)
         self.metrics = Metrics(self.desk)
         parts = pool.models[0].parts
+        self._sounds = asyncio.Semaphore(limits.sounds)
         self._keeps = parts.store is not None or parts.learning is not None
         template = pool.models[0].bundle.chat_template
         # Reading the template here refuses a broken one before the first request.
@@ -173,12 +176,28 @@ class Service:
     async def _transcribe(self, request: Request) -> Response:
         self._admission.check(request)
         _check_origin(request)
+        check_hears(self.pool.models[0].parts)
+        try:
+            async with asyncio.timeout(self.limits.wait_seconds):
+                await self._sounds.acquire()
+        except TimeoutError:
+            raise RequestError(
+                "too many sounds are being heard; try again later", status=503
+            ) from None
+        try:
+            return await self._heard(request)
+        finally:
+            self._sounds.release()
+
+    async def _heard(self, request: Request) -> Response:
+        """The transcript of the sound in a request."""
         data = await self._data(request, FORM, self.limits.sound_bytes)
-        form = read_form(bytes(data), request.headers["content-type"])
+        form = read_form(data, request.headers["content-type"])
+        del data  # the request waits for a model with the sound alone
         wanted = TranscriptionRequest.of(form)
+        del form
         if wanted.model is not None:
             self._check_name(wanted.model)
-        check_hears(self.pool.models[0].parts)
         wanted.options["max_seconds"] = self.limits.seconds
         client = request.client.host if request.client else ""
         if self._keeps:

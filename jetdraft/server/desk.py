@@ -146,6 +146,7 @@ class Job:
         self._events: asyncio.Queue[Piece | Result | BaseException] = asyncio.Queue()
         self._cancelled = False
         self._model: Model | None = None
+        self._stream: Stream | Transcription | None = None
         self._task = asyncio.create_task(self._run())
         desk.jobs.add(self)
         self._task.add_done_callback(lambda task: desk.jobs.discard(self))
@@ -170,7 +171,8 @@ class Job:
             self._task.cancel()
         else:
             self.due = min(self.due, time.monotonic())
-            self._model.cancel()
+            # Without a stream, the model may compile a constraint.
+            (self._stream or self._model).cancel()
 
     def end(self) -> None:
         """End the text, which is then the answer; refuse a request that waits."""
@@ -197,14 +199,12 @@ class Job:
 
     def _generate(self, model: Model) -> None:
         """Run the generation, in a thread of the desk."""
-        stream: Stream | Transcription = self._request.stream(model)
-        if self._cancelled:
+        self._stream = stream = self._request.stream(model)
+        if self._cancelled:  # before there was a stream
             stream.cancel()
         for piece in stream:
             if isinstance(piece, Piece):
                 self._post(piece)
-            if self._cancelled:  # perhaps before the model knew this generation
-                stream.cancel()
         result = stream.result()
         self._loop.call_soon_threadsafe(self._desk.total.merge, result.stats)
         self._post(result)

@@ -38,12 +38,14 @@ class Speech:
         """The id of the timestamp 0.00; each next one is later by a slot."""
         return self.no_timestamps + 1
 
-    @property
-    def ids(self) -> set[int]:
-        """All ids, which must be in the vocabulary."""
+    def fits(self, vocab_size: int) -> bool:
+        """Whether all ids are in the vocabulary, and languages have tasks.
+
+        speech.fits(51_865)
+        """
         named = {*self.languages.values(), *self.tasks.values()}
-        listed = {*self.suppressed, *self.suppressed_first}
-        return {self.no_timestamps, *named, *listed}
+        ids = {self.no_timestamps, *named, *self.suppressed, *self.suppressed_first}
+        return max(ids) < vocab_size and bool(self.languages) == bool(self.tasks)
 
     def prompt(
         self, start: tuple[int, ...], language: str, task: str, timestamps: bool

@@ -46,7 +46,9 @@ def test_bad_files_and_bundles_are_refused(whisper, bundle, file, tmp_path):
     assert_refused(jetdraft("transcribe", heard, empty), "is empty")
     missing = tmp_path / "missing.wav"
     assert_refused(jetdraft("transcribe", heard, missing), "there is no file")
-    assert_refused(jetdraft("transcribe", heard, __file__), "is no WAV file", "ffmpeg")
+    assert_refused(
+        jetdraft("transcribe", heard, __file__), "is not a WAV file", "ffmpeg"
+    )
     assert_refused(jetdraft("transcribe", bundle, file), "hears nothing")
     wrong = jetdraft("transcribe", heard, file, "--language", "xx")
     assert_refused(wrong, "no language 'xx'")

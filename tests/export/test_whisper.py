@@ -3,17 +3,24 @@ transcript is that of plain decoding."""
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
 from transformers import WhisperForConditionalGeneration
 
 import jetdraft
-from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
+from jetdraft.errors import (
+    BundleError,
+    CheckpointError,
+    OptionError,
+    UnsupportedModelError,
+)
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.hearing.log_mel import log_mel
-from tests import whispers
+from tests import manifests, whispers
 
 OPTIONS = ExportOptions(Recipe("none"), max_width=16)
 FRAMES = 2 * whispers.SLOTS
@@ -139,6 +146,18 @@ def test_checkpoints_that_lack_something_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "change", [{"tasks": {}}, {"languages": {}}, {"no_timestamps": 10**6}], ids=str
+)
+def test_manifests_with_wrong_tokens_of_speech_are_refused(whisper, tmp_path, change):
+    folder = tmp_path / "bundle"
+    shutil.copytree(whisper / "bundle", folder)
+    speech = manifests.read(folder)["speech"]
+    manifests.edit(folder, speech={**speech, **change})
+    with pytest.raises(BundleError, match="a model that hears has tokens of speech"):
+        jetdraft.Bundle.open(folder)
+
+
 def test_quantized_transcripts_are_the_same_with_every_method(tmp_path):
     small = {"encoder_layers": 1, "decoder_layers": 1}
     checkpoint = whispers.save(tmp_path / "checkpoint", **small)
@@ -182,7 +201,60 @@ def test_a_transcription_can_be_cancelled_and_has_a_deadline(model):
     transcription = model.transcription(long, jetdraft.Wanted("en"))
     next(transcription)
     transcription.cancel()
-    assert transcription.result().finish_reason in ("stop", "length", "cancelled")
-    assert len(transcription.result().segments) < 20
-    late = model.transcribe(long, language="en", max_seconds=0.01)
-    assert late.finish_reason == "deadline"
+    ended = transcription.result()
+    assert ended.finish_reason == ended.stats.finish_reason == "cancelled"
+    assert len(ended.segments) < 20
+    for language in ("en", None):
+        late = model.transcribe(long, language=language, max_seconds=1e-6)
+        assert (late.finish_reason, late.text) == ("deadline", "")
+
+
+def test_a_cancel_before_the_language_is_known_ends_it(model):
+    transcription = model.transcription(whispers.sound(1.0))
+    detect = transcription._detect
+
+    def cancelled(features):
+        transcription.cancel()
+        return detect(features)
+
+    transcription._detect = cancelled
+    ended = transcription.result()
+    assert (ended.finish_reason, ended.language) == ("cancelled", "")
+
+
+@pytest.mark.parametrize("reason", ["interrupted", "cancelled", "deadline"])
+def test_a_later_window_says_why_the_text_ended(model, reason):
+    """Also where the text of an earlier window was too long, or whole."""
+    transcription = model.transcription(
+        whispers.sound(3.0), jetdraft.Wanted("en"), max_new_tokens=4, max_seconds=60.0
+    )
+    write, windows = transcription._write, []
+
+    def second(features):
+        windows.append(features)
+        if len(windows) == 2 and reason == "interrupted":
+            raise KeyboardInterrupt
+        if len(windows) == 2 and reason == "cancelled":
+            transcription.cancel()
+        if len(windows) == 2 and reason == "deadline":
+            transcription._started -= 60.0
+        return write(features)
+
+    transcription._write = second
+    try:
+        list(transcription)
+    except KeyboardInterrupt:
+        transcription.close("interrupted")
+    ended = transcription.result()
+    assert len(windows) == 2
+    assert ended.finish_reason == ended.stats.finish_reason == reason
+
+
+def test_the_reason_of_a_whole_text_counts_all_windows(model):
+    samples, asked = whispers.sound(2.0), {"language": "en", "timestamps": False}
+    cut = model.transcribe(samples, max_new_tokens=4, **asked)
+    assert cut.finish_reason == cut.stats.finish_reason == "length"
+    transcription = model.transcription(
+        samples, exact=False, drafting={"verifier": "typical"}
+    )
+    assert transcription.stats.lossy == "verifier typical"

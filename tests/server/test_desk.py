@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from types import SimpleNamespace
 
 import pytest
 
-from jetdraft.server.desk import Desk
+from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.piece import Result
+from jetdraft.server.desk import Desk, Job
 from jetdraft.server.generation_request import RequestError
 
 
@@ -125,5 +129,39 @@ def test_a_model_given_to_who_just_left_goes_on():
         await asyncio.gather(third, return_exceptions=True)
         assert log[-1] == "c"
         assert desk.generating == 0
+
+    run(story())
+
+
+class Windows:
+    """A stream between two generations: the model has nothing to cancel."""
+
+    seconds = 30.0
+
+    def __init__(self):
+        self.started, self.cancelled = threading.Event(), threading.Event()
+
+    def stream(self, model):
+        return self
+
+    def __iter__(self):
+        self.started.set()
+        assert self.cancelled.wait(20)
+        return iter(())
+
+    def cancel(self):
+        self.cancelled.set()
+
+    def result(self):
+        return Result.of([], Stats("none", True, 0), False)
+
+
+def test_a_job_cancels_its_stream_and_not_only_the_model():
+    async def story():
+        windows = Windows()
+        job = Job(Desk([SimpleNamespace(cancel=lambda: None)], 1, 30.0), windows, "a")
+        await asyncio.to_thread(windows.started.wait, 20)
+        job.cancel()
+        await job.result()
 
     run(story())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import httpx
 import openai
 import pytest
@@ -60,13 +62,13 @@ def test_options_of_ours_draft_the_same(audio, hearing):
     ("changes", "said", "param"),
     [
         ({"file": b""}, "is empty", "file"),
-        ({"file": b"no sound"}, "is no WAV file", "file"),
+        ({"file": b"no sound"}, "is not a WAV file", "file"),
         ({"file": SOUND[:44]}, "at least 0.1", "file"),
         ({"language": "xx"}, "no language", "language"),
         ({"response_format": "mp3"}, "there is no format", "response_format"),
         ({"prompt": "before"}, "prompt is not supported", "prompt"),
         ({"stream": "true"}, "stream is not supported", "stream"),
-        ({"temperature": "hot"}, "is no number", "temperature"),
+        ({"temperature": "hot"}, "is not a number", "temperature"),
         ({"colour": "red"}, "unknown field 'colour'", None),
     ],
 )
@@ -103,12 +105,45 @@ def test_a_bundle_of_the_other_kind_is_refused(hearing, address):
     assert "hears nothing" in answer.json()["error"]["message"]
 
 
+def test_a_bundle_of_text_refuses_an_upload_unread(address):
+    host, port = address.removeprefix("http://").split(":")
+    head = f"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: {host}:{port}\r\n"
+    head += "Content-Type: multipart/form-data; boundary=x\r\nContent-Length: 99\r\n"
+    with socket.create_connection((host, int(port)), timeout=20) as client:
+        client.sendall(f"{head}\r\n".encode())
+        assert b"400" in client.recv(100)  # and no byte of a body was sent
+
+
+def test_a_text_that_was_cut_says_so(whisper):
+    with Pool(whisper / "bundle", 1, threads=1) as pool:
+        service = Service(pool, "whisper", Limits(seconds=1e-6, sounds=1))
+        with served(service) as address:
+            place = f"{address}/v1/audio/transcriptions"
+            for form in ("json", "verbose_json"):
+                answer = httpx.post(
+                    place, data={"response_format": form}, files={"file": SOUND}
+                )
+                assert answer.json()["finish_reason"] == "length"
+
+
+def test_sounds_wait_for_memory(whisper):
+    with Pool(whisper / "bundle", 1, threads=1) as pool:
+        service = Service(pool, "whisper", Limits(sounds=0, wait_seconds=0.01))
+        with served(service) as address:
+            answer = httpx.post(
+                f"{address}/v1/audio/transcriptions", files={"file": SOUND}
+            )
+    assert answer.status_code == 503
+
+
 def test_forms_are_read_to_the_byte():
     data = b"\r\n--x\r\n--xy\x00\xff\r\n"
     head = b'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
     body = b"--bound\r\n" + head + data + b"\r\n--bound--\r\n"
     kind = "multipart/form-data; boundary=bound"
     assert read_form(body, kind) == {"file": [data]}
+    named = body.replace(b'"a"', '"\u00e9.wav"'.encode())
+    assert read_form(named, kind) == {"file": [data]}
     for wrong, type_ in (
         (body, "multipart/form-data"),
         (body[:-6], kind),
@@ -116,6 +151,10 @@ def test_forms_are_read_to_the_byte():
         (b"--bound\r\nno head\r\n--bound--", kind),
         (b"--bound\r\nA: b\r\n\r\nx\r\n--bound--", kind),
         (body.replace(b"--bound--", (b"--bound\r\n" + head + b"\r\n") * 40), kind),
+        # What the standard library reads as RFC 2231, and fails at.
+        (body, "multipart/form-data; boundary*=undefined''bound"),
+        (body, f"multipart/form-data; boundary*{'9' * 5000}=bound"),
+        (body.replace(b'name="file"', b"name*0*=a; name*=b"), kind),
     ):
-        with pytest.raises(RequestError, match="no multipart form"):
+        with pytest.raises(RequestError, match="not a multipart form"):
             read_form(wrong, type_)

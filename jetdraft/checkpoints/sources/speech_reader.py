@@ -50,8 +50,7 @@ def read_speech(source: str, model: Any) -> Speech | None:
             f"ones ({error}); fetch the current file of the checkpoint"
         ) from error
     size = model.get_output_embeddings().weight.shape[0]
-    unknown = sorted(id for id in speech.ids if id >= size)
-    if unknown or bool(speech.languages) != bool(speech.tasks):
+    if not speech.fits(size):
         raise CheckpointError(
             f"the tokens of speech in generation_config.json of {source} do not fit "
             f"its {size} tokens; fetch the current file of the checkpoint"

@@ -24,13 +24,16 @@ _ADVICE = "convert it with ffmpeg -i IN -ac 1 -ar 16000 -c:a pcm_s16le OUT.wav"
 _ZEROS = 16
 """Zero crossings of the resampling filter on each side."""
 
+_MOST_WEIGHTS = 100_000
+"""The most weights of all filters of a rate; 44,100 samples/s need 14,400."""
+
 
 def read_sound(file: str | Path | bytes) -> Float32s:
     """The samples of a WAV file, or of its bytes: float32 [samples] within -1 and 1.
 
     It is PCM of 8 to 32 bits; several channels become their mean, and other rates are
-    resampled. Raises `OptionError` for anything else, and for a sound that is shorter
-    than 0.1 s or longer than two hours.
+    resampled. Raises `OptionError` for anything else, for a rate that is in no simple
+    ratio to 16,000, and for a sound shorter than 0.1 s or longer than two hours.
 
         read_sound("question.wav")
     """
@@ -55,9 +58,12 @@ def _read(name: str, opened: IO[bytes]) -> Float32s:
     try:
         with wave.open(opened) as reader:
             return _samples(name, reader)
-    except (wave.Error, EOFError) as error:
+    except (wave.Error, EOFError, RuntimeError) as error:
+        # A RuntimeError without words: a part claims to be larger than the file.
         reason = str(error) or "it ends too early"
-        raise _refusal(f"{name} is no WAV file of PCM ({reason}); {_ADVICE}") from error
+        raise _refusal(
+            f"{name} is not a WAV file of PCM ({reason}); {_ADVICE}"
+        ) from error
 
 
 def check_sound(samples: object) -> Float32s:
@@ -79,8 +85,13 @@ def _samples(name: str, reader: wave.Wave_read) -> Float32s:
     rate, width = reader.getframerate(), reader.getsampwidth()
     if rate not in _RATES or not 1 <= width <= 4:
         raise _refusal(
-            f"{name} has {rate} samples a second of {8 * width} bits, which is no "
+            f"{name} has {rate} samples a second of {8 * width} bits, which cannot be "
             f"speech; {_ADVICE}"
+        )
+    if _weights(rate) > _MOST_WEIGHTS:
+        raise _refusal(
+            f"{name} has {rate} samples a second, which cannot be resampled to "
+            f"{SAMPLE_RATE} in few steps; {_ADVICE}"
         )
     # The header counts what a damaged file may not have.
     most = int(LONGEST * rate) + 1
@@ -107,11 +118,32 @@ def _check_seconds(name: str, seconds: float) -> None:
 def _floats(data: npt.NDArray[np.uint8], width: int) -> Float32s:
     """Integers of `width` bytes, the lowest first, as float32 within -1 and 1."""
     if width == 1:  # the only width without a sign
-        return ((data - 128.0) / 128).astype(np.float32)
-    padded = np.zeros((len(data) // width, 4), np.uint8)
-    padded[:, 4 - width :] = data.reshape(-1, width)
-    integers = padded.view("<i4")[:, 0]
-    return (integers / np.float32(1 << 31)).astype(np.float32)
+        floats = data.astype(np.float32)
+        floats -= 128
+    elif width == 3:
+        padded = np.zeros((len(data) // 3, 4), np.uint8)
+        padded[:, 1:] = data.reshape(-1, 3)
+        floats = padded.view("<i4")[:, 0].astype(np.float32)
+        width = 4
+    else:
+        floats = data.view(f"<i{width}").astype(np.float32)
+    floats *= np.float32(2.0 ** (1 - 8 * width))
+    return floats
+
+
+def _filters(rate: int) -> tuple[int, int, int]:
+    """How many filters a rate needs, the step between them, and the samples before
+    and behind a place that a filter reads.
+    """
+    common = gcd(rate, SAMPLE_RATE)
+    reach = int(np.ceil(_ZEROS * max(1.0, rate / SAMPLE_RATE)))
+    return SAMPLE_RATE // common, rate // common, reach
+
+
+def _weights(rate: int) -> int:
+    """The weights of all filters of a rate."""
+    places, _, reach = _filters(rate)
+    return places * 2 * reach
 
 
 def resampled(samples: Float32s, rate: int) -> Float32s:
@@ -124,11 +156,9 @@ def resampled(samples: Float32s, rate: int) -> Float32s:
     """
     if rate == SAMPLE_RATE:
         return samples
-    common = gcd(rate, SAMPLE_RATE)
-    places, step = SAMPLE_RATE // common, rate // common
+    places, step, reach = _filters(rate)
     # Below the lower of both rates, or sounds would come back as others.
     cutoff = min(1.0, SAMPLE_RATE / rate)
-    reach = int(np.ceil(_ZEROS / cutoff))
     taps = np.arange(-reach + 1, reach + 1)
     distance = taps - np.arange(places)[:, None] / places
     window = 0.5 + 0.5 * np.cos(np.pi * np.clip(distance / reach, -1, 1))

@@ -27,8 +27,8 @@ def vtt(segments: Sequence[Segment]) -> str:
 
 
 def _lines(segment: Segment, mark: str) -> str:
-    # An arrow would be read as the line of times.
-    text = segment.text.strip().replace("-->", "->")
+    # An arrow would be read as the line of times, and an empty line as the end.
+    text = " ".join(segment.text.split()).replace("-->", "->")
     return f"{clock(segment.start, mark)} --> {clock(segment.end, mark)}\n{text}\n"
 
 

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from jetdraft.runtime.hearing.subtitles import srt, vtt
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.options import Options
+from jetdraft.runtime.text.stops import LENGTH, STOP
 from jetdraft.runtime.transcript import Transcript
 from jetdraft.runtime.transcription import Transcription, Wanted
 from jetdraft.server.generation_request import RequestError
@@ -23,14 +24,14 @@ REFUSED = ("prompt", "include[]", "chunking_strategy")
 """Fields of OpenAI that would change the answer, and are not supported."""
 
 LONGEST = 1000
-"""The most characters of a field that is no file."""
+"""The most characters of a field that is not a file."""
 
 
 @dataclass(frozen=True)
 class TranscriptionRequest:
     """A WAV file, what to write of it, with which options, and the answer's form.
 
-    TranscriptionRequest.of({"file": [data], "model": [b"whisper"]}, method="auto")
+    TranscriptionRequest.of({"file": [data], "model": [b"whisper"]})
     """
 
     data: bytes
@@ -97,6 +98,8 @@ class TranscriptionRequest:
             return PlainTextResponse(transcript.text + "\n")
         usage = {"type": "duration", "seconds": round(transcript.seconds)}
         fields: dict[str, Any] = {"text": transcript.text, "usage": usage}
+        if transcript.finish_reason != STOP:  # a text that was cut, as in a chat
+            fields["finish_reason"] = LENGTH
         if self.form == "verbose_json":
             temperature = self.options.get("temperature", 0.0)
             fields |= {
@@ -133,4 +136,6 @@ def _number(name: str, text: str, kind: type[float]) -> float:
     try:
         return kind(text)
     except ValueError as error:
-        raise RequestError(f"{name} {text!r} is no number; give one", name) from error
+        raise RequestError(
+            f"{name} {text!r} is not a number; give one", name
+        ) from error

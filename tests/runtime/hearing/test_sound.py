@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,17 @@ def test_every_width_is_read(width):
     found = read_sound(whispers.wav(samples, width=width))
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, samples, atol=2.0 ** (2 - 8 * width) + 1e-6)
+
+
+def test_samples_take_the_memory_of_their_floats():
+    """A sound of two hours must not need twice its size for a moment."""
+    data = whispers.wav(whispers.sound(30.0))
+    tracemalloc.start()
+    try:
+        size = read_sound(data).nbytes
+        assert tracemalloc.get_traced_memory()[1] < 3.5 * size
+    finally:
+        tracemalloc.stop()
 
 
 def test_channels_become_their_mean(tmp_path):
@@ -49,11 +62,18 @@ def damaged(data: bytes, place: int, *values: int) -> bytes:
 GOOD = whispers.wav(whispers.sound(0.3))
 BAD = {
     "empty": (b"", "is empty"),
-    "text": (b"hello, I am no sound", "is no WAV file of PCM"),
-    "cut header": (GOOD[:20], "is no WAV file of PCM"),
-    "float": (damaged(GOOD, 20, 3), "is no WAV file of PCM"),
-    "no channels": (damaged(GOOD, 22, 0, 0), "is no WAV file of PCM"),
+    "text": (b"hello, I am no sound", "is not a WAV file of PCM"),
+    "cut header": (GOOD[:20], "is not a WAV file of PCM"),
+    "float": (damaged(GOOD, 20, 3), "is not a WAV file of PCM"),
+    "no channels": (damaged(GOOD, 22, 0, 0), "is not a WAV file of PCM"),
     "no rate": (damaged(GOOD, 24, 0, 0, 0, 0), "samples a second"),
+    "strange rate": (damaged(GOOD, 24, 0xFF, 0xB7, 0x0B), "767999 samples a second"),
+    "rate without ratio": (damaged(GOOD, 24, 1, 125), "32001 samples a second"),
+    "huge format": (damaged(GOOD, 16, 255, 255, 255, 127), "it ends too early"),
+    "huge list": (
+        damaged(GOOD, 12, *b"LIST", 0xF0, 255, 255, 255),
+        "it ends too early",
+    ),
     "header alone": (GOOD[:44], "0.00 s of sound, at least 0.1"),
     "too short": (whispers.wav(whispers.sound(0.05)), "0.05 s of sound"),
 }
