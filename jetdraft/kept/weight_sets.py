@@ -55,9 +55,9 @@ class Choice:
     It is on trial while there is a set `before`, to which a bad trial goes back.
     """
 
-    name: Name = OWN
-    before: Name | None = None
-    base: Name = ""
+    name: Name
+    before: Name | None
+    base: Name
 
 
 class WeightSets:
@@ -82,7 +82,7 @@ class WeightSets:
     def choice(self) -> Choice:
         """What drafts: a set, or the bundle's own weights."""
         choice = self._stored()
-        return choice if choice.base == self.base else Choice(base=self.base)
+        return choice if choice.base == self.base else Choice(OWN, None, self.base)
 
     def _stored(self) -> Choice:
         """The choice in the file; a missing or malformed file chooses no set."""
@@ -90,7 +90,7 @@ class WeightSets:
             fields = read_json_file(self.folder / CHOICE)
             choice: Choice = read_record(Choice, fields)
         except (OSError, ValueError):
-            return Choice(base=self.base)
+            return Choice(OWN, None, self.base)
         # A set against itself would be a trial without a rate before it.
         return replace(choice, before=None) if choice.name == choice.before else choice
 
@@ -136,7 +136,7 @@ class WeightSets:
 
     def clear(self) -> None:
         """Delete all sets; the bundle's own weights draft from now on."""
-        self.change(lambda now: Choice(base=self.base))
+        self.change(lambda now: Choice(OWN, None, self.base))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """What a generation gives: pieces as it goes, and the result of all of them."""
 
-from __future__ import annotations
-
+# Annotations stay types here: of a subclass in another file, pdoc cannot read texts.
 from dataclasses import dataclass, field
+from typing import Self
 
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.sampling.logprobs import Logprob
@@ -46,7 +46,7 @@ class Result:
     calls: list[ToolCall] = field(default_factory=list)
 
     @classmethod
-    def of(cls, pieces: list[Piece], stats: Stats, with_logprobs: bool) -> Result:
+    def of(cls, pieces: list[Piece], stats: Stats, with_logprobs: bool) -> Self:
         """The result of these pieces."""
         logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
         return cls(

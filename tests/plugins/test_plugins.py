@@ -17,8 +17,9 @@ from jetdraft.testing import toy_bundle
 
 HERE = Path(__file__).parent
 OWN = [
-    "lookup", "draft", "eagle", "kangaroo", "glide", "chimera", "falcon", "medusa",
-    "dflash", "diffusion", "stream", "ppd", "forecast", "recall", "trigram", "cascade",
+    "lookup", "draft", "eagle", "kangaroo", "glide", "chimera", "falcon", "select",
+    "medusa", "dflash", "diffusion", "stream", "ppd", "forecast", "recall", "trigram",
+    "cascade",
 ]  # fmt: skip
 OF_TOY = ["none", "lookup", "draft", "trigram", "cascade"]
 
@@ -165,7 +166,7 @@ def test_its_own_options_are_read(toy, installed):
     [
         (
             "shape=best",
-            "unknown drafting option 'shape'; choose verifier, user, memory",
+            "unknown drafting option 'shape'; choose verifier, user, select_kv, memory",
         ),
         ("memory=many", "drafting option memory cannot be 'many'; give an integer"),
         ("memory=0", "memory 0 is too small; give 1 or more"),
