@@ -145,7 +145,7 @@ class Planner:
 
         A `matcher` keeps drafts to what a constraint allows.
         """
-        self._check_selects(drafting)
+        self._check_named(drafting)
         chosen = self._chosen(drafting)
         verifier = VERIFIERS[drafting.verifier]
         for proposer in chosen:
@@ -171,13 +171,7 @@ class Planner:
                 # run, but not where the caller's options are wrong.
                 if not automatic or error.field == "drafting":
                     raise
-        for one, other in _at_odds(chosen):
-            if not automatic:
-                raise OptionError(
-                    f"{one.name} drafts in the buffers in which {other.name} keeps its "
-                    "draft; leave one of the two methods out",
-                    "method",
-                )
+        for one, _ in _at_odds(chosen):  # only "auto" has chosen both
             chosen.pop(one, None)
         return list(chosen.values())
 
@@ -227,6 +221,19 @@ class Planner:
             raise DraftingError(
                 "on this machine passes that branch change the last bits of their "
                 "rows; choose tree=chain or add --no-exact"
+            )
+
+    def _check_named(self, drafting: Drafting) -> None:
+        """Refuse what the named methods cannot do together, before any pass."""
+        automatic = drafting.names == (AUTO,)
+        named = [] if automatic else [methods()[name] for name in drafting.options]
+        owners = [method.name for method in named if method.target is not None]
+        self._check_selects(drafting, next(iter(owners), ""))
+        for one, other in _at_odds(named):
+            raise OptionError(
+                f"{one.name} drafts in the buffers in which {other.name} keeps its "
+                "draft; leave one of the two methods out",
+                "method",
             )
 
     def _check_selects(self, drafting: Drafting, owner: str = "") -> None:
