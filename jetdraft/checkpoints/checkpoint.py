@@ -524,8 +524,10 @@ def as_checkpoint_error(source: str) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return printable(lines[0] if lines else type(error).__name__)
+    """The first line of a message, and the next one if the first announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    shown = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
+    return printable(" ".join(shown) or type(error).__name__)
 
 
 @contextlib.contextmanager

@@ -87,15 +87,19 @@ class Matcher:
             link.send(COMPILE_SECONDS, self._must_end, *request)
             reply, _ = link.reply(COMPILE_SECONDS, self._must_end)
         except EndedError as error:
-            raise ConstraintError(
-                f"the {kind} takes too much time or memory; make it simpler",
-                self._constraint.field,
-            ) from error
+            raise self._too_much() from error
+        # llguidance's own limits, by the names of its settings.
+        if reply and "limits." in reply["error"]:
+            raise self._too_much()
         if reply:
             where = f"the {kind} is refused at {reply['error']}; fix it"
             raise OptionError(where, self._constraint.field)
         self._link = link
         return link
+
+    def _too_much(self) -> ConstraintError:
+        words = f"the {self._constraint.kind} takes too much time or memory"
+        return ConstraintError(f"{words}; make it simpler", self._constraint.field)
 
     def close(self) -> None:
         """End the process."""

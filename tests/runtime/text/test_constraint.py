@@ -11,14 +11,14 @@ import jsonschema
 import numpy as np
 import pytest
 
-from jetdraft.errors import OptionError
+from jetdraft.errors import ConstraintError, OptionError
 from jetdraft.methods import Method, Proposer, Traits, registered
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.constrained import ForcedProposer
 from jetdraft.runtime.text.constraint import Constraint
 from jetdraft.runtime.text.link import Link
-from jetdraft.runtime.text.matcher import NEVER
+from jetdraft.runtime.text.matcher import NEVER, Matcher
 from jetdraft.runtime.text.vocabulary import Vocabulary
 from tests.tiny import END_OF_TEXT, save_tokenizer
 
@@ -245,6 +245,24 @@ def test_wrong_constraints_are_refused_at_once(model, wrong, error, words):
     with pytest.raises(error, match=words) as found:
         model.stream("a", **wrong)
     assert "\n" not in str(found.value)
+
+
+def test_limits_of_the_library_are_said_in_our_words():
+    """llguidance names settings that nobody can reach from here."""
+    words = "lexer precomputation failed; either increase limits.initial_lexer_fuel"
+
+    class Refusing:
+        def send(self, *request: object) -> None:
+            pass
+
+        def reply(self, *limits: object) -> tuple[dict[str, str], bytes]:
+            return {"error": words}, b""
+
+    matcher = Matcher(
+        lambda _: Refusing(), Constraint("regex", "a"), 9, 0, lambda: False
+    )
+    with pytest.raises(ConstraintError, match="takes too much time or memory; make it"):
+        matcher.prepare()
 
 
 @pytest.mark.parametrize("method", ["none", "lookup", "draft"])
