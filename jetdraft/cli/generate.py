@@ -22,11 +22,11 @@ from jetdraft.terminal.flags import (
     PATH,
     bundle_argument,
     constraint_options,
-    drafting_option,
+    drafting_options,
     exit_option,
+    explain_option,
     generate_fields,
     json_option,
-    method_option,
     new_tokens_option,
     runtime_options,
     sampling_options,
@@ -67,32 +67,12 @@ from jetdraft.terminal.summary import explanation, summary
     "checkpoint's own, or 1.",
 )
 @constraint_options
-@method_option()
-@option(
-    "drafting",
-    "--num-draft-tokens",
-    type=int,
-    help="Draft this many tokens a round, at most this many with several methods; "
-    "default: adaptive.",
-)
-@drafting_option
-@option(
-    "drafting",
-    "--exact/--no-exact",
-    default=True,
-    show_default=True,
-    help="Use only pass widths whose rows agree bit by bit.",
-)
+@drafting_options()
 @exit_option
 @store_option
 @runtime_options
 @json_option
-@option(
-    "output",
-    "--explain",
-    is_flag=True,
-    help="Print to standard error what each method did, and why drafting was off.",
-)
+@explain_option
 def command(
     bundle: Path,
     text: str | None,

@@ -20,10 +20,10 @@ from jetdraft.terminal.first_run import announce_first_run
 from jetdraft.terminal.flags import (
     PATH,
     bundle_argument,
-    drafting_option,
+    drafting_options,
+    explain_option,
     generate_fields,
     json_option,
-    method_option,
     runtime_options,
     sampling_options,
 )
@@ -54,30 +54,10 @@ from jetdraft.terminal.summary import explanation, summary
     "sentence ends.",
 )
 @sampling_options
-@method_option()
-@option(
-    "drafting",
-    "--num-draft-tokens",
-    type=int,
-    help="Draft this many tokens a round, at most this many with several methods; "
-    "default: adaptive.",
-)
-@drafting_option
-@option(
-    "drafting",
-    "--exact/--no-exact",
-    default=True,
-    show_default=True,
-    help="Use only pass widths whose rows agree bit by bit.",
-)
+@drafting_options()
 @runtime_options
 @json_option
-@option(
-    "output",
-    "--explain",
-    is_flag=True,
-    help="Print to standard error what each method did, and why drafting was off.",
-)
+@explain_option
 def command(
     bundle: Path,
     file: Path,

@@ -335,6 +335,36 @@ drafting_option = option(
 )
 
 
+def drafting_options() -> Decorator:
+    """Return --method, --num-draft-tokens, --drafting and --exact."""
+    return together(
+        method_option(),
+        option(
+            "drafting",
+            "--num-draft-tokens",
+            type=int,
+            help="Draft this many tokens a round, at most this many with several "
+            "methods; default: adaptive.",
+        ),
+        drafting_option,
+        option(
+            "drafting",
+            "--exact/--no-exact",
+            default=True,
+            show_default=True,
+            help="Use only pass widths whose rows agree bit by bit.",
+        ),
+    )
+
+
+explain_option = option(
+    "output",
+    "--explain",
+    is_flag=True,
+    help="Print to standard error what each method did, and why drafting was off.",
+)
+
+
 def generate_fields(
     options: Mapping[str, Any], model: Model | None = None
 ) -> GenerateOptions:

@@ -13,15 +13,16 @@ from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.heads.shared_weights import share_weights
 from jetdraft.export.job import Job
 from jetdraft.export.step import Step
-from jetdraft.export.variants import chain_graph
+from jetdraft.export.variants.chain_graph import write as write_chain
 from jetdraft.export.variants.exit_step import ExitStep
 from jetdraft.export.variants.variant import Variant
 
 
 def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Refuse an exit that cuts nothing, and what reads states that would be missing.
+    """Refuse a layer that cuts nothing, and heads that read the layers left out.
 
-    Raises `CheckpointError` for weights without a hash, since heads name it.
+    Raises `OptionError`, and `CheckpointError` for a checkpoint without a hash, which
+    the heads of `train exit` name.
     """
     layer = options.exit_layer
     if name != TARGET or layer is None:
@@ -58,9 +59,9 @@ def write(job: Job) -> None:
 
 
 def write_exit(job: Job, halves: Halves) -> Halves:
-    """Write the graph in place of the upper half; gives the entry with it.
+    """Write the graph that takes the place of the upper half; add it to `halves`.
 
-    It shares the weights that both have with the chain graph, which is there already.
+    It reads the target's weights from the chain graph's file, which exists already.
     """
     if job.name != TARGET or job.options.exit_layer is None:
         return halves
@@ -68,7 +69,7 @@ def write_exit(job: Job, halves: Halves) -> Halves:
     whole = replace(job.contract, kv_bits=0, tree=True)
     split = whole.split(halves.layers, halves.hidden_size)
     below, contract = len(split.lower.kv_shapes), replace(split.upper, tree=False)
-    chain_graph.write(
+    write_chain(
         replace(
             job,
             entry=replace(job.entry, file=file.name, contract=contract),

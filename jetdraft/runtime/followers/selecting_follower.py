@@ -10,10 +10,10 @@ from jetdraft.runtime.passes.graph import Graph
 
 
 class SelectingFollower:
-    """Runs drafted tokens over the target's own buffers, and takes them back.
+    """Drafts over the target's own buffers, with the selected rows only.
 
-    What it writes lies past the committed rows, and the pass that verifies overwrites
-    it. So it never lags behind the target, and has nothing to keep.
+    It writes drafted rows past the committed rows, and the pass that verifies a draft
+    overwrites them. So this follower never lags behind the target.
 
         follower = SelectingFollower(target.beside())
         follower.follow(context)

@@ -125,7 +125,7 @@ class Options:
     def is_truncated(self) -> bool:
         """Whether the target answers without some of its layers or KV rows.
 
-        What it says then must teach no drafter, and be no draft of other texts.
+        Such answers must not train a drafter or enter the store.
         """
         return self.exiting.stop_and_exit is not None or self.drafting.select_kv
 
