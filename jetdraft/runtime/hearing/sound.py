@@ -32,8 +32,9 @@ def read_sound(file: str | Path | bytes) -> Float32s:
     """The samples of a WAV file, or of its bytes: float32 [samples] within -1 and 1.
 
     The file must hold PCM of 8 to 32 bits. Several channels become their mean, and
-    rates other than 16,000 samples/s are resampled. Raises `OptionError` for anything else, for a rate that is in no simple
-    ratio to 16,000, and for a sound shorter than 0.1 s or longer than two hours.
+    rates other than 16,000 samples/s are resampled. Raises `OptionError` for anything
+    else, for a rate that is in no simple ratio to 16,000, and for a sound shorter than
+    0.1 s or longer than two hours.
 
         read_sound("question.wav")
     """

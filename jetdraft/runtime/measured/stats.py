@@ -75,11 +75,11 @@ class Stats:
     `waited_seconds` is the caller's time between pieces; no metric counts it.
     `plain_ms` is the time of a pass without a draft on this machine. `by_method` says
     what each method did, `off` how many rounds had no draft for which reason.
-    `reused_tokens` of the prompt were in the buffers already. `lossy` names the
-    options that may change the distribution of the text; it is "" without them. An exit
-    wrote `exited_tokens`, and left out `skipped_layers` layers for them in all. `seed` is the seed
-    of a sampled text, also where it was drawn at random. `select_kv` is how many of the
-    committed KV rows a pass read; None for all rows.
+    `reused_tokens` of the prompt were in the buffers already. `lossy` names the options
+    that may change the distribution of the text; it is "" without them. Exits wrote
+    `exited_tokens`, and left out `skipped_layers` layers for them in all. `seed` is the
+    seed of a sampled text, also where it was drawn at random. `select_kv` is how many
+    of the committed KV rows a pass read; None for all rows.
 
     stats.tokens_per_pass      # committed tokens / target passes, without prefill
     stats.to_json()            # every metric under its name
