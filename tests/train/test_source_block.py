@@ -124,7 +124,7 @@ def drafted(bundle, mix_up=False, **how):
             result = model.generate(source, method="block", **ways, **options)
             assert result.token_ids == plain.token_ids
             tokens += len(result.token_ids)
-            passes += result.stats.passes
+            passes += result.stats.target_passes
     return tokens / passes
 
 
