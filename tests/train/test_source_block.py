@@ -15,10 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM, T5Config
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.attached.source_drafter import (
+    SourceDrafter,
+    source_config,
+    spread,
+)
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.cli import main
 from jetdraft.errors import DataError, OptionError, OutputError, UnsupportedModelError
@@ -32,7 +37,7 @@ from jetdraft.train.data import IGNORED, Example, collate
 from jetdraft.train.drafter.kinds import KINDS
 from jetdraft.train.head.head_training import HeadTraining
 from jetdraft.train.training import TrainingOptions
-from tests.sources import CONFIGS, save, save_drafter
+from tests.sources import CONFIGS, T5, save, save_drafter
 from tests.tiny import WORDS, llama_config, save_checkpoint
 from tests.whispers import save as save_whisper
 
@@ -113,7 +118,7 @@ def drafted(bundle, mix_up=False, **how):
     tokens = passes = 0
     with jetdraft.load(bundle, threads=1) as model:
         if mix_up:
-            other = model.encode(SOURCES[0])
+            other = model.prompt(SOURCES[0]).tolist()
             source = model.parts.drafter.source
             source.read(other)
             source.read = lambda material: False
@@ -164,6 +169,25 @@ def test_it_begins_as_the_target(world, tmp_path):
     for name, weight in run.weights.items():
         if name != "mask":
             torch.testing.assert_close(weight, theirs[name.removeprefix("model.")])
+
+
+def test_its_layers_are_spread_over_those_of_the_target(tmp_path):
+    assert spread(1, 8) == [0]
+    assert spread(2, 8) == [0, 7]
+    assert spread(3, 8) == [0, 4, 7]
+    assert spread(4, 4) == [0, 1, 2, 3]
+    deep = T5Config(**{**T5, "num_decoder_layers": 4})
+    checkpoint = Checkpoint.load(str(save(tmp_path / "deep", deep)), torch.float32)
+    drafter = SourceDrafter(source_config(checkpoint, 2, 3), checkpoint.model)
+    theirs = checkpoint.model.decoder.block
+    for mine, other in zip(drafter.get_decoder().block, theirs[::3], strict=True):
+        for name, weight in other.named_parameters():
+            assert torch.equal(dict(mine.named_parameters())[name], weight)
+    numbers = [layer.layer[0].SelfAttention.layer_idx for layer in theirs]
+    assert numbers == [0, 1, 2, 3], "the target keeps its own"
+    mine = [layer.layer[1].EncDecAttention.layer_idx for layer in
+            drafter.get_decoder().block]  # fmt: skip
+    assert mine == [0, 1]
 
 
 def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(world, tmp_path):

@@ -78,9 +78,16 @@ class SourceTeacher:
                 decoder_input_ids=batch.ids,
                 use_cache=False,
             ).logits
-        known = torch.ones_like(batch.ids, dtype=torch.bool)
-        taught = [batch.ids, batch.labels, [], logits[..., :0], logits, known]
-        return SourceLesson(*taught, batch.source, batch.filled)
+        return SourceLesson(
+            ids=batch.ids,
+            labels=batch.labels,
+            taps=[],
+            final=logits[..., :0],
+            logits=logits,
+            known=torch.ones_like(batch.ids, dtype=torch.bool),
+            source=batch.source,
+            filled=batch.filled,
+        )
 
 
 class SourceObjective(BlockObjective):

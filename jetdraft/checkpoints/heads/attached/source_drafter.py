@@ -26,7 +26,7 @@ MODEL_TYPE = "jetdraft-block"
 
 
 class SourceDrafter(nn.Module):
-    """Encoder and lowest decoder layers of a target, as copies that learn to fill.
+    """The encoder and some decoder layers of a target, as copies that learn to fill.
 
     Embedding and LM head are the target's. A token from the vocabulary's size on is a
     mask.
@@ -43,7 +43,8 @@ class SourceDrafter(nn.Module):
         lent = {id(weight): weight for end in ends for weight in end.parameters()}
         self.model = copy.deepcopy(target, lent)
         name, layers = decoder_list(self.model)
-        setattr(self.model.get_decoder(), name, layers[: config.num_layers])
+        kept = spread(config.num_layers, len(layers))
+        setattr(self.model.get_decoder(), name, _numbered([layers[i] for i in kept]))
         self.mask = nn.Parameter(torch.zeros(config.hidden_size))
         implement(self.model, IMPLEMENTATION)
 
@@ -84,6 +85,25 @@ class SourceDrafter(nn.Module):
         with placed(self.model, positions), answering(self.model, rows):
             logits: Tensor = self.model(decoder_inputs_embeds=states, **source).logits
         return logits.float()
+
+
+def spread(count: int, layers: int) -> list[int]:
+    """The numbers of `count` of that many layers, from the lowest to the highest.
+
+    spread(3, 8)    # [0, 4, 7]
+    """
+    if count == 1:
+        return [0]
+    return [round(i * (layers - 1) / (count - 1)) for i in range(count)]
+
+
+def _numbered(layers: list[nn.Module]) -> nn.ModuleList:
+    """Layers with numbers from 0 on, by which attention finds their buffers."""
+    for number, layer in enumerate(layers):
+        for module in layer.modules():
+            if getattr(module, "layer_idx", None) is not None:
+                module.layer_idx = number  # type: ignore[assignment]
+    return nn.ModuleList(layers)
 
 
 def decoder_list(model: Any) -> tuple[str, nn.ModuleList]:
