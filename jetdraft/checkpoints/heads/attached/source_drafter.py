@@ -99,10 +99,10 @@ def spread(count: int, layers: int) -> list[int]:
 
 def _numbered(layers: list[nn.Module]) -> nn.ModuleList:
     """Layers with numbers from 0 on, by which attention finds their buffers."""
-    for number, layer in enumerate(layers):
+    for place, layer in enumerate(layers):
         for module in layer.modules():
             if getattr(module, "layer_idx", None) is not None:
-                module.layer_idx = number  # type: ignore[assignment]
+                module.layer_idx = place  # type: ignore[assignment]
     return nn.ModuleList(layers)
 
 
