@@ -196,7 +196,7 @@ def test_greedy_verification_with_one_best_token_is_plain_decoding(made):
     assert wide[0] != walk[0]
     assert wide[1] > walk[1]
     drafting = {"verifier": "tolerant", "top": 1}
-    with pytest.raises(OptionError, match="neither the text .* add --no-exact"):
+    with pytest.raises(OptionError, match=r"neither the text .* add --no-exact"):
         model.generate(token_ids=SOURCE, method="block", drafting=drafting)
 
 
