@@ -19,7 +19,7 @@ from jetdraft.checkpoints.attention import (
     StepState,
     attending,
 )
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.step import Step, dtype_of, refusal
 

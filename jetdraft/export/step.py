@@ -17,7 +17,8 @@ from jetdraft.checkpoints.attention import HandThrough, StepState, attending
 from jetdraft.checkpoints.parameters import keep_weights, simplify
 from jetdraft.checkpoints.silence import silenced
 from jetdraft.checkpoints.streamed import decoder_layers
-from jetdraft.contract import ANSWERS, PREFIX, PROBES, ROWS, StepContract, TensorSpec
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensor_spec import ANSWERS, PREFIX, PROBES, ROWS, TensorSpec
 from jetdraft.errors import JetdraftError, UnsupportedModelError
 
 OPSET = 23

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.exporter import export

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import BundleError, CheckpointError, OptionError
 from jetdraft.export.fusion import fuse
 from jetdraft.export.step import Step, kv_shapes, trace

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from jetdraft.checkpoints.source_attention import IMPLEMENTATION, implement
-from jetdraft.contract import FRAMES_PER_SLOT, SourceContract, StepContract
+from jetdraft.contracts.constants import FRAMES_PER_SLOT
+from jetdraft.contracts.source_contract import SourceContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.seams import TOLERANCE
 from jetdraft.export.source.source_step import EncoderStep, SourceStep, source_sizes
