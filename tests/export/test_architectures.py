@@ -20,7 +20,8 @@ from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.exporter import export
 from jetdraft.export.fusion import fuse
 from jetdraft.export.seams import check_seams
-from jetdraft.export.step import Step, kv_shapes, trace
+from jetdraft.export.step import Step, kv_shapes
+from jetdraft.export.tracing.tracer import trace
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import open_session

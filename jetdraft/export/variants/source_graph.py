@@ -18,7 +18,7 @@ from jetdraft.export.source.source_step import (
     relative_table,
     source_sizes,
 )
-from jetdraft.export.step import trace
+from jetdraft.export.tracing.tracer import trace
 from jetdraft.export.variants.variant import Variant
 
 
