@@ -10,7 +10,7 @@ from torch import Tensor
 
 from jetdraft.checkpoints.attention import attending
 from jetdraft.checkpoints.heads.attached.source_drafter import SourceDrafter
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.heads.block_step import block_state, both_ways
 from jetdraft.export.source.source_step import SourceStep
 from jetdraft.export.step import presents

@@ -22,7 +22,9 @@ from jetdraft.checkpoints.sources.decoder_seams import (
     placed,
     relative_table,
 )
-from jetdraft.contract import HIDDEN, SourceContract, StepContract
+from jetdraft.contracts.constants import HIDDEN
+from jetdraft.contracts.source_contract import SourceContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.step import Specs, Step, dtype_of, state_of, zeros
 
 _TRACED_SOURCE = 9

@@ -9,12 +9,12 @@ import onnx_ir as ir
 from jetdraft.bundle import CONTRIB
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.sources.decoder_seams import relative_table
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import OptionError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.job import Job
 from jetdraft.export.source.source_step import EncoderStep, SourceStep, source_sizes
-from jetdraft.export.step import trace
+from jetdraft.export.tracing.tracer import trace
 from jetdraft.export.variants.variant import Variant
 from jetdraft.quant.weights import Quantization
 

@@ -27,7 +27,7 @@ from typing import (
 )
 
 from jetdraft.bundle import Bundle
-from jetdraft.contract import CANDIDATES
+from jetdraft.contracts.constants import CANDIDATES
 from jetdraft.errors import DraftingError, OptionError
 from jetdraft.ranges import Range, between, check_ranges
 from jetdraft.runtime.passes.target import Target

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from jetdraft.checkpoints.heads.attached.source_drafter import SourceDrafter
 from jetdraft.checkpoints.source_attention import implement
 from jetdraft.checkpoints.sources.decoder_seams import distance_bias, relative_table
-from jetdraft.contract import HIDDEN
+from jetdraft.contracts.constants import HIDDEN
 from jetdraft.train.block.block_losses import BlockObjective, at, block_mask
 from jetdraft.train.block.block_places import Blocks
 from jetdraft.train.block.masked_attention import IMPLEMENTATION, Masks, masking

@@ -8,7 +8,7 @@ diffusion model (2408.05636) from the text, and the drafter of an encoder-decode
 from __future__ import annotations
 
 from jetdraft.bundle import Bundle
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.runtime.followers.block_follower import Refining
 from jetdraft.runtime.proposers.draft import SAMPLES
 from jetdraft.runtime.proposers.guessing.block_proposer import (
