@@ -37,7 +37,8 @@ _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 _ALL = (1 << 64) - 1
 
-# numpy takes an array without dimensions in half of the time of a number.
+# numpy takes an array without dimensions in half of the time of a number. `_PLACE`
+# masks the place of an id in its block.
 _G, _M1, _M2, _30, _27, _31, _12, _PLACE = (
     np.array(x, np.uint64)
     for x in (_GOLDEN, _FIRST, _SECOND, 30, 27, 31, 12, BLOCK - 1)
@@ -152,7 +153,7 @@ def exponentials(seed: int, positions: Int64s, ids: Int64s) -> Float64s:
     """
     # The bits of a pair's block and of its token go through the same calls.
     bits = np.empty((2, *np.broadcast(positions, ids).shape), np.uint64)
-    bits[0], bits[1] = ids >> 8, ids
+    bits[0], bits[1] = ids // BLOCK, ids
     bits *= _G
     bits += _keys(seed, positions)
     _mix(bits)
