@@ -48,6 +48,7 @@ def said_by_drafter(kind: str, folder: Path, target: Path, output: Path) -> Tens
     texts = [write_periodic(output.with_suffix(".txt"))]
     training = TRAININGS[kind](str(target), output, texts)
     drafter = load_head(str(folder), training.target, torch.float32)
+    training.config = drafter.config
     ids = torch.arange(1, 61)[None]
     device = SimpleNamespace(device=ids.device)
     lesson, logits = training.lesson(device, Batch(ids, ids)), []
