@@ -118,6 +118,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 @click.option("--prompts", type=click.Path(path_type=Path), required=True)
 @click.option("--count", default=4, show_default=True, help="Prompts to take.")
 @click.option("--max-new-tokens", default=128, show_default=True)
+@click.option("--way", "names", multiple=True, default=[*WAYS], help="A way to run.")
 @click.option("--cpu-time", is_flag=True, help="Time work, with one thread.")
 @click.option("--json", "output", type=click.Path(path_type=Path))
 def main(
@@ -125,6 +126,7 @@ def main(
     prompts: Path,
     count: int,
     max_new_tokens: int,
+    names: tuple[str, ...],
     cpu_time: bool,
     output: Path | None,
 ) -> None:
@@ -134,13 +136,16 @@ def main(
     if cpu_time:
         time.perf_counter = time.process_time
     model = jetdraft.load(bundle, threads=1 if cpu_time else None)
-    model.parts.survey.again()
+    if cpu_time:
+        model.parts.survey.again()  # times of the clock may be stored
+    else:
+        model.parts.survey.finish()
     machine = model.parts.profiles.machine
     report: dict[str, Any] = {"machine": machine, "cpu_time": cpu_time}
     report["curve"] = model.parts.curve.to_json()
     for temperature in TEMPERATURES:
         how = {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": 1}
-        rows = [Row(name) for name in WAYS]
+        rows = [Row(name) for name in names]
         for text in texts:
             for row in rows:
                 row.run(model, text, **how)

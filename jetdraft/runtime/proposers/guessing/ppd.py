@@ -219,11 +219,12 @@ def _ranks(parts: Parts) -> Ranks:
 
 
 def _costs(parts: Parts) -> PassMs:
-    """What passes cost that draft exactly on this machine."""
-    curve, widths = parts.curve, parts.widths.exact
+    """What passes take that draft exactly on this machine."""
     streams = parts.target.contract.streams
 
     def pass_ms(rows: int, probes: int) -> float:
+        # More widths are proven, and timed, while nobody generates.
+        curve, widths = parts.curve, parts.widths.exact
         width = widths[min(bisect_left(widths, rows), len(widths) - 1)]
         wider = max(0, rows - width) * curve.probe
         return curve.probed_ms(width, probes, streams) + wider
