@@ -75,7 +75,7 @@ class MethodOptions:
         check_choice("verifier", self.verifier, VERIFIERS)
         check_ranges(self, _RANGES)
         own = Tolerant(self.top, self.tolerance)
-        if self.verifier != TOLERANT and own != VERIFIERS[TOLERANT]:
+        if self.verifier != TOLERANT and own != Tolerant():
             raise DraftingError(
                 f"verifier {self.verifier!r} has no top and no tolerance; leave them "
                 f"out, or give verifier={TOLERANT}"

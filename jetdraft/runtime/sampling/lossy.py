@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -42,7 +41,7 @@ def _most_probable(accepted: list[int], p: Float64s) -> Float64s:
     return pi
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tolerant:
     """Spec-Verification (SpecDec, 2203.16487): accepts what is nearly the best token.
 
@@ -56,10 +55,10 @@ class Tolerant:
 
     top: int = 3
     tolerance: float = 1.0
-    name: ClassVar[str] = TOLERANT
-    kinds: ClassVar[frozenset[Kind]] = frozenset(Kind)
-    lossy: ClassVar[bool] = True
-    single_child: ClassVar[bool] = False
+    name: str = TOLERANT
+    kinds: frozenset[Kind] = frozenset(Kind)
+    lossy: bool = True
+    single_child: bool = False
 
     def choose(
         self, rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser

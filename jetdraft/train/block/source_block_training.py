@@ -118,7 +118,8 @@ class SourceBlockTraining(BlockTraining):
         decoder = self.module.drafter.get_decoder()
         weights = sum(weight.numel() for weight in decoder.parameters())
         blocks: int = self.settings.anchors * self.options.batch_size
-        return max(200, TOKENS_PER_WEIGHT * weights // (blocks * self.config.slots))
+        guesses: int = blocks * self.config.slots
+        return max(200, TOKENS_PER_WEIGHT * weights // guesses)
 
     def published(
         self, weights: dict[str, Tensor]
