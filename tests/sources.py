@@ -80,7 +80,7 @@ def save_drafter(folder: Path, target: str | Path, slots: int, layers: int = 1) 
         for name, weight in drafter.named_parameters()
         if id(weight) not in lent
     }
-    tensors["mask"] = torch.randn(drafter.mask.shape, generator=generator)
+    tensors["masks"] = torch.randn(drafter.masks.shape, generator=generator)
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     fields = source_fields(checkpoint, drafter.config)

@@ -297,7 +297,7 @@ def test_a_tensor_of_another_size_is_refused(pair, tmp_path):
     target, drafter = pair
     folder = shutil.copytree(drafter, tmp_path / "drafter")
     tensors = load_file(folder / "model.safetensors")
-    tensors["mask"] = torch.zeros(32)
+    tensors["masks"] = torch.zeros(SLOTS, 32)
     save_file(tensors, folder / "model.safetensors")
-    message = r"mask of .* is \[32\], but its config and the target need \[64\]"
+    message = r"masks of .* is \[5, 32\], but its config and the target need \[5, 64\]"
     refused(target, folder, CheckpointError, message, tmp_path / "out")

@@ -168,8 +168,11 @@ def test_it_begins_as_the_target(world, tmp_path):
     run = prepare(world, tmp_path / "out", layers=2)
     theirs = run.target.model.state_dict()
     for name, weight in run.weights.items():
-        if name != "mask":
+        if name != "masks":
             torch.testing.assert_close(weight, theirs[name.removeprefix("model.")])
+    words, masks = theirs["shared.weight"], run.weights["masks"]
+    assert masks.shape == (SLOTS, 64)
+    assert float(masks.std()) == pytest.approx(float(words.std()), rel=0.2)
 
 
 def test_its_layers_are_spread_over_those_of_the_target(tmp_path):

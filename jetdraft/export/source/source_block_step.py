@@ -46,7 +46,9 @@ class SourceBlockStep(SourceStep):
         """
         block, source_length, *cross, past = inputs
         size = self.contract.block
-        behind = position_ids[:, -1:] + 1 + torch.arange(size)
+        slots = torch.arange(size)
+        block = torch.where(block < self.model.config.vocab_size, block, block + slots)
+        behind = position_ids[:, -1:] + 1 + slots
         positions = torch.cat([position_ids, behind], dim=1)
         plain = block_state(positions, cursor, total_length, past, size, self.contract)
         # The queries of a block follow its keys in further rows, see `block_step`.

@@ -18,7 +18,6 @@ from jetdraft.checkpoints.heads.head_config import HeadConfig
 from jetdraft.checkpoints.source_attention import implement
 from jetdraft.errors import DataError, OptionError
 from jetdraft.export.source.source_seams import most_positions
-from jetdraft.train.block.block_layout import SPREAD
 from jetdraft.train.block.block_losses import BlockObjective
 from jetdraft.train.block.block_settings import SourceBlockSettings
 from jetdraft.train.block.block_training import TOKENS_PER_WEIGHT, BlockTraining
@@ -92,7 +91,8 @@ class SourceBlockTraining(BlockTraining):
     def new_objective(self, of_text: bool) -> BlockObjective:
         """A drafter that begins as the target, with its loss."""
         drafter = SourceDrafter(self.config, self.target.model)
-        nn.init.normal_(drafter.mask, std=SPREAD)
+        words = drafter.get_input_embeddings().weight
+        nn.init.normal_(drafter.masks, std=float(words.std()))
         return SourceObjective(drafter, of_text)
 
     def new_teacher(self, model: Any) -> Any:

@@ -150,8 +150,9 @@ class SourceObjective(BlockObjective):
         assert isinstance(lesson, SourceLesson)
         drafter, ids = self.drafter, lesson.ids
         count, size = ids.shape[1], drafter.config.slots
-        block = at(ids, places).masked_fill(~is_known, drafter.config.vocab_size)
         slots = torch.arange(size, device=ids.device)
+        masks = drafter.config.vocab_size + slots
+        block = torch.where(is_known, at(ids, places), masks)
         behind = (blocks.anchors[..., None] + 1 + slots).flatten(1)
         rows = torch.arange(count, device=ids.device).expand(len(ids), -1)
         positions = torch.cat([rows, behind], dim=1)

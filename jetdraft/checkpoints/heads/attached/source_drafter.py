@@ -28,8 +28,9 @@ MODEL_TYPE = "jetdraft-block"
 class SourceDrafter(nn.Module):
     """The encoder and some decoder layers of a target, as copies that learn to fill.
 
-    Embedding and LM head are the target's. A token from the vocabulary's size on is a
-    mask.
+    Embedding and LM head are the target's. Each place of a block has a mask with an
+    embedding of its own, since T5 has no table of positions; the vocabulary's size is
+    the token of the first.
 
         drafter = SourceDrafter(config, target)
         logits = drafter(tokens, positions, rows, encoder_outputs=encoded)
@@ -45,7 +46,7 @@ class SourceDrafter(nn.Module):
         name, layers = decoder_list(self.model)
         kept = spread(config.num_layers, len(layers))
         setattr(self.model.get_decoder(), name, _numbered([layers[i] for i in kept]))
-        self.mask = nn.Parameter(torch.zeros(config.hidden_size))
+        self.masks = nn.Parameter(torch.zeros(config.slots, config.hidden_size))
         implement(self.model, IMPLEMENTATION)
 
     @property
@@ -76,8 +77,8 @@ class SourceDrafter(nn.Module):
         """
         embed, size = self.get_decoder().embed_tokens, self.config.vocab_size
         states = embed(tokens.clamp(max=size - 1))
-        is_mask = (tokens >= size)[..., None]
-        states = torch.where(is_mask, self.mask.to(states.dtype), states)
+        masks = self.masks[(tokens - size).clamp(min=0)].to(states.dtype)
+        states = torch.where((tokens >= size)[..., None], masks, states)
         table = getattr(self.get_decoder(), "embed_positions", None)
         if table is not None:  # a block may end behind the last position
             last = table.weight.shape[0] - getattr(table, "offset", 0) - 1
