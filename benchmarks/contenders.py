@@ -6,68 +6,108 @@ contenders("none,draft:3,auto")    # draft:3 drafts three tokens in every round
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from jetdraft import Stats
 
-Figures = dict[str, float]
-Measure = Callable[..., tuple[Figures, list[list[int]]]]
-"""Runs all inputs with the options of a generation: figures, tokens of each text."""
+PLAIN = "plain"
+
+
+class Text(Protocol):
+    """A result, or a transcript."""
+
+    text: str
+    token_ids: list[int]
+    stats: Stats
 
 
 def contenders(names: str) -> dict[str, dict[str, Any]]:
-    """The options of a generation by the name of its contender."""
+    """The options of a generation by the name of its contender.
+
+    "plain" is plain decoding in passes of one row, the fastest there is.
+    """
     options: dict[str, dict[str, Any]] = {}
     for name in names.split(","):
         method, _, count = name.partition(":")
         length = {"num_draft_tokens": int(count)} if count else {}
         options[name] = {"method": method, **length}
+        if name == PLAIN:
+            options[name] = {"method": "none", "exact": False}
     return options
 
 
-def figures_of(stats: Stats) -> Figures:
-    """What a table shows of the sums over all texts of a turn."""
-    return {
-        "decode_seconds": stats.decode_seconds,
-        "tokens_per_pass": stats.tokens_per_pass or 0.0,
-        "acceptance_rate": stats.acceptance_rate or 0.0,
-        "drafted_tokens": stats.drafted_tokens,
-        "new_tokens": stats.new_tokens,
-        "target_passes": stats.target_passes,
-    }
+class Turns:
+    """Runs every input with each contender before the next input, turn after turn.
 
+    So an encoder runs once for all contenders, and a slow minute slows all of them.
+    Before the first turn each contender warms up with the first input. It is an error
+    if the tokens of a contender change from turn to turn.
 
-def in_turns(
-    options: dict[str, dict[str, Any]], measure: Measure, turns: int
-) -> dict[str, dict[str, Any]]:
-    """A row for each contender: medians over the turns; the first turn warms up.
-
-    `X_speedup` of a time X is the ratio to the first contender in the same turn.
+        Turns(contenders("none,auto"), prompts, model.generate).run(3).rows()
     """
-    runs: dict[str, list[Figures]] = {name: [] for name in options}
-    texts: dict[str, list[list[int]]] = {}
-    for turn in range(turns + 1):
-        for name, chosen in options.items():
-            figures, tokens = measure(**chosen)
-            assert texts.setdefault(name, tokens) == tokens, f"{name} changed its text"
-            if turn:
-                runs[name].append(figures)
-    first = next(iter(options))
-    rows: dict[str, dict[str, Any]] = {}
-    for name, results in runs.items():
-        row = {key: statistics.median(r[key] for r in results) for key in results[0]}
-        for key in [key for key in row if key.endswith("seconds")]:
-            pairs = zip(runs[first], results, strict=True)
-            ratios = [one[key] / other[key] for one, other in pairs]
-            row[f"{key}_speedup"] = statistics.median(ratios)
-            row[f"{key}_speedups"] = ratios
-        row["same_text"] = texts[name] == texts[first]
-        rows[name] = row
-    return rows
+
+    def __init__(
+        self,
+        options: Mapping[str, dict[str, Any]],
+        inputs: Sequence[Any],
+        write: Callable[..., Text],
+    ) -> None:
+        self.options, self.inputs, self.write = options, inputs, write
+        self.texts: dict[tuple[str, int], Text] = {}
+        self.sums: dict[str, list[Stats]] = {name: [] for name in options}
+
+    def run(self, turns: int) -> Turns:
+        """Run all inputs so many times."""
+        for chosen in self.options.values():
+            self.write(self.inputs[0], **chosen)
+        for _ in range(turns):
+            self._turn()
+        return self
+
+    def _turn(self) -> None:
+        sums = {name: Stats("", True, 0) for name in self.options}
+        for place, what in enumerate(self.inputs):
+            for name, chosen in self.options.items():
+                text = self.write(what, **chosen)
+                sums[name].merge(text.stats)
+                before = self.texts.setdefault((name, place), text)
+                assert before.token_ids == text.token_ids, f"{name} changed a text"
+        for name, stats in sums.items():
+            self.sums[name].append(stats)
+
+    def said(self, name: str) -> list[Text]:
+        """The texts of a contender, in the order of the inputs."""
+        return [self.texts[name, place] for place in range(len(self.inputs))]
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """A row for each contender: medians over the turns.
+
+        `decode_speedup` is the ratio of times to the first contender in the same turn.
+        """
+        first = next(iter(self.options))
+        plain = [text.token_ids for text in self.said(first)]
+        rows = {}
+        for name, sums in self.sums.items():
+            pairs = zip(self.sums[first], sums, strict=True)
+            ratios = [one.decode_seconds / other.decode_seconds for one, other in pairs]
+            last = sums[-1]
+            rows[name] = {
+                "decode_speedup": statistics.median(ratios),
+                "decode_speedups": ratios,
+                "decode_seconds": statistics.median(s.decode_seconds for s in sums),
+                "tokens_per_pass": last.tokens_per_pass,
+                "acceptance_rate": last.acceptance_rate,
+                "drafted_tokens": last.drafted_tokens,
+                "new_tokens": last.new_tokens,
+                "target_passes": last.target_passes,
+                "rounds_without_draft": dict(last.off),
+                "same_text": [text.token_ids for text in self.said(name)] == plain,
+            }
+        return rows
 
 
-def line(name: str, row: dict[str, Any]) -> str:
+def line(name: str, row: Mapping[str, Any]) -> str:
     """A row of the table on the screen."""
-    shown = {k: v for k, v in row.items() if not isinstance(v, list)}
-    return f"{name:8} " + "  ".join(f"{k} {v:.3g}" for k, v in shown.items())
+    numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
+    return f"{name:8} " + "  ".join(f"{k} {v:.3g}" for k, v in numbers.items())

@@ -13,10 +13,9 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
-from contenders import Figures, contenders, figures_of, in_turns, line
+from contenders import Turns, contenders, line
 
 import jetdraft
 
@@ -51,18 +50,6 @@ TASKS = {
 }
 
 
-def measured(
-    model: jetdraft.Model, prompts: tuple[str, ...], new: int, **options: Any
-) -> tuple[Figures, list[list[int]]]:
-    """The figures of all prompts in one turn, and their tokens."""
-    stats, tokens = jetdraft.Stats("", True, 0), []
-    for prompt in prompts:
-        result = model.generate(prompt, max_new_tokens=new, **options)
-        stats.merge(result.stats)
-        tokens.append(result.token_ids)
-    return figures_of(stats), tokens
-
-
 def greedy(folder: Path, prompts: list[str], new: int) -> list[str]:
     """The texts of transformers, without special tokens."""
     import torch
@@ -82,7 +69,7 @@ def greedy(folder: Path, prompts: list[str], new: int) -> list[str]:
 @click.command()
 @click.argument("bundle")
 @click.option("--checkpoint", type=click.Path(path_type=Path))
-@click.option("--method", default="none,lookup,lookup:3,auto")
+@click.option("--method", default="plain,none,lookup,lookup:3,auto")
 @click.option("--max-new-tokens", default=64)
 @click.option("--turns", default=3)
 @click.option("--threads", default=1)
@@ -109,8 +96,8 @@ def main(
         report["same_as_transformers"] = f"{same} of {len(texts)}"
         click.echo(f"transformers decodes the same text in {same} of {len(texts)}")
     for task, group in TASKS.items():
-        measure = partial(measured, model, group, max_new_tokens)
-        report[task] = in_turns(contenders(method), measure, turns)
+        write = partial(model.generate, max_new_tokens=max_new_tokens)
+        report[task] = Turns(contenders(method), group, write).run(turns).rows()
         click.echo(task)
         for name, row in report[task].items():
             click.echo(line(name, row))
