@@ -84,9 +84,10 @@ class Turns:
         """A row for each contender: medians over the turns.
 
         `decode_speedup` is the ratio of times to the first contender in the same turn.
+        `same_text` compares with the first exact contender.
         """
-        first = next(iter(self.options))
-        plain = [text.token_ids for text in self.said(first)]
+        first, exact = next(iter(self.options)), [n for n in self.options if n != PLAIN]
+        plain = [text.token_ids for text in self.said(exact[0] if exact else first)]
         rows = {}
         for name, sums in self.sums.items():
             pairs = zip(self.sums[first], sums, strict=True)

@@ -203,7 +203,7 @@ class Generation:
             # depend on what an earlier generation left in the drafter's cache.
             parts.follower.forget()
         start = time.perf_counter()
-        parts.read(self._source)
+        parts.read(self._source, self.options.drafting.may_ask_drafter)
         prefix = self._prefix(exact)
         for observer in self.observers:
             observer.begin(self._prompt, self.chooser)

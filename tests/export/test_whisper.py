@@ -128,6 +128,19 @@ def test_every_method_gives_the_transcript_of_plain_decoding(
             assert found.segments == plain.segments
 
 
+def test_the_drafters_encoder_runs_only_for_methods_that_may_ask_it(model):
+    drafter = model.parts.drafter.source
+    asked = {"language": "en", "max_new_tokens": 12}
+    plain = model.transcribe(whispers.sound(0.8), method="none", **asked)
+    before = drafter.seconds
+    for hertz, method in ((300.0, "none"), (310.0, "lookup")):
+        model.transcribe(whispers.sound(0.8, hertz=hertz), method=method, **asked)
+    assert drafter.seconds == before
+    drafted = model.transcribe(whispers.sound(0.8), method="draft", **asked)
+    assert drafter.seconds > before
+    assert drafted.token_ids == plain.token_ids
+
+
 def test_a_drafter_that_is_the_target_is_right_where_no_rule_decides(model):
     """Timestamps follow rules that a drafter does not know; without them it is."""
     stats = model.transcribe(
