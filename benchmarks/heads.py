@@ -132,10 +132,7 @@ def measured(groups: list[list[Row]], prompts: list[str], **how: Any) -> list[An
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print a Markdown table; the chains of a bundle share a row."""
-    heads = ("way", "tokens/pass", "right by position", "draft ms", "over plain")
-    heads += ("tokens/s", "outside ms", "same texts")
-    click.echo("| " + " | ".join(heads) + " |")
-    click.echo("| " + " | ".join(["---"] * len(heads)) + " |")
+    show_columns()
     chains: list[dict[str, Any]] = []
     for row in rows:
         if ": K = " in row["way"]:
@@ -145,6 +142,14 @@ def show(rows: list[dict[str, Any]]) -> None:
             show_row(chains)
             chains = []
         show_row([row])
+
+
+def show_columns() -> None:
+    """Print the first two lines of a table."""
+    names = ("way", "tokens/pass", "right by position", "draft ms", "over plain")
+    names += ("tokens/s", "outside ms", "same texts")
+    click.echo("| " + " | ".join(names) + " |")
+    click.echo("| " + " | ".join(["---"] * len(names)) + " |")
 
 
 def show_row(rows: list[dict[str, Any]]) -> None:
@@ -163,6 +168,20 @@ def show_row(rows: list[dict[str, Any]]) -> None:
         f"{min(row['same_text'] for row in rows)} of {last['texts']}",
     ]
     click.echo("| " + " | ".join(cells) + " |")
+
+
+def show_best(rows: list[dict[str, Any]]) -> None:
+    """Print a Markdown table of the fastest way of each bundle's own method."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        name, way = row["way"].split(": ")
+        if way.startswith(("plain", "lookup", "auto")):
+            continue
+        if name not in best or row["speed_up"] > best[name]["speed_up"]:
+            best[name] = row
+    show_columns()
+    for row in best.values():
+        show_row([row])
 
 
 @click.command()
@@ -200,6 +219,8 @@ def main(
         rows = measured(groups, texts, seed=SEED, **how)
         click.echo(f"\nT = {temperature}\n")
         show(rows)
+        click.echo("\nThe fastest way of each bundle's own method:\n")
+        show_best(rows)
         report[f"T={temperature}"] = rows
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -38,8 +38,8 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from jetdraft.checkpoints.checkpoint import weights_sha256
 from jetdraft.checkpoints.probing.probe_files import read_settings
+from jetdraft.checkpoints.reading.checkpoint_folder import weights_sha256
 from jetdraft.checkpoints.streamed import SETTINGS, WEIGHTS
 
 NOISE = 1e-6

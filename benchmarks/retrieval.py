@@ -25,7 +25,7 @@ import click
 import numpy as np
 
 import jetdraft
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.graph import Graph
 

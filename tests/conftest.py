@@ -11,12 +11,12 @@ import onnx
 import pytest
 
 import jetdraft
-from jetdraft.bundle import GraphEntry
 from jetdraft.devices.kernels.forecast import graph_forecasts
 from jetdraft.devices.kernels.kernel_table import TABLES
 from jetdraft.export import exporter
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.job import Job
+from jetdraft.graph_entry import GraphEntry
 from jetdraft.recipe import Recipe
 from tests import whispers
 from tests.tiny import drafter_config, llama_config, save_checkpoint

@@ -22,8 +22,9 @@ if __name__ == "__main__":
     # Not wanted here, and forking is faster without it.
     sys.modules["onnxruntime"] = None  # type: ignore[assignment]
 
-from jetdraft.bundle import Bundle, GraphEntry
-from jetdraft.contract import StepContract
+from jetdraft.bundle import Bundle
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.graph_entry import GraphEntry
 from jetdraft.staging import writing
 
 CONTRACT = StepContract(100, 32, 8, "float32", ((1, 16),))

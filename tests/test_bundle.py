@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from jetdraft import manifest
-from jetdraft.bundle import Bundle, GraphEntry, Halves, check_pair
-from jetdraft.contract import StepContract
+from jetdraft.bundle import Bundle, check_pair
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import BundleError, ContractError, PairError
+from jetdraft.graph_entry import GraphEntry, Halves
 from jetdraft.manifest import MANIFEST, SCHEMA_VERSION
 from jetdraft.untrusted.record import read_record
 from tests import manifests

@@ -9,7 +9,11 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from jetdraft.contract import CANDIDATES, StepContract, TensorSpec, check_tensors
+from jetdraft.contracts.constants import CANDIDATES
+from jetdraft.contracts.split_contract import SplitContract
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensor_check import check_tensors
+from jetdraft.contracts.tensor_spec import TensorSpec
 from jetdraft.errors import ContractError
 from jetdraft.untrusted.record import RecordError, read_record
 from tests.toy_head import HEAD, IDS, WEIGHTS, write_head
@@ -212,7 +216,7 @@ def test_a_head_graph_without_its_features_is_refused(tmp_path):
 
 
 def test_halves_share_the_layers_and_the_states_between_them():
-    halves = CONTRACT.split(layers=1, hidden_size=48)
+    halves = SplitContract.of(CONTRACT, layers=1, hidden_size=48)
     assert halves.lower.kv_shapes == ((2, 16),)
     assert halves.upper.kv_shapes == ((1, 32),)
     lower, upper = (
@@ -230,8 +234,10 @@ def test_halves_share_the_layers_and_the_states_between_them():
 
 
 def test_an_early_exit_reads_parents_and_gives_scores():
-    plain = CONTRACT.split(1, 48)
-    halves = replace(CONTRACT, tree=True, streams=3).split(1, 48, scores=True)
+    plain = SplitContract.of(CONTRACT, 1, 48)
+    halves = SplitContract.of(
+        replace(CONTRACT, tree=True, streams=3), 1, 48, scores=True
+    )
     added = {s.name for s in halves.lower_inputs} - {s.name for s in plain.lower_inputs}
     assert added == {"draft_mask", "draft_start", "parents"}
     mask = next(s for s in halves.lower_inputs if s.name == "draft_mask")
@@ -243,7 +249,7 @@ def test_an_early_exit_reads_parents_and_gives_scores():
 @pytest.mark.parametrize("layers", [0, 2, 3])
 def test_a_half_without_layers_is_refused(layers):
     with pytest.raises(ContractError, match=f"cannot be cut below the top {layers}"):
-        CONTRACT.split(layers, 48)
+        SplitContract.of(CONTRACT, layers, 48)
 
 
 def test_accepts_what_is_declared_in_any_order():

@@ -17,8 +17,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from jetdraft.checkpoints.checkpoint import Checkpoint, weights_sha256
+from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.probing.prompted import Prompted, Prompts, PromptSettings
+from jetdraft.checkpoints.reading.checkpoint_folder import weights_sha256
 from jetdraft.checkpoints.streamed import (
     SETTINGS,
     WEIGHTS,

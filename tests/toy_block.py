@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from tests.toy_eagle import COMMON, GUESSES, IDS, WIDTH, write_toy
 
 BLOCK = 5

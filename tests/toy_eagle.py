@@ -23,10 +23,11 @@ from jetdraft.bundle import (
     TARGET,
     TOKENIZER,
     Bundle,
-    GraphEntry,
 )
-from jetdraft.contract import StepContract, TensorSpec
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensor_spec import TensorSpec
 from jetdraft.export.variants.compaction import write_compaction
+from jetdraft.graph_entry import GraphEntry
 from jetdraft.testing import toy_bundle
 
 WIDTH, SIZE = 6, 16

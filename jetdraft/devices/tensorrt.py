@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from jetdraft.contract import StepContract, TensorSpec
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensor_spec import TensorSpec
 from jetdraft.devices.providers import TensorrtOptions
 
 WIDTHS = (2, 4, 8)

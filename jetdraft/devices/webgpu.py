@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from jetdraft.contract import WIDEST, StepContract
+from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.devices.vulkan import VulkanDevice, vulkan_devices
 from jetdraft.errors import ProviderError
 from jetdraft.ort import import_onnx, ort

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from jetdraft.contract import HIDDEN, StepContract
+from jetdraft.contracts.constants import HIDDEN
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.quant.edits import initializer, substitute, value_of
 
 _BIAS_INPUTS = {"GroupQueryAttention": 10, "Attention": 3}

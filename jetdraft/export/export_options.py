@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jetdraft.bundle import CONTRIB, DRAFTER, FLAVOURS, TARGET
-from jetdraft.contract import CAPACITY, MAX_WIDTH, MIN_SELECTED
+from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH, MIN_SELECTED
 from jetdraft.devices.providers import Provider, provider_named
 from jetdraft.errors import OptionError
 from jetdraft.quant.sensitivity import Limit

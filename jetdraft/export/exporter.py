@@ -20,15 +20,15 @@ from jetdraft.bundle import (
     TARGET,
     TOKENIZER,
     Bundle,
-    GraphEntry,
     check_pair,
 )
-from jetdraft.checkpoints.checkpoint import Checkpoint, read_tokenizer
+from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_reader import AnyHead
+from jetdraft.checkpoints.reading.tokenizer_reader import read_tokenizer
 from jetdraft.checkpoints.silence import silenced
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError, OptionError, PairError
 from jetdraft.export.embeddings import write_similarity
 from jetdraft.export.export_options import DTYPES, ExportOptions
@@ -42,6 +42,7 @@ from jetdraft.export.seams import warn_of_length
 from jetdraft.export.source.family import Family
 from jetdraft.export.step import Step
 from jetdraft.export.variants import VARIANTS
+from jetdraft.graph_entry import GraphEntry
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.sensitivity import Limit
 from jetdraft.quant.weights import Quantization

@@ -22,7 +22,7 @@ import onnxruntime
 from onnx_ir.passes import common
 from onnxscript.rewriter import pattern, rewrite
 
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.attentions import attend_as_two, attentions
 from jetdraft.export.step import CUT
 from jetdraft.quant.edits import PARAMETER, derived, initializer, substitute

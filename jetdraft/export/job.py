@@ -8,11 +8,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from jetdraft.bundle import GraphEntry
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.step import Step
+from jetdraft.graph_entry import GraphEntry
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.weights import Quantization
 

@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.attentions import attentions
 from jetdraft.export.step import Step, dtype_of
 from jetdraft.quant.blocks import Floats

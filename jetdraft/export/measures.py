@@ -11,7 +11,7 @@ from torch import Tensor
 from jetdraft.bundle import DRAFTER, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head import Head
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import OptionError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.job import Progress

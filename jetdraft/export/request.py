@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jetdraft.bundle import Bundle
-from jetdraft.contract import CAPACITY, MAX_WIDTH
+from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH
 from jetdraft.devices.device import Device
 from jetdraft.devices.planning.plan import Question, plan, refusal
 from jetdraft.devices.providers import AUTO, fastest

@@ -10,9 +10,11 @@ architecture does outside the seams.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from jetdraft.checkpoints.attention import (
     IMPLEMENTATION,
@@ -20,7 +22,7 @@ from jetdraft.checkpoints.attention import (
     StepState,
     attending,
 )
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.step import Step, dtype_of, refusal
 
@@ -71,8 +73,7 @@ def check_seams(model: Any, contract: StepContract) -> None:
         raise refusal(model, error) from error
     finally:
         model.set_attn_implementation(IMPLEMENTATION)
-    largest = own_logits.abs().max().clamp(min=1e-6)
-    gap = float((seam_logits - own_logits).abs().max() / largest)
+    gap = gap_of(seam_logits, own_logits)
     # These tokens are too few to notice a window that the model does not pass on.
     too_wide = window > tokens // 2 and window < contract.capacity and not any(windows)
     if not gap <= TOLERANCE[dtype_of(contract)] or too_wide:
@@ -84,6 +85,28 @@ def check_seams(model: Any, contract: StepContract) -> None:
     _check_last_position(model, contract)
 
 
+def gap_of(seam_logits: Tensor, own_logits: Tensor) -> float:
+    """The largest difference, relative to the largest of the model's own logits."""
+    largest = own_logits.abs().max().clamp(min=1e-6)
+    return float((seam_logits - own_logits).abs().max() / largest)
+
+
+def two_passes(ids: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The first inputs of two passes that read `ids` [1, n]: two thirds, then the rest.
+
+    They are the rows' ids and positions, cursor, total length, and the answer rows.
+    """
+    count = ids.shape[1]
+    for start, end in ((0, 2 * count // 3), (2 * count // 3, count)):
+        yield (
+            ids[:, start:end],
+            torch.arange(start, end)[None],
+            torch.tensor([start], dtype=torch.int32),
+            torch.tensor([end], dtype=torch.int32),
+            torch.arange(end - start),
+        )
+
+
 def _narrowest_window(model: Any) -> int:
     """The window or chunk that the config names, 0 if none."""
     config = model.config.get_text_config(decoder=True)
@@ -93,27 +116,19 @@ def _narrowest_window(model: Any) -> int:
 
 
 def _through_seams(
-    model: Any, contract: StepContract, ids: torch.Tensor
-) -> tuple[torch.Tensor, set[int]]:
+    model: Any, contract: StepContract, ids: Tensor
+) -> tuple[Tensor, set[int]]:
     """Logits of two passes over the fixed buffers, and the windows of its layers."""
     step = Step(model, contract)
-    rows = ids.shape[1]
     dtype = dtype_of(contract)
     past = [
-        torch.zeros(1, heads, rows, size, dtype=dtype)
+        torch.zeros(1, heads, ids.shape[1], size, dtype=dtype)
         for heads, size in contract.kv_shapes
         for _ in ("key", "value")
     ]
     logits, windows = [], set()
-    for start, end in ((0, 2 * rows // 3), (2 * rows // 3, rows)):
-        outputs = step(
-            ids[:, start:end],
-            torch.arange(start, end)[None],
-            torch.tensor([start], dtype=torch.int32),
-            torch.tensor([end], dtype=torch.int32),
-            torch.arange(end - start),
-            past,
-        )
+    for inputs in two_passes(ids):
+        outputs = step(*inputs, past)
         logits.append(outputs[3])
         past = outputs[-len(past) :]
         windows |= step.windows

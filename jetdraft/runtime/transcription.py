@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from jetdraft.contract import SourceContract
+from jetdraft.contracts.source_contract import SourceContract
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.generation import Generation

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jetdraft.bundle import Bundle, GraphEntry
-from jetdraft.contract import StepContract
+from jetdraft.bundle import Bundle
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.graph_entry import GraphEntry
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.hearing.segments import SECONDS_PER_SLOT
 from jetdraft.runtime.planning.registry import methods_of

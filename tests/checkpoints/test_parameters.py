@@ -9,9 +9,10 @@ import torch
 import transformers
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.export.step import Step, kv_shapes, trace
+from jetdraft.export.step import Step, kv_shapes
+from jetdraft.export.tracing.tracer import trace
 from jetdraft.recipe import Recipe
 from tests.tiny import SIZES, llama_config, save_checkpoint
 

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.devices.providers import as_options
 from jetdraft.devices.tensorrt import engine_folder, engine_options
 

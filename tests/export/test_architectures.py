@@ -14,13 +14,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.exporter import export
 from jetdraft.export.fusion import fuse
 from jetdraft.export.seams import check_seams
-from jetdraft.export.step import Step, kv_shapes, trace
+from jetdraft.export.step import Step, kv_shapes
+from jetdraft.export.tracing.tracer import trace
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import open_session

@@ -7,7 +7,7 @@ import onnxruntime
 import pytest
 
 from jetdraft.bundle import Bundle
-from jetdraft.contract import check_tensors
+from jetdraft.contracts.tensor_check import check_tensors
 from jetdraft.export import exporter
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.job import Job

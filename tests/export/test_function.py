@@ -12,7 +12,7 @@ import pytest
 
 import jetdraft
 from jetdraft.cli.export import command
-from jetdraft.contract import CAPACITY, MAX_WIDTH
+from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH
 from jetdraft.errors import DeviceError, OptionError
 from jetdraft.export.exporter import ExportOptions
 from jetdraft.export.request import export

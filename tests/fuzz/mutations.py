@@ -15,8 +15,8 @@ from zipfile import ZipFile
 
 import numpy as np
 
-from jetdraft.bundle import GraphEntry, Halves
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.graph_entry import GraphEntry, Halves
 from jetdraft.recipe import Recipe
 
 DEEP = "@deep@"

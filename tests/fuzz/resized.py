@@ -11,7 +11,7 @@ import onnx
 from onnx import numpy_helper
 
 from jetdraft.bundle import Bundle
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 
 SLOTS, LAST = "draft_mask.slots", "draft_mask.last"
 """Constants of a tree graph: the numbers of its slots, and a draft's slots."""

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from jetdraft.checkpoints.checkpoint import check_entries
+from jetdraft.checkpoints.reading.checkpoint_folder import check_entries
 from jetdraft.errors import CheckpointError
 from jetdraft.untrusted.json_text import read_json_file
 from jetdraft.untrusted.printable import printable

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
-from jetdraft.checkpoints.checkpoint import Checkpoint, as_checkpoint_error
+from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.attached.chimera import (
     Chimera,
     is_chimera,
@@ -37,6 +37,7 @@ from jetdraft.checkpoints.heads.hydra import Hydra, is_hydra, read_hydra
 from jetdraft.checkpoints.heads.medusa import Medusa, is_medusa, read_medusa
 from jetdraft.checkpoints.heads.mtp import is_mtp, read_mtp
 from jetdraft.checkpoints.parameters import run_in
+from jetdraft.checkpoints.reading.loading_errors import as_checkpoint_error
 from jetdraft.errors import CheckpointError
 
 AnyHead = Head | BlockDrafter | Medusa | Hydra | ExitAdapter | Glide | Chimera | Falcon

@@ -9,12 +9,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from jetdraft.bundle import Bundle, GraphEntry
+from jetdraft.bundle import Bundle
 from jetdraft.devices.kernels import fast_paths
 from jetdraft.devices.kernels.graph_view import GraphView, Operator
 from jetdraft.devices.kernels.kernel_table import KernelTable
 from jetdraft.devices.kernels.parser_limits import parser_limit
 from jetdraft.devices.kernels.placement import SIZE_OPERATORS, Placement
+from jetdraft.graph_entry import GraphEntry
 
 CONTROL = ("If", "Loop", "Scan")
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jetdraft.contract import WIDEST
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.devices.planning.dimensions import Dimensions
 from jetdraft.devices.planning.plan import DRAFTER, Board, Choice, MethodCost, Question
 from jetdraft.devices.planning.roofline import Load

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jetdraft.contract import WIDEST
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.devices.best_tree import best_tree
 from jetdraft.devices.device import Device, PowerMode
 from jetdraft.devices.planning.dimensions import Dimensions

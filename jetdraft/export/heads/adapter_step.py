@@ -8,7 +8,7 @@ import torch
 
 from jetdraft.checkpoints.attention import IMPLEMENTATION, HandThrough, attending
 from jetdraft.checkpoints.heads.attached.exit_adapter import ExitAdapter
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.heads.layer_contract import layer_contract
 from jetdraft.export.step import Step, dtype_of, presents, state_of
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from jetdraft.checkpoints.attention import StepState, attend, attending
 from jetdraft.checkpoints.heads.block_drafter import Attention, BlockDrafter
-from jetdraft.contract import HIDDEN, StepContract
+from jetdraft.contracts.constants import HIDDEN
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.step import Step, count, dtype_of, presents
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jetdraft.checkpoints.attention import IMPLEMENTATION, HandThrough, attending
 from jetdraft.checkpoints.heads.attached.falcon import Falcon
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.heads.layer_contract import layer_contract
 from jetdraft.export.step import Step, dtype_of, presents, state_of
 

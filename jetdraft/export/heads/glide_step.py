@@ -13,7 +13,8 @@ import torch
 from jetdraft.bundle import DRAFTER, TARGET
 from jetdraft.checkpoints.attention import IMPLEMENTATION, HandThrough, attending
 from jetdraft.checkpoints.heads.attached.glide import Glide
-from jetdraft.contract import HIDDEN, TARGET_LENGTH, StepContract
+from jetdraft.contracts.constants import HIDDEN
+from jetdraft.contracts.step_contract import TARGET_LENGTH, StepContract
 from jetdraft.errors import OptionError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.heads.layer_contract import layer_contract

@@ -8,7 +8,7 @@ import torch
 
 from jetdraft.checkpoints.heads.hydra import Hydra
 from jetdraft.checkpoints.heads.medusa import Medusa
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.step import Step, dtype_of
 
 Guessing = Medusa | Hydra

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from jetdraft.bundle import CONTRIB, DRAFTER, GraphEntry
+from jetdraft.bundle import CONTRIB, DRAFTER
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.attached.chimera import Chimera
 from jetdraft.checkpoints.heads.attached.exit_adapter import ExitAdapter
@@ -18,7 +18,7 @@ from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_reader import AnyHead, load_head
 from jetdraft.checkpoints.taps import Taps
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.export_options import DTYPES, ExportOptions
 from jetdraft.export.heads.adapter_step import AdapterStep, adapter_contract
 from jetdraft.export.heads.block_step import BlockStep, block_contract
@@ -37,6 +37,7 @@ from jetdraft.export.job import Job
 from jetdraft.export.pair.cut_head import write_vocabulary
 from jetdraft.export.step import Step
 from jetdraft.export.variants import chain_graph, tree_graph
+from jetdraft.graph_entry import GraphEntry
 from jetdraft.quant.weights import Quantization
 
 _FUSION = ("fc", "hidden_norm", "input_norm", "fc_norm")

@@ -8,7 +8,7 @@ import torch
 
 from jetdraft.checkpoints.attention import IMPLEMENTATION, HandThrough, attending
 from jetdraft.checkpoints.heads.head import Head
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.step import Step, dtype_of, one_row, presents, state_of
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from jetdraft.checkpoints.heads.head_config import HeadConfig
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 
 
 def layer_contract(

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jetdraft.bundle import DRAFTER, AcceptanceRecord, Bundle
+from jetdraft.bundle import DRAFTER, Bundle
+from jetdraft.graph_entry import AcceptanceRecord
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.registry import methods

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from jetdraft.checkpoints.source_attention import IMPLEMENTATION, implement
-from jetdraft.contract import FRAMES_PER_SLOT, SourceContract, StepContract
+from jetdraft.contracts.constants import FRAMES_PER_SLOT
+from jetdraft.contracts.source_contract import SourceContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.seams import TOLERANCE
+from jetdraft.export.seams import TOLERANCE, gap_of, two_passes
 from jetdraft.export.source.source_step import EncoderStep, SourceStep, source_sizes
 from jetdraft.export.step import dtype_of, refusal
 
@@ -60,8 +62,7 @@ def check_source_seams(model: Any, contract: StepContract) -> None:
         raise refusal(model, error) from error
     finally:
         implement(model, IMPLEMENTATION)
-    largest = own_logits.abs().max().clamp(min=1e-6)
-    gap = float((seam_logits - own_logits).abs().max() / largest)
+    gap = gap_of(seam_logits, own_logits)
     if not gap <= TOLERANCE[dtype_of(contract)]:
         raise UnsupportedModelError(
             f"{type(model).__name__} computes something that does not reach the seams "
@@ -81,18 +82,8 @@ def _through_seams(
     ]
     filled = contract.source_slots if contract.source_bins else source.shape[1]
     length = torch.tensor([filled], dtype=torch.int32)
-    count = ids.shape[1]
-    for start, end in ((0, 2 * count // 3), (2 * count // 3, count)):
-        outputs = step(
-            ids[:, start:end],
-            torch.arange(start, end)[None],
-            torch.tensor([start], dtype=torch.int32),
-            torch.tensor([end], dtype=torch.int32),
-            torch.arange(end - start),
-            length,
-            *cross,
-            past,
-        )
+    for inputs in two_passes(ids):
+        outputs = step(*inputs, length, *cross, past)
         logits.append(outputs[3])
         past = outputs[-len(past) :]
     return torch.cat(logits, 1)

@@ -16,7 +16,9 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from jetdraft.checkpoints.source_attention import CrossCache, Pairs, SourceState
-from jetdraft.contract import HIDDEN, SourceContract, StepContract
+from jetdraft.contracts.constants import HIDDEN
+from jetdraft.contracts.source_contract import SourceContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.step import Specs, Step, dtype_of, state_of, zeros
 

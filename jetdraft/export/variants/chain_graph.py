@@ -16,7 +16,7 @@ from jetdraft.export.fusion import fuse
 from jetdraft.export.job import Job
 from jetdraft.export.kv import quantize_cache
 from jetdraft.export.standard import standardize
-from jetdraft.export.step import trace
+from jetdraft.export.tracing.tracer import trace
 from jetdraft.export.variants.variant import Variant
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from jetdraft.contract import StepContract, TensorSpec
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensor_spec import TensorSpec
 from jetdraft.quant.edits import initializer, value_of
 
 _OPSET = 24

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jetdraft.bundle import TARGET, Halves
+from jetdraft.bundle import TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streamed import decoder_layers
+from jetdraft.contracts.split_contract import SplitContract
 from jetdraft.devices.providers import HALVES, cpu_only
 from jetdraft.errors import OptionError
 from jetdraft.export.export_options import ExportOptions
@@ -16,6 +17,7 @@ from jetdraft.export.step import Step
 from jetdraft.export.variants.chain_graph import write as write_chain
 from jetdraft.export.variants.exit_step import ExitStep
 from jetdraft.export.variants.variant import Variant
+from jetdraft.graph_entry import Halves
 
 
 def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
@@ -67,7 +69,7 @@ def write_exit(job: Job, halves: Halves) -> Halves:
         return halves
     file = job.beside("exit")
     whole = replace(job.contract, kv_bits=0, tree=True)
-    split = whole.split(halves.layers, halves.hidden_size)
+    split = SplitContract.of(whole, halves.layers, halves.hidden_size)
     below, contract = len(split.lower.kv_shapes), replace(split.upper, tree=False)
     write_chain(
         replace(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from jetdraft.checkpoints.attention import attending
 from jetdraft.checkpoints.streamed import decoder_layers, final_norm
-from jetdraft.contract import SplitContract
+from jetdraft.contracts.split_contract import SplitContract
 from jetdraft.export.step import Specs, Step, presents, state_of, zeros
 
 

@@ -11,7 +11,7 @@ import torch
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.taps import Taps
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.devices.providers import HALVES, cpu_only
 from jetdraft.errors import OptionError, PairError
 from jetdraft.export.export_options import ExportOptions

@@ -8,8 +8,8 @@ from pathlib import Path
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from jetdraft.bundle import Halves
-from jetdraft.contract import PARENTS, SCORES, SplitContract, TensorSpec
+from jetdraft.contracts.split_contract import PARENTS, SCORES, SplitContract
+from jetdraft.contracts.tensor_spec import TensorSpec
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import add_bias, has_windows, widened
 from jetdraft.export.job import Job
@@ -17,6 +17,7 @@ from jetdraft.export.step import CUT, Step
 from jetdraft.export.variants.compaction import write_compaction
 from jetdraft.export.variants.exit_graph import write_exit
 from jetdraft.export.variants.variant import Variant
+from jetdraft.graph_entry import Halves
 from jetdraft.quant.edits import substitute
 
 _ROWS_MASK = "rows_mask"
@@ -54,8 +55,11 @@ def _write_halves(job: Job) -> Halves:
         hidden_size=int(hidden.shape[2]),  # type: ignore[arg-type]  # never symbolic
         scores=SCORES.name in job.step.extra_outputs,
     )
-    contract = replace(job.contract, tree=True).split(
-        halves.layers, halves.hidden_size, halves.scores
+    contract = SplitContract.of(
+        replace(job.contract, tree=True),
+        halves.layers,
+        halves.hidden_size,
+        halves.scores,
     )
     _split(model, job.folder / halves.lower, job.folder / halves.upper, contract)
     write_compaction(job.folder / halves.lower_compaction, contract.lower)

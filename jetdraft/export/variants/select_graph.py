@@ -14,7 +14,8 @@ from onnx_ir.passes import common
 
 from jetdraft.bundle import CONTRIB, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.contract import SELECTING, Selection, StepContract
+from jetdraft.contracts.selection import Selection
+from jetdraft.contracts.step_contract import SELECTING, StepContract
 from jetdraft.errors import OptionError, UnsupportedModelError
 from jetdraft.export.attentions import attentions, has_windows
 from jetdraft.export.export_options import ExportOptions

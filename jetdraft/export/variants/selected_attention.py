@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from jetdraft.contract import HIDDEN, Selection
+from jetdraft.contracts.constants import HIDDEN
+from jetdraft.contracts.selection import Selection
 from jetdraft.export.variants.branch import Branch
 
 SIMILARITY = 0.9

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from jetdraft.bundle import CONTRIB
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import OptionError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.job import Job
@@ -18,7 +18,7 @@ from jetdraft.export.source.source_step import (
     relative_table,
     source_sizes,
 )
-from jetdraft.export.step import trace
+from jetdraft.export.tracing.tracer import trace
 from jetdraft.export.variants.variant import Variant
 
 

@@ -18,7 +18,9 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.probing.probed import Probed
 from jetdraft.checkpoints.probing.prompted import Prompted
 from jetdraft.checkpoints.streamed import SHARED, Streamed, StreamSettings
-from jetdraft.contract import HIDDEN, PARENTS, SCORES, StepContract
+from jetdraft.contracts.constants import HIDDEN
+from jetdraft.contracts.split_contract import PARENTS, SCORES
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import OptionError, PairError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.job import Job

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import add_bias, bias_of, has_windows, sum_bias, widened
 from jetdraft.export.job import Job

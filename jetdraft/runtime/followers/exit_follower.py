@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jetdraft.contract import WIDEST
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.followers.fed import Fed
 from jetdraft.runtime.passes.answer import Answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jetdraft.contract import WIDEST
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.followers.fed import Fed
 from jetdraft.runtime.passes.answer import Answer

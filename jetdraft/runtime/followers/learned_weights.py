@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from threading import Lock
 
-from jetdraft.bundle import GraphEntry
 from jetdraft.errors import JetdraftError
+from jetdraft.graph_entry import GraphEntry
 from jetdraft.kept.tally import Tally, is_better
 from jetdraft.kept.weight_sets import OWN, Choice, WeightSets
 from jetdraft.runtime.passes.graph import Graph

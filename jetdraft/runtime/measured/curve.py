@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median_low
 from typing import Any
 
-from jetdraft.contract import WIDEST
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.measured.stats import Round
 from jetdraft.untrusted.record import Size, read_record
 

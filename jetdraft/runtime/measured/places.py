@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from jetdraft.contract import WIDEST
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.passes.graph import Graph
 
 ROWS = 36

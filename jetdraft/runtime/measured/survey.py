@@ -15,7 +15,8 @@ from threading import RLock
 
 import numpy as np
 
-from jetdraft.contract import WIDEST, StepContract
+from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.runtime.drafts.probes import NO_PROBING, Probing
 from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.measured.idle import StoppedError

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from jetdraft.contract import WIDEST, StepContract
+from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.untrusted.record import in_range, read_record
 
 Width = Annotated[int, in_range(1, WIDEST)]

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.probes import Probes
 from jetdraft.runtime.passes.tensor import Tensor

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.contract import TensorSpec
+from jetdraft.contracts.tensor_spec import TensorSpec
 from jetdraft.ort import ort
 from jetdraft.runtime.passes.tensor import HOST, Memory, Tensor
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.rows import without_gaps
 from jetdraft.runtime.passes.tensor import HOST, Memory

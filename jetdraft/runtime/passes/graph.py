@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jetdraft.contract import SELECTING, WIDEST
+from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.step_contract import SELECTING
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.probes import NO_PROBES, NO_PROBING, Probes, Probing

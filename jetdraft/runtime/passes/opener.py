@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.bundle import CONTRIB, Bundle, GraphEntry
+from jetdraft.bundle import CONTRIB, Bundle
 from jetdraft.devices import webgpu
 from jetdraft.devices.detection import detect
 from jetdraft.devices.providers import (
@@ -20,6 +20,7 @@ from jetdraft.devices.providers import (
     as_options,
 )
 from jetdraft.devices.tensorrt import WIDTHS, engine_folder, engine_options
+from jetdraft.graph_entry import GraphEntry
 from jetdraft.ort import import_onnx, ort
 from jetdraft.runtime.passes.captures import Captures
 from jetdraft.runtime.passes.encoding.source import Source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.runtime.passes.tensor import HOST
 
 

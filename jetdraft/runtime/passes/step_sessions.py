@@ -6,7 +6,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jetdraft.contract import StepContract, check_tensors
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensor_check import check_tensors
 from jetdraft.ort import ort
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from jetdraft.contract import WIDEST
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.devices.best_tree import best_tree
 from jetdraft.runtime.drafts.probes import NO_PROBING, Probing
 from jetdraft.runtime.measured.curve import Curve

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from jetdraft.contract import WIDEST
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.errors import DraftingError, OptionError
 from jetdraft.ranges import between, check_flags, check_ranges
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods

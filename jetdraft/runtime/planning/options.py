@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from jetdraft.contract import CANDIDATES
+from jetdraft.contracts.constants import CANDIDATES
 from jetdraft.errors import OptionError
 from jetdraft.ranges import between, check_ranges
 from jetdraft.runtime.planning.drafting import Drafting

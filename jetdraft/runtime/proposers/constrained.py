@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jetdraft.contract import WIDEST
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from jetdraft.bundle import CONTRIB, Bundle, GraphEntry, read_streams
-from jetdraft.contract import EARLY_EXIT
+from jetdraft.bundle import CONTRIB, Bundle, read_streams
+from jetdraft.contracts.split_contract import EARLY_EXIT
 from jetdraft.devices.memory import gather
 from jetdraft.devices.providers import (
     AUTO,
@@ -22,6 +22,7 @@ from jetdraft.devices.providers import (
     cpu_only,
 )
 from jetdraft.errors import DraftingError, OptionError, ProviderError
+from jetdraft.graph_entry import GraphEntry
 from jetdraft.kept.lessons import Lessons
 from jetdraft.kept.weight_sets import WeightSets, base_of
 from jetdraft.runtime.followers.block_follower import AnyFollower, follower_of

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 
 from jetdraft.bundle import Bundle
-from jetdraft.contract import WIDEST
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.history.similarity import Similarity

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jetdraft.bundle import Bundle
-from jetdraft.contract import WIDEST
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.errors import DraftingError, OptionError
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.passes.answer import Answer

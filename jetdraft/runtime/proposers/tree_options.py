@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from jetdraft.contract import WIDEST
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.errors import DraftingError
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.proposers.method import MethodOptions, check_choice

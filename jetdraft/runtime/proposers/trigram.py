@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jetdraft.contract import WIDEST
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.history.search import TreeSearch
 from jetdraft.runtime.history.trigrams import Counts, Trigrams

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import LengthError, OptionError
 from jetdraft.runtime.drafts.arrays import Int64s
 

@@ -15,9 +15,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from jetdraft.checkpoints.checkpoint import Checkpoint, checkpoint_folder
+from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.draft_vocabulary import map_of
 from jetdraft.checkpoints.parameters import convert
+from jetdraft.checkpoints.reading.checkpoint_folder import checkpoint_folder
 from jetdraft.errors import CheckpointError, OptionError, PairError, TrainingError
 from jetdraft.train.data import Batch, Example, collate, examples_of
 from jetdraft.train.drafter.advice import SHARE, advised_tokens, cost_share

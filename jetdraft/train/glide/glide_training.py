@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from jetdraft.checkpoints.heads.attached.glide import ARCHITECTURE, Glide
 from jetdraft.checkpoints.heads.head_config import GLIDE
 from jetdraft.checkpoints.streamed import decoder_layers, final_norm
-from jetdraft.contract import HIDDEN
+from jetdraft.contracts.constants import HIDDEN
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.train.data import Batch
 from jetdraft.train.head.head_losses import Lesson

@@ -12,8 +12,8 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from jetdraft.checkpoints.checkpoint import checkpoint_folder
 from jetdraft.checkpoints.probing.prompted import RANKS, Prompts, PromptSettings
+from jetdraft.checkpoints.reading.checkpoint_folder import checkpoint_folder
 from jetdraft.errors import (
     CheckpointError,
     OptionError,

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from jetdraft.checkpoints.checkpoint import (
-    Checkpoint,
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.gguf import is_gguf
+from jetdraft.checkpoints.parameters import convert
+from jetdraft.checkpoints.reading.checkpoint_folder import (
     checkpoint_folder,
     weights_sha256,
 )
-from jetdraft.checkpoints.gguf import is_gguf
-from jetdraft.checkpoints.parameters import convert
 from jetdraft.checkpoints.streamed import SHARED
 from jetdraft.errors import CheckpointError
 from jetdraft.train.data import Example

@@ -9,7 +9,7 @@ import pytest
 
 import jetdraft
 from jetdraft.bundle import Bundle
-from jetdraft.contract import WIDEST
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.measured import idle
 from jetdraft.runtime.measured import survey as surveys
 from jetdraft.runtime.measured.idle import StoppedError

@@ -1,6 +1,6 @@
 import pytest
 
-from jetdraft.contract import StepContract
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.runtime.passes.cache import Cache
 
 CONTRACT = StepContract(

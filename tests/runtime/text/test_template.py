@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 import jetdraft
 from jetdraft.bundle import Bundle
-from jetdraft.checkpoints.checkpoint import _chat_template
 from jetdraft.checkpoints.gguf_tokenizer import special_tokens
+from jetdraft.checkpoints.reading.tokenizer_reader import chat_template
 from jetdraft.errors import BundleError, OptionError
 from jetdraft.runtime.text import sandbox
 from jetdraft.runtime.text.template import ChatTemplate, user
@@ -129,12 +129,12 @@ def test_the_special_tokens_of_a_gguf_file():
 
 def test_of_several_templates_one_is_for_tools():
     several = {"default": "{{ 1 }}\n", "tool_use": "{{ tools | length }}s\n"}
-    template = ChatTemplate(_chat_template(SimpleNamespace(chat_template=several)), {})
+    template = ChatTemplate(chat_template(SimpleNamespace(chat_template=several)), {})
     assert template.render([user("a")]) == "1"
     assert template.render([user("a")], **TOOLS) == "1s"
     for names, expected in (("default", "{{ 1 }}\n"), ("tool_use", None)):
         part = {name: several[name] for name in [names]}
-        assert _chat_template(SimpleNamespace(chat_template=part)) == expected
+        assert chat_template(SimpleNamespace(chat_template=part)) == expected
 
 
 GROWING = "{% set ns = namespace(v=X) %}{% for i in range(99) %}STEP{% endfor %}"

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
+from torch import Tensor
 
+import jetdraft
 from jetdraft.bundle import Bundle
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.train.training import TrainingOptions
-from tests.train.periodic import PERIOD
+from tests.train.periodic import PERIOD, nothing
+from tests.train.stopping import whole_and_cut
 
 QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
 STILL = replace(QUICK, steps=1, learning_rate=0.0)
 WAYS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 1}]
 LONG: dict[str, Any] = {"max_new_tokens": 80, "ignore_eos": True}
+METHODS = {"eagle", "draft", "kangaroo", "glide", "chimera", "falcon"}
 SMALL = ExportOptions(Recipe("int4", 32), capacity=256, max_width=32, fast=True)
 
 
@@ -44,25 +55,97 @@ def exported(target: str, folder: Path, drafters: dict[str, Path]) -> dict[str, 
     }
 
 
-class TextOfPlainDecoding:
+def trainer(training: type[Any]) -> Callable[..., Any]:
+    """Runs one training of a kind, and gives it with its result."""
+
+    def train(
+        target: str,
+        output: Path,
+        text: Path,
+        settings: Any = None,
+        options: TrainingOptions = QUICK,
+        report: Callable[[Any], None] = nothing,
+    ) -> tuple[Any, Any]:
+        run = training(target, output, [text], settings, options)
+        return run, run.run(report)
+
+    return train
+
+
+def changed(folder: Path, copy: Path, **fields: Any) -> str:
+    """A copy of a drafter's folder with other fields in its config."""
+    shutil.copytree(folder, copy)
+    file = copy / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    return str(copy)
+
+
+@contextmanager
+def in_floats(
+    target: str, drafter: Path, folder: Path, text: list[int]
+) -> Iterator[tuple[jetdraft.Model, Any, Tensor]]:
+    """A bundle without quantization, with the drafter's module and the text's features.
+
+    The drafter chooses among 40 tokens.
+    """
+    options = ExportOptions(
+        Recipe("none"), Recipe("none"), capacity=64, max_width=16, fast=True,
+        draft_vocab=40,
+    )  # fmt: skip
+    bundle = export(target, folder / "bundle", options=options, head=str(drafter))
+    checkpoint = Checkpoint.load(target, torch.float32)
+    checkpoint.model.set_attn_implementation("sdpa")
+    module = load_head(str(drafter), checkpoint, torch.float32)
+    with torch.no_grad():
+        decoder = checkpoint.model.get_decoder()
+        features = decoder(torch.tensor([text])).last_hidden_state
+    with jetdraft.load(bundle.path, threads=1) as model:
+        yield model, module, features
+
+
+class AttachedDrafter:
     """Tests of a file's drafter; a subclass names its method.
 
-    `fills` has the drafts that must reach the end of the buffers.
+    `title` is what a refusal calls the drafter. A trained drafter takes `gain` tokens a
+    pass more than the one in the bundle `untrained`, and the target accepts more than
+    `floor` of its tokens at each of `positions`. `fills` has the drafts that must reach
+    the end of the buffers, and `drafting` the options of chains.
     """
 
     method = ""
+    title = ""
+    untrained = "untrained"
+    gain, floor, positions = 1.0, 0.7, 3
     fills: tuple[dict[str, Any], ...] = ({"num_draft_tokens": 5},)
+    drafting: ClassVar[dict[str, Any]] = {}
+
+    def chain(self, tokens: int) -> dict[str, Any]:
+        """The options of a long generation with chains of so many tokens."""
+        how = {"num_draft_tokens": tokens, "drafting": self.drafting}
+        return {"method": self.method, **how, **LONG}
+
+    def test_a_trained_drafter_is_right_more_often(self, bundles, model):
+        """The text is periodic, so a trained drafter can know it, at each position."""
+        how = self.chain(self.positions)
+        trained = model.generate(PERIOD, **how).stats
+        with jetdraft.load(bundles[self.untrained].path, threads=1) as other:
+            untrained = other.generate(PERIOD, **how).stats
+        assert trained.tokens_per_pass > max(2.5, untrained.tokens_per_pass + self.gain)
+        assert len(trained.accepted_by_position) == self.positions
+        assert min(trained.accepted_by_position) > self.floor
 
     @pytest.mark.parametrize("way", [0, 1], ids=["greedy", "sampled"])
-    @pytest.mark.parametrize(
-        "drafting",
-        [1, 3, 6, {"tree": "comb"}, {"tree": "best"}, {"tree": "heap"}],
-        ids=str,
-    )
-    def test_drafts(self, model, plain, way, drafting):
-        is_chain = isinstance(drafting, int)
-        how = {"num_draft_tokens": drafting} if is_chain else {"drafting": drafting}
-        result = model.generate(PERIOD, method=self.method, **how, **LONG, **WAYS[way])
+    @pytest.mark.parametrize("tokens", [1, 3, 6])
+    def test_chains(self, model, plain, way, tokens):
+        result = model.generate(PERIOD, **self.chain(tokens), **WAYS[way])
+        assert result.token_ids == plain[way]
+        assert result.stats.accepted_tokens > 10
+
+    @pytest.mark.parametrize("way", [0, 1], ids=["greedy", "sampled"])
+    @pytest.mark.parametrize("tree", ["comb", "best", "heap"])
+    def test_trees(self, model, plain, way, tree):
+        how = {"method": self.method, "drafting": {"tree": tree}, **LONG}
+        result = model.generate(PERIOD, **how, **WAYS[way])
         assert result.token_ids == plain[way]
         assert result.stats.accepted_tokens > 10
 
@@ -79,3 +162,47 @@ class TextOfPlainDecoding:
         for draft in self.fills:
             made = model.generate(PERIOD, method=self.method, **draft, **how)
             assert made.token_ids == text
+
+    def test_a_prompt_that_goes_on_is_not_read_again(self, model):
+        how = {"method": self.method, "num_draft_tokens": 3, **LONG}
+        first = model.generate(PERIOD, **how)
+        prompt = model.parts.text.encode(PERIOD) + first.token_ids[:40]
+        again = model.generate(token_ids=prompt, **how)
+        assert again.stats.reused_tokens > 30
+        model.forget()
+        fresh = model.generate(token_ids=prompt, **how)
+        assert fresh.stats.reused_tokens == 0
+        assert again.token_ids == fresh.token_ids
+        assert again.stats.accepted_counts == fresh.stats.accepted_counts
+
+    def test_it_needs_its_drafter(self, bundles):
+        with (
+            jetdraft.load(bundles["trained"].path, drafter_provider="off") as model,
+            pytest.raises(OptionError, match=f"needs {self.title}"),
+        ):
+            model.generate(PERIOD, method=self.method)
+
+    def test_it_is_no_drafter_of_another_method(self, model):
+        for method in METHODS - {self.method}:
+            with pytest.raises(OptionError, match="needs a"):
+                model.generate(PERIOD, method=method)
+
+
+class LayerDrafter(AttachedDrafter):
+    """Tests of a drafter that is a layer, of a size that its training is given.
+
+    `settings` are other than the training's own, with `inner=8` and `half`; `differing`
+    has settings with which a stopped training cannot go on, and what differs.
+    """
+
+    train: Callable[..., Any]
+    settings: Any = None
+    differing: tuple[Any, str] = (None, "")
+
+    def test_a_stopped_training_goes_on_where_it_was(self, target, text, tmp_path):
+        def run(output, settings, report):
+            self.train(target, output, text, settings, report=report)
+
+        whole = whole_and_cut(run, tmp_path, self.settings, self.differing)
+        assert whole["layers.0.mlp.up_proj.weight"].shape == (8, 64)
+        assert {tensor.dtype for tensor in whole.values()} == {torch.float16}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.attached.chimera import GRAM
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.errors import CheckpointError, OptionError
-from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
+from jetdraft.errors import CheckpointError
 from jetdraft.runtime.followers.recent import Recent
 from jetdraft.train.chimera.chimera_training import ChimeraTraining, Seen
 from jetdraft.train.taught.layer_training import LayerSettings
@@ -27,14 +23,15 @@ from jetdraft.train.taught.next_token_training import PLACES
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as cli
 from tests.train.attached.drafts import (
-    LONG,
     QUICK,
-    TextOfPlainDecoding,
+    LayerDrafter,
+    changed,
     exported,
+    in_floats,
     trained_and_not,
+    trainer,
 )
-from tests.train.periodic import PERIOD, learned_target, nothing
-from tests.train.stopping import whole_and_cut
+from tests.train.periodic import learned_target
 
 LEARNING = replace(QUICK, steps=60, sequence_length=48, learning_rate=1e-2)
 
@@ -45,9 +42,7 @@ def target(tmp_path_factory) -> str:
     return learned_target(tmp_path_factory.mktemp("chimera"), 2)
 
 
-def train(target, output, text, settings=None, options=QUICK, report=nothing):
-    run = ChimeraTraining(target, output, [text], settings, options)
-    return run, run.run(report)
+train = trainer(ChimeraTraining)
 
 
 @pytest.fixture(scope="module")
@@ -62,31 +57,12 @@ def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
     return exported(target, tmp_path_factory.mktemp("bundles"), folders)
 
 
-def test_a_trained_drafter_is_right_more_often(bundles, model):
-    """The text is periodic, so a trained drafter can know it, at each position."""
-    how = {"method": "chimera", "num_draft_tokens": 3, **LONG}
-    trained = model.generate(PERIOD, **how).stats
-    with jetdraft.load(bundles["untrained"].path, threads=1) as other:
-        untrained = other.generate(PERIOD, **how).stats
-    assert trained.tokens_per_pass > max(2.5, untrained.tokens_per_pass + 1)
-    assert len(trained.accepted_by_position) == 3
-    assert min(trained.accepted_by_position) > 0.7
-
-
-class TestChimera(TextOfPlainDecoding):
+class TestChimera(LayerDrafter):
     method = "chimera"
-
-
-def test_a_prompt_that_goes_on_is_not_read_again(model):
-    how = {"method": "chimera", "num_draft_tokens": 3, **LONG}
-    first = model.generate(PERIOD, **how)
-    prompt = model.parts.text.encode(PERIOD) + first.token_ids[:40]
-    again = model.generate(token_ids=prompt, **how)
-    assert again.stats.reused_tokens > 30
-    model.forget()
-    fresh = model.generate(token_ids=prompt, **how)
-    assert again.token_ids == fresh.token_ids
-    assert again.stats.accepted_counts == fresh.stats.accepted_counts
+    title = "a Chimera drafter"
+    train = staticmethod(train)
+    settings = LayerSettings(inner=8, half=True)
+    differing = replace(settings, inner=16), "inner"
 
 
 TEXT = np.random.default_rng(6).integers(1, 288, 14).tolist()
@@ -96,21 +72,9 @@ READ, AGAIN = 8, 11
 
 @pytest.fixture(scope="module")
 def floats(target, folders, tmp_path_factory):
-    """A bundle without quantization, with the drafter's module and all features."""
-    options = ExportOptions(
-        Recipe("none"), Recipe("none"), capacity=64, max_width=16, fast=True,
-        draft_vocab=40,
-    )  # fmt: skip
-    folder, drafter = tmp_path_factory.mktemp("floats"), str(folders["trained"])
-    bundle = export(target, folder / "bundle", options=options, head=drafter)
-    checkpoint = Checkpoint.load(target, torch.float32)
-    checkpoint.model.set_attn_implementation("sdpa")
-    module = load_head(drafter, checkpoint, torch.float32)
-    with torch.no_grad():
-        decoder = checkpoint.model.get_decoder()
-        features = decoder(torch.tensor([TEXT])).last_hidden_state
-    with jetdraft.load(bundle.path, threads=1) as model:
-        yield model, module, features
+    folder, drafter = tmp_path_factory.mktemp("floats"), folders["trained"]
+    with in_floats(target, drafter, folder, TEXT) as parts:
+        yield parts
 
 
 def expected(module, features, kept, seen):
@@ -216,18 +180,6 @@ def test_the_folder_has_a_llama_layer_and_a_trigram_encoder(folders):
     assert len(figures["validation"]["acceptance"]) == PLACES
 
 
-def test_a_stopped_training_goes_on_where_it_was(target, text, tmp_path):
-    def run(output, settings, report):
-        train(target, output, text, settings, report=report)
-
-    settings = LayerSettings(inner=8, half=True)
-    whole = whole_and_cut(
-        run, tmp_path, settings, (replace(settings, inner=16), "inner")
-    )
-    assert whole["layers.0.mlp.up_proj.weight"].shape == (8, 64)
-    assert {tensor.dtype for tensor in whole.values()} == {torch.float16}
-
-
 # --- what is refused ----------------------------------------------------------------
 
 
@@ -250,23 +202,7 @@ def test_the_command_says_what_is_wrong_in_one_line(target, text, tmp_path):
 def test_a_drafter_of_another_target_is_refused(
     target, folders, tmp_path, fields, words
 ):
-    shutil.copytree(folders["trained"], tmp_path / "drafter")
-    file = tmp_path / "drafter" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    drafter = changed(folders["trained"], tmp_path / "drafter", **fields)
     checkpoint = Checkpoint.load(target, torch.float32)
     with pytest.raises(CheckpointError, match=words):
-        load_head(str(tmp_path / "drafter"), checkpoint, torch.float32)
-
-
-@pytest.mark.parametrize("method", ["eagle", "draft", "kangaroo", "glide"])
-def test_it_is_no_drafter_of_another_method(model, method):
-    with pytest.raises(OptionError, match="needs a"):
-        model.generate(PERIOD, method=method)
-
-
-def test_it_needs_its_drafter(bundles):
-    with (
-        jetdraft.load(bundles["trained"].path, drafter_provider="off") as model,
-        pytest.raises(OptionError, match="needs a Chimera drafter"),
-    ):
-        model.generate(PERIOD, method="chimera")
+        load_head(drafter, checkpoint, torch.float32)

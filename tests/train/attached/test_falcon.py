@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.errors import CheckpointError, OptionError
-from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
+from jetdraft.errors import CheckpointError
 from jetdraft.runtime.planning.registry import methods
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.train.falcon.falcon_training import (
@@ -32,11 +28,13 @@ from tests.train.attached.drafts import (
     LONG,
     QUICK,
     STILL,
-    TextOfPlainDecoding,
+    LayerDrafter,
+    changed,
     exported,
+    in_floats,
+    trainer,
 )
-from tests.train.periodic import PERIOD, learned_target, nothing
-from tests.train.stopping import whole_and_cut
+from tests.train.periodic import PERIOD, learned_target
 
 LEARNING = replace(QUICK, steps=40, sequence_length=48, learning_rate=2e-2)
 SIZES = (2, 3)
@@ -48,9 +46,7 @@ def target(tmp_path_factory) -> str:
     return learned_target(tmp_path_factory.mktemp("falcon"), 2)
 
 
-def train(target, output, text, settings=None, options=QUICK, report=nothing):
-    run = FalconTraining(target, output, [text], settings, options)
-    return run, run.run(report)
+train = trainer(FalconTraining)
 
 
 @pytest.fixture(scope="module")
@@ -69,19 +65,15 @@ def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
     return exported(target, folder, {name: folders[name] for name in ("trained", "2")})
 
 
-def test_a_trained_drafter_is_right_more_often(bundles, model):
-    """The text is periodic, so a trained drafter can know it, at each position."""
-    how = {"method": "falcon", "num_draft_tokens": 4, **LONG}
-    trained = model.generate(PERIOD, **how).stats
-    with jetdraft.load(bundles["2"].path, threads=1) as other:
-        untrained = other.generate(PERIOD, **how).stats
-    assert trained.tokens_per_pass > max(2.5, untrained.tokens_per_pass + 1)
-    assert min(trained.accepted_by_position) > 0.6
-
-
-class TestFalcon(TextOfPlainDecoding):
+class TestFalcon(LayerDrafter):
     method = "falcon"
+    title = "a Falcon drafter"
+    untrained = "2"
+    floor, positions = 0.6, 4
     fills = ({"num_draft_tokens": 5}, {"drafting": {"tree": "best"}})
+    train = staticmethod(train)
+    settings = FalconSettings(inner=8, half=True)
+    differing = replace(settings, block_rows=3), "block"
 
 
 def test_short_prompts_are_drafted_for_later(model):
@@ -92,18 +84,6 @@ def test_short_prompts_are_drafted_for_later(model):
         made = model.generate(token_ids=prompt, **how)
         assert made.token_ids == text
         assert made.stats.drafted_tokens > 10
-
-
-def test_a_prompt_that_goes_on_is_not_read_again(model):
-    how = {"method": "falcon", "num_draft_tokens": 3, **LONG}
-    first = model.generate(PERIOD, **how)
-    prompt = model.parts.text.encode(PERIOD) + first.token_ids[:40]
-    again = model.generate(token_ids=prompt, **how)
-    assert again.stats.reused_tokens > 30
-    model.forget()
-    fresh = model.generate(token_ids=prompt, **how)
-    assert again.token_ids == fresh.token_ids
-    assert again.stats.accepted_counts == fresh.stats.accepted_counts
 
 
 def test_a_saved_prefix(model, plain, tmp_path):
@@ -134,24 +114,9 @@ READ, AGAIN = 20, 23
 
 @pytest.fixture(scope="module", params=SIZES)
 def floats(request, target, folders, tmp_path_factory):
-    """A bundle without quantization, with the drafter's module and all features."""
-    options = ExportOptions(
-        Recipe("none"), Recipe("none"), capacity=64, max_width=16, fast=True,
-        draft_vocab=40,
-    )  # fmt: skip
-    folder, drafter = (
-        tmp_path_factory.mktemp("floats"),
-        str(folders[str(request.param)]),
-    )
-    bundle = export(target, folder / "bundle", options=options, head=drafter)
-    checkpoint = Checkpoint.load(target, torch.float32)
-    checkpoint.model.set_attn_implementation("sdpa")
-    module = load_head(drafter, checkpoint, torch.float32)
-    with torch.no_grad():
-        decoder = checkpoint.model.get_decoder()
-        features = decoder(torch.tensor([TEXT])).last_hidden_state
-    with jetdraft.load(bundle.path, threads=1) as model:
-        yield model, module, features
+    folder, drafter = tmp_path_factory.mktemp("floats"), folders[str(request.param)]
+    with in_floats(target, drafter, folder, TEXT) as parts:
+        yield parts
 
 
 def whole(module, features, tokens, ends):
@@ -305,18 +270,6 @@ def test_the_folder_has_a_llama_layer_and_a_recurrence(folders):
     assert len(figures["validation"]["acceptance"]) == 2
 
 
-def test_a_stopped_training_goes_on_where_it_was(target, text, tmp_path):
-    def run(output, settings, report):
-        train(target, output, text, settings, report=report)
-
-    settings = FalconSettings(inner=8, half=True)
-    whole = whole_and_cut(
-        run, tmp_path, settings, (replace(settings, block_rows=3), "block")
-    )
-    assert whole["layers.0.mlp.up_proj.weight"].shape == (8, 64)
-    assert {tensor.dtype for tensor in whole.values()} == {torch.float16}
-
-
 # --- what is refused ----------------------------------------------------------------
 
 
@@ -341,23 +294,7 @@ def test_the_command_says_what_is_wrong_in_one_line(target, text, tmp_path):
 def test_a_drafter_of_another_target_is_refused(
     target, folders, tmp_path, fields, words
 ):
-    shutil.copytree(folders["2"], tmp_path / "drafter")
-    file = tmp_path / "drafter" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    drafter = changed(folders["2"], tmp_path / "drafter", **fields)
     checkpoint = Checkpoint.load(target, torch.float32)
     with pytest.raises(CheckpointError, match=words):
-        load_head(str(tmp_path / "drafter"), checkpoint, torch.float32)
-
-
-@pytest.mark.parametrize("method", ["eagle", "draft", "kangaroo", "glide", "chimera"])
-def test_it_is_no_drafter_of_another_method(model, method):
-    with pytest.raises(OptionError, match="needs a"):
-        model.generate(PERIOD, method=method)
-
-
-def test_it_needs_its_drafter(bundles):
-    with (
-        jetdraft.load(bundles["2"].path, drafter_provider="off") as model,
-        pytest.raises(OptionError, match="needs a Falcon drafter"),
-    ):
-        model.generate(PERIOD, method="falcon")
+        load_head(drafter, checkpoint, torch.float32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,14 +25,14 @@ from jetdraft.train.taught.next_token_training import PLACES
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as cli
 from tests.train.attached.drafts import (
-    LONG,
     QUICK,
-    TextOfPlainDecoding,
+    LayerDrafter,
+    changed,
     exported,
     trained_and_not,
+    trainer,
 )
-from tests.train.periodic import PERIOD, learned_target, nothing
-from tests.train.stopping import whole_and_cut
+from tests.train.periodic import learned_target
 
 LEARNING = replace(QUICK, steps=80, sequence_length=48, learning_rate=1e-2)
 
@@ -44,9 +43,7 @@ def target(tmp_path_factory) -> str:
     return learned_target(tmp_path_factory.mktemp("glide"), 2)
 
 
-def train(target, output, text, settings=None, options=QUICK, report=nothing):
-    run = GlideTraining(target, output, [text], settings, options)
-    return run, run.run(report)
+train = trainer(GlideTraining)
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +58,12 @@ def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
     return exported(target, tmp_path_factory.mktemp("bundles"), folders)
 
 
-def test_a_trained_drafter_is_right_more_often(bundles, model):
-    """The text is periodic, so a trained drafter can know it, at each position."""
-    how = {"method": "glide", "num_draft_tokens": 3, **LONG}
-    trained = model.generate(PERIOD, **how).stats
-    with jetdraft.load(bundles["untrained"].path, threads=1) as other:
-        untrained = other.generate(PERIOD, **how).stats
-    assert trained.tokens_per_pass > max(2.5, untrained.tokens_per_pass + 1)
-    assert len(trained.accepted_by_position) == 3
-    assert min(trained.accepted_by_position) > 0.7
-
-
-class TestGlide(TextOfPlainDecoding):
+class TestGlide(LayerDrafter):
     method = "glide"
+    title = "a GliDe drafter"
+    train = staticmethod(train)
+    settings = LayerSettings(inner=8, half=True)
+    differing = replace(settings, inner=16), "inner"
 
 
 @pytest.mark.parametrize("sliced", [True, False])
@@ -169,18 +159,6 @@ def test_the_folder_is_a_llama_layer_and_its_cross_attention(folders):
     assert len(figures["validation"]["acceptance"]) == PLACES
 
 
-def test_a_stopped_training_goes_on_where_it_was(target, text, tmp_path):
-    def run(output, settings, report):
-        train(target, output, text, settings, report=report)
-
-    settings = LayerSettings(inner=8, half=True)
-    whole = whole_and_cut(
-        run, tmp_path, settings, (replace(settings, inner=16), "inner")
-    )
-    assert whole["layers.0.mlp.up_proj.weight"].shape == (8, 64)
-    assert {tensor.dtype for tensor in whole.values()} == {torch.float16}
-
-
 # --- what is refused ----------------------------------------------------------------
 
 
@@ -203,12 +181,10 @@ def test_the_command_says_what_is_wrong_in_one_line(target, text, tmp_path):
 def test_a_drafter_of_another_target_is_refused(
     target, folders, tmp_path, fields, words
 ):
-    shutil.copytree(folders["trained"], tmp_path / "drafter")
-    file = tmp_path / "drafter" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    drafter = changed(folders["trained"], tmp_path / "drafter", **fields)
     checkpoint = Checkpoint.load(target, torch.float32)
     with pytest.raises(CheckpointError, match=words):
-        load_head(str(tmp_path / "drafter"), checkpoint, torch.float32)
+        load_head(drafter, checkpoint, torch.float32)
 
 
 def test_a_pair_whose_buffers_do_not_fit_is_refused(bundles):
@@ -234,17 +210,6 @@ def test_integer_buffers_are_refused_before_anything_is_written(
     assert not (tmp_path / "b").exists()
 
 
-def test_it_needs_its_drafter(bundles, tmp_path):
-    path = bundles["trained"].path
-    with (
-        jetdraft.load(path, drafter_provider="off") as model,
-        pytest.raises(OptionError, match="needs a GliDe drafter"),
-    ):
-        model.generate(PERIOD, method="glide")
+def test_it_does_not_learn_from_use(bundles, tmp_path):
     with pytest.raises(OptionError, match="learns from use"):
-        jetdraft.load(path, learn=tmp_path / "use")
-
-
-def test_it_is_no_drafter_of_its_own(model):
-    with pytest.raises(OptionError, match="needs a drafter"):
-        model.generate(PERIOD, method="draft")
+        jetdraft.load(bundles["trained"].path, learn=tmp_path / "use")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -34,8 +34,16 @@ from jetdraft.train.taught import next_token_training
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as cli
 from tests.tiny import llama_config, save_checkpoint
-from tests.train.attached.drafts import LONG, QUICK, SMALL, WAYS, trained_and_not
-from tests.train.periodic import PERIOD, learned_target, nothing
+from tests.train.attached.drafts import (
+    LONG,
+    QUICK,
+    SMALL,
+    AttachedDrafter,
+    changed,
+    trained_and_not,
+    trainer,
+)
+from tests.train.periodic import PERIOD, learned_target
 from tests.train.stopping import whole_and_cut
 
 LEARNING = replace(QUICK, steps=60, sequence_length=48, learning_rate=1e-2)
@@ -47,9 +55,7 @@ def target(tmp_path_factory) -> str:
     return learned_target(tmp_path_factory.mktemp("kangaroo"), 4)
 
 
-def train(target, output, text, settings=None, options=QUICK, report=nothing):
-    run = KangarooTraining(target, output, [text], settings, options)
-    return run, run.run(report)
+train = trainer(KangarooTraining)
 
 
 @pytest.fixture(scope="module")
@@ -72,73 +78,19 @@ def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
     }
 
 
-@pytest.fixture(scope="module")
-def plain(model):
-    """The text of plain decoding of a way."""
-    texts = {}
+class TestKangaroo(AttachedDrafter):
+    """At the end of the buffers a lower pass with its padding does not fit."""
 
-    def of(way):
-        key = tuple(way.items())
-        if key not in texts:
-            made = model.generate(PERIOD, method="none", **LONG, **way)
-            texts[key] = made.token_ids
-        return texts[key]
-
-    return of
+    method = "kangaroo"
+    title = "a Kangaroo adapter"
+    gain = 0.5
+    fills = ({"num_draft_tokens": 2}, {"num_draft_tokens": 5})
+    drafting: ClassVar = {"confidence": 0.0}
 
 
-def test_a_trained_adapter_is_right_more_often(bundles, model):
-    """The text is periodic, so a trained adapter can know it, at each position."""
-    how = {"method": "kangaroo", "num_draft_tokens": 3, **LONG}
-    drafting = {"confidence": 0.0}
-    trained = model.generate(PERIOD, drafting=drafting, **how).stats
-    with jetdraft.load(bundles["untrained"].path, threads=1) as other:
-        untrained = other.generate(PERIOD, drafting=drafting, **how).stats
-    assert trained.tokens_per_pass > max(2.5, untrained.tokens_per_pass + 0.5)
-    assert len(trained.accepted_by_position) == 3
-    assert min(trained.accepted_by_position) > 0.7
+def test_the_export_measures_its_acceptance(bundles):
     record = bundles["trained"].drafter.quantization["acceptance"]
     assert len(record["by_position"]) == 4
-
-
-@pytest.mark.parametrize("way", WAYS, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("count", [1, 3, 6])
-def test_chains_give_the_text_of_plain_decoding(model, plain, way, count):
-    drafting = {"confidence": 0.0}
-    result = model.generate(
-        PERIOD, method="kangaroo", num_draft_tokens=count, drafting=drafting,
-        **LONG, **way,
-    )  # fmt: skip
-    assert result.token_ids == plain(way)
-    assert result.stats.accepted_tokens > 10
-
-
-@pytest.mark.parametrize("way", WAYS, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("tree", ["best", "heap", "comb"])
-def test_trees_give_the_text_of_plain_decoding(model, plain, way, tree):
-    result = model.generate(
-        PERIOD, method="kangaroo", drafting={"tree": tree}, **LONG, **way
-    )
-    assert result.token_ids == plain(way)
-    assert result.stats.accepted_tokens > 10
-
-
-@pytest.mark.parametrize("method", ["kangaroo,lookup", "auto"])
-def test_other_methods_draft_beside_it(model, plain, method):
-    for way in WAYS:
-        result = model.generate(PERIOD, method=method, **LONG, **way)
-        assert result.token_ids == plain(way)
-
-
-def test_the_text_fills_the_buffers(model):
-    """At their end a lower pass with its padding does not fit."""
-    how = {"max_new_tokens": 400, "ignore_eos": True}
-    plain = model.generate(PERIOD, method="none", **how)
-    for length in (2, 5):
-        drafted = model.generate(
-            PERIOD, method="kangaroo", num_draft_tokens=length, **how
-        )
-        assert drafted.token_ids == plain.token_ids
 
 
 def leading_of(model):
@@ -170,7 +122,7 @@ def test_all_caches_hold_what_a_fresh_prefill_holds(model, plain, accepted):
     leading, follower = leading_of(model)
     prompt = model.parts.text.encode(PERIOD)
     read(leading, follower, prompt)
-    text = plain({})
+    text = plain[0]
     root, right = text[0], text[1 : 1 + accepted]
     wrong = [(token + 1) % 288 or 1 for token in text[1 + accepted : 5]]
     draft = [root, *right, *wrong]
@@ -252,19 +204,6 @@ def test_the_confidence_ends_a_draft(model):
 
     assert drafted(1.0) <= 1.0
     assert drafted(1.0) < drafted(0.6) < drafted(0.0)
-
-
-def test_a_prompt_that_goes_on_is_not_read_again(model):
-    how = {"method": "kangaroo", "num_draft_tokens": 3, **LONG}
-    first = model.generate(PERIOD, **how)
-    prompt = model.parts.text.encode(PERIOD) + first.token_ids[:40]
-    again = model.generate(token_ids=prompt, **how)
-    assert again.stats.reused_tokens > 30
-    model.forget()
-    fresh = model.generate(token_ids=prompt, **how)
-    assert fresh.stats.reused_tokens == 0
-    assert again.token_ids == fresh.token_ids
-    assert again.stats.accepted_tokens == fresh.stats.accepted_tokens
 
 
 def test_a_saved_prefix_holds_the_adapters_rows(bundles, tmp_path):
@@ -388,14 +327,6 @@ def test_the_command_says_what_is_wrong_in_one_line(target, text, tmp_path):
 # --- what is refused at the export and at run time ----------------------------------
 
 
-def changed(folder, copy, **fields):
-    """The folder with other fields in its config."""
-    shutil.copytree(folder, copy)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, **fields}))
-    return str(copy)
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -470,9 +401,9 @@ def test_another_draft_in_the_same_buffers_is_refused(bundles, model):
     assert select_method.NAME not in names
 
 
-def test_it_needs_its_adapter(bundles):
-    with jetdraft.load(bundles["trained"].path, drafter_provider="off") as model:
-        with pytest.raises(OptionError, match="needs a Kangaroo adapter"):
-            model.generate(PERIOD, method="kangaroo")
-        with pytest.raises(OptionError, match="needs a head"):
-            model.generate(PERIOD, method="eagle")
+def test_another_head_needs_its_own_head(bundles):
+    with (
+        jetdraft.load(bundles["trained"].path, drafter_provider="off") as model,
+        pytest.raises(OptionError, match="needs a head"),
+    ):
+        model.generate(PERIOD, method="eagle")

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.contract import SOURCE_LENGTH, SourceContract, StepContract, check_tensors
+from jetdraft.contracts.source_contract import SourceContract
+from jetdraft.contracts.step_contract import SOURCE_LENGTH, StepContract
+from jetdraft.contracts.tensor_check import check_tensors
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.passes.tensor import HOST, Memory, Tensor

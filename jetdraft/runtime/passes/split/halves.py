@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jetdraft.contract import SplitContract, check_tensors
+from jetdraft.contracts.split_contract import SplitContract
+from jetdraft.contracts.tensor_check import check_tensors
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.drafts.probes import NO_PROBES, Probes

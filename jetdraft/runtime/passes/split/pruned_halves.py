@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jetdraft.contract import SplitContract
+from jetdraft.contracts.split_contract import SplitContract
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.probes import NO_PROBES, NO_PROBING, Probes, Probing
 from jetdraft.runtime.drafts.rows import Rows, without_gaps

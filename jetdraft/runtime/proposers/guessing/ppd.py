@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jetdraft.bundle import Bundle
-from jetdraft.contract import WIDEST
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.errors import DraftingError, OptionError
 from jetdraft.ranges import between, check_ranges
 from jetdraft.runtime.drafts.rows import Rows

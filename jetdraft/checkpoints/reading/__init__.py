@@ -1,0 +1,1 @@
+"""The parts of a checkpoint, read one by one."""

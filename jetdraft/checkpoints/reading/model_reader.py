@@ -1,0 +1,154 @@
+"""Reads a checkpoint's config and model."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from optimum.exporters.tasks import TasksManager
+
+from jetdraft.checkpoints.attention import IMPLEMENTATION
+from jetdraft.checkpoints.gguf import is_gguf
+from jetdraft.checkpoints.packed import PackedWeights
+from jetdraft.checkpoints.preview.config_bounds import Bounds, check_layers, skeleton
+from jetdraft.checkpoints.preview.unread_layers import check_unread
+from jetdraft.checkpoints.reading.checkpoint_folder import stored_dtype
+from jetdraft.checkpoints.reading.loading_errors import OWN_CODE, as_checkpoint_error
+from jetdraft.checkpoints.source_attention import (
+    IMPLEMENTATION as SOURCE_IMPLEMENTATION,
+)
+from jetdraft.checkpoints.source_attention import implement
+from jetdraft.checkpoints.sources.speech_reader import hears
+from jetdraft.errors import CheckpointError, UnsupportedModelError
+
+_DECODE, _REWRITE = "text-generation", "text2text-generation"
+_HEAR = "automatic-speech-recognition"
+"""The tasks of decoders alone, of encoder-decoders, and of those that hear, as optimum
+names them."""
+
+
+def load_config(source: str) -> Any:
+    check_layers(source)
+    with as_checkpoint_error(source):
+        config = transformers.AutoConfig.from_pretrained(source, **OWN_CODE)
+        check_config(source, config)
+    return config
+
+
+def check_config(source: str, config: Any) -> None:
+    """Raise `UnsupportedModelError` for a model that writes in both directions."""
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "use_bidirectional_attention", False):
+        raise UnsupportedModelError(
+            f"{source} attends in both directions; only causal decoders can be exported"
+        )
+
+
+def read_packed(source: str, config: Any) -> PackedWeights | None:
+    """The integers of a checkpoint that is quantized already; None for floats."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    # With it transformers would look for a GPU's kernels.
+    del config.quantization_config
+    with as_checkpoint_error(source):
+        folder = Path(source)
+        if not folder.is_dir():
+            patterns = ["*.safetensors", "*.json"]
+            folder = Path(snapshot_download(source, allow_patterns=patterns))
+        return PackedWeights.read(folder, settings)
+
+
+def _check_names(source: str, packed: PackedWeights, model: Any) -> None:
+    """Raise `CheckpointError` for integers under a name that the model lacks."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    unknown = sorted(packed.blocks.keys() - names)
+    if unknown:
+        raise CheckpointError(
+            f"{source} has quantized weights {unknown[0]!r} and {len(unknown) - 1} "
+            "more under names that its architecture does not have; save it again with "
+            "a current transformers"
+        )
+
+
+def load_model(
+    source: str,
+    config: Any,
+    packed: PackedWeights | None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """The model that optimum finds, with jetdraft's attention and stored weights.
+
+    The weights are kept in `dtype`, by default the type in a folder's files.
+    """
+    kind = config.model_type
+    task = _REWRITE if config.is_encoder_decoder else _DECODE
+    try:
+        model_class = TasksManager.get_model_class_for_task(
+            _HEAR if hears(config) else task,
+            "pt",
+            model_type=kind,
+            library="transformers",
+        )
+    except (KeyError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{source} is a {kind!r} model, which optimum cannot load for text "
+            "generation; export a language model"
+        ) from error
+    with as_checkpoint_error(source):
+        empty = skeleton(source, model_class, config, Bounds.of(source))
+        if packed is not None:
+            # from_pretrained of a family needs a folder, and would load its weights.
+            model_class = type(empty)
+        model, info = model_class.from_pretrained(
+            None if packed else source,
+            config=config,
+            state_dict=packed.floats if packed else None,
+            dtype=dtype or stored_dtype(source),
+            output_loading_info=True,
+            # Otherwise the reason goes to a log, which is silenced here.
+            ignore_mismatched_sizes=True,
+            **OWN_CODE,
+        )
+    _check_loaded(source, model, info)
+    if packed is not None:
+        _check_names(source, packed, model)
+    if packed is not None and not is_gguf(source):
+        with contextlib.suppress(OSError):  # the file is optional
+            model.generation_config = transformers.GenerationConfig.from_pretrained(
+                source, **OWN_CODE
+            )
+    if config.is_encoder_decoder:
+        implement(model, SOURCE_IMPLEMENTATION)
+    else:
+        model.set_attn_implementation(IMPLEMENTATION)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _check_loaded(source: str, model: Any, info: dict[str, Any]) -> None:
+    """Raise `CheckpointError` for weights or an architecture that cannot be used."""
+    if info["mismatched_keys"]:
+        name, stored, expected = sorted(info["mismatched_keys"])[0]
+        raise CheckpointError(
+            f"the weights of {source} do not fit its config.json ({name} is "
+            f"{list(stored)}, expected {list(expected)}); fetch it again"
+        )
+    if info["missing_keys"]:
+        # transformers fills them with random numbers, with a warning.
+        raise CheckpointError(
+            f"{source} lacks the weights {sorted(info['missing_keys'])[0]!r} and "
+            f"{len(info['missing_keys']) - 1} more; fetch it again"
+        )
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    check_unread(source, names, info["unexpected_keys"])
+    # What an encoder-decoder does beside the interface, `check_source_seams` sees.
+    if not (model._supports_attention_backend or model.config.is_encoder_decoder):
+        raise UnsupportedModelError(
+            f"the attention of {type(model).__name__} does not go through "
+            "transformers' AttentionInterface; export another architecture"
+        )

@@ -1,0 +1,1 @@
+"""The inputs and outputs of graphs, declared once."""

@@ -1,0 +1,1 @@
+"""A pass in torch becomes a graph."""
