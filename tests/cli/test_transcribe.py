@@ -40,6 +40,7 @@ def test_it_prints_segments_or_json(whisper, file):
     ]
 
 
+@pytest.mark.filterwarnings("default::UserWarning")
 def test_a_file_that_is_cut_off_is_told(whisper, file, tmp_path):
     cut = tmp_path / "cut.wav"
     cut.write_bytes(file.read_bytes()[:-9000])
