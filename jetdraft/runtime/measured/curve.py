@@ -121,9 +121,10 @@ class Curve:
 
     def _move_idle(self, ratio: float) -> None:
         """Move the times that no recent round took by this factor."""
-        for times in (self.passes, self.drafts):
-            for key in filter(self._is_idle, times):
-                times[key] *= ratio
+        for width in filter(self._is_idle, self.passes):
+            self.passes[width] *= ratio
+        for method in filter(self._is_idle, self.drafts):
+            self.drafts[method] *= ratio
 
     def _is_idle(self, key: int | str) -> bool:
         return self._rounds - self._taken.get(key, -IDLE) >= IDLE
