@@ -22,7 +22,7 @@ import click
 from contenders import Turns, contenders, line
 
 import jetdraft
-from jetdraft.contract import SourceContract
+from jetdraft.contracts.source_contract import SourceContract
 from jetdraft.runtime.hearing.log_mel import log_mel
 from jetdraft.runtime.hearing.sound import read_sound
 
