@@ -38,6 +38,7 @@ from jetdraft.export.kv import cache_scales
 from jetdraft.export.measures import Measures
 from jetdraft.export.pair.cut_head import CutHead, cut_head, write_vocabulary
 from jetdraft.export.pair.draft_acceptance import with_acceptance
+from jetdraft.export.seams import warn_of_length
 from jetdraft.export.source.family import Family
 from jetdraft.export.step import Step
 from jetdraft.export.variants import VARIANTS
@@ -226,6 +227,7 @@ def _check(
     }
     for name, checkpoint in checkpoints.items():
         Family.of(checkpoint).check_seams(checkpoint.model, contracts[name])
+        warn_of_length(checkpoint.model, contracts[name].capacity)
     if DRAFTER in checkpoints:
         _check_tokenizers(
             {name: checkpoint.source for name, checkpoint in checkpoints.items()},

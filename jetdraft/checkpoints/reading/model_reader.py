@@ -15,6 +15,7 @@ from jetdraft.checkpoints.attention import IMPLEMENTATION
 from jetdraft.checkpoints.gguf import is_gguf
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.preview.config_bounds import Bounds, check_layers, skeleton
+from jetdraft.checkpoints.preview.unread_layers import check_unread
 from jetdraft.checkpoints.reading.checkpoint_folder import stored_dtype
 from jetdraft.checkpoints.reading.loading_errors import OWN_CODE, as_checkpoint_error
 from jetdraft.checkpoints.source_attention import (
@@ -143,6 +144,8 @@ def _check_loaded(source: str, model: Any, info: dict[str, Any]) -> None:
             f"{source} lacks the weights {sorted(info['missing_keys'])[0]!r} and "
             f"{len(info['missing_keys']) - 1} more; fetch it again"
         )
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    check_unread(source, names, info["unexpected_keys"])
     # What an encoder-decoder does beside the interface, `check_source_seams` sees.
     if not (model._supports_attention_backend or model.config.is_encoder_decoder):
         raise UnsupportedModelError(
