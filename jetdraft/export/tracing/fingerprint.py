@@ -82,7 +82,8 @@ class _Writer:
         self._say("function", f"{function.__module__}.{function.__qualname__}")
         self._say("code", f"{code.co_filename} {code.co_firstlineno}")
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
-        self.write_all("closure", [*cells, function.__defaults__])
+        defaults = [function.__defaults__, function.__kwdefaults__]
+        self.write_all("closure", [*cells, *defaults])
 
     def write_set(self, values: Any) -> None:
         """A set of plain values, sorted: its order differs between processes."""
