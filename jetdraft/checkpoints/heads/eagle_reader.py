@@ -50,6 +50,12 @@ def is_eagle3(tensors: dict[str, Tensor]) -> bool:
     return f"{FIRST_LAYER}hidden_norm.weight" in tensors
 
 
+def is_model(tensors: dict[str, Tensor]) -> bool:
+    """Whether these are the layers of a whole model: no fc joins what they read."""
+    has_norm = f"{FIRST_LAYER}input_layernorm.weight" in tensors  # EAGLE-1 has none
+    return has_norm and "fc.weight" not in tensors and not is_eagle3(tensors)
+
+
 def read_eagle(
     files: HeadFiles, target: Checkpoint
 ) -> tuple[HeadConfig, dict[str, Tensor], Tensor | None]:
