@@ -29,13 +29,23 @@ from jetdraft.checkpoints.heads.block_reader import (
     is_diffusion,
     read_block_drafter,
 )
-from jetdraft.checkpoints.heads.eagle_reader import eagle_tensors, is_model, read_eagle
+from jetdraft.checkpoints.heads.eagle_reader import (
+    eagle_layer,
+    eagle_tensors,
+    is_model,
+    read_eagle,
+)
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_config import DFLASH, EAGLE3
 from jetdraft.checkpoints.heads.head_fields import FIRST_LAYER
 from jetdraft.checkpoints.heads.head_files import HeadFiles
-from jetdraft.checkpoints.heads.hydra import Hydra, is_hydra, read_hydra
-from jetdraft.checkpoints.heads.medusa import Medusa, is_medusa, read_medusa
+from jetdraft.checkpoints.heads.hydra import Hydra, check_hydra, is_hydra, read_hydra
+from jetdraft.checkpoints.heads.medusa import (
+    Medusa,
+    check_medusa,
+    is_medusa,
+    read_medusa,
+)
 from jetdraft.checkpoints.heads.mtp import is_mtp, read_mtp
 from jetdraft.checkpoints.parameters import run_in
 from jetdraft.checkpoints.reading.loading_errors import as_checkpoint_error
@@ -69,15 +79,18 @@ def load_head(source: str, target: Checkpoint, dtype: torch.dtype) -> AnyHead:
 
 
 def check_head(source: str, target: str) -> None:
-    """Raise `CheckpointError` for a source that holds no head of a known kind.
+    """Raise `CheckpointError` for a source that holds no head, or a config of none.
 
     Only the name of the target is needed, so this comes before the target is loaded.
+    Configs of jetdraft's own trainings, of blocks and of MTP are checked later.
 
         check_head("AngelSlim/Qwen3-1.7B_eagle3", "Qwen/Qwen3-1.7B")
     """
     files = HeadFiles.read(source)
     with as_checkpoint_error(source):
-        _builder(files, target)
+        build = _builder(files, target)
+        if build in _CHECKS:
+            _CHECKS[build](files)
 
 
 def _builder(
@@ -190,6 +203,13 @@ def _eagle(files: HeadFiles, target: Checkpoint) -> AnyHead:
     config, tensors, ids = read_eagle(files, target)
     return _with_matrices(files, Head(config, target.model), tensors, ids)
 
+
+_CHECKS: dict[Callable[[HeadFiles, Checkpoint], AnyHead], Callable[..., object]] = {
+    _medusa: check_medusa,
+    _hydra: check_hydra,
+    _eagle: eagle_layer,
+}
+"""What checks the config of a head without its target."""
 
 _Reader = TypeVar("_Reader", Head, BlockDrafter)
 

@@ -93,6 +93,11 @@ def is_medusa(files: HeadFiles) -> bool:
     return named or "medusa_num_heads" in files.config
 
 
+def check_medusa(files: HeadFiles) -> None:
+    """Raise `CheckpointError` for a config that no target could make right."""
+    check_keys(files.source, files.config, _KEYS)
+
+
 def read_medusa(
     files: HeadFiles, target: Checkpoint
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
@@ -101,7 +106,7 @@ def read_medusa(
     Raises `CheckpointError` for heads of another target.
     """
     source = files.source
-    check_keys(source, files.config, _KEYS)
+    check_medusa(files)
     rows = files.config.get("truncated_vocab_size")
     if rows not in (None, target.vocab_size):
         raise CheckpointError(

@@ -257,4 +257,12 @@ def test_most_is_said_without_the_target(tmp_path):
     for source in ("/no/such/head", write(tmp_path / "a", {}, {"x": torch.ones(1)})):
         with pytest.raises(CheckpointError, match="no head"):
             check_head(source, "target")
-    check_head(write(tmp_path / "b", *layouts.eagle3()), "target")
+    config, tensors = layouts.eagle3()
+    check_head(write(tmp_path / "b", config, tensors), "target")
+    with pytest.raises(CheckpointError, match="rope_theta=-1"):
+        check_head(write(tmp_path / "c", config | {"rope_theta": -1}, tensors), "t")
+    for make in (layouts.eagle3, layouts.medusa, layouts.hydra):
+        config, tensors = make()
+        source = write(tmp_path / "d", config | {"odd": 3}, tensors)
+        with pytest.raises(CheckpointError, match="has odd=3"):
+            check_head(source, "target")
