@@ -12,8 +12,10 @@ The default shape has 400 M parameters. How it stays the same function:
   sqrt(old / new) and eps by old / new, which undoes the longer mean;
 - extra heads, neurons and layers have realistic random weights but write through
   output projections of 1e-6 noise; grouping of query heads is kept;
-- extra layers lie below the trained ones, so that streams stay in the top layers;
-- the streams of a checkpoint that has some are padded with zeros;
+- extra layers lie below the trained ones, so that streams stay in the top layers; with
+  `--lowest 2` they lie above the lowest two, where an early exit behind layer 2 stays
+  as early as it would be in a trained model of that depth;
+- streams, prompt tokens and forecasts of a checkpoint are padded with zeros;
 - the checkpoint keeps its dtype, so trained weights are copied bit for bit. In
   float16 the noise is subnormal (steps of 6e-8) but not zero. The norm scale is
   exact when new / old is a power of four; if not, `--dtype float32` avoids rounding.
@@ -46,7 +48,35 @@ NOISE = 1e-6
 SPREAD = 0.02  # as Llama is initialised
 TOLERANCE = 2e-2  # the extra layers' noise passes through the trained ones
 QUIET = ("o_proj", "down_proj", "embed_tokens", "lm_head")
+LOWEST = "lowest_trained_layers"  # in the large config.json; 0 where it is missing
+PREFIX = ("prompts.keys", "prompts.values")
 COMPANIONS = ["*token*.json", "*.jinja", "vocab*", "merges.txt", "generation*.json"]
+
+
+@dataclass(frozen=True)
+class Depth:
+    """Where trained layers lie among `extra` others: `lowest` below, the rest above."""
+
+    layers: int
+    extra: int
+    lowest: int
+
+    @classmethod
+    def between(cls, small: LlamaConfig, large: LlamaConfig) -> "Depth":
+        """The depth of an enlarged checkpoint."""
+        layers = small.num_hidden_layers
+        extra = large.num_hidden_layers - layers
+        return cls(layers, extra, getattr(large, LOWEST, 0))
+
+    def place(self, layer: int) -> int:
+        """Where a trained layer lies."""
+        return layer if layer < self.lowest else layer + self.extra
+
+    def origin(self, place: int) -> tuple[int, bool]:
+        """The trained layer like the layer in a place, and whether it lies there."""
+        if place < self.lowest:
+            return place, True
+        return (place - self.extra) % self.layers, place >= self.lowest + self.extra
 
 
 @dataclass(frozen=True)
@@ -54,8 +84,7 @@ class Inflation:
     """Maps the tensors of a small checkpoint to those of a larger one."""
 
     source: dict[str, Tensor]
-    layers: int
-    below: int
+    depth: Depth
     norm_scale: float
     generator: torch.Generator
 
@@ -74,8 +103,8 @@ class Inflation:
         if not name.startswith("model.layers."):
             return name, True
         layer, _, rest = name.removeprefix("model.layers.").partition(".")
-        place = int(layer) - self.below
-        return f"model.layers.{place % self.layers}.{rest}", place >= 0
+        origin, trained = self.depth.origin(int(layer))
+        return f"model.layers.{origin}.{rest}", trained
 
     def _level(self, weight: Tensor, shape: torch.Size) -> Tensor:
         return torch.full(shape, float(weight.float().mean()))
@@ -119,8 +148,7 @@ def enlarge(checkpoint: Path, output: Path, new: LlamaConfig, seed: int) -> int:
         large = LlamaForCausalLM(new)
     inflation = Inflation(
         small.state_dict(),
-        layers=small.config.num_hidden_layers,
-        below=new.num_hidden_layers - small.config.num_hidden_layers,
+        Depth.between(small.config, new),
         norm_scale=(small.config.hidden_size / new.hidden_size) ** 0.5,
         generator=torch.Generator().manual_seed(seed),
     )
@@ -135,35 +163,55 @@ def enlarge(checkpoint: Path, output: Path, new: LlamaConfig, seed: int) -> int:
     return sum(parameter.numel() for parameter in large.parameters())
 
 
-def enlarge_streams(checkpoint: Path, output: Path, below: int) -> None:
-    """Pad the streams of a checkpoint for its enlarged model, if it has some."""
+def enlarge_probes(checkpoint: Path, output: Path, depth: Depth) -> None:
+    """Pad the streams or prompt tokens of a checkpoint for its enlarged model."""
     settings = read_settings(checkpoint)
     if settings is None:
         return
     config = AutoConfig.from_pretrained(output)
     with torch.device("meta"):
         large = LlamaForCausalLM(config)
-    found = {}
+    tensors = {}
     for name, weight in load_file(checkpoint / WEIGHTS).items():
-        before, layer, after = re.match(r"(.*layers\.)(\d+)(\..*)|.*", name).groups()
-        moved = f"{before}{int(layer) + below}{after}" if layer else name
-        shape = list(weight.shape)
-        if layer:
-            path = moved.removeprefix("model.").partition(".lora_")[0]
-            rows, columns = large.get_submodule(path).weight.shape
-            side = 1 if ".lora_A." in name else 0
-            shape[side] = columns if side else rows
+        if ".lora_" in name:
+            tensors |= enlarged_lora(name, weight, large, depth)
+        elif name in PREFIX:
+            tensors[name] = enlarged_prefix(weight, config, depth)
         else:
-            side = 0 if name == "streams.widen.weight" else 1
-            shape[side] = config.hidden_size
-        found[moved] = paste(weight, torch.zeros(shape))
-        if layer == "0":
-            # The shared mode has LoRA in every layer; in the extra ones it is idle.
-            for extra in range(below):
-                found[f"{before}{extra}{after}"] = torch.zeros(shape)
-    save_file(found, output / WEIGHTS)
+            shape = list(weight.shape)
+            shape[0 if name == "streams.widen.weight" else 1] = config.hidden_size
+            tensors[name] = paste(weight, torch.zeros(shape))
+    save_file(tensors, output / WEIGHTS)
     described = replace(settings, base=weights_sha256(output)).to_json()
     (output / SETTINGS).write_text(json.dumps(described, indent=2) + "\n")
+
+
+def enlarged_lora(
+    name: str, weight: Tensor, large: LlamaForCausalLM, depth: Depth
+) -> dict[str, Tensor]:
+    """A matrix of LoRA in its layer's new place."""
+    before, layer, after = re.fullmatch(r"(.*layers\.)(\d+)(\..*)", name).groups()
+    moved = f"{before}{depth.place(int(layer))}{after}"
+    path = moved.removeprefix("model.").partition(".lora_")[0]
+    rows, columns = large.get_submodule(path).weight.shape
+    is_first = ".lora_A." in name
+    shape = list(weight.shape)
+    shape[1 if is_first else 0] = columns if is_first else rows
+    tensors = {moved: paste(weight, torch.zeros(shape))}
+    if layer == "0":
+        # The shared mode has LoRA in every layer; in the extra ones it is idle.
+        for extra in range(depth.lowest, depth.lowest + depth.extra):
+            tensors[f"{before}{extra}{after}"] = torch.zeros(shape)
+    return tensors
+
+
+def enlarged_prefix(weight: Tensor, config: LlamaConfig, depth: Depth) -> Tensor:
+    """Keys or values [layers, kv_heads, rows, head_dim] that forecasts see."""
+    heads = config.num_key_value_heads
+    large = torch.zeros(config.num_hidden_layers, heads, *weight.shape[2:])
+    for layer, rows in enumerate(weight):
+        paste(rows, large[depth.place(layer)])
+    return large
 
 
 @torch.inference_mode()
@@ -200,19 +248,26 @@ def check(checkpoint: Path, output: Path) -> float:
 @click.option("--heads", "num_attention_heads", default=24, show_default=True)
 @click.option("--kv-heads", "num_key_value_heads", default=8, show_default=True)
 @click.option("--intermediate-size", default=3968, show_default=True)
+@click.option("--lowest", default=0, show_default=True, help="Layers below the extra.")
 @click.option("--dtype", type=click.Choice(["float16", "bfloat16", "float32"]))
 @click.option("--seed", default=0, show_default=True)
 def main(
-    checkpoint: Path, output: Path, dtype: str | None, seed: int, **sizes: int
+    checkpoint: Path,
+    output: Path,
+    lowest: int,
+    dtype: str | None,
+    seed: int,
+    **sizes: int,
 ) -> None:
     """Enlarge CHECKPOINT without changing what it computes, and check that."""
     logging.disable_progress_bar()
-    new = enlarged_config(AutoConfig.from_pretrained(checkpoint), sizes)
+    old = AutoConfig.from_pretrained(checkpoint)
+    new = enlarged_config(old, sizes)
+    setattr(new, LOWEST, lowest)
     if dtype:
         new.dtype = getattr(torch, dtype)
-    old = AutoConfig.from_pretrained(checkpoint).num_hidden_layers
     count = enlarge(checkpoint, output, new, seed)
-    enlarge_streams(checkpoint, output, new.num_hidden_layers - old)
+    enlarge_probes(checkpoint, output, Depth.between(old, new))
     click.echo(f"{count / 1e6:.1f} M parameters in {output} ({new.dtype})")
     gap = check(checkpoint, output)
     click.echo(f"same greedy text over 64 tokens, logits within {gap:.1e}")

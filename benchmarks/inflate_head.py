@@ -9,7 +9,12 @@ step has the compute of a head of that size and is right as often as the small o
 Every width of the small model is replaced by the large model's; trained numbers keep
 their place at the start of each part (a matrix that reads an embedding beside a state
 has two parts), and the rest is noise too small to matter. Norms are scaled as in
-inflate.py. Heads of EAGLE-1, EAGLE-3 and Medusa can be enlarged.
+inflate.py. Heads of EAGLE-1, EAGLE-3 and Medusa can be enlarged, and the drafters of
+Kangaroo, GliDe, Chimera and Falcon.
+
+A Kangaroo adapter reads the state below some layer of the target. In a target of 16
+layers `train kangaroo` takes layer 2, so enlarge its target with `--lowest 2`; else
+the exit lies above the extra layers, and a draft runs them too.
 """
 
 import json
@@ -17,15 +22,17 @@ from pathlib import Path
 
 import click
 import torch
+from inflate import Depth
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
 NOISE = 1e-6
-MOST_PARTS = 3
-"""EAGLE-3 joins three taps."""
+MOST_PARTS = 4
+"""EAGLE-3 joins three taps, Chimera three tokens; Falcon's LSTM has four gates."""
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
+EXIT = "exit_layer"
 
 
 def widths(small: LlamaConfig, large: LlamaConfig, inner: int) -> dict[int, int]:
@@ -34,14 +41,14 @@ def widths(small: LlamaConfig, large: LlamaConfig, inner: int) -> dict[int, int]
         parts * small.hidden_size: parts * large.hidden_size
         for parts in range(1, MOST_PARTS + 1)
     }
-    heads = {
-        getattr(small, name) * small.head_dim: getattr(large, name) * large.head_dim
+    others = [(inner, large.intermediate_size)] + [
+        (getattr(small, name) * small.head_dim, getattr(large, name) * large.head_dim)
         for name in ("num_attention_heads", "num_key_value_heads")
-    }
-    for width, larger in heads.items():
-        if wide.get(width, larger) != larger:
+    ]
+    for width, larger in others:
+        if wide.setdefault(width, larger) != larger:
             raise click.UsageError(f"Two widths of {width} become unlike ones.")
-    return {inner: large.intermediate_size} | wide | heads
+    return wide
 
 
 def places(size: int, larger: int, small: LlamaConfig, large: LlamaConfig) -> Tensor:
@@ -87,11 +94,13 @@ def enlarged_config(
             "rms_norm_eps",
         )
     }
+    depth = Depth.between(small, large)
     eagle = config.get("eagle_config")
     if isinstance(eagle, dict):
-        below = large.num_hidden_layers - small.num_hidden_layers
-        moved = [layer + below for layer in eagle[LAYERS]]
+        moved = [depth.place(layer) for layer in eagle[LAYERS]]
         sizes["eagle_config"] = {**eagle, LAYERS: moved}
+    if EXIT in config:
+        sizes[EXIT] = depth.place(config[EXIT] - 1) + 1
     return {**config, **sizes}
 
 

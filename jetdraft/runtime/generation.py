@@ -337,6 +337,8 @@ class Generation:
             skipped_layers=answer.skipped_layers,
         )
         self.controller.observe(round_)
+        for observer in self.observers:
+            observer.time(round_)
         return round_, Piece("", committed, len(path) - 1, logprobs)
 
     def _propose(self, context: Sequence[int], limit: int) -> Offer:
@@ -366,6 +368,8 @@ class Generation:
                 seconds = time.perf_counter() - start
                 offers[proposer] = rows
                 offer.drafted[proposer] = rows.drafted, seconds
+                if not rows.drafted and rows.probes is not None:
+                    offer.rows = rows  # it says what the root carries
                 if proposer.evidence or rows.drafted < budget:
                     continue
             offer.method, offer.evidence = proposer.traits.name, proposer.evidence

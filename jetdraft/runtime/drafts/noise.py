@@ -19,6 +19,8 @@ number generators, 2014).
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import lt
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,16 +29,29 @@ from jetdraft.runtime.drafts.arrays import Float64s, Int64s, UInt64s
 BLOCK = 256
 """Ids whose largest noise is drawn first."""
 
+STRIP = 32
+"""Positions whose blocks are drawn together, since a text visits all of them."""
+
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 _ALL = (1 << 64) - 1
 
+# numpy takes an array without dimensions in half of the time of a number. `_PLACE`
+# masks the place of an id in its block.
+_G, _M1, _M2, _30, _27, _31, _12, _PLACE = (
+    np.array(x, np.uint64)
+    for x in (_GOLDEN, _FIRST, _SECOND, 30, 27, 31, 12, BLOCK - 1)
+)
 
-def _mix(x: UInt64s) -> UInt64s:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_FIRST)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_SECOND)
-    return x ^ (x >> np.uint64(31))
+
+def _mix(x: UInt64s) -> None:
+    """`mix`, in place."""
+    x ^= x >> _30
+    x *= _M1
+    x ^= x >> _27
+    x *= _M2
+    x ^= x >> _31
 
 
 def _mix_one(x: int) -> int:
@@ -45,25 +60,50 @@ def _mix_one(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _uniforms(bits: UInt64s) -> Float64s:
-    return np.asarray(((bits >> np.uint64(12)) + 0.5) * 2.0**-52)
+def _logs(bits: UInt64s) -> Float64s:
+    """log(u(bits))."""
+    uniforms = (bits >> _12).astype(np.float64)
+    uniforms += 0.5
+    uniforms *= 2.0**-52
+    return np.log(uniforms, out=uniforms)
 
 
 # Drafter and target choose a token for the same positions, in the same round.
-@lru_cache(maxsize=1024)
-def _key(seed: int, position: int, which: int) -> int:
-    key = _mix_one((seed + _GOLDEN) & _ALL)
-    return _mix_one((key + (2 * position + which) * _GOLDEN) & _ALL)
+@lru_cache(maxsize=512)
+def _key_pair(seed: int, position: int) -> list[int]:
+    """`key` and `lower` of a position, with the g that all bits add."""
+    start = _mix_one((seed + _GOLDEN) & _ALL)
+    places = 2 * position, 2 * position + 1
+    keys = [_mix_one((start + place * _GOLDEN) & _ALL) for place in places]
+    return [(key + _GOLDEN) & _ALL for key in keys]
 
 
-def _keys(seed: int, positions: Int64s, which: int) -> UInt64s:
-    """The keys of positions: of their blocks (0) or of the tokens below (1)."""
-    keys = [_key(seed, position, which) for position in positions.ravel().tolist()]
-    return np.array(keys, np.uint64).reshape(positions.shape)
+def _keys(seed: int, positions: Int64s) -> UInt64s:
+    """The pairs of positions, uint64 [2, ...]."""
+    pairs = [_key_pair(seed, position) for position in positions.ravel().tolist()]
+    return np.array(pairs, np.uint64).T.reshape(2, *positions.shape)
 
 
-def _spread(ids: Int64s) -> UInt64s:
-    return (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+class _Strip(NamedTuple):
+    """The winner of each block, at `STRIP` positions.
+
+    winners  int64 [STRIP, blocks], its place in the block
+    least    float64 [STRIP, blocks], its exponential
+    floors   the least of `least` at each position
+    """
+
+    winners: Int64s
+    least: Float64s
+    floors: list[float]
+
+
+@lru_cache(maxsize=8)
+def _strip(seed: int, number: int, blocks: int) -> _Strip:
+    positions = np.arange(number * STRIP, (number + 1) * STRIP)[:, None]
+    bits = np.arange(blocks, dtype=np.uint64) * _G + _keys(seed, positions)[0]
+    _mix(bits)
+    least = _logs(bits) / -BLOCK
+    return _Strip((bits & _PLACE).astype(np.int64), least, least.min(1).tolist())
 
 
 def quiet(
@@ -77,35 +117,51 @@ def quiet(
 
         rows, ids, values = quiet(7, np.array([12]), 151936, np.array([1e-4]))
     """
-    blocks = np.arange(-(-vocab_size // BLOCK))
-    bits = _block_bits(seed, positions[:, None], blocks[None])
-    least = -np.log(_uniforms(bits)) / BLOCK
-    rows, blocks = np.nonzero(least < most[:, None])
-    ids = blocks[:, None] * BLOCK + np.arange(BLOCK)
-    others = _uniforms(_mix(_keys(seed, positions, 1)[rows, None] + _spread(ids)))
-    least = least[rows, blocks]
-    room = np.exp(least - most[rows])
-    is_below = others > room[:, None] * (1 - 1e-9)
-    winners = (bits[rows, blocks] % np.uint64(BLOCK)).astype(np.int64)
+    blocks = -(-vocab_size // BLOCK)
+    places = [(_strip(seed, p // STRIP, blocks), p % STRIP) for p in positions.tolist()]
+    floors = [strip.floors[place] for strip, place in places]
+    if not any(map(lt, floors, most.tolist())):
+        return _NO_IDS, _NO_IDS, np.zeros(0)
+    least = np.array([strip.least[place] for strip, place in places])
+    winners = np.array([strip.winners[place] for strip, place in places])
+    rows, visited = np.nonzero(least < most[:, None])
+    least, winners = least[rows, visited], winners[rows, visited]
+    firsts = (visited * BLOCK).astype(np.uint64) * _G + _keys(seed, positions)[1, rows]
+    bits = firsts[:, None] + _SPREAD
+    _mix(bits)
+    # E < most is u > room; a few more pairs do no harm.
+    room = np.exp(least - most[rows]) * (1 - 1e-9)
+    is_below = bits > (room * 2.0**64).astype(np.uint64)[:, None]
     is_below[np.arange(len(rows)), winners] = True
-    block, place = np.nonzero(is_below & (ids < vocab_size))
-    rest = np.where(place == winners[block], 0.0, -np.log(others[block, place]))
-    return rows[block], ids[block, place], least[block] + rest
+    is_below[visited == vocab_size // BLOCK, vocab_size % BLOCK :] = False
+    pairs = np.flatnonzero(is_below)
+    block, place = pairs // BLOCK, pairs % BLOCK
+    rest = _logs(bits.ravel()[pairs])
+    rest[place == winners[block]] = 0.0
+    return rows[block], visited[block] * BLOCK + place, least[block] - rest
 
 
-def _block_bits(seed: int, positions: Int64s, blocks: Int64s) -> UInt64s:
-    return _mix(_keys(seed, positions, 0) + _spread(blocks))
+_SPREAD = np.arange(BLOCK, dtype=np.uint64) * _G
+_NO_IDS = np.zeros(0, np.int64)
 
 
 def exponentials(seed: int, positions: Int64s, ids: Int64s) -> Float64s:
     """Standard exponential variates, float64, one per pair of position and token id.
 
-    `positions` and `ids` broadcast against each other, for example [n, 1] and [n, K].
+    `positions` and `ids` have as many dimensions, and broadcast against each other, for
+    example [n, 1] and [n, K].
     """
-    bits = _block_bits(seed, positions, ids // BLOCK)
-    rest = -np.log(_uniforms(_mix(_keys(seed, positions, 1) + _spread(ids))))
-    is_winner = bits % np.uint64(BLOCK) == (ids % BLOCK).astype(np.uint64)
-    return -np.log(_uniforms(bits)) / BLOCK + np.where(is_winner, 0.0, rest)
+    # The bits of a pair's block and of its token go through the same calls.
+    bits = np.empty((2, *np.broadcast(positions, ids).shape), np.uint64)
+    bits[0], bits[1] = ids // BLOCK, ids
+    bits *= _G
+    bits += _keys(seed, positions)
+    _mix(bits)
+    is_winner = (bits[0] ^ ids.view(np.uint64)) & _PLACE == 0
+    least, rest = _logs(bits)
+    rest[is_winner] = 0.0
+    least /= -BLOCK
+    return np.asarray(least - rest)
 
 
 def gumbel(seed: int, positions: Int64s, ids: Int64s) -> Float64s:

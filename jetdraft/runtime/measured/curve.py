@@ -7,6 +7,7 @@ every round corrects the curve.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import median_low
 from typing import Any
@@ -38,6 +39,8 @@ class Curve:
     trees[w]        a pass of the target over w rows that branch
     compaction      moving the rows of an accepted branch together
     probe           what one probe adds to a pass
+    probed[w]       a pass over w rows that all carry all their probes
+    ended[w]        a pass over w rows of which the last one carries its probes
     drafter         a pass of the drafter over one row
     drafts[method]  one drafted token
 
@@ -50,24 +53,30 @@ class Curve:
     probe: float = 0.0
     drafter: float = 0.0
     drafts: dict[str, float] = field(default_factory=dict)
+    probed: dict[Size, float] = field(default_factory=dict)
+    ended: dict[Size, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._recent: dict[str, deque[float]] = {}
 
     def pass_ms(self, width: int) -> float:
         """The milliseconds of a chain pass, on a line through the nearest widths."""
-        if width in self.passes:
-            return self.passes[width]
-        below = [w for w in self.passes if w < width]
-        above = [w for w in self.passes if w > width]
-        if below and above:
-            low, high = max(below), min(above)
-        elif len(self.passes) > 1:
-            low, high = sorted(self.passes)[-2:] if below else sorted(self.passes)[:2]
-        else:
-            return next(iter(self.passes.values()))
-        slope = (self.passes[high] - self.passes[low]) / (high - low)
-        return self.passes[low] + slope * (width - low)
+        return _between(self.passes, width)
+
+    def probed_ms(self, width: int, probes: int, streams: int) -> float:
+        """The milliseconds of a branching pass in which rows carry `probes` probes.
+
+        On the line through a pass of one row with all its `streams` and a pass where
+        all rows have them: the first probe costs more than the others.
+        """
+        bare = self.tree_ms(width, exact=True)
+        if not probes:
+            return bare
+        if not (self.ended and self.probed):
+            return bare + probes * self.probe
+        few, many = _between(self.ended, width), _between(self.probed, width)
+        each = (many - few) / (streams * max(1, width - 1))
+        return max(bare, few + (probes - streams) * max(0.0, each))
 
     def tree_ms(self, width: int, exact: bool) -> float:
         """The milliseconds of a branching pass.
@@ -114,13 +123,33 @@ class Curve:
         Raises `ValueError` where it is malformed.
         """
         curve: Curve = read_record(cls, fields)
-        passes = [*curve.passes.values(), *curve.trees.values()]
+        passes = [
+            ms
+            for times in (curve.passes, curve.trees, curve.probed, curve.ended)
+            for ms in times.values()
+        ]
         others = [curve.compaction, curve.probe, curve.drafter, *curve.drafts.values()]
         plausible = [0 < ms < LONGEST_MS for ms in passes]
         plausible += [0 <= ms < LONGEST_MS for ms in others]
         if not curve.passes or not all(plausible):
             raise ValueError("its times are missing or out of range")
         return curve
+
+
+def _between(times: Mapping[int, float], width: int) -> float:
+    """The milliseconds of a width, on a line through the nearest measured widths."""
+    if width in times:
+        return times[width]
+    below = [w for w in times if w < width]
+    above = [w for w in times if w > width]
+    if below and above:
+        low, high = max(below), min(above)
+    elif len(times) > 1:
+        low, high = sorted(times)[-2:] if below else sorted(times)[:2]
+    else:
+        return next(iter(times.values()))
+    slope = (times[high] - times[low]) / (high - low)
+    return times[low] + slope * (width - low)
 
 
 def _followed(estimate: float, ms: float) -> float:

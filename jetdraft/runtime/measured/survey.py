@@ -302,10 +302,17 @@ class Survey:
         settle(graph, run)
         before = graph.seconds
         logits = run().logits
-        ms, passes = 1e3 * (graph.seconds - before), self._curve.passes
-        if way == PLAIN and len(tokens) <= WIDEST:
-            passes[len(tokens)] = min(ms, passes.get(len(tokens), ms))
+        ms, times = 1e3 * (graph.seconds - before), self._times_of(way)
+        if times is not None and len(tokens) <= WIDEST:
+            times[len(tokens)] = min(ms, times.get(len(tokens), ms))
         return logits
+
+    def _times_of(self, way: Way) -> dict[int, float] | None:
+        """Where the curve keeps the times of passes that run in a way."""
+        probing, branching = way
+        if probing.streams:
+            return self._curve.ended if probing.last_only else self._curve.probed
+        return None if branching else self._curve.passes
 
     def _agrees(self, width: int, ways: list[Way]) -> bool:
         """Whether rows that run in other ways have the bits of a chain pass."""

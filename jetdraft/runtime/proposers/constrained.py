@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.measured.stats import Round, Stats
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.text.matcher import Matcher
@@ -74,6 +74,10 @@ class ConstrainedProposer(Proposer):
     def observe(self, seen: Seen) -> None:
         """Let the inner proposer look at a pass."""
         self._inner.observe(seen)
+
+    def time(self, round_: Round) -> None:
+        """Let the inner proposer look at what a round took."""
+        self._inner.time(round_)
 
     def end(
         self, prompt: Sequence[int], response: Sequence[int], user: str, stats: Stats

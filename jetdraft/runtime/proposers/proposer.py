@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jetdraft.runtime.drafts.rows import Kind, Rows
-from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.measured.stats import Round, Stats
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser
 
@@ -72,6 +72,9 @@ class Observer:
 
     def observe(self, seen: Seen) -> None:
         """Look at a pass of the target, whoever proposed its rows."""
+
+    def time(self, round_: Round) -> None:
+        """Look at what a round took; it comes after `observe`."""
 
     def end(
         self, prompt: Sequence[int], response: Sequence[int], user: str, stats: Stats

@@ -21,7 +21,7 @@ import numpy as np
 from jetdraft.ranges import Range, check_ranges
 from jetdraft.runtime.drafts.arrays import Float64s, Int64s
 from jetdraft.runtime.drafts.distribution import Distribution
-from jetdraft.runtime.drafts.noise import gumbel, quiet
+from jetdraft.runtime.drafts.noise import exponentials, quiet
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.processor import LogitsProcessor, best_ids
@@ -93,7 +93,7 @@ class Chooser:
         row itself is one position before.
         """
         chosen = (
-            self._sample(answer, np.asarray(positions))
+            self._sample(answer, np.array(positions))
             if self.sampling.temperature
             else answer.candidates[:, 0]
         )
@@ -102,23 +102,24 @@ class Chooser:
 
     def _sample(self, answer: Answer, positions: Int64s) -> Int64s:
         """Gumbel-max over each row's candidates, and over more tokens if needed."""
-        scaled = answer.candidate_logits.astype(np.float64) / self.sampling.temperature
-        kept = self._kept(scaled, answer)
-        noise = gumbel(self.sampling.seed, positions[:, None], answer.candidates)
-        limit = np.where(kept == _OPEN, scaled.shape[1], kept)
-        inside = np.arange(scaled.shape[1]) < limit[:, None]
-        scores = np.where(inside, scaled + noise, -np.inf)
-        best = np.argmax(scores, axis=1)
-        chosen = answer.candidates[np.arange(len(best)), best]
-        still_open = np.flatnonzero(kept == _OPEN)
-        if not len(still_open):
-            return np.asarray(chosen)
+        ids, sampling = answer.candidates, self.sampling
+        scaled = answer.candidate_logits.astype(np.float64) / sampling.temperature
+        scores = scaled - np.log(exponentials(sampling.seed, positions[:, None], ids))
         if self._unfiltered:
-            self._challenge(answer, positions, scaled[:, -1], scores.max(1), chosen)
-        else:
+            best = np.arange(len(ids)), scores.argmax(1)
+            chosen = np.asarray(ids[best])
+            if ids.shape[1] < answer.vocab_size:
+                self._challenge(answer, positions, scaled[:, -1], scores[best], chosen)
+            return chosen
+        kept = self._kept(scaled, answer)
+        limit = np.where(kept == _OPEN, scaled.shape[1], kept)
+        scores[np.arange(scaled.shape[1]) >= limit[:, None]] = -np.inf
+        chosen = np.asarray(ids[np.arange(len(ids)), scores.argmax(1)])
+        still_open = np.flatnonzero(kept == _OPEN)
+        if len(still_open):
             wider = self._wider(answer, still_open)
             chosen[still_open] = self._sample(wider, positions[still_open])
-        return np.asarray(chosen)
+        return chosen
 
     @property
     def _unfiltered(self) -> bool:
@@ -236,13 +237,13 @@ class Chooser:
         seed, temperature = self.sampling.seed, self.sampling.temperature
         most = np.exp(last - scores)
         rows, ids, values = quiet(seed, positions, answer.vocab_size, most)
+        if not len(rows):
+            return
         rivals = answer.logits_at(rows, ids).astype(np.float64) / temperature
         rivals -= np.log(values)
-        for row in set(rows.tolist()):
-            own = rows == row
-            best = np.argmax(rivals[own])
-            if rivals[own][best] > scores[row]:
-                scores[row], chosen[row] = rivals[own][best], ids[own][best]
+        for row, token, rival in zip(rows, ids, rivals.tolist(), strict=True):
+            if rival > scores[row]:
+                scores[row], chosen[row] = rival, token
 
 
 _WIDER = 8

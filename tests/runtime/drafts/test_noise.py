@@ -72,6 +72,13 @@ def test_does_not_depend_on_what_is_asked_with_it():
     assert part.tolist() == [[whole[17, 5], whole[17, 900], whole[17, 3]]]
 
 
+def test_a_seed_keeps_its_noise():
+    """The text of a seed is a promise. At position 12 token 164 wins block 0."""
+    values = gumbel(7, np.array([[12], [4095]]), np.array([[164, 255, 256, 151935]]))
+    assert values[0] == pytest.approx([5.951247, 0.552012, 1.496627, 0.820307], 1e-5)
+    assert values[1] == pytest.approx([0.985317, 0.869655, -0.613698, 0.525854], 1e-5)
+
+
 def test_gumbel_moments():
     values = gumbel(1, POSITIONS, IDS)
     assert values.mean() == pytest.approx(0.5772, abs=0.01)

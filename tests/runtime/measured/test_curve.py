@@ -13,6 +13,8 @@ CURVE = Curve(
     probe=0.1,
     drafter=3.0,
     drafts={"draft": 3.1, "lookup": 0.0},
+    probed={2: 30.0},
+    ended={2: 24.0},
 )
 
 
@@ -30,7 +32,7 @@ NAN, INFINITY = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize("ms", [0.0, -1.0, LONGEST_MS, NAN, INFINITY])
-@pytest.mark.parametrize("field", ["passes", "trees"])
+@pytest.mark.parametrize("field", ["passes", "trees", "probed", "ended"])
 def test_passes_that_take_no_time_or_for_ever(field, ms):
     with pytest.raises(
         ValueError, match=r"its times are missing or out of range|must be"
@@ -84,3 +86,15 @@ def test_branches_never_cost_less_than_chains():
     curve = Curve({2: 5.0, 4: 9.0}, {4: 8.0}, compaction=1.0)
     assert curve.tree_ms(4, exact=True) == 9.0
     assert curve.tree_ms(2, exact=False) == 6.0
+
+
+def test_the_first_probe_costs_more_than_the_others():
+    """Here three streams: 3 probes on the last row, or 3 on each of 2 or 4 rows."""
+    curve = Curve({2: 5.0, 4: 7.0}, probe=0.1)
+    assert curve.probed_ms(2, 6, streams=3) == pytest.approx(5.6)
+    curve.ended, curve.probed = {2: 8.0, 4: 10.0}, {2: 8.6, 4: 12.7}
+    assert curve.probed_ms(4, 0, streams=3) == 7.0
+    assert curve.probed_ms(4, 3, streams=3) == 10.0
+    assert curve.probed_ms(4, 12, streams=3) == pytest.approx(12.7)
+    assert curve.probed_ms(2, 4, streams=3) == pytest.approx(8.2)
+    assert curve.probed_ms(3, 3, streams=3) == pytest.approx(9.0)

@@ -17,6 +17,8 @@ from jetdraft.errors import DraftingError, OptionError
 from jetdraft.ranges import between, check_ranges
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.measured.guess_rates import GuessRates
+from jetdraft.runtime.measured.round_costs import RoundCosts
+from jetdraft.runtime.measured.stats import Round
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.proposers.method import Method
@@ -72,14 +74,21 @@ FIRST_LOOK, LOOKS_APART = 24, 512
 
 ALL_LESSONS, LESSONS_APART = 96, 8
 """Until so many guesses were compared, those of every round are. Then those of some
-places are, since the order of sampled siblings costs as much as a draft."""
+places are, since the order of sampled siblings costs as much as a draft. After a rest
+those of every round are again, until the next look."""
+
+
+RESTS = (64, 512)
+"""Rounds without drafts and probes where no plan pays: the first time, and at most."""
 
 
 class PromptProposer(StreamProposer):
     """Drafts the sparse tree of the number of guesses that the last round left.
 
-    `ranks` say how often guesses were right on held-out text, and rounds say how often
-    they are right in this text; `pass_ms` says what a pass costs.
+    `ranks` say how often guesses were right on held-out text, and `pass_ms` what a pass
+    takes; rounds say how often guesses are right in this text, and what a round takes.
+    Where rounds without drafts promise more than the best plan it rests, and looks
+    again later.
 
         PromptProposer(parts.target, ranks, pass_ms).propose(context, budget=7)
     """
@@ -94,7 +103,7 @@ class PromptProposer(StreamProposer):
         super().__init__(graph, branches=False, name=NAME)
         most = graph.contract.max_width - 1
         self.traits = replace(self.traits, max_draft_tokens=most)
-        self.rates, self._pass_ms = GuessRates(ranks), pass_ms
+        self.rates, self.costs = GuessRates(ranks), RoundCosts(pass_ms)
         self._options = options or PromptOptions()
         self.forget()
 
@@ -107,15 +116,23 @@ class PromptProposer(StreamProposer):
     def forget(self) -> None:
         """Return to the rates of held-out text."""
         self.rates.forget()
+        self.costs.forget()
         self._plans: dict[int, SparsePlan] = {}
-        self._budget, self._next_look = 0, FIRST_LOOK
+        self._budget = 0
+        self._next_look, self._all_until = FIRST_LOOK, ALL_LESSONS
+        self._resting, self._next_rest = 0, RESTS[0]
+
+    def time(self, round_: Round) -> None:
+        """Learn what a round takes."""
+        self.costs.learn(round_)
 
     def observe(self, seen: Seen) -> None:
         """Compare guesses with the text, and keep those of the last accepted row."""
         super().observe(seen)
         tokens = [seen.rows.tokens[row] for row in seen.path]
         self.rates.see(seen.length - 1 - len(tokens), tokens)
-        is_lesson = self.rates.settled < ALL_LESSONS or not seen.length % LESSONS_APART
+        all_count = self.rates.settled < self._all_until
+        is_lesson = all_count or not seen.length % LESSONS_APART
         if self._ready is not None and is_lesson:
             self.rates.guess(self._guessed(*self._ready))
 
@@ -132,11 +149,15 @@ class PromptProposer(StreamProposer):
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The tree of the state, with as many probes on each row as planned."""
         guesses = self.guesses(context)
-        if guesses is None:
-            return Rows.chain([context[-1]], self.traits.kind)
         # Near the end there is less room, for which no new plan is made.
         self._budget = max(self._budget, budget)
-        planned = self.plan(self._budget).trees[len(guesses.candidates)]
+        if self._rests():
+            return replace(Rows.chain([context[-1]], self.traits.kind), probes=(0,))
+        trees = self.plan(self._budget).trees
+        if guesses is None:
+            counts = trees[0].counts
+            return replace(Rows.chain([context[-1]], self.traits.kind), probes=counts)
+        planned = trees[len(guesses.candidates)]
         sampling, root = self._chooser.sampling, [context[-1]]
         tree = Tree(self.traits.kind, sampling, len(context), budget, root)
         rows = self._grow(tree, Static(planned.parents), guesses)
@@ -154,8 +175,23 @@ class PromptProposer(StreamProposer):
         if most not in self._plans:
             ranks, options = self.rates.ranks, self._options
             rows, slots = options.rows or 0, options.slots or 0
-            self._plans[most] = best_plan(ranks, most, self._pass_ms, rows, slots)
+            plan = best_plan(ranks, most, self.costs.ms, rows, slots)
+            self._plans[most] = plan
+            is_free = not (rows or slots)
+            if is_free and plan.value(self.costs.ms) * self.costs.ms(1, 0) < 1.0:
+                self._resting = self._next_rest
+                self._next_rest = min(2 * self._next_rest, RESTS[1])
         return self._plans[most]
+
+    def _rests(self) -> bool:
+        """Whether this round goes without a draft, one more of a rest."""
+        if not self._resting:
+            return False
+        self._resting -= 1
+        if not self._resting:
+            self._next_look = self.rates.settled + FIRST_LOOK
+            self._all_until = max(self._all_until, self._next_look)
+        return True
 
 
 def _lacks(bundle: Bundle) -> str:
@@ -183,13 +219,15 @@ def _ranks(parts: Parts) -> Ranks:
 
 
 def _costs(parts: Parts) -> PassMs:
-    """What passes cost that draft exactly on this machine."""
-    curve, widths = parts.curve, parts.widths.exact
+    """What passes take that draft exactly on this machine."""
+    streams = parts.target.contract.streams
 
     def pass_ms(rows: int, probes: int) -> float:
+        # More widths are proven, and timed, while nobody generates.
+        curve, widths = parts.curve, parts.widths.exact
         width = widths[min(bisect_left(widths, rows), len(widths) - 1)]
         wider = max(0, rows - width) * curve.probe
-        return curve.tree_ms(width, exact=True) + wider + probes * curve.probe
+        return curve.probed_ms(width, probes, streams) + wider
 
     return pass_ms
 

@@ -1,0 +1,134 @@
+"""What drafters, prompt tokens and forecasts say before and after their growth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import inflate
+import inflate_head
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.checkpoints.probing.probe_files import load_probes, read_settings
+from jetdraft.checkpoints.probing.prompted import FORECAST, PromptSettings
+from jetdraft.train.block.block_places import Blocks
+from jetdraft.train.chimera.chimera_training import ChimeraTraining
+from jetdraft.train.data import Batch
+from jetdraft.train.falcon.falcon_training import FalconTraining
+from jetdraft.train.glide.glide_training import GlideTraining
+from jetdraft.train.kangaroo.kangaroo_training import KangarooTraining
+from jetdraft.train.ppd.prompt_losses import PromptObjective
+from jetdraft.train.taught.taught_training import teacher_of
+from jetdraft.train.training import TrainingOptions
+from tests.tiny import llama_config, save_checkpoint, save_prompts
+from tests.train.periodic import nothing, write_periodic
+
+SIZES = {
+    "--hidden-size": 256,
+    "--layers": 5,
+    "--heads": 16,
+    "--kv-heads": 8,
+    "--intermediate-size": 416,
+}
+TRAININGS = {
+    "kangaroo": KangarooTraining,
+    "glide": GlideTraining,
+    "chimera": ChimeraTraining,
+    "falcon": FalconTraining,
+}
+
+
+def said_by_drafter(kind: str, folder: Path, target: Path, output: Path) -> Tensor:
+    """The logits of a drafter's rows over a text, in the places of its training."""
+    texts = [write_periodic(output.with_suffix(".txt"))]
+    training = TRAININGS[kind](str(target), output, texts)
+    drafter = load_head(str(folder), training.target, torch.float32)
+    training.config = drafter.config
+    ids = torch.arange(1, 61)[None]
+    device = SimpleNamespace(device=ids.device)
+    lesson, logits = training.lesson(device, Batch(ids, ids)), []
+    drafter.lm_head.register_forward_hook(lambda *call: logits.append(call[-1]))
+    training.new_objective(drafter).eval()(lesson, 1)
+    return torch.cat(logits)
+
+
+def said_by_probes(folder: Path) -> Tensor:
+    """The logits of prompt tokens behind each fourth row of a text."""
+    checkpoint, _ = teacher_of(str(folder))
+    probed = load_probes(checkpoint.model, read_settings(folder), folder, 1.0)
+    ids = torch.arange(1, 61)[None]
+    # The objective runs the target as it is, without the hooks that add the probes.
+    plain, _ = teacher_of(str(folder))
+    objective = PromptObjective(probed.prompts, plain.model)
+    _, cache = objective._read(ids)
+    places = Blocks.spread(Batch(ids, ids), 15)
+    return objective._guessed(places.anchors, ids.shape[1], cache)
+
+
+def run(command, *arguments: object) -> None:
+    result = CliRunner().invoke(command, [str(part) for part in arguments])
+    assert result.exit_code == 0, result.output
+
+
+def enlarged(small: Path, large: Path, *options: object) -> Path:
+    sizes = [part for pair in SIZES.items() for part in pair]
+    run(inflate.main, small, "-o", large, *sizes, *options)
+    return large
+
+
+@pytest.fixture(autouse=True)
+def without_bfloat16(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("small") / "target", llama_config())
+
+
+@pytest.fixture(scope="module")
+def large(target, tmp_path_factory) -> Path:
+    """A larger target, of which one trained layer lies below the extra layers."""
+    return enlarged(target, tmp_path_factory.mktemp("l") / "target", "--lowest", 1)
+
+
+@pytest.mark.parametrize("kind", TRAININGS)
+def test_an_enlarged_drafter_says_the_same(kind, target, large, tmp_path):
+    """Its numbers matter: they are random, not those with which training begins."""
+    small, text = tmp_path / "small", write_periodic(tmp_path / "text.txt")
+    options = TrainingOptions(steps=1, sequence_length=32, seed=0)
+    TRAININGS[kind](str(target), small, [text], None, options).run(nothing)
+    tensors = load_file(small / "model.safetensors")
+    torch.manual_seed(0)
+    for name, weight in tensors.items():
+        if weight.ndim > 1:
+            tensors[name] = weight + 0.1 * torch.randn_like(weight)
+    save_file(tensors, small / "model.safetensors")
+    run(inflate_head.main, small, target, large, "-o", tmp_path / "large")
+    expected = said_by_drafter(kind, small, target, tmp_path / "a")
+    assert expected.std() > 0.5
+    actual = said_by_drafter(kind, tmp_path / "large", large, tmp_path / "b")
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        PromptSettings(gamma=2, members=2, ranks=((0.5,), (0.25,))),
+        PromptSettings(gamma=2, prefix=5, mode=FORECAST),
+    ],
+    ids=["prompt tokens", "forecasts"],
+)
+def test_enlarged_probes_say_the_same(settings, tmp_path):
+    small = save_checkpoint(tmp_path / "small", llama_config())
+    save_prompts(small, settings)
+    big = enlarged(small, tmp_path / "large", "--lowest", 1)
+    expected = said_by_probes(small)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(said_by_probes(big), expected, rtol=0.0, atol=1e-2)
+    assert read_settings(big).ranks == settings.ranks
