@@ -25,7 +25,7 @@ from jetdraft.bundle import (
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.head import Head
-from jetdraft.checkpoints.heads.head_reader import AnyHead
+from jetdraft.checkpoints.heads.head_reader import AnyHead, check_head
 from jetdraft.checkpoints.reading.tokenizer_reader import read_tokenizer
 from jetdraft.checkpoints.silence import silenced
 from jetdraft.contracts.step_contract import StepContract
@@ -84,6 +84,8 @@ def export(
             "a draft vocabulary needs a drafter; give --drafter or --head too"
         )
     sources = {TARGET: target} | ({} if drafter is None else {DRAFTER: drafter})
+    if head is not None:
+        check_head(head, target)
     checkpoints = _load(sources, options, report)
     options = Family.of(checkpoints[TARGET]).options(checkpoints[TARGET], options)
     reader = head_of(head, checkpoints[TARGET], options) if head is not None else None
