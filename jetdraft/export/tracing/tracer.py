@@ -74,7 +74,6 @@ def trace(step: Step, names: Mapping[int, str]) -> onnx_ir.Model:
         raise
     except Exception as error:  # the exporter wraps every cause in its own types
         raise refusal(step.decoder, error) from error
-    _rename_inner(model.graph)
     own_weights = {
         name: weight for name, weight in weights.items() if id(weight) in names
     }
@@ -111,6 +110,8 @@ def _exported(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Model:
         verbose=False,
     )
     assert program is not None
+    # An ONNX file cannot have a name twice.
+    _rename_inner(program.model.graph)
     return program.model
 
 
