@@ -9,8 +9,9 @@
 Every way decodes a prompt before the next prompt, at T = 0 and 0.8. Speed-ups are over
 plain decoding at width 1 in the same bundle, since pages of memory differ. `draft ms`
 is the time of one drafted token, and `outside ms` what a round spends outside sessions.
-The chains of a bundle share a row: its positions and `draft ms` are those of the
-longest chain, its tokens per second those of the fastest. Run nothing beside.
+A bundle has a row: chains of K = 1 to 5, whose positions and `draft ms` are those of
+the longest chain and whose tokens per second those of the fastest; then tokens a pass
+and speed-up of other ways. Run nothing beside.
 """
 
 from __future__ import annotations
@@ -131,57 +132,52 @@ def measured(groups: list[list[Row]], prompts: list[str], **how: Any) -> list[An
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print a Markdown table; the chains of a bundle share a row."""
-    show_columns()
-    chains: list[dict[str, Any]] = []
-    for row in rows:
-        if ": K = " in row["way"]:
-            chains.append(row)
-            continue
-        if chains:
-            show_row(chains)
-            chains = []
-        show_row([row])
-
-
-def show_columns() -> None:
-    """Print the first two lines of a table."""
-    names = ("way", "tokens/pass", "right by position", "draft ms", "over plain")
-    names += ("tokens/s", "outside ms", "same texts")
+    """Print a Markdown table with a row for each bundle."""
+    names = ("drafts from", "plain, exact", "tokens/pass", "right by position")
+    names += ("draft ms", "over plain", "tokens/s", "outside ms", f"tree of {TREE}")
+    names += ("planned", "auto", "same texts")
     click.echo("| " + " | ".join(names) + " |")
     click.echo("| " + " | ".join(["---"] * len(names)) + " |")
+    bundles: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        name, way = row["way"].split(": ")
+        bundles.setdefault(name, {})[way] = row
+    for name, ways in bundles.items():
+        show_row(name, [ways[f"K = {length}"] for length in LENGTHS], ways)
+    lookup = bundles[next(iter(bundles))].get(f"lookup, K = {LOOKUP}")
+    if lookup:
+        show_row(f"lookup, K = {LOOKUP}", [lookup], {})
 
 
-def show_row(rows: list[dict[str, Any]]) -> None:
-    """Print a row for a way, or for chains of several lengths."""
-    last, others = rows[-1], [row["way"].split(" = ")[-1] for row in rows[:-1]]
-    way = last["way"].replace("K = ", " ".join(["K =", *others, ""]))
-    rates = " ".join(f"{rate:.2f}" for rate in last["accepted_by_position"][:5])
+def show_row(
+    name: str, chains: list[dict[str, Any]], ways: dict[str, dict[str, Any]]
+) -> None:
+    """Print a row: chains by length, then the other ways of their bundle."""
+    last, every = chains[-1], [*chains, *ways.values()]
+    others = [
+        f"{ways[way]['tokens_per_pass']:.2f}, {ways[way]['speed_up']:.2f}x"
+        if way in ways
+        else ""
+        for way in (f"tree of {TREE}", "planned", "auto")
+    ]
     cells = [
-        way,
-        " ".join(f"{row['tokens_per_pass']:.2f}" for row in rows),
-        rates,
+        name,
+        f"{ways['plain']['speed_up']:.2f}x" if ways else "",
+        " ".join(f"{row['tokens_per_pass']:.2f}" for row in chains),
+        " ".join(f"{rate:.2f}" for rate in last["accepted_by_position"][:5]),
         "" if last["draft_ms"] is None else f"{last['draft_ms']:.2f}",
-        " ".join(f"{row['speed_up']:.2f}" for row in rows),
-        f"{max(row['tokens_per_second'] for row in rows):.0f}",
-        " ".join(f"{row['outside_ms_per_round']:.2f}" for row in rows),
-        f"{min(row['same_text'] for row in rows)} of {last['texts']}",
+        " ".join(f"{row['speed_up']:.2f}" for row in chains),
+        f"{max(row['tokens_per_second'] for row in chains):.0f}",
+        " ".join(f"{row['outside_ms_per_round']:.2f}" for row in chains),
+        *others,
+        f"{min(row['same_text'] for row in every if is_exact(row))} of {last['texts']}",
     ]
     click.echo("| " + " | ".join(cells) + " |")
 
 
-def show_best(rows: list[dict[str, Any]]) -> None:
-    """Print a Markdown table of the fastest way of each bundle's own method."""
-    best: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        name, way = row["way"].split(": ")
-        if way.startswith(("plain", "lookup", "auto")):
-            continue
-        if name not in best or row["speed_up"] > best[name]["speed_up"]:
-            best[name] = row
-    show_columns()
-    for row in best.values():
-        show_row([row])
+def is_exact(row: dict[str, Any]) -> bool:
+    """Whether a way promises the text of exact plain decoding."""
+    return not row["way"].endswith("width 1")
 
 
 @click.command()
@@ -219,8 +215,6 @@ def main(
         rows = measured(groups, texts, seed=SEED, **how)
         click.echo(f"\nT = {temperature}\n")
         show(rows)
-        click.echo("\nThe fastest way of each bundle's own method:\n")
-        show_best(rows)
         report[f"T={temperature}"] = rows
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

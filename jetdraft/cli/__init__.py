@@ -16,6 +16,7 @@ import click
 from jetdraft import __version__
 from jetdraft.errors import JetdraftError
 from jetdraft.terminal.command import LazyGroup
+from jetdraft.terminal.spelling import as_typed
 from jetdraft.untrusted.printable import printable
 
 LONGEST = 2000
@@ -65,7 +66,7 @@ class Verbs(LazyGroup):
         except click.ClickException as error:
             _fail(error.format_message())
         except JetdraftError as error:
-            _fail(str(error))
+            _fail(as_typed(error))
         except OSError as error:
             if _is_full_disk(error):
                 _fail("the disk is full; free some space")

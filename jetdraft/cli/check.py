@@ -208,4 +208,4 @@ def _text_line(comparison: Comparison) -> str:
     verdict = f"same {comparison.tokens} tokens"
     if comparison.first_difference is not None:
         verdict = f"differs at token {comparison.first_difference}"
-    return f"{name:9} {settings:48} {verdict}"
+    return f"{name:37} {settings:43} {verdict}"

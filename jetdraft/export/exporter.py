@@ -25,7 +25,7 @@ from jetdraft.bundle import (
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.head import Head
-from jetdraft.checkpoints.heads.head_reader import AnyHead
+from jetdraft.checkpoints.heads.head_reader import AnyHead, check_head
 from jetdraft.checkpoints.reading.tokenizer_reader import read_tokenizer
 from jetdraft.checkpoints.silence import silenced
 from jetdraft.contracts.step_contract import StepContract
@@ -38,6 +38,7 @@ from jetdraft.export.kv import cache_scales
 from jetdraft.export.measures import Measures
 from jetdraft.export.pair.cut_head import CutHead, cut_head, write_vocabulary
 from jetdraft.export.pair.draft_acceptance import with_acceptance
+from jetdraft.export.seams import warn_of_length
 from jetdraft.export.source.family import Family
 from jetdraft.export.step import Step
 from jetdraft.export.variants import VARIANTS
@@ -83,6 +84,8 @@ def export(
             "a draft vocabulary needs a drafter; give --drafter or --head too"
         )
     sources = {TARGET: target} | ({} if drafter is None else {DRAFTER: drafter})
+    if head is not None:
+        check_head(head, target)
     checkpoints = _load(sources, options, report)
     options = Family.of(checkpoints[TARGET]).options(checkpoints[TARGET], options)
     reader = head_of(head, checkpoints[TARGET], options) if head is not None else None
@@ -226,6 +229,7 @@ def _check(
     }
     for name, checkpoint in checkpoints.items():
         Family.of(checkpoint).check_seams(checkpoint.model, contracts[name])
+        warn_of_length(checkpoint.model, contracts[name].capacity)
     if DRAFTER in checkpoints:
         _check_tokenizers(
             {name: checkpoint.source for name, checkpoint in checkpoints.items()},

@@ -9,6 +9,7 @@ architecture does outside the seams.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,31 @@ _MOST_TOKENS = 512
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2}
 """The largest difference, relative to the largest logit; a lost mask makes a difference
 a thousand times as large."""
+
+
+def warn_of_length(model: Any, capacity: int) -> None:
+    """Warn of buffers that are longer than the texts that a model was trained on.
+
+    Nothing is known of a model without positions. Scaled frequencies are made for the
+    length that the config states, and their model may be used beyond it.
+    """
+    config = model.config.get_text_config(decoder=True)
+    trained = getattr(config, "max_position_embeddings", None) or capacity
+    if capacity > trained and _is_unscaled(getattr(config, "rope_parameters", None)):
+        warnings.warn(
+            f"{type(model).__name__} was trained on texts of {trained} tokens, and the "
+            f"buffers hold {capacity}, where it may write nonsense; export with "
+            f"--capacity {trained} or less",
+            stacklevel=2,
+        )
+
+
+def _is_unscaled(rope: Any) -> bool:
+    """Whether positions turn by the frequencies of the training, in all layers."""
+    if not rope:
+        return False
+    kinds = rope.values() if isinstance(next(iter(rope.values())), dict) else [rope]
+    return all(kind.get("rope_type", "default") == "default" for kind in kinds)
 
 
 def check_seams(model: Any, contract: StepContract) -> None:

@@ -23,6 +23,7 @@ plain decoding would choose. This file names no method.
 from __future__ import annotations
 
 import time
+import warnings
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Generator, Iterator, Sequence
@@ -202,7 +203,7 @@ class Generation:
             # depend on what an earlier generation left in the drafter's cache.
             parts.follower.forget()
         start = time.perf_counter()
-        parts.read(self._source)
+        parts.read(self._source, self.options.drafting.may_ask_drafter)
         prefix = self._prefix(exact)
         for observer in self.observers:
             observer.begin(self._prompt, self.chooser)
@@ -430,7 +431,12 @@ def _selected(parts: Parts) -> int | None:
 
 def _check_options(options: Options, parts: Parts) -> None:
     """Refuse options that the vocabulary, the tokenizer or the store does not allow."""
-    parts.store_of(options.drafting.user)
+    if parts.store_of(options.drafting.user) is not None and options.is_truncated:
+        warnings.warn(
+            "with stop and exit or selected KV rows the store keeps nothing of the "
+            "text, which may not be the model's; it is drafted from",
+            stacklevel=2,
+        )
     vocabulary = parts.bundle.target.contract.vocab_size
     wrong = [t for t in options.penalties.biases if not 0 <= t < vocabulary]
     if wrong:

@@ -314,10 +314,12 @@ class Model:
     def chat_prompt(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """The ids of messages in the checkpoint's template, which reads `variables`.
 
-        Raises `LengthError` for more characters than can ever fit.
+        Raises `LengthError` for more characters than can ever fit, and `OptionError`
+        for a model that hears.
 
         model.stream(token_ids=model.chat_prompt(messages))
         """
+        self.parts.divided([])
         text = self.template.render(check_messages(messages), **variables)
         check_characters(len(text), self.bundle.target.contract.capacity)
         return self.parts.text.encode(text, special=False)

@@ -106,16 +106,19 @@ class Corpus:
         )
         sequences: list[Example] = []
         texts: list[int] = []
+        read = 0  # without the ends of texts
         for file in files:
             if file.suffix == ".jsonl":
                 sequences += reader.examples(file)
             else:
-                texts += [*tokenizer.encode(read_text(file)).ids, *end[:1]]
+                ids = tokenizer.encode(read_text(file)).ids
+                read += len(ids)
+                texts += [*ids, *end[:1]]
         sequences += _windows(texts, length, least)
         if not sequences:
             raise DataError(
-                f"the data has {len(texts)} tokens, a sequence needs {least}; give "
-                "more text"
+                f"the data has {read} of the {least} tokens that a sequence needs; "
+                "give more text"
             )
         digest = hashlib.sha256(b"".join(read_bytes(file) for file in files))
         return cls(sequences, share, seed, digest.hexdigest())

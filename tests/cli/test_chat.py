@@ -61,6 +61,11 @@ def test_a_bundle_without_a_template_is_refused(bundle):
     assert_refused(result, "no chat template")
 
 
+def test_a_model_that_hears_is_sent_to_transcribe(whisper):
+    result = jetdraft("chat", whisper / "bundle", stdin="hello\n")
+    assert_refused(result, "hears, and reads no text", "jetdraft transcribe")
+
+
 def test_a_broken_template_is_refused(bundle, tmp_path):
     folder = with_template(bundle, tmp_path / "bundle", "{% if %}")
     assert_refused(

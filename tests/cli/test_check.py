@@ -35,6 +35,12 @@ def test_says_same_for_every_method_greedy_and_sampling(report, method, setting)
     assert f"text {method} {setting} same 96 tokens" in lines
 
 
+def test_the_columns_line_up(report):
+    """The longest name is stream tree=best,prune_threshold=0.05."""
+    texts = [line for line in report if line.startswith("text")]
+    assert len({line.index(" same ") for line in texts}) == 1
+
+
 def test_no_method_differs(report):
     texts = [line for line in report if line.startswith("text")]
     # Four methods at four lengths, three trees and auto, in three settings.

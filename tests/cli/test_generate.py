@@ -392,6 +392,22 @@ def test_the_drafter_can_be_left_out(bundle):
 
 
 @pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("stop-threshold=0.5", "stop-threshold needs a stopping rule"),
+        ("tree-parents=0,1", "tree=static and tree-parents go together"),
+        ("none=1", "stopping, stop-threshold"),
+        ("verifier=typical", "add --no-exact\n"),
+        ("user=ann", "give --store FILE too"),
+        ("tree=my_tree", "unknown tree 'my_tree'"),
+    ],
+)
+def test_options_of_drafting_are_named_as_they_are_typed(bundle, option, said):
+    line = ("generate", bundle, "-p", "def", "--method", "draft", "--drafting", option)
+    assert_refused(jetdraft(*line), said)
+
+
+@pytest.mark.parametrize(
     ("method", "said"),
     [
         ("draft", ("no method 'draft'", "export with --drafter")),

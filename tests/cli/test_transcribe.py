@@ -40,6 +40,16 @@ def test_it_prints_segments_or_json(whisper, file):
     ]
 
 
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_a_file_that_is_cut_off_is_told(whisper, file, tmp_path):
+    cut = tmp_path / "cut.wav"
+    cut.write_bytes(file.read_bytes()[:-9000])
+    shown = jetdraft("transcribe", whisper / "bundle", cut, "--language", "de")
+    assert shown.exit_code == 0
+    assert "warning: " in shown.stderr
+    assert "is cut off: its header says 1.50 s" in shown.stderr
+
+
 def test_bad_files_and_bundles_are_refused(whisper, bundle, file, tmp_path):
     heard, empty = whisper / "bundle", tmp_path / "empty.wav"
     empty.write_bytes(b"")

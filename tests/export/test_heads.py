@@ -13,7 +13,7 @@ import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.errors import OptionError
+from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from tests.checkpoints.heads.layouts import (
@@ -167,3 +167,15 @@ def test_a_bundle_has_one_drafter(source, tmp_path):
     head, target = write(tmp_path / "head", *eagle3()), source(True, 1)
     with pytest.raises(OptionError, match="--drafter or --head, not both"):
         export(target, tmp_path / "bundle", target, head=head)
+
+
+def test_no_head_is_found_before_the_target_is_loaded(tmp_path):
+    """The target may take a minute to load; here there is none."""
+    output = tmp_path / "bundle"
+    with pytest.raises(CheckpointError, match="no head at /no/such/head"):
+        export("/no/such/target", output, head="/no/such/head")
+    config, tensors = eagle3()
+    head = write(tmp_path / "head", config | {"odd": 1}, tensors)
+    with pytest.raises(CheckpointError, match="has odd=1"):
+        export("/no/such/target", output, head=head)
+    assert not output.exists()

@@ -86,6 +86,9 @@ def test_a_window_is_that_of_transformers(model, own, timestamps, language):
         max_new_tokens=24,
         do_sample=False,
         num_beams=1,
+        # transformers lets a model write timestamps that nobody asked for.
+        suppress_tokens=whispers.SETTINGS["suppress_tokens"]
+        + ([] if timestamps else whispers.TIMESTAMPS),
         # The end of the text, timestamps too, as the model wrote it.
         return_dict_in_generate=True,
         return_segments=False,
@@ -113,6 +116,7 @@ def test_every_method_gives_the_transcript_of_plain_decoding(
     options = {**options, "timestamps": timestamps, "language": "en"}
     plain = model.transcribe(samples, method="none", **options)
     assert len(plain.token_ids) > 20
+    assert timestamps == any(t in whispers.TIMESTAMPS for t in plain.token_ids)
     assert "draft" in model.methods
     assert "lookup" in model.methods
     for method in (*model.methods[1:], "auto"):
@@ -122,6 +126,19 @@ def test_every_method_gives_the_transcript_of_plain_decoding(
             )
             assert found.token_ids == plain.token_ids, (method, length)
             assert found.segments == plain.segments
+
+
+def test_the_drafters_encoder_runs_only_for_methods_that_may_ask_it(model):
+    drafter = model.parts.drafter.source
+    asked = {"language": "en", "max_new_tokens": 12}
+    plain = model.transcribe(whispers.sound(0.8), method="none", **asked)
+    before = drafter.seconds
+    for hertz, method in ((300.0, "none"), (310.0, "lookup")):
+        model.transcribe(whispers.sound(0.8, hertz=hertz), method=method, **asked)
+    assert drafter.seconds == before
+    drafted = model.transcribe(whispers.sound(0.8), method="draft", **asked)
+    assert drafter.seconds > before
+    assert drafted.token_ids == plain.token_ids
 
 
 def test_a_drafter_that_is_the_target_is_right_where_no_rule_decides(model):

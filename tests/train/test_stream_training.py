@@ -365,7 +365,8 @@ def test_machines_share_a_batch(text):
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("a.txt", "x", "the data has 2 tokens, a sequence needs 5"),
+        ("a.txt", "x", "the data has 1 of the 5 tokens"),
+        ("a.txt", "", "the data has 0 of the 5 tokens"),
         ("a.jsonl", '{"prompt": "a", "completion": "b"}', "line 1 of .* has 3 tokens"),
         ("a.jsonl", "not json", "line 1 of .* is not an object"),
         ("a.jsonl", '{"prompt": "abcdef"}', "line 1 of .* is not an object"),

@@ -50,6 +50,23 @@ def is_eagle3(tensors: dict[str, Tensor]) -> bool:
     return f"{FIRST_LAYER}hidden_norm.weight" in tensors
 
 
+def is_model(tensors: dict[str, Tensor]) -> bool:
+    """Whether these are the layers of a whole model: no fc joins what they read."""
+    has_norm = f"{FIRST_LAYER}input_layernorm.weight" in tensors  # EAGLE-1 has none
+    return has_norm and "fc.weight" not in tensors and not is_eagle3(tensors)
+
+
+def eagle_layer(files: HeadFiles) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """The family, its flat config, and the fields that say what the layers are.
+
+    Raises `CheckpointError` for a config that no target could make right.
+    """
+    tensors = eagle_tensors(files)
+    family = EAGLE3 if is_eagle3(tensors) else EAGLE1
+    config = _plain_config(files, family)
+    return family, config, layer_fields(files.source, config, tensors)
+
+
 def read_eagle(
     files: HeadFiles, target: Checkpoint
 ) -> tuple[HeadConfig, dict[str, Tensor], Tensor | None]:
@@ -59,9 +76,7 @@ def read_eagle(
     `CheckpointError` for a head that does not fit the target.
     """
     tensors = eagle_tensors(files)
-    family = EAGLE3 if is_eagle3(tensors) else EAGLE1
-    config = _plain_config(files, family)
-    fields = layer_fields(files.source, config, tensors)
+    family, config, fields = eagle_layer(files)
     fields["target_hidden_size"] = target_size(files.source, config, target)
     fields["vocab_size"] = vocabulary_size(files.source, config, target)
     ids = mapped_ids(files.source, config, tensors, target.vocab_size)

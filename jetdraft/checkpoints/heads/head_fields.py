@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.draft_vocabulary import D2T, ids_of
-from jetdraft.checkpoints.heads.head_keys import number, rope_of
+from jetdraft.checkpoints.heads.head_keys import activation, number, positive, rope_of
 from jetdraft.errors import CheckpointError
 
 FIRST_LAYER = "layers.0."
@@ -40,8 +40,8 @@ def layer_fields(
         "num_kv_heads": number(source, config, "num_key_value_heads", heads),
         "head_dim": query.shape[0] // heads,
         "intermediate_size": number(source, config, "intermediate_size"),
-        "hidden_act": config.get("hidden_act") or "silu",
-        "rms_norm_eps": float(config.get("rms_norm_eps") or 1e-6),
+        "hidden_act": activation(source, config),
+        "rms_norm_eps": positive(source, config, "rms_norm_eps", 1e-6),
         "rope": rope_of(source, config),
         "max_positions": number(source, config, "max_position_embeddings", 2048),
         "attention_bias": bool(config.get("attention_bias")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -14,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from jetdraft.checkpoints.preview.shard_index import check_shards
 from jetdraft.checkpoints.reading.checkpoint_folder import check_entries
 from jetdraft.errors import CheckpointError
 from jetdraft.untrusted.json_text import read_json_file
@@ -61,10 +63,35 @@ class HeadFiles:
         """Whether the library speculators wrote it, whose flags have own meanings."""
         return "speculators_model_type" in self.config
 
+    def name_of(self, name: str, renamed: Mapping[str, Tensor]) -> str:
+        """The name in the files of a tensor that a head's module calls `name`.
+
+        `renamed` are the files' tensors by their names in the module. A tensor that the
+        files lack has the name that its neighbours' names suggest.
+        """
+        names = {id(tensor): own for own, tensor in self.tensors.items()}
+        known = {new: names[id(t)] for new, t in renamed.items() if id(t) in names}
+        if name in known:
+            return known[name]
+        stems = [_stems(new, own) for new, own in known.items()]
+        fitting = [stem for stem in stems if name.startswith(stem[0])]
+        new, own = max(fitting, key=lambda stem: len(stem[0]), default=("", ""))
+        return own + name.removeprefix(new)
+
+
+def _stems(new: str, own: str) -> tuple[str, str]:
+    """What two names of a tensor have before the parts in which they agree."""
+    parts = [name.split(".") for name in (new, own)]
+    while parts[0] and parts[1] and parts[0][-1] == parts[1][-1]:
+        parts = [names[:-1] for names in parts]
+    first, second = ("".join(f"{part}." for part in names) for names in parts)
+    return first, second
+
 
 def _folder(source: str) -> Path:
     if os.path.isdir(source):
         check_entries(Path(source))
+        check_shards(Path(source))
         return Path(source)
     try:
         return Path(snapshot_download(source, allow_patterns=["*.json", *_PATTERNS]))

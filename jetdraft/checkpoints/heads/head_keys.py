@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from jetdraft.errors import CheckpointError
 from jetdraft.untrusted.printable import printable
@@ -127,6 +129,32 @@ def number(source: str, config: Mapping[str, Any], name: str, default: int = 0) 
     return value
 
 
+def positive(
+    source: str, config: Mapping[str, Any], name: str, default: float
+) -> float:
+    """A number above 0 of a config; raises `CheckpointError` for any other value."""
+    value = config.get(name)
+    value = default if value is None else value
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not (0 < value < math.inf):
+        raise CheckpointError(
+            f"the config of {source} has {name}={printable(repr(value), 60)}; it needs "
+            "a number above 0"
+        )
+    return float(value)
+
+
+def activation(source: str, config: Mapping[str, Any]) -> str:
+    """The name of the activation, which transformers must know; silu by default."""
+    name = config.get("hidden_act") or "silu"
+    if not isinstance(name, str) or name not in ACT2FN:
+        raise CheckpointError(
+            f"the config of {source} has hidden_act={printable(repr(name), 60)}; it "
+            "needs an activation of transformers, for example silu or gelu"
+        )
+    return name
+
+
 def rope_of(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary embedding that a config names, as transformers 5 writes it.
 
@@ -137,6 +165,9 @@ def rope_of(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"the config of {source} has rope_scaling={scaling!r}; it must be an object"
         )
-    rope = {"rope_theta": config.get("rope_theta") or 10000.0, **scaling}
+    rope = {"rope_theta": config.get("rope_theta"), **scaling}
+    rope["rope_theta"] = positive(source, rope, "rope_theta", 10000.0)
+    if "factor" in rope:
+        rope["factor"] = positive(source, rope, "factor", 1.0)
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
     return rope

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -33,17 +34,30 @@ from jetdraft.checkpoints.heads.block_reader import (
     is_diffusion,
     read_block_drafter,
 )
-from jetdraft.checkpoints.heads.eagle_reader import eagle_tensors, read_eagle
+from jetdraft.checkpoints.heads.eagle_reader import (
+    eagle_layer,
+    eagle_tensors,
+    is_model,
+    read_eagle,
+)
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_config import DFLASH, EAGLE3
 from jetdraft.checkpoints.heads.head_fields import FIRST_LAYER
 from jetdraft.checkpoints.heads.head_files import HeadFiles
-from jetdraft.checkpoints.heads.hydra import Hydra, is_hydra, read_hydra
-from jetdraft.checkpoints.heads.medusa import Medusa, is_medusa, read_medusa
+from jetdraft.checkpoints.heads.hydra import Hydra, check_hydra, is_hydra, read_hydra
+from jetdraft.checkpoints.heads.medusa import (
+    Medusa,
+    check_medusa,
+    is_medusa,
+    read_medusa,
+)
 from jetdraft.checkpoints.heads.mtp import is_mtp, read_mtp
 from jetdraft.checkpoints.parameters import run_in
 from jetdraft.checkpoints.reading.loading_errors import as_checkpoint_error
 from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.untrusted.printable import printable
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 AnyHead = (
     Head
@@ -73,22 +87,42 @@ def load_head(source: str, target: Checkpoint, dtype: torch.dtype) -> AnyHead:
         head = load_head("AngelSlim/Qwen3-1.7B_eagle3", target, torch.float32)
     """
     files = HeadFiles.read(source)
-    kind = files.config.get("speculators_model_type")
-    if kind not in (None, EAGLE3, DFLASH):
-        raise CheckpointError(
-            f"{source} is a {kind!r} drafter of speculators; jetdraft reads {_KINDS}"
-        )
-    with as_checkpoint_error(source), no_init_weights():
-        head = _built(files, target)
-    _compute_in(head, target, dtype)
-    return head.requires_grad_(False).eval()
-
-
-def _built(files: HeadFiles, target: Checkpoint) -> AnyHead:
     if target.reads_source and not is_source_drafter(files):
         raise UnsupportedModelError(
             f"{target.source} is an encoder-decoder, and a head for it is a drafter of "
             "train drafter --kind block; give one, or a checkpoint with --drafter"
+        )
+    with as_checkpoint_error(source), no_init_weights():
+        head = _builder(files, target.source)(files, target)
+    _compute_in(head, target, dtype)
+    return head.requires_grad_(False).eval()
+
+
+def check_head(source: str, target: str) -> None:
+    """Raise `CheckpointError` for a source that holds no head, or a config of none.
+
+    Only the name of the target is needed, so this comes before the target is loaded.
+    Configs of jetdraft's own trainings, of blocks and of MTP are checked later.
+
+        check_head("AngelSlim/Qwen3-1.7B_eagle3", "Qwen/Qwen3-1.7B")
+    """
+    files = HeadFiles.read(source)
+    with as_checkpoint_error(source):
+        build = _builder(files, target)
+        if build in _CHECKS:
+            _CHECKS[build](files)
+
+
+def _builder(
+    files: HeadFiles, target: str
+) -> Callable[[HeadFiles, Checkpoint], AnyHead]:
+    """What builds the head that is in the files."""
+    kind = files.config.get("speculators_model_type")
+    if kind not in (None, EAGLE3, DFLASH):
+        raise CheckpointError(
+            f"{files.source} is a {printable(repr(kind), 60)} drafter of speculators, "
+            f"from which jetdraft reads {EAGLE3} and {DFLASH}; an MTP module is read "
+            "from the folder of its target"
         )
     for is_one, build in (
         (is_source_drafter, _source_drafter),
@@ -103,23 +137,38 @@ def _built(files: HeadFiles, target: Checkpoint) -> AnyHead:
         (_is_eagle, _eagle),
     ):
         if is_one(files):
-            return build(files, target)
-    raise CheckpointError(
-        f"the tensors of {files.source} are no head's; jetdraft reads {_KINDS}"
-    )
+            return build
+    raise CheckpointError(_refusal(files, target))
+
+
+def _refusal(files: HeadFiles, target: str) -> str:
+    """What the files hold in place of a head."""
+    source = files.source
+    if source == target or (
+        os.path.exists(target)
+        and os.path.exists(source)
+        and os.path.samefile(source, target)
+    ):
+        return (
+            f"{source} has no MTP module that jetdraft knows, so it is no head of "
+            "itself; export without the head"
+        )
+    if is_model(eagle_tensors(files)):
+        return f"{source} is a whole model, not a head; give it as --drafter"
+    return f"the tensors of {source} are no head's; jetdraft reads {_KINDS}"
 
 
 def _medusa(files: HeadFiles, target: Checkpoint) -> AnyHead:
     config, tensors = read_medusa(files, target)
     medusa = Medusa(config)
-    _fill(files.source, medusa, tensors)
+    _fill(files, medusa, tensors)
     return medusa
 
 
 def _hydra(files: HeadFiles, target: Checkpoint) -> AnyHead:
     config, tensors = read_hydra(files, target)
     hydra = Hydra(config, target.model.get_input_embeddings())
-    _fill(files.source, hydra, tensors, taken=("embed_tokens.",))
+    _fill(files, hydra, tensors, taken=("embed_tokens.",))
     return hydra
 
 
@@ -127,8 +176,8 @@ def _block_drafter(files: HeadFiles, target: Checkpoint) -> AnyHead:
     config, tensors, ids = read_block_drafter(files, target)
     drafter = BlockDrafter(config, target.model)
     if not drafter.reads_text:
-        return _with_matrices(files.source, drafter, tensors, ids)
-    _fill(files.source, drafter, tensors, taken=("lm_head.",))
+        return _with_matrices(files, drafter, tensors, ids)
+    _fill(files, drafter, tensors, taken=("lm_head.",))
     drafter.lm_head.weight = drafter.embed_tokens.weight
     return drafter
 
@@ -136,7 +185,7 @@ def _block_drafter(files: HeadFiles, target: Checkpoint) -> AnyHead:
 def _source_drafter(files: HeadFiles, target: Checkpoint) -> AnyHead:
     config, tensors = read_source_drafter(files, target)
     drafter = SourceDrafter(config, target.model)
-    _fill(files.source, drafter, tensors, _lent_names(drafter, target))
+    _fill(files, drafter, tensors, _lent_names(drafter, target))
     return drafter
 
 
@@ -151,50 +200,58 @@ def _lent_names(drafter: nn.Module, target: Checkpoint) -> tuple[str, ...]:
 def _kangaroo(files: HeadFiles, target: Checkpoint) -> AnyHead:
     config, tensors = read_kangaroo(files, target)
     adapter = ExitAdapter(config, target.model)
-    _fill(files.source, adapter, tensors, taken=("lm_head.",))
+    _fill(files, adapter, tensors, taken=("lm_head.",))
     return adapter
 
 
 def _glide(files: HeadFiles, target: Checkpoint) -> AnyHead:
     config, tensors = read_glide(files, target)
     drafter = Glide(config, target.model)
-    _fill(files.source, drafter, tensors, taken=("embed_tokens.", "lm_head."))
+    _fill(files, drafter, tensors, taken=("embed_tokens.", "lm_head."))
     return drafter
 
 
 def _chimera(files: HeadFiles, target: Checkpoint) -> AnyHead:
     config, tensors = read_chimera(files, target)
     drafter = Chimera(config, target.model)
-    _fill(files.source, drafter, tensors, taken=("embed_tokens.", "lm_head."))
+    _fill(files, drafter, tensors, taken=("embed_tokens.", "lm_head."))
     return drafter
 
 
 def _falcon(files: HeadFiles, target: Checkpoint) -> AnyHead:
     config, tensors = read_falcon(files, target)
     drafter = Falcon(config, target.model)
-    _fill(files.source, drafter, tensors, taken=("embed_tokens.", "lm_head."))
+    _fill(files, drafter, tensors, taken=("embed_tokens.", "lm_head."))
     return drafter
 
 
 def _mtp(files: HeadFiles, target: Checkpoint) -> AnyHead:
     config, tensors = read_mtp(files, target)
-    return _with_matrices(files.source, Head(config, target.model), tensors, None)
+    return _with_matrices(files, Head(config, target.model), tensors, None)
 
 
 def _is_eagle(files: HeadFiles) -> bool:
-    return f"{FIRST_LAYER}self_attn.q_proj.weight" in eagle_tensors(files)
+    tensors = eagle_tensors(files)
+    return f"{FIRST_LAYER}self_attn.q_proj.weight" in tensors and not is_model(tensors)
 
 
 def _eagle(files: HeadFiles, target: Checkpoint) -> AnyHead:
     config, tensors, ids = read_eagle(files, target)
-    return _with_matrices(files.source, Head(config, target.model), tensors, ids)
+    return _with_matrices(files, Head(config, target.model), tensors, ids)
 
+
+_CHECKS: dict[Callable[[HeadFiles, Checkpoint], AnyHead], Callable[..., object]] = {
+    _medusa: check_medusa,
+    _hydra: check_hydra,
+    _eagle: eagle_layer,
+}
+"""What checks the config of a head without its target."""
 
 _Reader = TypeVar("_Reader", Head, BlockDrafter)
 
 
 def _with_matrices(
-    source: str, head: _Reader, tensors: Mapping[str, Tensor], ids: Tensor | None
+    files: HeadFiles, head: _Reader, tensors: Mapping[str, Tensor], ids: Tensor | None
 ) -> _Reader:
     """The filled head, with its own embedding and LM head where it has them."""
     config = head.config
@@ -211,8 +268,8 @@ def _with_matrices(
         taken.remove("lm_head.")
     elif ids is not None:
         head.lm_head = _cut(head.lm_head, ids)
-    _check_width(source, head)
-    _fill(source, head, tensors, tuple(taken))
+    _check_width(files.source, head)
+    _fill(files, head, tensors, tuple(taken))
     return head
 
 
@@ -243,7 +300,7 @@ def _check_width(source: str, head: Head | BlockDrafter) -> None:
 
 
 def _fill(
-    source: str,
+    files: HeadFiles,
     head: nn.Module,
     tensors: Mapping[str, Tensor],
     taken: tuple[str, ...] = (),
@@ -251,8 +308,9 @@ def _fill(
     """Give the head its tensors in the types they are stored in.
 
     Modules `taken` from the target keep theirs. Raises `CheckpointError` unless every
-    other weight has a tensor of its shape, and every tensor a weight.
+    other weight has a tensor of finite floats of its shape, and every tensor a weight.
     """
+    source = files.source
     wanted = {
         name: weight
         for name, weight in head.state_dict().items()
@@ -265,18 +323,36 @@ def _fill(
     ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            first = files.name_of(sorted(names)[0], tensors)
             raise CheckpointError(
-                f"{source} {fact} weight {sorted(names)[0]!r}{more}; give a head that "
-                "is complete and of a known layout"
+                f"{source} {fact} weight {printable(repr(first), 100)}{more}; give a "
+                "head that is complete and of a known layout"
             )
     for name, tensor in given.items():
         if tensor.shape != wanted[name].shape:
             raise CheckpointError(
-                f"{name} of {source} is {list(tensor.shape)}, but its config and the "
-                f"target need {list(wanted[name].shape)}; give the head of this target"
+                f"{files.name_of(name, tensors)} of {source} is {list(tensor.shape)}, "
+                f"but its config and the target need {list(wanted[name].shape)}; give "
+                "the head of this target"
             )
+        _check_numbers(source, files.name_of(name, tensors), tensor)
     # A module that is filled must not lose what it shares with the target.
     head.load_state_dict(given, strict=False, assign=True)
+
+
+def _check_numbers(source: str, name: str, tensor: Tensor) -> None:
+    """Raise `CheckpointError` for weights that are no floats, or not finite."""
+    if tensor.dtype not in _FLOATS:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"{name} of {source} is {kind}; the weights of heads are read as float32, "
+            "float16 or bfloat16"
+        )
+    if not tensor.isfinite().all():
+        raise CheckpointError(
+            f"{name} of {source} has a NaN or an infinite number; fetch it again, or "
+            "train the head again"
+        )
 
 
 def _compute_in(head: AnyHead, target: Checkpoint, dtype: torch.dtype) -> None:

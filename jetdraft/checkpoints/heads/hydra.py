@@ -102,13 +102,8 @@ def is_hydra(files: HeadFiles) -> bool:
     return "hydra_num_heads" in files.config
 
 
-def read_hydra(
-    files: HeadFiles, target: Checkpoint
-) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """The config and the tensors to load.
-
-    Raises `CheckpointError` for a kind of Hydra with more than an MLP in each head.
-    """
+def check_hydra(files: HeadFiles) -> None:
+    """Raise `CheckpointError` for a kind of Hydra with more than an MLP in a head."""
     config = files.config
     check_keys(files.source, config, _KEYS)
     asked = {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}
@@ -118,6 +113,13 @@ def read_hydra(
                 f"the config of {files.source} has {name}={config[name]!r}; jetdraft "
                 f"reads heads with {name}={value!r}"
             )
+
+
+def read_hydra(
+    files: HeadFiles, target: Checkpoint
+) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """The config and the tensors to load; raises `CheckpointError`."""
+    check_hydra(files)
     layers = [m for name in files.tensors if (m := _MLP.fullmatch(name))]
     heads = [m for name in files.tensors if (m := _HEAD.fullmatch(name))]
     if not layers or not heads:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +19,24 @@ _KEYS = {
     "medusa_num_layers",
     "base_model_name_or_path",
     "version",
+    # vLLM's:
+    "num_heads",
+    "hidden_size",
+    "vocab_size",
+    "truncated_vocab_size",
+    "medusa_fc_bias",  # the tensors say it
+    "max_paths",  # of vLLM's trees
+    "topk",
+    "max_seq_len",
 }
-_LINEAR = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
-_HEAD = re.compile(r"(\d+)\.(\d+)\.weight")
+_NAMES = (
+    (r"(\d+)\.(\d+)\.linear\.(weight|bias)", r"blocks.\1.\2.\3"),
+    (r"(\d+)\.\d+\.weight", r"lm_heads.\1.weight"),
+    (r"medusa_heads\.blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)", r"blocks.\1.\2.\3"),
+    (r"medusa_heads\.lm_heads\.(\d+)\.weight", r"lm_heads.\1.weight"),
+)
+"""Patterns of the names in files of Medusa's authors and of vLLM, and the names in
+`Medusa`."""
 
 
 class Medusa(nn.Module):
@@ -75,7 +89,13 @@ class Medusa(nn.Module):
 
 def is_medusa(files: HeadFiles) -> bool:
     """Whether the config or the names of the tensors are Medusa's."""
-    return "medusa_num_heads" in files.config
+    named = any(name.startswith("medusa_heads.lm_heads.") for name in files.tensors)
+    return named or "medusa_num_heads" in files.config
+
+
+def check_medusa(files: HeadFiles) -> None:
+    """Raise `CheckpointError` for a config that no target could make right."""
+    check_keys(files.source, files.config, _KEYS)
 
 
 def read_medusa(
@@ -85,19 +105,21 @@ def read_medusa(
 
     Raises `CheckpointError` for heads of another target.
     """
-    check_keys(files.source, files.config, _KEYS)
-    tensors = {
-        name.removeprefix("medusa_head."): tensor
-        for name, tensor in files.tensors.items()
-    }
-    linears = {name: match for name in tensors if (match := _LINEAR.fullmatch(name))}
-    heads = {name: match for name in tensors if (match := _HEAD.fullmatch(name))}
-    unknown = sorted(tensors.keys() - linears.keys() - heads.keys())
-    if unknown or not heads:
+    source = files.source
+    check_medusa(files)
+    rows = files.config.get("truncated_vocab_size")
+    if rows not in (None, target.vocab_size):
         raise CheckpointError(
-            f"{files.source} has {printable((*unknown, 'no tensors')[0], 60)} where "
-            "Medusa has heads like 0.0.linear.weight and 0.1.weight; fetch it again"
+            f"the config of {source} has truncated_vocab_size={printable(rows, 60)}; "
+            "jetdraft reads Medusa heads that choose among all tokens"
         )
+    tensors = _named(files)
+    blocks = {name for name in tensors if name.startswith("blocks.")}
+    slots = _slots(source, tensors.keys() - blocks)
+    if not any(name.endswith(".bias") for name in blocks):  # vLLM's have none
+        for name in blocks:
+            bias = name.removesuffix("weight") + "bias"
+            tensors[bias] = torch.zeros(len(tensors[name]))
     width = target.model.config.get_text_config(decoder=True).hidden_size
     config = HeadConfig(
         family=MEDUSA,
@@ -105,13 +127,39 @@ def read_medusa(
         target_hidden_size=width,
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size,
-        slots=len(heads),
-        blocks=len({match[2] for match in linears.values()}),
+        slots=slots,
+        blocks=len({name.split(".")[2] for name in blocks}),
     )
-    named: dict[str, Any] = {
-        f"blocks.{match[1]}.{match[2]}.{match[3]}": tensors[name]
-        for name, match in linears.items()
-    }
-    for name, match in heads.items():
-        named[f"lm_heads.{match[1]}.weight"] = tensors[name]
-    return config, named
+    return config, tensors
+
+
+def _named(files: HeadFiles) -> dict[str, Tensor]:
+    """The tensors by their names in `Medusa`."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in files.tensors.items():
+        new = _module_name(name.removeprefix("medusa_head."))
+        if new is None or new in tensors:
+            raise CheckpointError(
+                f"{files.source} has {printable(name, 60)} where Medusa has heads like "
+                "0.0.linear.weight and 0.1.weight; fetch it again"
+            )
+        tensors[new] = tensor
+    return tensors
+
+
+def _slots(source: str, lm_heads: set[str]) -> int:
+    """The number of heads, which are numbered from 0 on."""
+    numbers = sorted(name.split(".")[1] for name in lm_heads)
+    if not numbers or set(numbers) != set(map(str, range(len(numbers)))):
+        raise CheckpointError(
+            f"{source} has the heads {printable(', '.join(numbers) or 'none', 60)}, "
+            "which must be numbered from 0 on; fetch it again"
+        )
+    return len(numbers)
+
+
+def _module_name(name: str) -> str | None:
+    for pattern, new in _NAMES:
+        if match := re.fullmatch(pattern, name):
+            return match.expand(new)
+    return None

@@ -84,6 +84,7 @@ def read_mtp(
             "one module"
         )
     ((_, tensors),) = modules.items()
+    _check_complete(files, layout, {**shared, **tensors})
     named = _named(layout, {**shared, **tensors}, layers_only=tensors)
     return _config(files, target, text, layout), _stacked_experts(named)
 
@@ -96,6 +97,17 @@ def _layout(files: HeadFiles) -> str | None:
             if match and match[2] == f"{fc}weight":
                 return layout
     return None
+
+
+def _check_complete(files: HeadFiles, layout: str, tensors: dict[str, Tensor]) -> None:
+    """Raise `CheckpointError` for a module without one of its norms."""
+    fc, *norms = (f"{name}weight" for name in _LAYOUTS[layout][1])
+    for name in norms:
+        if name not in tensors:
+            prefix = files.name_of(fc, tensors).removesuffix(fc)
+            raise CheckpointError(
+                f"{files.source} lacks weight {prefix + name!r}; fetch it again"
+            )
 
 
 def _named(

@@ -11,6 +11,7 @@ import transformers
 from safetensors import safe_open
 
 from jetdraft.checkpoints.gguf import is_gguf
+from jetdraft.checkpoints.preview.shard_index import check_shards
 from jetdraft.checkpoints.streamed import SETTINGS
 from jetdraft.checkpoints.streamed import WEIGHTS as STREAM_WEIGHTS
 from jetdraft.errors import CheckpointError
@@ -45,6 +46,7 @@ def check_folder(source: str) -> None:
             f"{source} has no config.json; give a folder that save_pretrained wrote"
         )
     check_entries(path)
+    check_shards(path)
 
 
 def check_entries(folder: Path) -> None:

@@ -15,6 +15,7 @@ from jetdraft.checkpoints.attention import IMPLEMENTATION
 from jetdraft.checkpoints.gguf import is_gguf
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.preview.config_bounds import Bounds, check_layers, skeleton
+from jetdraft.checkpoints.preview.unread_layers import check_unread
 from jetdraft.checkpoints.reading.checkpoint_folder import stored_dtype
 from jetdraft.checkpoints.reading.loading_errors import OWN_CODE, as_checkpoint_error
 from jetdraft.checkpoints.source_attention import (
@@ -29,13 +30,33 @@ _HEAR = "automatic-speech-recognition"
 """The tasks of decoders alone, of encoder-decoders, and of those that hear, as optimum
 names them."""
 
+_READ_AS = {"mimo": "qwen2"}
+"""Types that need the checkpoint's own code, which is never run, and what they are:
+MiMo is Qwen2 with an MTP module, which no pass of the target needs."""
+
 
 def load_config(source: str) -> Any:
     check_layers(source)
     with as_checkpoint_error(source):
-        config = transformers.AutoConfig.from_pretrained(source, **OWN_CODE)
+        config = _read_as(source) or transformers.AutoConfig.from_pretrained(
+            source, **OWN_CODE
+        )
         check_config(source, config)
     return config
+
+
+def _read_as(source: str) -> Any:
+    """The config of a model whose own code adds nothing to what a pass computes.
+
+    None for all other models, which transformers reads by their own type.
+    """
+    fields, _ = transformers.PreTrainedConfig.get_config_dict(source)
+    kind = _READ_AS.get(str(fields.get("model_type")))
+    if kind is None:
+        return None
+    own = {"model_type", "architectures", "auto_map"}
+    known = {name: value for name, value in fields.items() if name not in own}
+    return transformers.AutoConfig.for_model(kind, **known)
 
 
 def check_config(source: str, config: Any) -> None:
@@ -143,6 +164,8 @@ def _check_loaded(source: str, model: Any, info: dict[str, Any]) -> None:
             f"{source} lacks the weights {sorted(info['missing_keys'])[0]!r} and "
             f"{len(info['missing_keys']) - 1} more; fetch it again"
         )
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    check_unread(source, names, info["unexpected_keys"])
     # What an encoder-decoder does beside the interface, `check_source_seams` sees.
     if not (model._supports_attention_backend or model.config.is_encoder_decoder):
         raise UnsupportedModelError(

@@ -18,8 +18,13 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensor_spec import ANSWERS, PREFIX, PROBES, ROWS, TensorSpec
 from jetdraft.errors import JetdraftError, UnsupportedModelError
 from jetdraft.export.step import TRACED_ROWS, Step, refusal, zeros
+from jetdraft.export.tracing.fingerprint import fingerprint
+from jetdraft.export.tracing.kept_traces import KeptTraces
 
 OPSET = 23
+
+KEPT = KeptTraces()
+"""The last traces of this process."""
 
 
 class _Open(torch.nn.Module):
@@ -62,12 +67,13 @@ def trace(step: Step, names: Mapping[int, str]) -> onnx_ir.Model:
     weights = {n.partition(".")[2]: weight for n, weight in step.named_parameters()}
     try:
         with _silent(), torch.no_grad():
-            model = _exported(step, weights)
+            model = KEPT.get_or_make(
+                fingerprint(step), lambda: _exported(step, weights)
+            )
     except JetdraftError:
         raise
     except Exception as error:  # the exporter wraps every cause in its own types
         raise refusal(step.decoder, error) from error
-    _rename_inner(model.graph)
     own_weights = {
         name: weight for name, weight in weights.items() if id(weight) in names
     }
@@ -104,6 +110,8 @@ def _exported(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Model:
         verbose=False,
     )
     assert program is not None
+    # An ONNX file cannot have a name twice.
+    _rename_inner(program.model.graph)
     return program.model
 
 

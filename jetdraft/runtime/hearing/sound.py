@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 import wave
 from math import gcd
 from pathlib import Path
@@ -19,6 +20,9 @@ from jetdraft.untrusted.printable import printable
 SHORTEST, LONGEST = 0.1, 2 * 3600.0
 """Seconds of a sound that is read."""
 
+_UNKNOWN = 2**31 - 2**16
+"""Bytes of sound; a header that is written before the sound says more than these."""
+
 _RATES = range(1000, 768_001)
 _ADVICE = "convert it with ffmpeg -i IN -ac 1 -ar 16000 -c:a pcm_s16le OUT.wav"
 _ZEROS = 16
@@ -32,9 +36,9 @@ def read_sound(file: str | Path | bytes) -> Float32s:
     """The samples of a WAV file, or of its bytes: float32 [samples] within -1 and 1.
 
     The file must hold PCM of 8 to 32 bits. Several channels become their mean, and
-    rates other than 16,000 samples/s are resampled. Raises `OptionError` for anything
-    else, for a rate that is in no simple ratio to 16,000, and for a sound shorter than
-    0.1 s or longer than two hours.
+    rates other than 16,000 samples/s are resampled. Warns of a file that was cut off.
+    Raises `OptionError` for anything else, for a rate that is in no simple ratio to
+    16,000, and for a sound shorter than 0.1 s or longer than two hours.
 
         read_sound("question.wav")
     """
@@ -100,6 +104,12 @@ def _samples(name: str, reader: wave.Wave_read) -> Float32s:
     size = width * reader.getnchannels()
     whole = np.frombuffer(data, np.uint8)[: len(data) // size * size]
     _check_seconds(name, len(whole) / size / rate)
+    if len(whole) < size * reader.getnframes() < _UNKNOWN:
+        warnings.warn(
+            f"{name} is cut off: its header says {reader.getnframes() / rate:.2f} s of "
+            f"sound, and it has {len(whole) / size / rate:.2f}; record it again",
+            stacklevel=2,
+        )
     channels = _floats(whole, width).reshape(-1, reader.getnchannels())
     return resampled(channels.mean(1, dtype=np.float32), rate)
 

@@ -25,6 +25,9 @@ LONGEST_MS = 1e6
 FOLLOWING = 0.05
 """The weight of one round in an estimate; one stall says little."""
 
+IDLE = 32
+"""Rounds after which a time that none of them took follows the times that they took."""
+
 RECENT = 5
 """Rounds whose median is the time of a drafted token. It depends on how tokens are
 chosen, so a new generation may need another time at once, and two stalls change it
@@ -58,6 +61,8 @@ class Curve:
 
     def __post_init__(self) -> None:
         self._recent: dict[str, deque[float]] = {}
+        self._rounds = 0
+        self._taken: dict[int | str, int] = {}  # the last round at a width, of a method
 
     def pass_ms(self, width: int) -> float:
         """The milliseconds of a chain pass, on a line through the nearest widths."""
@@ -94,23 +99,44 @@ class Curve:
         self.trees, self.compaction = dict(tuned.trees), tuned.compaction
 
     def learn(self, round_: Round) -> None:
-        """Move the estimates a little towards the times of a round."""
+        """Move the estimates a little towards the times of a round.
+
+        A slow minute, the first perhaps, makes all times long. Then plain rounds would
+        correct their own width alone, and drafts would seem dear for ever. So what no
+        recent round took moves in proportion.
+        """
+        self._rounds += 1
         if round_.probes:
             added = round_.target_seconds * 1e3 - self.pass_ms(round_.width)
             per_probe = max(added / round_.probes, LEAST_PROBE_MS)
             self.probe = _followed(max(self.probe, LEAST_PROBE_MS), per_probe)
         elif round_.width in self.passes:
-            self.passes[round_.width] = _followed(
-                self.passes[round_.width], round_.target_seconds * 1e3
-            )
+            before = self.passes[round_.width]
+            after = _followed(before, round_.target_seconds * 1e3)
+            self._taken[round_.width] = self._rounds
+            self._move_idle(after / before)
+            self.passes[round_.width] = after
         for method in round_.asked.keys() & self.drafts.keys():
             drafted, seconds = round_.asked[method]
             if drafted:
+                if self._is_idle(method):
+                    self._recent.pop(method, None)
+                self._taken[method] = self._rounds
                 recent = self._recent.setdefault(method, deque(maxlen=RECENT))
                 if not recent and self.drafts[method]:  # 0 was never timed
                     recent.append(self.drafts[method])
                 recent.append(seconds * 1e3 / drafted)
                 self.drafts[method] = median_low(recent)
+
+    def _move_idle(self, ratio: float) -> None:
+        """Move the times that no recent round took by this factor."""
+        for width in filter(self._is_idle, [*self.passes]):
+            self.passes[width] *= ratio
+        for method in filter(self._is_idle, [*self.drafts]):
+            self.drafts[method] *= ratio
+
+    def _is_idle(self, key: int | str) -> bool:
+        return self._rounds - self._taken.get(key, -IDLE) >= IDLE
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads."""

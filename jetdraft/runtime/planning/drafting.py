@@ -127,6 +127,11 @@ class Drafting:
         return MethodOptions.of({"select_kv": own}).select_kv
 
     @property
+    def may_ask_drafter(self) -> bool:
+        """Whether a method may need the drafter: only drafts that are free never do."""
+        return any(methods()[name].cost != "free" for name in self.options)
+
+    @property
     def sized_options(self) -> MethodOptions | None:
         """The options that fix the size of every draft, so no controller chooses it."""
         options = (o for o in self.options.values() if o.draft_size is not None)

@@ -11,8 +11,12 @@ from jetdraft.ranges import Range, check_ranges
 from jetdraft.runtime.passes.split.exit_head import FIELD, ExitHead, ExitRule
 from jetdraft.runtime.proposers.parts import Parts
 
-_PROBABILITY = Range(lambda p: 0.0 <= p <= 1.0, "0 to 1 (never)")
+_PROBABILITY = Range(lambda p: 0.0 <= p <= 1.0, "0 to 1 (never)", optional=True)
 _RANGES = {"stop_threshold": _PROBABILITY, "exit_threshold": _PROBABILITY}
+
+
+THRESHOLD = 0.7
+"""The threshold of a generation that gives none."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +26,15 @@ class Exiting:
     `stop_and_exit` is the folder of a head that `jetdraft train exit` wrote. It stops
     the text where it is surer than `stop_threshold` that the next token will be wrong,
     and leaves the upper layers out where it is surer than `exit_threshold` that the
-    lower layers know the token. Raises `OptionError` for wrong values.
+    lower layers know the token; without them it is `THRESHOLD`. Raises `OptionError`
+    for wrong values.
 
         Exiting("exit-head", stop_threshold=0.8, exit_threshold=0.9)
     """
 
     stop_and_exit: str | Path | None = None
-    stop_threshold: float = 0.7
-    exit_threshold: float = 0.7
+    stop_threshold: float | None = None
+    exit_threshold: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.stop_and_exit, (str, Path, type(None))):
@@ -40,7 +45,7 @@ class Exiting:
             )
         check_ranges(self, _RANGES)
         for field in _RANGES if self.stop_and_exit is None else ():
-            if getattr(self, field) != getattr(Exiting, field):
+            if getattr(self, field) is not None:
                 raise OptionError(
                     f"{field.replace('_', ' ')} has no meaning without a head; give "
                     "stop and exit too, or leave it out",
@@ -68,4 +73,5 @@ class Exiting:
         head = ExitHead.load(
             Path(self.stop_and_exit), halves.base, layer, halves.hidden_size
         )
-        return ExitRule(head, self.stop_threshold, self.exit_threshold)
+        thresholds = (self.stop_threshold, self.exit_threshold)
+        return ExitRule(head, *(THRESHOLD if t is None else t for t in thresholds))

@@ -32,8 +32,8 @@ class GenerateOptions(TypedDict, total=False):
     drafting: Mapping[str, object] | MethodOptions
     exact: bool
     stop_and_exit: str | Path | None
-    stop_threshold: float
-    exit_threshold: float
+    stop_threshold: float | None
+    exit_threshold: float | None
     temperature: float
     top_k: int
     top_p: float

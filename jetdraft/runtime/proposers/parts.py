@@ -230,12 +230,13 @@ class Parts:
         start = list(self.bundle.start_token_ids)
         return (prompt, start) if start else ([], prompt)
 
-    def read(self, source: Material) -> None:
+    def read(self, source: Material, drafting: bool = True) -> None:
         """Encode the source of the next text, in the graphs that read a source.
 
+        Without `drafting` the drafter stays as it is, since its encoder takes time too.
         Rows that were written about another source must not stay.
         """
-        for graph in (self.target, self.drafter):
+        for graph in (self.target, self.drafter if drafting else None):
             if graph and graph.source and graph.source.read(source):
                 self.forget()
 

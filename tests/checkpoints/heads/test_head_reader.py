@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import DynamicCache
 
 from jetdraft.checkpoints.attention import HandThrough, StepState, attending
 from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.errors import CheckpointError
 from tests.checkpoints.heads import layouts, reference
 from tests.checkpoints.heads.conftest import ROWS
 from tests.checkpoints.heads.layouts import TAPS, VD, write
@@ -286,6 +288,42 @@ def test_medusa(target, states, tmp_path, layers):
     with torch.no_grad():
         logits = head.logits(head(states.final[None]))[0]
     torch.testing.assert_close(logits, reference.medusa(tensors, states.final), **CLOSE)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_medusa_as_vllm_names_it(target, states, tmp_path, biased):
+    """Most of its files have no biases."""
+    _, tensors = layouts.medusa(layers=2)
+    if not biased:
+        tensors |= {n: t * 0 for n, t in tensors.items() if n.endswith(".bias")}
+    stored = {
+        re.sub(
+            r"^(\d+)\.(\d)\.linear", r"medusa_heads.blocks.\1.layers.\2", name
+        ): tensor
+        for name, tensor in tensors.items()
+        if biased or not name.endswith(".bias")
+    }
+    stored = {
+        re.sub(r"^(\d+)\.2\.", r"medusa_heads.lm_heads.\1.", name): tensor
+        for name, tensor in stored.items()
+    }
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "num_heads": 3,
+        "num_hidden_layers": 2,
+        "hidden_size": layouts.H,
+        "vocab_size": VOCAB_SIZE,
+        "truncated_vocab_size": VOCAB_SIZE,
+        "medusa_fc_bias": biased,
+    }
+    head = load_head(write(tmp_path, config, stored), target, torch.float32)
+    with torch.no_grad():
+        logits = head.logits(head(states.final[None]))[0]
+    torch.testing.assert_close(logits, reference.medusa(tensors, states.final), **CLOSE)
+    config["truncated_vocab_size"] = 100
+    with pytest.raises(CheckpointError, match="truncated_vocab_size=100"):
+        load_head(write(tmp_path, config, stored), target, torch.float32)
 
 
 def test_hydra(target, states, tmp_path):

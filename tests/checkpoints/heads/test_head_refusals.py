@@ -8,11 +8,11 @@ import re
 import pytest
 import torch
 
-from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.checkpoints.heads.head_reader import check_head, load_head
 from jetdraft.errors import CheckpointError
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.layouts import VD, H, write
-from tests.tiny import VOCAB_SIZE
+from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 
 
 def refusal(target, source) -> str:
@@ -94,12 +94,12 @@ WRONG = {
     "no size": (other({"hidden_size": None}), "hidden_size=None"),
     "missing": (
         other(drop=["midlayer.self_attn.k_proj.weight"]),
-        r"lacks weight 'stack.layers.0.self_attn.k_proj.weight'",
+        r"lacks weight 'midlayer.self_attn.k_proj.weight'",
     ),
     "missing norm": (other(drop=["norm.weight"]), r"lacks weight 'norm.weight'"),
     "extra": (
         other(replace={"midlayer.self_attn.q_proj.bias": torch.zeros(H)}),
-        r"unknown weight 'stack.layers.0.self_attn.q_proj.bias'",
+        r"unknown weight 'midlayer.self_attn.q_proj.bias'",
     ),
     "shape": (
         other({"intermediate_size": 128}),
@@ -171,3 +171,98 @@ def test_files_that_are_no_files_of_tensors(target, tmp_path):
     file = tmp_path / "cut" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     assert "damaged" in refusal(target, source)
+
+
+VALUES = {
+    "negative rope": ({"rope_theta": -1}, "has rope_theta=-1"),
+    "rope of zero": ({"rope_parameters": {"rope_theta": 0}}, "has rope_theta=0"),
+    "factor": ({"rope_scaling": {"type": "linear", "factor": -2}}, "has factor=-2"),
+    "norm of text": ({"rms_norm_eps": "NaN"}, "has rms_norm_eps='NaN'"),
+    "negative norm": ({"rms_norm_eps": -1e-5}, "has rms_norm_eps=-1e-05"),
+    "activation": ({"hidden_act": "swoosh"}, "has hidden_act='swoosh'; it needs an"),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+@pytest.mark.parametrize("make", [layouts.eagle1, layouts.eagle3])
+def test_values_that_cannot_work(target, tmp_path, make, case):
+    """They load, and then every row is NaN."""
+    changes, message = VALUES[case]
+    config, tensors = make()
+    source = write(tmp_path, config | changes, tensors)
+    assert f"the config of {source} {message}" in refusal(target, source)
+
+
+def med(drop=(), replace=None):
+    config, tensors = layouts.medusa()
+    kept = {n: t for n, t in tensors.items() if n not in drop}
+    return config, kept | (replace or {})
+
+
+NAN, INTEGERS = torch.full((layouts.FF, H), torch.nan), torch.ones(layouts.FF, H).int()
+UP = "midlayer.mlp.up_proj.weight"
+NAMES = {
+    "a NaN": (other(replace={UP: NAN}), f"{UP} of .* has a NaN"),
+    "integers": (other(replace={UP: INTEGERS}), f"{UP} of .* is int32"),
+    "lacks": (other(drop=[UP]), f"lacks weight '{UP}'"),
+    "prefixed": (
+        other(drop=[f"model.{UP}"], prefix="model.midlayer."),
+        f"lacks weight 'model.{UP}'",
+    ),
+    "Medusa": (med(drop=["1.0.linear.bias"]), "lacks weight '1.0.linear.bias'"),
+    "Medusa's shape": (
+        med(replace={"2.1.weight": torch.ones(5, H)}),
+        r"2.1.weight of .* is \[5, 64\]",
+    ),
+    "Medusa's NaN": (
+        med(replace={"0.0.linear.bias": torch.full((H,), torch.inf)}),
+        "0.0.linear.bias of .* an infinite",
+    ),
+    "a gap": (
+        med(drop=["1.0.linear.weight", "1.0.linear.bias", "1.1.weight"]),
+        "has the heads 0, 2, which",
+    ),
+    "Hydra": (
+        other(make=layouts.hydra, drop=["hydra_mlp.1.0.res_connection.weight"]),
+        "lacks weight 'hydra_mlp.1.0.res_connection.weight'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_tensors_have_the_names_of_the_file(target, tmp_path, case):
+    """Not those of the module that they become."""
+    (config, tensors), message = NAMES[case]
+    assert re.search(message, refusal(target, write(tmp_path, config, tensors)))
+
+
+def test_a_whole_model_is_no_head(target, tmp_path):
+    """Neither the target itself without an MTP module, nor another model."""
+    assert "has no MTP module" in refusal(target, target.source)
+    config, other_model = llama_config(), tmp_path / "model"
+    save_checkpoint(other_model, config, tokenizer=False)
+    message = refusal(target, str(other_model))
+    assert "is a whole model, not a head; give it as --drafter" in message
+
+
+def test_modules_of_speculators_name_what_is_read(target, tmp_path):
+    """MTP is read, but not in the form of speculators."""
+    config, tensors = layouts.speculators(speculators_model_type="mtp")
+    message = refusal(target, write(tmp_path, config, tensors))
+    assert "reads eagle3 and dflash; an MTP module is read from the folder" in message
+
+
+def test_most_is_said_without_the_target(tmp_path):
+    """A target may take a minute to load."""
+    for source in ("/no/such/head", write(tmp_path / "a", {}, {"x": torch.ones(1)})):
+        with pytest.raises(CheckpointError, match="no head"):
+            check_head(source, "target")
+    config, tensors = layouts.eagle3()
+    check_head(write(tmp_path / "b", config, tensors), "target")
+    with pytest.raises(CheckpointError, match="rope_theta=-1"):
+        check_head(write(tmp_path / "c", config | {"rope_theta": -1}, tensors), "t")
+    for make in (layouts.eagle3, layouts.medusa, layouts.hydra):
+        config, tensors = make()
+        source = write(tmp_path / "d", config | {"odd": 3}, tensors)
+        with pytest.raises(CheckpointError, match="has odd=3"):
+            check_head(source, "target")

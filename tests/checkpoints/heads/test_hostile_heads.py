@@ -14,7 +14,7 @@ from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.layouts import H, write
 
 
-def check_refused(target, source, words="fetch|check|give"):
+def check_refused(target, source, words="fetch|check|give|needs"):
     with pytest.raises(CheckpointError, match=words) as refused:
         load_head(str(source), target, torch.float32)
     assert str(refused.value).isprintable()

