@@ -45,7 +45,7 @@ from tests.whispers import save as save_whisper
 SLOTS = 5
 QUICK = TrainingOptions(steps=4, batch_size=4, sequence_length=64, validate_every=2)
 LONGER = replace(
-    QUICK, steps=150, learning_rate=3e-3, validate_every=150, validation_share=0.2
+    QUICK, steps=500, learning_rate=3e-3, validate_every=500, validation_share=0.2
 )
 SETTINGS = SourceBlockSettings(layers=1, block_rows=SLOTS, anchors=8)
 SOURCES = [f" {word} {other}" for word in WORDS[:4] for other in WORDS[4:6]]
@@ -85,7 +85,7 @@ def world(tmp_path_factory):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert loss < 0.2
+    assert loss < 0.05
     target = folder / "target"
     model.save_pretrained(target)
     (target / "tokenizer.json").write_text((base / "tokenizer.json").read_text())
@@ -102,9 +102,12 @@ def prepare(world, output, options=QUICK, data=None, **changes):
 
 @pytest.fixture(scope="module")
 def trained(world):
-    """A run, what it reported before the first step and at the end, and its folder."""
+    """A run, what it reported before the first step and at the end, and its folder.
+
+    Nothing is told, so that it learns in fewer steps.
+    """
     folder, seen = world[0] / "drafter", []
-    run = prepare(world, folder, LONGER)
+    run = prepare(world, folder, LONGER, glancing=0.0)
     figures = run.run(seen.append)
     return run, seen[0].validation, figures, str(folder)
 
@@ -227,14 +230,16 @@ def test_a_share_of_the_wrong_guesses_is_told(world, tmp_path):
     is_open = whole & (batch.labels.gather(1, places.flatten(1)) != IGNORED).view(
         places.shape
     )
-    counts = {}
+    told = {}
     for share in (0.0, 0.5, 1.0):
         objective.train().glancing = share
-        told = objective.known(lesson, blocks, places, is_open)
-        assert not (told & ~is_open).any()
-        counts[share] = int(told.sum())
-    assert counts[0.0] == 0 < counts[0.5] < counts[1.0]
-    assert counts[0.5] == pytest.approx(counts[1.0] / 2, rel=0.4)
+        told[share] = objective.known(lesson, blocks, places, is_open)
+        assert not (told[share] & ~is_open).any()
+    wrong = told[1.0].sum(-1)
+    assert not told[0.0].any()
+    assert (told[1.0] | ~told[0.5]).all()
+    assert torch.equal(told[0.5].sum(-1), (wrong * 0.5).round().long())
+    assert wrong.sum() > wrong.numel()
     assert not objective.eval().known(lesson, blocks, places, is_open).any()
 
 
