@@ -18,8 +18,8 @@ from jetdraft.testing import toy_bundle
 HERE = Path(__file__).parent
 OWN = [
     "lookup", "draft", "eagle", "kangaroo", "glide", "chimera", "falcon", "select",
-    "medusa", "dflash", "diffusion", "stream", "ppd", "forecast", "recall", "trigram",
-    "cascade",
+    "medusa", "dflash", "diffusion", "block", "stream", "ppd", "forecast", "recall",
+    "trigram", "cascade",
 ]  # fmt: skip
 OF_TOY = ["none", "lookup", "draft", "trigram", "cascade"]
 
@@ -166,7 +166,7 @@ def test_its_own_options_are_read(toy, installed):
     [
         (
             "shape=best",
-            "unknown drafting option 'shape'; choose verifier, user, select_kv, top, "
+            "unknown drafting option 'shape'; choose verifier, user, select-kv, top, "
             "tolerance, memory",
         ),
         ("memory=many", "drafting option memory cannot be 'many'; give an integer"),

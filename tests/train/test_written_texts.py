@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from threading import Thread
 
 import pytest
@@ -104,22 +105,22 @@ def test_a_stopped_writing_goes_on_after_its_last_shard(model, tmp_path, monkeyp
     whole = WrittenTexts(tmp_path / "1", "me").completed(
         writing(model), examples(10), range(10)
     )
-    original, calls = written_texts.continuations, []
+    calls = []
 
     def stopping(*arguments):
         calls.append(arguments)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return original(*arguments)
+        return continuations(*arguments)
 
-    monkeypatch.setattr(written_texts, "continuations", stopping)
     texts = WrittenTexts(tmp_path / "2", "me")
+    stopped = replace(writing(model), write=stopping)
     with pytest.raises(KeyboardInterrupt):
-        texts.completed(writing(model), examples(10), range(10))
+        texts.completed(stopped, examples(10), range(10))
     assert len(list(texts.folder.iterdir())) == 1
     told = []
     again = texts.completed(
-        writing(model), examples(10), range(10), lambda *state: told.append(state)
+        stopped, examples(10), range(10), lambda *state: told.append(state)
     )
     assert again == whole
     assert len(calls) == 4  # the first shard was not written again

@@ -119,7 +119,8 @@ class SourceBlockTraining(BlockTraining):
         weights = sum(weight.numel() for weight in decoder.parameters())
         blocks: int = self.settings.anchors * self.options.batch_size
         guesses: int = blocks * self.config.slots
-        return max(200, TOKENS_PER_WEIGHT * weights // guesses)
+        steps: int = TOKENS_PER_WEIGHT * weights // guesses
+        return max(200, steps)
 
     def published(
         self, weights: dict[str, Tensor]
