@@ -8,6 +8,7 @@ source, in buffers of a fixed size whose unused slots a bias hides.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,10 @@ from jetdraft.errors import UnsupportedModelError
 IMPLEMENTATION = "jetdraft-source"
 """The name under which the attention is registered with transformers."""
 
+Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+"""Of a layer's module and query [1, heads, n, d], key and value [1, kv_heads, n, d]:
+the mixed values [1, n, heads, d]."""
+
 Pairs = list[tuple[Tensor, Tensor]]
 """Keys and values [1, heads, slots, head_dim] by layer."""
 
@@ -36,10 +41,12 @@ Pairs = list[tuple[Tensor, Tensor]]
 class SourceState(StepState):
     """A pass of a decoder that reads a source.
 
-    `source_bias` [1, 1, 1, slots] hides the slots behind the source.
+    `source_bias` [1, 1, 1, slots] hides the slots behind the source. `own` is how the
+    decoder attends to its own text; None for `attend`.
     """
 
     source_bias: Tensor = field(default_factory=lambda: torch.zeros(1))
+    own: Attention | None = None
 
 
 class CrossCache(EncoderDecoderCache):  # type: ignore[misc]  # transformers is untyped
@@ -89,6 +96,9 @@ def attend_to_source(
     state has the bias.
     """
     if getattr(module, "is_causal", False):
+        own = getattr(active_state(), "own", None)
+        if own is not None:
+            return own(module, query, key, value), None
         return attend(module, query, key, value, attention_mask, scaling, **extra)
     unknown = unknown_arguments(extra)
     if attention_mask is not None or unknown:

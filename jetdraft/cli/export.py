@@ -34,8 +34,8 @@ from jetdraft.terminal.progress import ProgressBars
     "--head",
     help="A head that reads the target's states, or a drafter that fills blocks, in "
     "place of a drafter: the folder or hub id of EAGLE-1, 2 or 3 (speculators' too), "
-    "Medusa, Hydra, DFlash, a diffusion drafter, Kangaroo, GliDe, Chimera or Falcon, "
-    "or of the target itself for its MTP module.",
+    "Medusa, Hydra, DFlash, a diffusion or block drafter, Kangaroo, GliDe, Chimera or "
+    "Falcon, or of the target itself for its MTP module.",
 )
 @option(
     "checkpoint",

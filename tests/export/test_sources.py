@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, BartConfig, MarianConfig, T5Config
+from transformers import AutoModelForSeq2SeqLM, T5Config
 
 import jetdraft
 from jetdraft.bundle import Bundle
@@ -18,59 +18,13 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.planning.drafting import Drafting
 from tests import manifests
-from tests.tiny import VOCAB_SIZE, save_tokenizer
+from tests.sources import CONFIGS, SOURCE, START, T5, save
+from tests.tiny import VOCAB_SIZE
 
-T5 = {
-    "vocab_size": VOCAB_SIZE,
-    "d_model": 64,
-    "d_kv": 16,
-    "d_ff": 96,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "num_heads": 4,
-    "feed_forward_proj": "gated-gelu",
-    # Few and near, so that a wrong distance shows.
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 16,
-    "initializer_factor": 1.0,
-    "decoder_start_token_id": 3,
-    "eos_token_id": 0,
-    "pad_token_id": 1,
-}
-BART = {
-    "vocab_size": VOCAB_SIZE,
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "max_position_embeddings": 64,
-    "init_std": 0.2,
-    "decoder_start_token_id": 2,
-    "eos_token_id": 0,
-    "bos_token_id": None,
-    "pad_token_id": 1,
-    "forced_eos_token_id": None,
-}
-CONFIGS = {
-    "t5": T5Config(**T5),
-    "bart": BartConfig(**BART),
-    "marian": MarianConfig(**BART),
-}
 DRAFTED = "t5"
 """The family whose bundle has a drafter; an export takes seven seconds."""
 
-START = {"t5": 3, "bart": 2, "marian": 2}
 OPTIONS = ExportOptions(Recipe("none"), capacity=64, max_width=16)
-SOURCE = [5, 9, 200, 31, 64, 77, 12, 5, 9, 200, 31, 8]
-
-
-def save(folder, config, tokenizer=True):
-    torch.manual_seed(0)
-    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(folder)
-    return save_tokenizer(folder) if tokenizer else folder
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

@@ -166,7 +166,8 @@ def test_its_own_options_are_read(toy, installed):
     [
         (
             "shape=best",
-            "unknown drafting option 'shape'; choose verifier, user, select_kv, memory",
+            "unknown drafting option 'shape'; choose verifier, user, select_kv, top, "
+            "tolerance, memory",
         ),
         ("memory=many", "drafting option memory cannot be 'many'; give an integer"),
         ("memory=0", "memory 0 is too small; give 1 or more"),

@@ -9,7 +9,7 @@ from typing import Any
 EAGLE1, EAGLE3, MTP, MEDUSA, HYDRA = "eagle1", "eagle3", "mtp", "medusa", "hydra"
 DFLASH, DIFFUSION = "dflash", "diffusion"
 KANGAROO, GLIDE, CHIMERA = "kangaroo", "glide", "chimera"
-FALCON = "falcon"
+FALCON, BLOCK = "falcon", "block"
 CARRYING = (EAGLE1, EAGLE3, MTP)
 """The families whose head keeps keys and values and hands a state to its next step."""
 

@@ -23,6 +23,11 @@ from jetdraft.checkpoints.heads.attached.exit_adapter import (
 )
 from jetdraft.checkpoints.heads.attached.falcon import Falcon, is_falcon, read_falcon
 from jetdraft.checkpoints.heads.attached.glide import Glide, is_glide, read_glide
+from jetdraft.checkpoints.heads.attached.source_drafter import (
+    SourceDrafter,
+    is_source_drafter,
+    read_source_drafter,
+)
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.block_reader import (
     is_dflash,
@@ -49,12 +54,22 @@ from jetdraft.checkpoints.heads.medusa import (
 from jetdraft.checkpoints.heads.mtp import is_mtp, read_mtp
 from jetdraft.checkpoints.parameters import run_in
 from jetdraft.checkpoints.reading.loading_errors import as_checkpoint_error
-from jetdraft.errors import CheckpointError
+from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.untrusted.printable import printable
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
-AnyHead = Head | BlockDrafter | Medusa | Hydra | ExitAdapter | Glide | Chimera | Falcon
+AnyHead = (
+    Head
+    | BlockDrafter
+    | SourceDrafter
+    | Medusa
+    | Hydra
+    | ExitAdapter
+    | Glide
+    | Chimera
+    | Falcon
+)
 
 _KINDS = (
     "EAGLE-1, EAGLE-2, EAGLE-3, MTP, DFlash, Medusa, Hydra, Kangaroo, GliDe, "
@@ -72,6 +87,11 @@ def load_head(source: str, target: Checkpoint, dtype: torch.dtype) -> AnyHead:
         head = load_head("AngelSlim/Qwen3-1.7B_eagle3", target, torch.float32)
     """
     files = HeadFiles.read(source)
+    if target.reads_source and not is_source_drafter(files):
+        raise UnsupportedModelError(
+            f"{target.source} is an encoder-decoder, and a head for it is a drafter of "
+            "train drafter --kind block; give one, or a checkpoint with --drafter"
+        )
     with as_checkpoint_error(source), no_init_weights():
         head = _builder(files, target.source)(files, target)
     _compute_in(head, target, dtype)
@@ -105,6 +125,7 @@ def _builder(
             "from the folder of its target"
         )
     for is_one, build in (
+        (is_source_drafter, _source_drafter),
         (is_medusa, _medusa),
         (is_hydra, _hydra),
         (lambda files: is_dflash(files) or is_diffusion(files), _block_drafter),
@@ -159,6 +180,21 @@ def _block_drafter(files: HeadFiles, target: Checkpoint) -> AnyHead:
     _fill(files, drafter, tensors, taken=("lm_head.",))
     drafter.lm_head.weight = drafter.embed_tokens.weight
     return drafter
+
+
+def _source_drafter(files: HeadFiles, target: Checkpoint) -> AnyHead:
+    config, tensors = read_source_drafter(files, target)
+    drafter = SourceDrafter(config, target.model)
+    _fill(files, drafter, tensors, _lent_names(drafter, target))
+    return drafter
+
+
+def _lent_names(drafter: nn.Module, target: Checkpoint) -> tuple[str, ...]:
+    """The names of all weights and buffers that a drafter has from its target."""
+    lent = {id(weight) for weight in target.model.parameters()}
+    named = drafter.named_parameters(remove_duplicate=False)
+    buffers = (name for name, _ in drafter.named_buffers())
+    return (*(name for name, weight in named if id(weight) in lent), *buffers)
 
 
 def _kangaroo(files: HeadFiles, target: Checkpoint) -> AnyHead:

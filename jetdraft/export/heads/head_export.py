@@ -14,6 +14,7 @@ from jetdraft.checkpoints.heads.attached.chimera import Chimera
 from jetdraft.checkpoints.heads.attached.exit_adapter import ExitAdapter
 from jetdraft.checkpoints.heads.attached.falcon import Falcon
 from jetdraft.checkpoints.heads.attached.glide import Glide
+from jetdraft.checkpoints.heads.attached.source_drafter import SourceDrafter
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_reader import AnyHead, load_head
@@ -35,8 +36,12 @@ from jetdraft.export.heads.head_step import HeadStep, head_contract
 from jetdraft.export.heads.shared_weights import share_weights
 from jetdraft.export.job import Job
 from jetdraft.export.pair.cut_head import write_vocabulary
+from jetdraft.export.source.source_block_step import (
+    SourceBlockStep,
+    source_block_contract,
+)
 from jetdraft.export.step import Step
-from jetdraft.export.variants import chain_graph, tree_graph
+from jetdraft.export.variants import chain_graph, source_graph, tree_graph
 from jetdraft.graph_entry import GraphEntry
 from jetdraft.quant.weights import Quantization
 
@@ -56,7 +61,9 @@ def head_of(source: str, target: Checkpoint, options: ExportOptions) -> AnyHead:
 def taps_of(head: AnyHead) -> Taps | None:
     """What a head reads of its target's states; None for a drafter without them."""
     config = head.config
-    if isinstance(head, Glide) or (isinstance(head, BlockDrafter) and head.reads_text):
+    if isinstance(head, Glide | SourceDrafter) or (
+        isinstance(head, BlockDrafter) and head.reads_text
+    ):
         return None
     if isinstance(head, ExitAdapter):
         return Taps(config.taps, config.feature_size, cut=head.exit_layer)
@@ -75,6 +82,9 @@ def write_head(
     `overlaps` are what the manifest says of the recipe's acceptance.
     """
     job = head_job(target, source, head, overlaps)
+    if job.contract.source_slots:
+        source_graph.write_encoder(job, job.quantization)
+        share_weights(job.beside("encoder"), target.beside("encoder"))
     chain_graph.write(job)
     if job.contract.reads and target.options.provider_of(DRAFTER).name == "cpu":
         read_less(job.file, job.contract)
@@ -125,6 +135,7 @@ def head_job(
 _STEPS: tuple[tuple[Any, Callable[..., Step], Callable[..., StepContract]], ...] = (
     (Guessing, GuessStep, guess_contract),
     (BlockDrafter, BlockStep, block_contract),
+    (SourceDrafter, SourceBlockStep, source_block_contract),
     (Glide, GlideStep, glide_contract),
     (Chimera, ChimeraStep, chimera_contract),
     (Falcon, FalconStep, falcon_contract),

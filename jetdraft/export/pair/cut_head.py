@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from jetdraft.bundle import DRAFTER
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.attached.source_drafter import SourceDrafter
 from jetdraft.checkpoints.heads.head_reader import AnyHead
 from jetdraft.checkpoints.heads.hydra import Hydra
 from jetdraft.checkpoints.heads.medusa import Medusa
@@ -71,6 +72,7 @@ def cut_head(head: AnyHead, ids: Tensor, dtype: torch.dtype) -> None:
 
     The target's own LM head stays as it is.
     """
+    assert not isinstance(head, SourceDrafter)  # refused before
     if isinstance(head, Medusa | Hydra):
         cut = (_rows(lm_head, ids, dtype) for lm_head in head.lm_heads)
         head.lm_heads = nn.ModuleList(cut)

@@ -7,7 +7,6 @@ bias by the distance of rows.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,11 +14,17 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from jetdraft.checkpoints.attention import StepState
 from jetdraft.checkpoints.source_attention import CrossCache, Pairs, SourceState
+from jetdraft.checkpoints.sources.decoder_seams import (
+    answering,
+    distance_bias,
+    placed,
+    relative_table,
+)
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.source_contract import SourceContract
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.step import Specs, Step, dtype_of, state_of, zeros
 
 _TRACED_SOURCE = 9
@@ -48,13 +53,6 @@ def projections(module: Any) -> tuple[Any, Any]:
     if hasattr(module, "k_proj"):
         return module.k_proj, module.v_proj
     return module.k, module.v
-
-
-def relative_table(model: Any) -> Any:
-    """The decoder's attention with a table of biases by distance; None without it."""
-    modules = model.get_decoder().modules()
-    named = "has_relative_attention_bias"
-    return next((m for m in modules if getattr(m, named, False)), None)
 
 
 def encoder_parameters(model: Any) -> set[int]:
@@ -92,17 +90,8 @@ class SourceStep(Step):
         """The outputs of the contract; `rest` is the cross buffers, then the past."""
         *cross, past = rest
         plain = state_of(position_ids, cursor, total_length, past)
-        slots = torch.arange(self.contract.source_slots)
-        dtype = dtype_of(self.contract)
-        beyond = (slots >= source_length).to(dtype) * HIDDEN
-        state = SourceState(
-            plain.cursor,
-            plain.last_row,
-            plain.total_length,
-            plain.past,
-            bias=self._bias(position_ids, cursor),
-            source_bias=beyond[None, None, None],
-        )
+        bias = self.distances(position_ids, position_ids, cursor)
+        state = self.reading(plain, source_length, bias)
         self._cross: Pairs = list(zip(cross[::2], cross[1::2], strict=True))
         return self.outputs(state, input_ids, position_ids, answer_rows)
 
@@ -110,77 +99,57 @@ class SourceStep(Step):
         self, state: Any, input_ids: Tensor, position_ids: Tensor, answer_rows: Tensor
     ) -> Tensor:
         """The logits of the rows to answer for, float32 [1, m, n]."""
-        dtype = dtype_of(self.contract)
-        # Never read, since the cross buffers are written already.
-        width = self.model.get_input_embeddings().weight.shape[1]
-        states = torch.zeros(1, 1, width, dtype=dtype)
-        with self._placed(position_ids), self._answering(answer_rows):
+        rows = slice(None), answer_rows
+        with placed(self.model, position_ids), answering(self.model, rows):
             logits: Tensor = self.model(
-                encoder_outputs=BaseModelOutput(last_hidden_state=states),
-                decoder_input_ids=input_ids,
-                past_key_values=CrossCache(self._cross),
-                use_cache=True,
+                decoder_input_ids=input_ids, **self.encoded(self._cross)
             ).logits
         return logits.float()
 
-    @contextlib.contextmanager
-    def _placed(self, position_ids: Tensor) -> Iterator[None]:
-        """Let the decoder look up the rows' own positions."""
-        table = getattr(self.model.get_decoder(), "embed_positions", None)
-        if table is None:
-            if not self.contract.relative_positions:
-                raise UnsupportedModelError(
-                    f"{type(self.model).__name__} has positions of its own kind; "
-                    "export another architecture"
-                )
-            yield
-            return
-        places = position_ids + getattr(table, "offset", 0)
-        table.forward = lambda *_, **__: torch.nn.functional.embedding(
-            places, table.weight
+    def encoded(self, cross: Pairs) -> dict[str, Any]:
+        """What the model takes in place of a source: the cross buffers."""
+        # Never read, since the cross buffers are written already.
+        width = self.model.get_input_embeddings().weight.shape[1]
+        states = torch.zeros(1, 1, width, dtype=dtype_of(self.contract))
+        return {
+            "encoder_outputs": BaseModelOutput(last_hidden_state=states),
+            "past_key_values": CrossCache(cross),
+            "use_cache": True,
+        }
+
+    def reading(
+        self, plain: StepState, source_length: Tensor, bias: Tensor | None
+    ) -> SourceState:
+        """The state of a pass that reads a source, with a bias of its own rows."""
+        slots = torch.arange(self.contract.source_slots)
+        beyond = (slots >= source_length).to(dtype_of(self.contract)) * HIDDEN
+        return SourceState(
+            plain.cursor,
+            plain.last_row,
+            plain.total_length,
+            plain.past,
+            bias=bias,
+            source_bias=beyond[None, None, None],
         )
-        try:
-            yield
-        finally:
-            del table.forward
 
-    @contextlib.contextmanager
-    def _answering(self, answer_rows: Tensor) -> Iterator[None]:
-        """Let the LM head see the rows to answer for only."""
+    def distances(
+        self, rows: Tensor, positions: Tensor, cursor: Tensor, both_ways: bool = False
+    ) -> Tensor | None:
+        """The bias of all slots by their distance from rows [1, n], [1, heads, n, k].
 
-        def keep(module: Any, args: Any, output: Any) -> Any:
-            output.last_hidden_state = output.last_hidden_state[:, answer_rows]
-            return output
-
-        handle = self.model.get_decoder().register_forward_hook(keep)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _bias(self, position_ids: Tensor, cursor: Tensor) -> Tensor | None:
-        """The bias of all slots by their distance, [1, heads, n, slots].
-
-        A slot before the cursor has its own number as position, a row of this pass the
-        row's: rows of a tree share positions.
+        None for a model without such a bias. A slot before the cursor has its own
+        number as position, the slots from there on have `positions` int64 [1, m]: rows
+        of a tree share positions.
         """
-        module = relative_table(self.model)
-        if module is None:
+        if relative_table(self.model) is None:
             return None
         slots = torch.arange(self.contract.slots)
         place = (slots - cursor).clamp(min=0)
         # A comparison with the number of rows, as a clip to it, would fix that number.
-        place = torch.minimum(place, torch.ones_like(position_ids).sum() - 1)
-        own = position_ids[0].gather(0, place)
-        positions = torch.where(slots < cursor, slots, own)
-        buckets = module._relative_position_bucket(
-            positions[None] - position_ids[0][:, None],
-            bidirectional=False,
-            num_buckets=module.relative_attention_num_buckets,
-            max_distance=module.relative_attention_max_distance,
-        )
-        bias: Tensor = module.relative_attention_bias(buckets)
-        return bias.permute(2, 0, 1)[None]
+        place = torch.minimum(place, torch.ones_like(positions).sum() - 1)
+        own = positions[0].gather(0, place)
+        taken = torch.where(slots < cursor, slots, own)
+        return distance_bias(self.model, rows, taken[None], both_ways)
 
 
 class EncoderStep(Step):

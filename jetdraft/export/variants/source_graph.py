@@ -8,18 +8,15 @@ import onnx_ir as ir
 
 from jetdraft.bundle import CONTRIB
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.sources.decoder_seams import relative_table
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import OptionError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.job import Job
-from jetdraft.export.source.source_step import (
-    EncoderStep,
-    SourceStep,
-    relative_table,
-    source_sizes,
-)
+from jetdraft.export.source.source_step import EncoderStep, SourceStep, source_sizes
 from jetdraft.export.tracing.tracer import trace
 from jetdraft.export.variants.variant import Variant
+from jetdraft.quant.weights import Quantization
 
 
 def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
@@ -64,22 +61,27 @@ def write(job: Job) -> None:
     """Write `{name}-encoder.onnx`, and let the decoder be traced with the source."""
     if not job.checkpoint.reads_source:
         return
-    file = job.beside("encoder")
-    stage = f"trace {job.name}'s encoder"
-    job.report(stage, 0, 1)
-    model = trace(EncoderStep(job.checkpoint.model, job.contract), job.names)
     head = job.quantization.head
     # An embedding that is tied to the LM head has the head's integers.
     lent = replace(
         job.quantization, borrowed={head: head}, lender=job.quantization, head=""
     )
-    lent.apply(model)
+    write_encoder(job, lent)
+    job.step = SourceStep(job.checkpoint.model, job.contract)
+
+
+def write_encoder(job: Job, quantization: Quantization) -> None:
+    """Write `{name}-encoder.onnx` in that quantization, and add it to the entry."""
+    file = job.beside("encoder")
+    stage = f"trace {job.name}'s encoder"
+    job.report(stage, 0, 1)
+    model = trace(EncoderStep(job.checkpoint.model, job.contract), job.names)
+    quantization.apply(model)
     for node in model.graph:
         node.metadata_props.clear()  # drops stack traces with this machine's paths
     ir.save(model, file, external_data=f"{file.name}.data")
     job.report(stage, 1, 1)
     job.entry = replace(job.entry, encoder_file=file.name)
-    job.step = SourceStep(job.checkpoint.model, job.contract)
 
 
 VARIANT = Variant(write, check, declare)

@@ -12,6 +12,8 @@ from jetdraft.errors import DraftingError, OptionError
 from jetdraft.ranges import between, check_flags, check_ranges
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import WALK, MethodOptions, unknown_key
+from jetdraft.runtime.sampling.verifier import Verifier
+from jetdraft.runtime.sampling.verifiers import VERIFIERS
 
 MAX_DRAFT_TOKENS = WIDEST - 1
 """The longest draft: the widest decoding pass without the root."""
@@ -107,6 +109,11 @@ class Drafting:
     def verifier(self) -> str:
         """The verifier that all methods of a generation share."""
         return next((o.verifier for o in self.options.values()), WALK)
+
+    @property
+    def checker(self) -> Verifier:
+        """The verifier itself, with its own options."""
+        return next((o.checker for o in self.options.values()), VERIFIERS[WALK])
 
     @property
     def user(self) -> str:

@@ -16,7 +16,6 @@ from jetdraft.runtime.planning.exiting import Exiting
 from jetdraft.runtime.proposers.method import MethodOptions
 from jetdraft.runtime.sampling.chooser import Sampling
 from jetdraft.runtime.sampling.penalties import Penalties
-from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from jetdraft.runtime.text.constraint import Constraint
 from jetdraft.runtime.text.stops import Ending
 
@@ -113,7 +112,7 @@ class Options:
     @property
     def lossy(self) -> str:
         """What may change the distribution of the text; "" for nothing."""
-        verifier = VERIFIERS[self.drafting.verifier]
+        verifier = self.drafting.checker
         reasons = [f"verifier {verifier.name}"] if verifier.lossy else []
         if self.exiting.stop_and_exit is not None:
             reasons.append("stop and exit")

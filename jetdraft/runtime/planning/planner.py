@@ -24,7 +24,6 @@ from jetdraft.runtime.proposers.method import WALK, Method, MethodOptions
 from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Observer, Proposer
 from jetdraft.runtime.sampling.verifier import Verifier, check_kind
-from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from jetdraft.runtime.text.matcher import Matcher
 
 MOST_PROPOSERS = 64
@@ -147,7 +146,7 @@ class Planner:
         """
         self._check_named(drafting)
         chosen = self._chosen(drafting)
-        verifier = VERIFIERS[drafting.verifier]
+        verifier = drafting.checker
         for proposer in chosen:
             check_kind(verifier, proposer.traits.kind)
         if matcher is not None and drafting.verifier == WALK:

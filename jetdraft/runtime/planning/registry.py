@@ -50,6 +50,7 @@ _METHODS: tuple[Method[Any], ...] = (
     *(m.METHOD for m in (lookup, draft, head_method, exit_method, glide_method)),
     *(chimera_method.METHOD, falcon_method.METHOD, select_method.METHOD),
     *(medusa_method.METHOD, block_methods.DFLASH, block_methods.DIFFUSION),
+    block_methods.BLOCK,
     *(m.METHOD for m in (stream, ppd, forecasts, recall, trigram, cascade)),
 )
 

@@ -27,12 +27,20 @@ from typing import (
 )
 
 from jetdraft.bundle import Bundle
+from jetdraft.contracts.constants import CANDIDATES
 from jetdraft.errors import DraftingError, OptionError
+from jetdraft.ranges import Range, between, check_ranges
 from jetdraft.runtime.passes.target import Target
 from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Proposer
+from jetdraft.runtime.sampling.lossy import TOLERANT, Tolerant
 from jetdraft.runtime.sampling.verifier import Verifier
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
+
+_RANGES = {
+    "top": between(1, CANDIDATES),
+    "tolerance": Range(lambda gap: gap >= 0.0, "0 or more"),
+}
 
 WALK = "walk"
 """The verifier that gives the text of plain decoding."""
@@ -45,6 +53,8 @@ class MethodOptions:
     verifier   which drafted tokens are accepted, a name in `VERIFIERS`
     user       whose earlier responses are drafted from, and who keeps the new response
     select_kv  read only the KV rows that `export --select-kv` lets passes select: lossy
+    top        verifier tolerant accepts one of that many best tokens, if its log
+    tolerance  probability is at most this below that of the best
 
     Fields are of type str, int, float, bool, Path, tuple[int, ...], or a union of them.
     A text is read as the field's type. Raises `OptionError` for another type.
@@ -55,16 +65,27 @@ class MethodOptions:
     verifier: str = WALK
     user: str = ""
     select_kv: bool = False
+    top: int = Tolerant.top
+    tolerance: float = Tolerant.tolerance
 
     def __post_init__(self) -> None:
         for key, hint in _hints(type(self)).items():  # type: ignore[arg-type]
             value = _read(key, getattr(self, key), hint)
             object.__setattr__(self, key, value)
         check_choice("verifier", self.verifier, VERIFIERS)
+        check_ranges(self, _RANGES)
+        own = Tolerant(self.top, self.tolerance)
+        if self.verifier != TOLERANT and own != Tolerant():
+            raise DraftingError(
+                f"verifier {self.verifier!r} has no top and no tolerance; leave them "
+                f"out, or give verifier={TOLERANT}"
+            )
 
     @property
     def checker(self) -> Verifier:
         """The verifier itself."""
+        if self.verifier == TOLERANT:
+            return Tolerant(self.top, self.tolerance)
         return VERIFIERS[self.verifier]
 
     @property

@@ -1,7 +1,7 @@
 """All verifiers by name: the walk, and others whose choice depends on the draft."""
 
 from jetdraft.runtime.drafts.rows import Kind
-from jetdraft.runtime.sampling.lossy import tolerant, typical
+from jetdraft.runtime.sampling.lossy import Tolerant, typical
 from jetdraft.runtime.sampling.rejection import (
     greedy_plus_one,
     recursive,
@@ -28,7 +28,7 @@ _RULES: tuple[Verifier, ...] = (
         "greedy-plus-one", _TOP, lambda p, q, x, kind: greedy_plus_one(p, q, x)
     ),
     Conditional("typical", _ALL, lambda p, q, x, kind: typical(p, x), lossy=True),
-    Conditional("tolerant", _ALL, lambda p, q, x, kind: tolerant(p, x), lossy=True),
+    Tolerant(),
 )
 
 VERIFIERS: dict[str, Verifier] = {verifier.name: verifier for verifier in _RULES}

@@ -6,10 +6,12 @@ context before it, as in a draft that starts there, and no other block.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.heads.block_drafter import BlockDrafter, masked
+from jetdraft.checkpoints.heads.block_drafter import masked
 from jetdraft.train.block.block_places import Blocks
 from jetdraft.train.data import IGNORED
 from jetdraft.train.head.head_losses import Lesson
@@ -26,9 +28,9 @@ class BlockObjective(nn.Module):
         sums = BlockObjective(drafter)(lesson, blocks)
     """
 
-    def __init__(self, drafter: BlockDrafter, of_text: bool = False) -> None:
+    def __init__(self, drafter: Any, of_text: bool = False) -> None:
         super().__init__()
-        self.drafter = drafter
+        self.drafter: Any = drafter
         self.of_text = of_text
 
     def forward(self, lesson: Lesson, blocks: Blocks) -> Sums:
@@ -42,12 +44,13 @@ class BlockObjective(nn.Module):
         places = blocks.anchors[..., None] + 1 + distance  # [b, n, slots]
         inside = places < lesson.ids.shape[1]
         places = places.clamp(max=lesson.ids.shape[1] - 1)
-        guessed = inside & (distance >= blocks.known[..., None])
-        learned = guessed & (_at(lesson.labels, places) != IGNORED)
-        learned = learned & blocks.is_real[..., None]
-        logits = self._logits(lesson, blocks, places, learned)
-        teacher = _at(lesson.logits, places - 1)[learned].float()
-        tokens = _at(lesson.ids, places)[learned]
+        open_places = inside & (at(lesson.labels, places) != IGNORED)
+        open_places = open_places & blocks.is_real[..., None]
+        is_known = self.known(lesson, blocks, places, open_places)
+        learned = open_places & ~is_known
+        logits = self.logits(lesson, blocks, places, is_known, learned)
+        teacher = at(lesson.logits, places - 1)[learned].float()
+        tokens = at(lesson.ids, places)[learned]
         scores = logits.float().log_softmax(-1)
         if self.of_text:
             lost = -scores.gather(-1, tokens[:, None])[:, 0]
@@ -57,17 +60,32 @@ class BlockObjective(nn.Module):
         far = (distance - blocks.known[..., None])[learned]
         return sums_of(lost, right, far, learned)
 
-    def _logits(
-        self, lesson: Lesson, blocks: Blocks, places: Tensor, learned: Tensor
+    def known(
+        self, lesson: Lesson, blocks: Blocks, places: Tensor, open_places: Tensor
+    ) -> Tensor:
+        """Whether the token of a place in a block is told, bool [b, n, slots].
+
+        `places` int64 [b, n, slots] are those of the guesses; those that are open can
+        be learned.
+        """
+        slots = torch.arange(self.drafter.config.slots, device=places.device)
+        return slots < blocks.known[..., None]
+
+    def logits(
+        self,
+        lesson: Lesson,
+        blocks: Blocks,
+        places: Tensor,
+        is_known: Tensor,
+        learned: Tensor,
     ) -> Tensor:
         """The logits [k, vocabulary] of the learned guesses."""
         drafter, ids = self.drafter, lesson.ids
-        slots, (count, sequences) = drafter.config.slots, (ids.shape[1], len(ids))
-        is_known = torch.arange(slots, device=ids.device) < blocks.known[..., None]
-        block = _at(ids, places).masked_fill(~is_known, drafter.config.vocab_size)
+        count, sequences = ids.shape[1], len(ids)
+        block = at(ids, places).masked_fill(~is_known, drafter.config.vocab_size)
         first = blocks.anchors
         if not drafter.reads_text:
-            block = torch.cat([_at(ids, blocks.anchors)[..., None], block], dim=-1)
+            block = torch.cat([at(ids, blocks.anchors)[..., None], block], dim=-1)
             first = first - 1
         size = drafter.block_rows
         own = first[..., None] + 1 + torch.arange(size, device=ids.device)
@@ -103,7 +121,7 @@ def block_mask(last: Tensor, size: int, count: int, context_asks: bool) -> Tenso
     return mask[:, None]
 
 
-def _at(rows: Tensor, places: Tensor) -> Tensor:
+def at(rows: Tensor, places: Tensor) -> Tensor:
     """The rows [b, T, ...] at places int64 [b, ...]."""
     sequences = torch.arange(len(rows), device=rows.device)
     return rows[sequences.view(-1, *[1] * (places.ndim - 1)), places]

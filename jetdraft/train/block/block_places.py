@@ -16,7 +16,8 @@ class Blocks:
 
     `anchors` int64 [b, n] are the places of the last tokens before the masks, `known`
     int64 [b, n] count the known tokens behind them, and `is_real` bool [b, n] is false
-    for blocks that only fill the tensor up.
+    for blocks that only fill the tensor up. `chances` float [b, n, slots] decide what
+    is told of a block beside them; without a choice there are none.
 
         blocks = Blocks.drawn(batch, 16, 7, 0.25, [torch.Generator()] * len(batch.ids))
     """
@@ -24,6 +25,7 @@ class Blocks:
     anchors: Tensor
     known: Tensor
     is_real: Tensor
+    chances: Tensor | None = None
 
     @classmethod
     def drawn(
@@ -33,11 +35,12 @@ class Blocks:
         slots: int,
         known_share: float,
         generators: list[torch.Generator],
+        first: int = 1,
     ) -> Blocks:
-        """Blocks at random places; each sequence has a generator of its own."""
-        anchors, known, is_real = [], [], []
+        """Blocks at random places from `first` on, with a generator per sequence."""
+        anchors, known, is_real, chances = [], [], [], []
         for labels, generator in zip(batch.labels.cpu(), generators, strict=True):
-            places = starts(labels)
+            places = starts(labels, first)
             order = torch.randperm(len(places), generator=generator)[:count]
             chosen = places[order]
             left = count - len(chosen)
@@ -47,16 +50,16 @@ class Blocks:
             told = (shares[:, 0] < known_share) & (slots > 1)
             known.append(torch.where(told, counts.clamp(max=slots - 1), 0))
             is_real.append(torch.arange(count) < len(chosen))
-        device = batch.ids.device
-        rows = (torch.stack(part).to(device) for part in (anchors, known, is_real))
-        return cls(*rows)
+            chances.append(torch.rand(count, slots, generator=generator))
+        parts = anchors, known, is_real, chances
+        return cls(*(torch.stack(part).to(batch.ids.device) for part in parts))
 
     @classmethod
-    def spread(cls, batch: Batch, count: int) -> Blocks:
-        """Blocks without known tokens, evenly over each sequence."""
+    def spread(cls, batch: Batch, count: int, first: int = 1) -> Blocks:
+        """Blocks without known tokens, evenly over each sequence from `first` on."""
         anchors, is_real = [], []
         for labels in batch.labels.cpu():
-            places = starts(labels)
+            places = starts(labels, first)
             ends = torch.linspace(0, max(0, len(places) - 1), count).long().tolist()
             taken = torch.tensor(sorted(set(ends)))
             chosen = places[taken] if len(places) else places
@@ -67,11 +70,11 @@ class Blocks:
         return cls(rows[0], torch.zeros_like(rows[0]), rows[1])
 
 
-def starts(labels: Tensor) -> Tensor:
-    """The places [k] of a sequence after which a learned token follows; not the first.
+def starts(labels: Tensor, first: int = 1) -> Tensor:
+    """The places [k] of a sequence, from `first` on, that a learned token follows.
 
-    A block needs a row of context before it.
+    A block that begins with a token needs a row of context before it.
     """
     learned = labels[1:] != IGNORED
-    learned[:1] = False
+    learned[:first] = False
     return learned.nonzero()[:, 0]

@@ -81,3 +81,20 @@ class DiffusionSettings(BlockSettings):
                 f"hidden size {self.hidden_size} has no heads of 16 numbers; give a "
                 "multiple of 16"
             )
+
+
+@dataclass(frozen=True)
+class SourceBlockSettings(BlockSettings):
+    """A drafter of an encoder-decoder, with `layers` layers in its decoder.
+
+    Of the tokens of a block that it would guess wrong, a share of `glancing` is told,
+    which falls to nothing in the course of the training (GLAT, 2008.07905).
+
+        SourceBlockSettings(layers=2, block_rows=8)
+    """
+
+    glancing: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_ranges(("glancing", self.glancing, 0.0, 1.0))

@@ -57,6 +57,8 @@ class BlockTraining(PlaceTraining):
 
     most_norm = 1.0
     module: BlockObjective
+    first_anchor = 1
+    """The first row of a text behind which a block may begin."""
 
     def __init__(
         self,
@@ -77,14 +79,29 @@ class BlockTraining(PlaceTraining):
                 f"blocks of {settings.block_rows}; give {least} or more"
             )
         self.load_target(target, "drafters")
-        self.layers = len(decoder_layers(self.target.model))
+        self.layers = self.count_layers()
         self.read_texts(data, 3, settings.regenerate, progress)
         torch.manual_seed(self.options.seed)
         self.config = self.new_config()
-        drafter = new_block_drafter(self.target, self.config)
-        self.learn(drafter)
-        self.module = BlockObjective(drafter, settings.loss == TEXT)
-        self._teacher: Teacher | None = None
+        self.module = self.new_objective(settings.loss == TEXT)
+        self.learn(self.module.drafter)
+        self._teacher: Any = None
+
+    def count_layers(self) -> int:
+        """The layers of the target."""
+        return len(decoder_layers(self.target.model))
+
+    def new_objective(self, of_text: bool) -> BlockObjective:
+        """A new drafter with its loss."""
+        return BlockObjective(new_block_drafter(self.target, self.config), of_text)
+
+    def new_teacher(self, model: Any) -> Any:
+        """What gives the lessons of batches; `model` is the target's."""
+        return Teacher(model, self.config.taps, None)
+
+    def prepared(self, batch: Batch) -> Batch:
+        """A batch of the corpus as teacher and blocks need it."""
+        return batch
 
     @abstractmethod
     def new_config(self) -> HeadConfig:
@@ -111,6 +128,7 @@ class BlockTraining(PlaceTraining):
 
     def loss(self, accelerator: Any, module: Any, batch: Batch) -> Tensor:
         """The decayed sum of the means by distance, over all processes."""
+        batch = self.prepared(batch)
         blocks = self._drawn(accelerator, batch)
         sums = module(self._taught(accelerator).lesson(batch), blocks)
         places = accelerator.reduce(sums.places, "sum")
@@ -120,8 +138,8 @@ class BlockTraining(PlaceTraining):
 
     def _drawn(self, accelerator: Any, batch: Batch) -> Blocks:
         """Blocks that depend on the seed and on a sequence's number in the training."""
-        first = self.step * self.options.batch_size + accelerator.process_index
-        numbers = range(first, first + 10**6, accelerator.num_processes)
+        start = self.step * self.options.batch_size + accelerator.process_index
+        numbers = range(start, start + 10**6, accelerator.num_processes)
         seeds = (1_000_003 * self.options.seed + number for number in numbers)
         generators = [
             torch.Generator().manual_seed(seed)
@@ -129,13 +147,14 @@ class BlockTraining(PlaceTraining):
         ]
         settings, slots = self.settings, self.config.slots
         share = settings.known_share
-        return Blocks.drawn(batch, settings.anchors, slots, share, generators)
+        first = self.first_anchor
+        return Blocks.drawn(batch, settings.anchors, slots, share, generators, first)
 
-    def _taught(self, accelerator: Any) -> Teacher:
+    def _taught(self, accelerator: Any) -> Any:
         """The teacher, on the device of this process."""
         if self._teacher is None:
             model = self.target.model.to(accelerator.device)
-            self._teacher = Teacher(model, self.config.taps, None)
+            self._teacher = self.new_teacher(model)
         return self._teacher
 
     def validate(self, accelerator: Any, module: Any) -> dict[str, Any]:
@@ -144,8 +163,8 @@ class BlockTraining(PlaceTraining):
         objective = accelerator.unwrap_model(module)
         parts = []
         for batch in self.corpus.validation_batches(self.options.batch_size):
-            on_device = batch.to(accelerator.device)
-            blocks = Blocks.spread(on_device, VALIDATED)
+            on_device = self.prepared(batch.to(accelerator.device))
+            blocks = Blocks.spread(on_device, VALIDATED, self.first_anchor)
             parts.append(objective(teacher.lesson(on_device), blocks))
         return self.figures(parts)
 

@@ -9,7 +9,7 @@ import click
 
 from jetdraft.terminal.command import Command, option, together
 from jetdraft.terminal.flags import PATH, integers
-from jetdraft.train.block.block_settings import BlockSettings
+from jetdraft.train.block.block_settings import BlockSettings, SourceBlockSettings
 from jetdraft.train.drafter.divergences import BETA, FORWARD_KL
 from jetdraft.train.drafter.kinds import DEFAULT, KINDS, settings_of
 from jetdraft.train.drafter.model_settings import LOSSES, ModelSettings
@@ -144,6 +144,13 @@ _model_options = together(
         type=float,
         help="Share of the blocks whose first tokens are known, as in the second step "
         f"of a draft; default: {BlockSettings.known_share}.",
+    ),
+    option(
+        "training",
+        "--glancing",
+        type=float,
+        help="Share of its wrong guesses that a block drafter is told at first; "
+        f"it falls to 0; default: {SourceBlockSettings.glancing}.",
     ),
     option(
         "training",

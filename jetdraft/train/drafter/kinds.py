@@ -7,8 +7,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jetdraft.errors import OptionError
-from jetdraft.train.block.block_settings import DFlashSettings, DiffusionSettings
+from jetdraft.train.block.block_settings import (
+    DFlashSettings,
+    DiffusionSettings,
+    SourceBlockSettings,
+)
 from jetdraft.train.block.block_training import DFlashTraining, DiffusionTraining
+from jetdraft.train.block.source_block_training import SourceBlockTraining
 from jetdraft.train.drafter.model_settings import ModelSettings
 from jetdraft.train.drafter.model_training import ModelTraining
 from jetdraft.train.training import Training
@@ -37,6 +42,7 @@ KINDS = {
     "model": Kind(ModelSettings, ModelTraining),
     "dflash": Kind(DFlashSettings, DFlashTraining),
     "diffusion": Kind(DiffusionSettings, DiffusionTraining),
+    "block": Kind(SourceBlockSettings, SourceBlockTraining),
 }
 DEFAULT = "model"
 

@@ -30,7 +30,7 @@ def continuations(
     longest, most = max(map(len, prompts)), max(counts)
     latest, seen = _padded(prompts, longest, model.device)
     positions = (seen.cumsum(-1) - 1).clamp(min=0)
-    chances = torch.stack([_chances(seed, most) for seed in seeds]).to(latest.device)
+    chances = torch.stack([chances_of(seed, most) for seed in seeds]).to(latest.device)
     texts, cache = [list(prompt) for prompt in prompts], None
     goes_on = [count > 0 for count in counts]
     for number in range(most):
@@ -43,7 +43,7 @@ def continuations(
             logits_to_keep=1,
         )
         cache = outputs.past_key_values
-        latest = _chosen(outputs.logits[:, -1], chances[:, number, None], ids)
+        latest = chosen(outputs.logits[:, -1], chances[:, number, None], ids)
         for row, token in enumerate(latest[:, 0].tolist()):
             if goes_on[row]:
                 texts[row].append(token)
@@ -68,13 +68,13 @@ def _padded(
     return ids.to(device), seen.to(device)
 
 
-def _chances(seed: int, count: int) -> Tensor:
+def chances_of(seed: int, count: int) -> Tensor:
     """Uniform numbers float64 [count] of one text."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(count, generator=generator, dtype=torch.float64)
 
 
-def _chosen(logits: Tensor, chances: Tensor, ids: Tensor | None) -> Tensor:
+def chosen(logits: Tensor, chances: Tensor, ids: Tensor | None) -> Tensor:
     """One token a row [b, 1]: where the cumulative probability passes its chance."""
     if ids is not None:
         logits = logits[:, ids]

@@ -16,9 +16,10 @@ from jetdraft.checkpoints.reading.checkpoint_folder import (
     weights_sha256,
 )
 from jetdraft.checkpoints.streamed import SHARED
-from jetdraft.errors import CheckpointError
+from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.train.data import Example
 from jetdraft.train.processes import this_process
+from jetdraft.train.taught.continuation import continuations
 from jetdraft.train.taught.written_texts import Writing, WrittenTexts
 from jetdraft.train.training import Training
 
@@ -51,8 +52,22 @@ class TaughtTraining(Training):
                 "give the model's Hugging Face folder"
             )
         self.target, tuned = teacher_of(source)
+        self.check_target()
         self.base = weights_sha256(checkpoint_folder(source)) + tuned
         self.check_length(self.target.model)
+
+    def check_target(self) -> None:
+        """Raise `UnsupportedModelError` for a target that this training is not for."""
+        if self.target.reads_source:
+            raise UnsupportedModelError(
+                f"{self.target.source} is an encoder-decoder, for which only jetdraft "
+                "train drafter --kind block trains; give a decoder alone"
+            )
+
+    @property
+    def writer(self) -> Callable[..., list[list[int]]]:
+        """The function that writes the target's texts; see `Writing`."""
+        return continuations
 
     def read_texts(
         self, data: Sequence[Path], least: int, regenerate: bool, progress: Stages
@@ -99,6 +114,7 @@ class TaughtTraining(Training):
             options.sequence_length,
             max(options.batch_size, TOGETHER),
             options.seed,
+            self.writer,
         )
         return self._written.completed(
             writing, texts, chosen, lambda done, total: progress("write", done, total)

@@ -35,7 +35,7 @@ class Writing:
     """How texts are written: by a target, up to `length` tokens, with a seed.
 
     A text ends after one of the tokens `ends`; `batch_size` texts are written at a
-    time.
+    time, by the function `write`.
     """
 
     model: Any
@@ -43,6 +43,7 @@ class Writing:
     length: int
     batch_size: int
     seed: int
+    write: Callable[..., list[list[int]]] = continuations
 
 
 class WrittenTexts:
@@ -148,7 +149,7 @@ def _continued(
         prompts.append(example.ids[:size])
         counts.append(max(1, length - size))
     seeds = [seed_of(writing.seed, member) for member in batch]
-    return continuations(writing.model, prompts, counts, set(writing.ends), seeds)
+    return writing.write(writing.model, prompts, counts, set(writing.ends), seeds)
 
 
 def seed_of(seed: int, number: int) -> int:

@@ -110,7 +110,8 @@ def test_a_field_of_a_type_that_no_option_has_is_refused():
 
 def test_an_unknown_key_is_refused_with_all_keys():
     keys = (
-        "verifier, user, select_kv, count, share, eager, file, levels, threshold, name"
+        "verifier, user, select_kv, top, tolerance, count, share, eager, file, levels, "
+        "threshold, name"
     )
     with pytest.raises(OptionError, match=f"option 'size'; choose {keys}$") as refusal:
         EveryType.of({"size": 1})

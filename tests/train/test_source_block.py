@@ -1,0 +1,336 @@
+"""Training block drafters of encoder-decoders: they learn, resume, and draft.
+
+The target has learned a line of words for each of some sources, so a drafter must read
+both the source and the text.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForSeq2SeqLM, T5Config
+
+import jetdraft
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.attached.source_drafter import (
+    SourceDrafter,
+    source_config,
+    spread,
+)
+from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.errors import DataError, OptionError, OutputError, UnsupportedModelError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from jetdraft.train.block.block_places import Blocks
+from jetdraft.train.block.block_settings import SourceBlockSettings
+from jetdraft.train.block.source_block_training import SourceBlockTraining
+from jetdraft.train.block.source_losses import SourceBatch
+from jetdraft.train.data import IGNORED, Example, collate
+from jetdraft.train.drafter.kinds import KINDS
+from jetdraft.train.head.head_training import HeadTraining
+from jetdraft.train.training import TrainingOptions
+from tests.cli.running import assert_refused
+from tests.cli.running import jetdraft as jetdraft_verb
+from tests.sources import CONFIGS, T5, save, save_drafter
+from tests.tiny import WORDS, llama_config, save_checkpoint
+from tests.whispers import save as save_whisper
+
+SLOTS = 5
+QUICK = TrainingOptions(steps=4, batch_size=4, sequence_length=64, validate_every=2)
+LONGER = replace(
+    QUICK, steps=500, learning_rate=3e-3, validate_every=500, validation_share=0.2
+)
+SETTINGS = SourceBlockSettings(layers=1, block_rows=SLOTS, anchors=8)
+SOURCES = [f" {word} {other}" for word in WORDS[:4] for other in WORDS[4:6]]
+LINES = {
+    source: " " + " ".join(random.Random(source).choices(WORDS, k=14))
+    for source in SOURCES
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A folder, a target that knows the lines, and the file of pairs."""
+    folder = tmp_path_factory.mktemp("sources")
+    data = folder / "pairs.jsonl"
+    pairs = [{"prompt": s, "completion": line} for s, line in LINES.items()]
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in 3 * pairs))
+    base = save(folder / "base", CONFIGS["t5"])
+    model = AutoModelForSeq2SeqLM.from_pretrained(base)
+    words = Tokenizer.from_file(str(base / "tokenizer.json"))
+    rows = [
+        Example.completed(
+            [*words.encode(s).ids, *words.encode(line).ids, 0], len(words.encode(s).ids)
+        )
+        for s, line in LINES.items()
+    ]
+    batch = SourceBatch.of(collate(rows), (3,))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(250):
+        logits = model(
+            input_ids=batch.source,
+            attention_mask=batch.filled.long(),
+            decoder_input_ids=batch.ids,
+        ).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=IGNORED
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.05
+    target = folder / "target"
+    model.save_pretrained(target)
+    (target / "tokenizer.json").write_text((base / "tokenizer.json").read_text())
+    (target / "tokenizer_config.json").write_text(
+        (base / "tokenizer_config.json").read_text()
+    )
+    return folder, str(target), data
+
+
+def prepare(world, output, options=QUICK, data=None, **changes):
+    settings = replace(SETTINGS, **changes)
+    return SourceBlockTraining(world[1], output, [data or world[2]], settings, options)
+
+
+@pytest.fixture(scope="module")
+def trained(world):
+    """A run, what it reported before the first step and at the end, and its folder.
+
+    Nothing is told, so that it learns in fewer steps.
+    """
+    folder, seen = world[0] / "drafter", []
+    run = prepare(world, folder, LONGER, glancing=0.0)
+    figures = run.run(seen.append)
+    return run, seen[0].validation, figures, str(folder)
+
+
+def bundle_of(world, head, folder):
+    options = ExportOptions(Recipe("none"), Recipe("none"), capacity=64, max_width=16)
+    return export(world[1], folder, options=options, head=head).path
+
+
+def drafted(bundle, mix_up=False, **how):
+    """Tokens per pass over all sources; each text is that of plain decoding."""
+    tokens = passes = 0
+    with jetdraft.load(bundle, threads=1) as model:
+        if mix_up:
+            other = model.prompt(SOURCES[0]).tolist()
+            source = model.parts.drafter.source
+            source.read(other)
+            source.read = lambda material: False
+        for source in SOURCES[1:]:
+            ways = {"max_new_tokens": 24, **how}
+            plain = model.generate(source, method="none", **ways)
+            options = {"num_draft_tokens": SLOTS, "drafting": {"confidence": 0.0}}
+            result = model.generate(source, method="block", **ways, **options)
+            assert result.token_ids == plain.token_ids
+            tokens += len(result.token_ids)
+            passes += result.stats.target_passes
+    return tokens / passes
+
+
+def test_a_trained_drafter_is_right_more_often(world, trained, tmp_path):
+    """Also than one which reads another source."""
+    _, before, figures, folder = trained
+    assert len(figures["acceptance"]) == SLOTS
+    assert figures["tokens_per_pass"] > 3 > 2 > before["tokens_per_pass"]
+    wrong = save_drafter(tmp_path / "untrained", world[1], SLOTS)
+    bundle = bundle_of(world, folder, tmp_path / "right")
+    right = drafted(bundle)
+    assert right > 2.5 > 1.6 > drafted(bundle_of(world, wrong, tmp_path / "wrong"))
+    assert drafted(bundle, temperature=0.7, seed=3) > 2
+    assert drafted(bundle, mix_up=True) < 0.85 * right
+
+
+def test_the_folder_reads_back_as_it_was(world, trained):
+    run, _, _, folder = trained
+    checkpoint = Checkpoint.load(world[1], torch.float32)
+    drafter = load_head(folder, checkpoint, torch.float32)
+    assert drafter.config == run.config
+    named = dict(drafter.named_parameters())
+    for name, weight in run.weights.items():
+        torch.testing.assert_close(named[name], weight.detach())
+    lent = {id(weight) for weight in checkpoint.model.parameters()}
+    assert {name for name in named if id(named[name]) in lent} == {
+        "model.shared.weight"
+    }
+    tensors = load_file(folder + "/model.safetensors")
+    assert tensors.keys() == run.weights.keys()
+    assert not any("shared" in name or "lm_head" in name for name in tensors)
+
+
+def test_it_begins_as_the_target(world, tmp_path):
+    run = prepare(world, tmp_path / "out", layers=2)
+    theirs = run.target.model.state_dict()
+    for name, weight in run.weights.items():
+        if name != "masks":
+            torch.testing.assert_close(weight, theirs[name.removeprefix("model.")])
+    words, masks = theirs["shared.weight"], run.weights["masks"]
+    assert masks.shape == (SLOTS, 64)
+    assert float(masks.std()) == pytest.approx(float(words.std()), rel=0.2)
+
+
+def test_its_layers_are_spread_over_those_of_the_target(tmp_path):
+    assert spread(1, 8) == [0]
+    assert spread(2, 8) == [0, 7]
+    assert spread(3, 8) == [0, 4, 7]
+    assert spread(4, 4) == [0, 1, 2, 3]
+    deep = T5Config(**{**T5, "num_decoder_layers": 4})
+    checkpoint = Checkpoint.load(str(save(tmp_path / "deep", deep)), torch.float32)
+    drafter = SourceDrafter(source_config(checkpoint, 2, 3), checkpoint.model)
+    theirs = checkpoint.model.decoder.block
+    for mine, other in zip(drafter.get_decoder().block, theirs[::3], strict=True):
+        for name, weight in other.named_parameters():
+            assert torch.equal(dict(mine.named_parameters())[name], weight)
+    numbers = [layer.layer[0].SelfAttention.layer_idx for layer in theirs]
+    assert numbers == [0, 1, 2, 3], "the target keeps its own"
+    mine = [layer.layer[1].EncDecAttention.layer_idx for layer in
+            drafter.get_decoder().block]  # fmt: skip
+    assert mine == [0, 1]
+
+
+def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(world, tmp_path):
+    """Also the tokens that it is told are those of an unbroken training."""
+    options = replace(QUICK, steps=6)
+    whole = prepare(world, tmp_path / "1", options, glancing=1.0)
+    whole.run(lambda progress: None)
+
+    def stop(progress):
+        if progress.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(world, tmp_path / "2", options, glancing=1.0).run(stop)
+    again = prepare(world, tmp_path / "2", options, glancing=1.0)
+    again.run(lambda progress: None)
+    for name, weight in whole.weights.items():
+        torch.testing.assert_close(weight, again.weights[name])
+    with pytest.raises(OutputError, match="holds a finished training"):
+        prepare(world, tmp_path / "2", options)
+
+
+def test_a_share_of_the_wrong_guesses_is_told(world, tmp_path):
+    """Half of them in training, and nothing in a validation."""
+    run = prepare(world, tmp_path / "out", known_share=0.0)
+    objective, batch = run.module, run.prepared(run.corpus.batch(0, 4))
+    lesson = objective.encoded(run.new_teacher(run.target.model).lesson(batch))
+    alone = SimpleNamespace(process_index=0, num_processes=1)
+    blocks = run._drawn(alone, batch)
+    places = blocks.anchors[..., None] + 1 + torch.arange(SLOTS)
+    whole = (places < batch.ids.shape[1]) & blocks.is_real[..., None]
+    places = places.clamp(max=batch.ids.shape[1] - 1)
+    is_open = whole & (batch.labels.gather(1, places.flatten(1)) != IGNORED).view(
+        places.shape
+    )
+    told = {}
+    for share in (0.0, 0.5, 1.0):
+        objective.train().glancing = share
+        told[share] = objective.known(lesson, blocks, places, is_open)
+        assert not (told[share] & ~is_open).any()
+    wrong = told[1.0].sum(-1)
+    assert not told[0.0].any()
+    assert (told[1.0] | ~told[0.5]).all()
+    assert torch.equal(told[0.5].sum(-1), (wrong * 0.5).round().long())
+    assert wrong.sum() > wrong.numel()
+    assert not objective.eval().known(lesson, blocks, places, is_open).any()
+
+
+def test_blocks_begin_at_the_start_of_a_text():
+    """Which is the first row, behind which nothing is written yet."""
+    rows = collate(
+        [Example.completed([5, 6, 7, 8, 9], 2), Example.completed([5, 6], 1)]
+    )
+    batch = SourceBatch.of(rows, (3, 4))
+    assert batch.source.tolist() == [[5, 6], [5, 0]]
+    assert batch.filled.tolist() == [[True, True], [True, False]]
+    assert batch.ids.tolist() == [[3, 4, 7, 8, 9], [3, 4, 6, 0, 0]]
+    no = IGNORED
+    assert batch.labels.tolist() == [[no, no, 7, 8, 9], [no, no, 6, no, no]]
+    spread = Blocks.spread(batch, 3, first=0)
+    assert spread.anchors.tolist() == [[1, 2, 3], [1, 0, 0]]
+    assert spread.is_real.tolist() == [[True] * 3, [True, False, False]]
+
+
+def test_prompts_alone_are_completed_by_the_target(world, tmp_path):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": s}) + "\n" for s in SOURCES))
+    run = prepare(world, tmp_path / "out", data=data)
+    words = Tokenizer.from_str(run.target.tokenizer)
+    texts = [*run.corpus.training, *run.corpus.validation]
+    known = {
+        (*words.encode(s).ids, *words.encode(line).ids, 0) for s, line in LINES.items()
+    }
+    # Sampled, so that some may have left their lines.
+    assert sum(tuple(text.ids) in known for text in texts) >= len(SOURCES) // 2
+
+
+REFUSED = {
+    "layers": ({"layers": 3}, OptionError, "its decoder has 2; give --layers 1 to 2"),
+    "block": ({"block_rows": 1}, OptionError, "block rows 1 is out of range"),
+    "glancing": ({"glancing": 1.5}, OptionError, "glancing 1.5 is out of range"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(world, tmp_path, case):
+    changes, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        prepare(world, tmp_path / "out", **changes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_texts_without_a_source_are_refused(world, tmp_path):
+    data = tmp_path / "text.txt"
+    data.write_text(LINES[SOURCES[0]] * 40)
+    with pytest.raises(DataError, match="the data has texts without one"):
+        prepare(world, tmp_path / "out", data=data)
+    assert not (tmp_path / "out").exists()
+
+
+def test_sequences_longer_than_a_table_of_positions_are_refused(world, tmp_path):
+    bart = save(tmp_path / "bart", CONFIGS["bart"])
+    options = replace(QUICK, sequence_length=65)
+    with pytest.raises(OptionError, match="more than the target's 64 positions"):
+        prepare((None, str(bart), world[2]), tmp_path / "out", options)
+    prepare((None, str(bart), world[2]), tmp_path / "out", QUICK)
+
+
+def test_targets_of_other_kinds_are_refused(world, tmp_path):
+    llama = str(save_checkpoint(tmp_path / "llama", llama_config()))
+    whisper = str(save_whisper(tmp_path / "whisper"))
+    for target, fact in ((llama, "is a decoder alone"), (whisper, "hears")):
+        with pytest.raises(UnsupportedModelError, match=fact):
+            prepare((None, target, world[2]), tmp_path / "out")
+    with pytest.raises(UnsupportedModelError, match="train drafter --kind block"):
+        HeadTraining(world[1], tmp_path / "out", [world[2]])
+    for kind in ("model", "dflash", "diffusion"):
+        result = jetdraft_verb(
+            *("train", "drafter", world[1], "--kind", kind),
+            *("--data", world[2], "-o", tmp_path / "out"),
+        )
+        assert_refused(result, "is an encoder-decoder, for which only")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_verb_trains(world, tmp_path):
+    result = jetdraft_verb(
+        *("train", "drafter", world[1], "--kind", "block", "--data", world[2]),
+        *("--block-rows", 3, "--layers", 1, "--steps", 2, "--glancing", 0.3),
+        *("--half", "-o", tmp_path / "out"),
+    )
+    assert result.exit_code == 0, result.output
+    assert "a block drafter of 2 steps" in result.stderr
+    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert fields["block_size"] == 3
+    assert fields["target_type"] == "t5"
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+    assert KINDS["block"].training is SourceBlockTraining
