@@ -128,6 +128,13 @@ def test_what_changes_a_graph_changes_the_fingerprint(tmp_path):
     assert len(set(prints.values())) == len(prints), prints
 
 
+def test_a_replaced_method_changes_the_fingerprint(tmp_path, monkeypatch):
+    step = step_of(tmp_path / "model")
+    before = fingerprint(step)
+    monkeypatch.setattr(Step, "forward", lambda self, *args: None)
+    assert fingerprint(step) not in (before, None)
+
+
 def test_what_changes_no_graph_changes_no_fingerprint(tmp_path):
     """Other weights, and another folder."""
     one, other = (step_of(tmp_path / str(seed), seed) for seed in (0, 1))

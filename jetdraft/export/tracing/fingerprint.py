@@ -19,9 +19,9 @@ class UnknownError(Exception):
 def fingerprint(step: torch.nn.Module) -> str | None:
     """A hash that two steps share only if the tracer makes the same graph of them.
 
-    It covers the modules with all their fields, the functions in them, and the bytes of
-    tensors that become constants. Parameters are inputs of the traced graph, so only
-    their names, shapes and types count. None for a step with an object of C in it.
+    It covers the modules with all their fields and methods, the functions in them, and
+    the bytes of tensors that become constants. Parameters are inputs of the traced
+    graph, so only their names, shapes and types count. None for a step with an object of C in it.
 
         fingerprint(Step(model, contract))
     """
@@ -39,6 +39,7 @@ class _Writer:
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
         self.numbers: dict[int, int] = {}
+        self.classes: set[type] = set()
         self.kept: list[Any] = []
         """What has a number must live, or another object could get its id."""
 
@@ -99,8 +100,20 @@ class _Writer:
         if bases != [object] or slots or not hasattr(value, "__dict__"):
             raise UnknownError
         self._say("object", f"{kind.__module__}.{kind.__qualname__}")
+        for base in kind.__mro__:
+            if base not in self.classes:
+                self.classes.add(base)
+                self._write_methods(base)
         fields = {n: v for n, v in vars(value).items() if n not in _PLACES}
         self.write_all("fields", [part for item in fields.items() for part in item])
+
+    def _write_methods(self, kind: type) -> None:
+        """Where the functions of a class were written; a program may replace some."""
+        for name, value in vars(kind).items():
+            if isinstance(value, types.FunctionType):
+                code = value.__code__
+                place = f"{code.co_filename} {code.co_firstlineno}"
+                self._say("method", f"{name} {place}")
 
     def _say(self, kind: str, text: str) -> None:
         self.digest.update(f"{kind}:{len(text)}:{text};".encode())
