@@ -21,7 +21,8 @@ def fingerprint(step: torch.nn.Module) -> str | None:
 
     It covers the modules with all their fields and methods, the functions in them, and
     the bytes of tensors that become constants. Parameters are inputs of the traced
-    graph, so only their names, shapes and types count. None for a step with an object of C in it.
+    graph, so only their names, shapes and types count. None for a step with an object
+    of C in it.
 
         fingerprint(Step(model, contract))
     """
