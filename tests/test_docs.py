@@ -65,6 +65,7 @@ ONLY_PARSED = {
     "jetdraft generate bundles/with-block": "needs an export; tests/export",
     "jetdraft generate bundles/with-head": "needs an export; tests/test_pycode.py",
     "jetdraft generate bundles/streams": "needs a trained bundle; tests/runtime",
+    "python examples/real/chat_texts.py folders/smollm2": "takes minutes",
     "jetdraft doctor": "ends with 2 on a machine with faults; tests/devices",
     "jetdraft check bundle --for": "ends with 2, the toy is in float; tests/devices",
     "jetdraft serve": "does not end; test_a_client_asks_the_server starts it",

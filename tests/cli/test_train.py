@@ -93,7 +93,10 @@ def test_bad_options(target, text, tmp_path, options, said):
 def test_bad_data(target, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("a")
-    for data, said in ((tmp_path / "missing", "no data file"), (short, "needs 6")):
+    for data, said in (
+        (tmp_path / "missing", "no data file"),
+        (short, "1 of the 6 tokens"),
+    ):
         result = jetdraft(
             "train", "streams", target, "--data", data, "-o", tmp_path / "out"
         )
@@ -286,7 +289,7 @@ def test_ctrl_c_before_the_first_step_is_one_line(target, text, tmp_path, monkey
     def write(*arguments):
         raise KeyboardInterrupt
 
-    name = "jetdraft.train.taught.written_texts.continuations"
+    name = "jetdraft.train.taught.taught_training.continuations"
     monkeypatch.setattr(name, write)
     command = ("train", "drafter", target, "--data", text, "-o", tmp_path / "out")
     stopped = jetdraft(*command, "--regenerate", *DRAFTER)

@@ -301,7 +301,7 @@ def test_a_text_that_is_too_short(target, tmp_path):
     """A sequence needs two tokens more than the unrolled steps."""
     file = tmp_path / "text.txt"
     file.write_text("a")
-    with pytest.raises(DataError, match="a sequence needs 5"):
+    with pytest.raises(DataError, match="1 of the 5 tokens"):
         HeadTraining(target, tmp_path / "o", [file], SETTINGS, QUICK)
 
 
