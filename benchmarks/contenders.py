@@ -58,7 +58,7 @@ class Turns:
         self.sums: dict[str, list[Stats]] = {name: [] for name in options}
 
     def run(self, turns: int) -> Turns:
-        """Run all inputs so many times."""
+        """Run all inputs in each of so many turns."""
         for chosen in self.options.values():
             self.write(self.inputs[0], **chosen)
         for _ in range(turns):

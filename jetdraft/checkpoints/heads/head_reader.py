@@ -99,7 +99,7 @@ def load_head(source: str, target: Checkpoint, dtype: torch.dtype) -> AnyHead:
 
 
 def check_head(source: str, target: str) -> None:
-    """Raise `CheckpointError` for a source that holds no head, or a config of none.
+    """Raise `CheckpointError` for a source without a head, or with a wrong config.
 
     Only the name of the target is needed, so this comes before the target is loaded.
     Configs of jetdraft's own trainings, of blocks and of MTP are checked later.

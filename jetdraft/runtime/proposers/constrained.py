@@ -76,7 +76,7 @@ class ConstrainedProposer(Proposer):
         self._inner.observe(seen)
 
     def time(self, round_: Round) -> None:
-        """Let the inner proposer look at what a round took."""
+        """Let the inner proposer learn from the times of a round."""
         self._inner.time(round_)
 
     def end(

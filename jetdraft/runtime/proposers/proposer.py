@@ -74,7 +74,7 @@ class Observer:
         """Look at a pass of the target, whoever proposed its rows."""
 
     def time(self, round_: Round) -> None:
-        """Look at what a round took; it comes after `observe`."""
+        """Learn from the times of a round, after `observe` has seen its pass."""
 
     def end(
         self, prompt: Sequence[int], response: Sequence[int], user: str, stats: Stats

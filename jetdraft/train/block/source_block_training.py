@@ -46,7 +46,7 @@ class SourceBlockTraining(BlockTraining):
     first_anchor = 0
 
     def check_target(self) -> None:
-        """Raise `UnsupportedModelError` for other targets than those that read text."""
+        """Raise `UnsupportedModelError` for a target that reads no source of text."""
         source_config(self.target, 1, 1)
         implement(self.target.model, "sdpa")
 
@@ -60,7 +60,7 @@ class SourceBlockTraining(BlockTraining):
             )
 
     def read(self, *args: Any, **options: Any) -> Corpus:
-        """The pairs; raises `DataError` for a text without a source."""
+        """Read the pairs; raise `DataError` for a text without a source."""
         corpus = super().read(*args, **options)
         if any(not t.prompt_size for t in (*corpus.training, *corpus.validation)):
             raise DataError(
@@ -79,7 +79,7 @@ class SourceBlockTraining(BlockTraining):
         return len(decoder_list(self.target.model)[1])
 
     def new_config(self) -> HeadConfig:
-        """What the settings say, or two layers."""
+        """The config that the settings ask for; two layers if they name none."""
         layers = self.settings.layers or min(LAYERS, self.layers)
         if layers > self.layers:
             raise OptionError(
@@ -100,11 +100,11 @@ class SourceBlockTraining(BlockTraining):
         return SourceTeacher(model)
 
     def prepared(self, batch: Batch) -> Batch:
-        """Sources and texts apart."""
+        """The batch with each source apart from its text."""
         return SourceBatch.of(batch, self.target.start_token_ids)
 
     def loss(self, accelerator: Any, module: Any, batch: Batch) -> Tensor:
-        """As for other blocks; the share that is told falls with the steps."""
+        """The loss of other blocks; the share of told tokens falls to 0."""
         share = self.settings.glancing * (1 - self.step / self.steps)
         accelerator.unwrap_model(module).glancing = share
         return super().loss(accelerator, module, batch)

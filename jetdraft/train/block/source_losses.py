@@ -106,7 +106,7 @@ class SourceObjective(BlockObjective):
         implement(drafter.model, IMPLEMENTATION)
 
     def train(self, mode: bool = True) -> SourceObjective:
-        """Without dropout, which short trainings do not need."""
+        """Set the mode; dropout stays off, since short trainings do not need it."""
         super().train(mode)
         self.drafter.eval()
         return self
@@ -125,7 +125,7 @@ class SourceObjective(BlockObjective):
     def known(
         self, lesson: Lesson, blocks: Blocks, places: Tensor, open_places: Tensor
     ) -> Tensor:
-        """The first tokens of some blocks, and others where guesses would be wrong."""
+        """The places that are told: first tokens, and a share of wrong guesses."""
         told = super().known(lesson, blocks, places, open_places)
         if not (self.training and self.glancing) or blocks.chances is None:
             return told

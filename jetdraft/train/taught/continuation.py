@@ -31,8 +31,7 @@ def continuations(
     latest, seen = _padded(prompts, longest, model.device)
     positions = (seen.cumsum(-1) - 1).clamp(min=0)
     chances = torch.stack([chances_of(seed, most) for seed in seeds]).to(latest.device)
-    texts, cache = [list(prompt) for prompt in prompts], None
-    goes_on = [count > 0 for count in counts]
+    texts, cache = GrowingTexts(prompts, counts, ends), None
     for number in range(most):
         outputs = model(
             input_ids=latest,
@@ -44,16 +43,37 @@ def continuations(
         )
         cache = outputs.past_key_values
         latest = chosen(outputs.logits[:, -1], chances[:, number, None], ids)
-        for row, token in enumerate(latest[:, 0].tolist()):
-            if goes_on[row]:
-                texts[row].append(token)
-                goes_on[row] = token not in ends and number + 1 < counts[row]
-        if not any(goes_on):
+        if not texts.add(latest[:, 0].tolist()):
             break
         seen = torch.cat([seen, torch.ones_like(latest)], dim=1)
         # A text that has ended may lie at the end of the model's positions.
-        positions = positions[:, -1:] + torch.tensor(goes_on)[:, None].to(seen)
-    return texts
+        grows = torch.tensor(texts.grows)[:, None].to(seen)
+        positions = positions[:, -1:] + grows
+    return texts.ids
+
+
+class GrowingTexts:
+    """Texts that begin as prompts, and which of them still grow.
+
+    texts = GrowingTexts([[5, 7]], counts=[20], ends={0})
+    texts.add([9])    # True, and texts.ids is [[5, 7, 9]]
+    """
+
+    def __init__(
+        self, prompts: Sequence[list[int]], counts: Sequence[int], ends: Collection[int]
+    ) -> None:
+        self.ids = [list(prompt) for prompt in prompts]
+        self.grows = [count > 0 for count in counts]
+        self._left, self._ends = list(counts), ends
+
+    def add(self, tokens: Sequence[int]) -> bool:
+        """Add a token to each text that grows; gives whether any text grows on."""
+        for row, token in enumerate(tokens):
+            if self.grows[row]:
+                self.ids[row].append(token)
+                self._left[row] -= 1
+                self.grows[row] = token not in self._ends and self._left[row] > 0
+        return any(self.grows)
 
 
 def _padded(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from jetdraft.train.taught.continuation import chances_of, chosen
+from jetdraft.train.taught.continuation import GrowingTexts, chances_of, chosen
 
 
 @torch.no_grad()
@@ -36,8 +36,7 @@ def source_continuations(
     encoded = model.get_encoder()(ids.to(model.device), attention_mask=seen)
     latest = torch.tensor([list(start)] * len(sources), device=model.device)
     chances = torch.stack([chances_of(seed, most) for seed in seeds]).to(model.device)
-    texts, cache = [list(source) for source in sources], None
-    goes_on = [count > 0 for count in counts]
+    texts, cache = GrowingTexts(sources, counts, ends), None
     for number in range(most):
         outputs = model(
             encoder_outputs=encoded,
@@ -48,10 +47,6 @@ def source_continuations(
         )
         cache = outputs.past_key_values
         latest = chosen(outputs.logits[:, -1], chances[:, number, None], None)
-        for row, token in enumerate(latest[:, 0].tolist()):
-            if goes_on[row]:
-                texts[row].append(token)
-                goes_on[row] = token not in ends and number + 1 < counts[row]
-        if not any(goes_on):
+        if not texts.add(latest[:, 0].tolist()):
             break
-    return texts
+    return texts.ids

@@ -104,7 +104,7 @@ def in_floats(
 
 
 class AttachedDrafter:
-    """Tests of a file's drafter; a subclass names its method.
+    """The tests that every attached drafter must pass; a subclass names its method.
 
     `title` is what a refusal calls the drafter. A trained drafter takes `gain` tokens a
     pass more than the one in the bundle `untrained`, and the target accepts more than
@@ -153,15 +153,15 @@ class AttachedDrafter:
     def test_other_methods_beside_it(self, model, plain, others):
         method = "auto" if others is None else self.method + others
         for way, text in zip(WAYS, plain, strict=True):
-            made = model.generate(PERIOD, method=method, **LONG, **way)
-            assert made.token_ids == text
+            drafted = model.generate(PERIOD, method=method, **LONG, **way)
+            assert drafted.token_ids == text
 
     def test_at_the_end_of_the_buffers(self, model):
         how = {"max_new_tokens": 400, "ignore_eos": True}
         text = model.generate(PERIOD, method="none", **how).token_ids
         for draft in self.fills:
-            made = model.generate(PERIOD, method=self.method, **draft, **how)
-            assert made.token_ids == text
+            drafted = model.generate(PERIOD, method=self.method, **draft, **how)
+            assert drafted.token_ids == text
 
     def test_a_prompt_that_goes_on_is_not_read_again(self, model):
         how = {"method": self.method, "num_draft_tokens": 3, **LONG}

@@ -184,7 +184,7 @@ class PromptProposer(StreamProposer):
         return self._plans[most]
 
     def _rests(self) -> bool:
-        """Whether this round goes without a draft, one more of a rest."""
+        """Whether this round belongs to a rest; counts it if so."""
         if not self._resting:
             return False
         self._resting -= 1
