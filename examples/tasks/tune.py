@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from jetdraft.train.data import IGNORED, Corpus
+from jetdraft.train.taught.precision import precision
 
 
 @click.command()
@@ -46,7 +47,7 @@ def main(
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     for step in range(steps):
         batch = corpus.batch(step, batch_size)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with precision(torch.device("cpu")):
             logits = model(input_ids=batch.ids).logits[:, :-1]
         loss = F.cross_entropy(
             logits.flatten(0, 1).float(),

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from math import inf
 
 from jetdraft.runtime.measured.stats import Stats
@@ -187,9 +187,7 @@ class Job:
                 self._model = model
                 self.due = time.monotonic() + self._request.seconds
                 try:
-                    await self._loop.run_in_executor(
-                        self._desk.threads, self._generate, model
-                    )
+                    await self._in_thread(model)
                 finally:
                     self._model, self.due = None, inf
         except asyncio.CancelledError:
@@ -197,15 +195,31 @@ class Job:
         except BaseException as error:  # `next` raises it
             self._events.put_nowait(error)
 
+    async def _in_thread(self, model: Model) -> None:
+        """Generate in a thread of the desk, and leave no thread behind.
+
+        A loop that ends cancels its tasks. The model is free only after its round.
+        """
+        generation = self._loop.run_in_executor(
+            self._desk.threads, self._generate, model
+        )
+        try:
+            await asyncio.shield(generation)
+        except asyncio.CancelledError:
+            self.cancel()
+            await asyncio.wait([generation])
+            raise
+
     def _generate(self, model: Model) -> None:
         """Run the generation, in a thread of the desk."""
-        self._stream = stream = self._request.stream(model)
-        if self._cancelled:  # before there was a stream
-            stream.cancel()
-        for piece in stream:
-            if isinstance(piece, Piece):
-                self._post(piece)
-        result = stream.result()
+        with closing(self._request.stream(model)) as stream:
+            self._stream = stream
+            if self._cancelled:  # before there was a stream
+                stream.cancel()
+            for piece in stream:
+                if isinstance(piece, Piece):
+                    self._post(piece)
+            result = stream.result()
         self._loop.call_soon_threadsafe(self._desk.total.merge, result.stats)
         self._post(result)
 

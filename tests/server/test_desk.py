@@ -140,6 +140,7 @@ class Windows:
 
     def __init__(self):
         self.started, self.cancelled = threading.Event(), threading.Event()
+        self.is_closed = False
 
     def stream(self, model):
         return self
@@ -151,6 +152,9 @@ class Windows:
 
     def cancel(self):
         self.cancelled.set()
+
+    def close(self):
+        self.is_closed = True
 
     def result(self):
         return Result.of([], Stats("none", True, 0), False)
@@ -165,3 +169,16 @@ def test_a_job_cancels_its_stream_and_not_only_the_model():
         await job.result()
 
     run(story())
+
+
+def test_a_loop_that_ends_leaves_no_generation_behind():
+    """Else its thread holds the model, which another service takes for free."""
+    windows = Windows()
+
+    async def story():
+        Job(Desk([SimpleNamespace(cancel=lambda: None)], 1, 30.0), windows, "a")
+        await asyncio.to_thread(windows.started.wait, 20)
+
+    run(story())
+    assert windows.cancelled.is_set()
+    assert windows.is_closed
