@@ -33,15 +33,22 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2}
 a thousand times as large."""
 
 
-def warn_of_length(model: Any, capacity: int) -> None:
-    """Warn of buffers that are longer than the texts that a model was trained on.
+def trained_length(model: Any) -> int | None:
+    """The tokens of the texts that a model was trained on, if it has positions.
 
-    Nothing is known of a model without positions. Scaled frequencies are made for the
-    length that the config states, and their model may be used beyond it.
+    Scaled frequencies are made for the length that the config states, and their model
+    may be used beyond it, so it has no such length.
     """
     config = model.config.get_text_config(decoder=True)
-    trained = getattr(config, "max_position_embeddings", None) or capacity
-    if capacity > trained and _is_unscaled(getattr(config, "rope_parameters", None)):
+    if not _is_unscaled(getattr(config, "rope_parameters", None)):
+        return None
+    return getattr(config, "max_position_embeddings", None)
+
+
+def warn_of_length(model: Any, capacity: int) -> None:
+    """Warn of buffers that are longer than the texts that a model was trained on."""
+    trained = trained_length(model)
+    if trained is not None and capacity > trained:
         warnings.warn(
             f"{type(model).__name__} was trained on texts of {trained} tokens, and the "
             f"buffers hold {capacity}, where it may write nonsense; export with "

@@ -21,7 +21,7 @@ from jetdraft.runtime.passes.graph import Graph
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as run
 from tests.conftest import Pair
-from tests.tiny import VOCAB_SIZE
+from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 
 ROWS, MOST = 32, 200
 
@@ -63,11 +63,11 @@ def prompt() -> list[int]:
     return np.random.default_rng(3).integers(1, VOCAB_SIZE, 120).tolist()
 
 
-def filled(graph: Graph, tokens: list[int]) -> Graph:
+def filled(graph: Graph, tokens: list[int], width: int = 64) -> Graph:
     """The graph with the rows of all tokens committed, but for the last token."""
     graph.cache.rewind(0)
-    for start in range(0, len(tokens) - 1, 64):
-        part = tokens[start : min(start + 64, len(tokens) - 1)]
+    for start in range(0, len(tokens) - 1, width):
+        part = tokens[start : min(start + width, len(tokens) - 1)]
         graph.run(part, last_only=True)
         graph.cache.advance(len(part))
     return graph
@@ -242,6 +242,40 @@ def test_a_selection_stays_while_the_query_is_alike(
     own.cache.rewind(60)  # rows of the selection are no longer committed
     own.run(prompt[60:61])
     assert selected_by_hand(own)[0].max() < 60 - 8
+
+
+@pytest.mark.filterwarnings("ignore:.*was trained on texts")
+def test_behind_the_trained_length_no_key_is_further_away_than_in_a_short_text(
+    tmp_path: Path, prompt: list[int]
+) -> None:
+    """The answer is that after a text of the selected tokens alone.
+
+    In a target of one layer a row's key and value depend on its token and position.
+    """
+    config = llama_config(
+        num_hidden_layers=1, num_key_value_heads=1, max_position_embeddings=64
+    )
+    save_checkpoint(tmp_path / "target", config)
+    graphs = []
+    for rows in (ROWS, None):
+        options = ExportOptions(
+            Recipe("none"), capacity=256, max_width=16, select_kv=rows
+        )
+        export(str(tmp_path / "target"), tmp_path / f"{rows}", None, options)
+        model = jetdraft.load(tmp_path / f"{rows}", threads=1)
+        model.parts.survey.finish()
+        graphs.append(model.parts.target)
+    own = filled(graphs[0], prompt, 16).beside()
+    new = [*prompt[-1:], 7, 8]
+    answer = own.run(new).logits.copy()
+    [[voted]] = selected_by_hand(own).values()
+    last = len(prompt) - 1
+    read = [*range(2), *voted.tolist(), *range(last - 8, last)]
+    assert read == sorted(read)
+    text = [prompt[row] for row in read]
+    assert len(text) == ROWS
+    short = filled(graphs[1], [*text, new[0]], 16).run(new).logits
+    assert np.abs(answer - short).max() < 1e-3
 
 
 def test_selected_rows_as_the_target_are_lossy_and_say_so(

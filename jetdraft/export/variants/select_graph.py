@@ -20,6 +20,7 @@ from jetdraft.errors import OptionError, UnsupportedModelError
 from jetdraft.export.attentions import attentions, has_windows
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.job import Job
+from jetdraft.export.seams import trained_length
 from jetdraft.export.variants.selected_attention import SelectedAttention
 from jetdraft.export.variants.variant import Variant
 from jetdraft.quant.edits import initializer, substitute, value_of
@@ -69,7 +70,8 @@ def write(job: Job) -> None:
             "needs equal layers; leave it out"
         )
     selection = Selection(rows, heads.pop())
-    _let_select(graph, replace(job.contract, selection=selection))
+    contract = replace(job.contract, selection=selection)
+    _let_select(graph, contract, _trained_length(job, nodes, rows))
     graph.opset_imports[""] = OPSET
     common.RemoveUnusedNodesPass()(model)
     file = job.beside("select")
@@ -77,7 +79,27 @@ def write(job: Job) -> None:
     job.entry = replace(job.entry, select_file=file.name, selection=selection)
 
 
-def _let_select(graph: ir.Graph, contract: StepContract) -> None:
+def _trained_length(job: Job, nodes: list[ir.Node], rows: int) -> int | None:
+    """The tokens of the target's texts, if the buffers hold more and keys can turn.
+
+    They can where attention turns them itself, by cosines and sines that are no longer
+    than 1, and where the rows of a pass lie within the length.
+    """
+    trained = trained_length(job.checkpoint.model)
+    capacity = job.contract.capacity
+    if trained is None or not rows + job.options.max_width <= trained < capacity:
+        return None
+    for node in nodes:
+        if not node.attributes.get_int("do_rotary", 0):
+            return None
+        tables = [value.const_value if value else None for value in node.inputs[7:9]]
+        lengths = sum(np.square(table.numpy()) for table in tables if table)
+        if not np.allclose(lengths, 1, atol=1e-4):
+            return None
+    return trained
+
+
+def _let_select(graph: ir.Graph, contract: StepContract, trained: int | None) -> None:
     """Let every attention of a graph select rows, in place."""
     selection = contract.selection
     assert selection is not None
@@ -91,7 +113,7 @@ def _let_select(graph: ir.Graph, contract: StepContract) -> None:
         assert past is not None
         layer = int(str(past.name).partition(".")[2])
         state = tuple(inputs[f"past_{kind}.{layer}"] for kind in ("rows", "query"))
-        attention = SelectedAttention(graph, node, state, selection)
+        attention = SelectedAttention(graph, node, state, selection, trained)
         branches = {
             "then_branch": attention.selected(),
             "else_branch": attention.whole(),

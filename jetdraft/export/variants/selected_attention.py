@@ -2,7 +2,8 @@
 
 TokenSelect (2411.02886): the query heads of a KV head vote on the rows between the
 first and the recent rows, by the softmax of their mean query over the pass. A selection
-stays while the mean query is like the query that made it.
+stays while the mean query is like the query that made it. Behind the trained length the
+selected rows move to the query's side, in their order, so no distance is new to it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ class SelectedAttention:
     """Makes the branches of an `If` in place of one GroupQueryAttention.
 
     `state` has the layer's selected rows int64 [1, kv_heads, voted], and the query that
-    selected them. Both branches give the attention's outputs, then the state.
+    selected them. `trained` is the length of the target's texts in tokens, if the
+    buffers hold more. Both branches give the attention's outputs, then the state.
 
-        attention = SelectedAttention(graph, node, state, selection)
+        attention = SelectedAttention(graph, node, state, selection, None)
         attention.selected(), attention.whole()
     """
 
@@ -34,8 +36,9 @@ class SelectedAttention:
         node: ir.Node,
         state: tuple[ir.Value, ...],
         selection: Selection,
+        trained: int | None,
     ) -> None:
-        self.graph, self.node = graph, node
+        self.graph, self.node, self.trained = graph, node, trained
         self.rows, self.query = state
         self.selection = selection
         self.name = str(self.rows.name).replace("past_rows", "selection")
@@ -84,6 +87,8 @@ class SelectedAttention:
         few_keys, few_values = (
             make("GatherND", rows, chosen, batch_dims=2) for rows in (keys, values)
         )
+        if self.trained is not None:
+            few_keys = self._moved(branch, few_keys, chosen, end)
         by_head = make("Transpose", queries, perm=[0, 2, 3, 1, 4])
         flat = branch.shaped(by_head, 1, self.kv_heads, -1, self.size)
         scores = self._scores(branch, flat, few_keys)
@@ -169,6 +174,9 @@ class SelectedAttention:
         total = make("ReduceSum", votes, branch.vector(2), keepdims=0)
         most = branch.vector(self.selection.voted)
         _, places = branch.several("TopK", 2, total, most, axis=-1, sorted=0)
+        if self.trained is not None:  # rows that move keep their order
+            ordered = {"axis": -1, "largest": 0, "sorted": 1}
+            places, _ = branch.several("TopK", 2, places, most, **ordered)
         return make("Add", places, first)
 
     def _chosen(self, branch: Branch, voted: ir.Value, slots: ir.Value) -> ir.Value:
@@ -184,6 +192,35 @@ class SelectedAttention:
         ]
         together = make("Concat", parts[0], voted, parts[1], axis=2)
         return make("Unsqueeze", together, branch.vector(3))
+
+    def _moved(
+        self, branch: Branch, keys: ir.Value, chosen: ir.Value, end: ir.Value
+    ) -> ir.Value:
+        """The keys, behind the trained length turned to adjoining positions.
+
+        A key at position p that is turned by d more is the key at p + d.
+        """
+        is_far = branch.make("Greater", end, branch.vector(self.trained or 0))
+        far = Branch(self.graph, f"{self.name}.far")
+        near = Branch(self.graph, f"{self.name}.near")
+        count = far.make("Shape", chosen, start=2, end=3)
+        begin = far.make("Sub", end, count)
+        wanted = far.make("Range", *self._scalars(far, begin, end))
+        own = far.shaped(chosen, self.kv_heads, -1)
+        further = far.make("Sub", wanted, own)
+        rows = far.shaped(keys, self.kv_heads, 1, -1, self.size)
+        turned = far.contrib(
+            "RotaryEmbedding",
+            *(rows, further, *self.node.inputs[7:9]),
+            interleaved=self.node.attributes.get_int("rotary_interleaved", 0),
+        )
+        branches = {
+            "then_branch": far.done(
+                [far.shaped(turned, 1, self.kv_heads, -1, self.size)]
+            ),
+            "else_branch": near.done([near.make("Identity", keys)]),
+        }
+        return branch.make("If", is_far, **branches)
 
     def _hidden(
         self,
