@@ -182,6 +182,7 @@ def pycode(inputs: Inputs) -> list[Stage]:
     shape = ["--layers", "2", "--hidden-size", "192", "--learning-rate", "4e-3"]
     first = ["--data", work / "corpus.txt", "--steps", PYCODE_STEPS[0], *shape]
     last = ["--data", work / "texts.jsonl", "--steps", PYCODE_STEPS[1], "--half"]
+    last += ["--sequence-length", "257"]  # the texts' 256 tokens, and their end
     return [
         Stage(work / "own/drafter", own),
         Stage(work / "texts.jsonl", texts),

@@ -8,7 +8,7 @@ method with an entry point of the group `jetdraft.methods` that names a `Method`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from numbers import Integral, Real
 from operator import index
@@ -33,7 +33,7 @@ from jetdraft.ranges import Range, between, check_ranges
 from jetdraft.runtime.passes.target import Target
 from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Proposer
-from jetdraft.runtime.sampling.lossy import TOLERANT, Tolerant
+from jetdraft.runtime.sampling.lossy import Tolerant
 from jetdraft.runtime.sampling.verifier import Verifier
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 
@@ -74,19 +74,21 @@ class MethodOptions:
             object.__setattr__(self, key, value)
         check_choice("verifier", self.verifier, VERIFIERS)
         check_ranges(self, _RANGES)
-        own = Tolerant(self.top, self.tolerance)
-        if self.verifier != TOLERANT and own != Tolerant():
-            raise DraftingError(
-                f"verifier {self.verifier!r} has no top and no tolerance; leave them "
-                f"out, or give verifier={TOLERANT}"
-            )
+        for name in _RANGES:
+            changed = getattr(self, name) != getattr(MethodOptions, name)
+            if changed and name not in VERIFIERS[self.verifier].settings:
+                others = [v.name for v in VERIFIERS.values() if name in v.settings]
+                raise DraftingError(
+                    f"verifier {self.verifier!r} has no {name}; leave it out, or give "
+                    f"verifier={' or '.join(others)}"
+                )
 
     @property
     def checker(self) -> Verifier:
-        """The verifier itself."""
-        if self.verifier == TOLERANT:
-            return Tolerant(self.top, self.tolerance)
-        return VERIFIERS[self.verifier]
+        """The verifier itself, with the settings that are its own."""
+        verifier = VERIFIERS[self.verifier]
+        settings = {name: getattr(self, name) for name in verifier.settings}
+        return replace(verifier, **settings) if settings else verifier  # type: ignore[type-var]
 
     @property
     def draft_size(self) -> int | None:

@@ -12,9 +12,6 @@ from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
-TOLERANT = "tolerant"
-"""The name of the verifier that takes a `top` and a `tolerance`."""
-
 EPSILON, DELTA = 0.09, 0.3
 """epsilon and delta of typical acceptance."""
 
@@ -55,10 +52,11 @@ class Tolerant:
 
     top: int = 3
     tolerance: float = 1.0
-    name: str = TOLERANT
+    name: str = "tolerant"
     kinds: frozenset[Kind] = frozenset(Kind)
     lossy: bool = True
     single_child: bool = False
+    settings: tuple[str, ...] = ("top", "tolerance")
 
     def choose(
         self, rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser

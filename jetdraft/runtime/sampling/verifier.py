@@ -24,13 +24,14 @@ class Verifier(Protocol):
 
     `kinds` are the kinds of draft that it may verify. It keeps the target's
     distribution for drafts of these kinds, unless it is `lossy`. If `single_child`, a
-    row may have only one child.
+    row may have only one child. `settings` are those of its fields that a user sets.
     """
 
     name: str
     kinds: frozenset[Kind]
     lossy: bool
     single_child: bool
+    settings: tuple[str, ...]
 
     def choose(
         self, rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
@@ -62,6 +63,7 @@ class Walk:
     kinds = frozenset(Kind)
     lossy = False
     single_child = False
+    settings: tuple[str, ...] = ()
 
     def choose(
         self, rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
@@ -83,6 +85,7 @@ class Conditional:
     rule: Rule
     lossy: bool = False
     single_child: bool = False
+    settings: tuple[str, ...] = ()
 
     def choose(
         self, rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser

@@ -42,7 +42,11 @@ KARY = {"tree": "k-ary", "branching": [2, 2]}
         ),
         ({**KARY, "verifier": "typical"}, OptionError, "neither the text .*no-exact"),
         ({"verifier": "tolerant"}, OptionError, "neither the text .*no-exact"),
-        ({"top": 2}, OptionError, "'walk' has no top and no tolerance"),
+        (
+            {"top": 2},
+            OptionError,
+            "'walk' has no top; leave it out, or give verifier=tolerant",
+        ),
         ({**KARY, "verifier": "recursive"}, OptionError, "but not the text .*no-exact"),
         ({**KARY, "branching": 3}, OptionError, "list of integers"),
         ({**KARY, "branching": "3;2"}, OptionError, "list of integers"),
