@@ -1,4 +1,4 @@
-"""What a target says of a text behind its trained length, with selected KV rows.
+"""What a target says of a text beyond its trained length, with selected KV rows.
 
     jetdraft export TARGET --capacity 16384 --select-kv 1024 -o BUNDLE
     python benchmarks/beyond.py BUNDLE TEXT --tokens 12288 --json FILE

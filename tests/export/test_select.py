@@ -245,7 +245,7 @@ def test_a_selection_stays_while_the_query_is_alike(
 
 
 @pytest.mark.filterwarnings("ignore:.*was trained on texts")
-def test_behind_the_trained_length_no_key_is_further_away_than_in_a_short_text(
+def test_beyond_the_trained_length_no_key_is_further_away_than_in_a_short_text(
     tmp_path: Path, prompt: list[int]
 ) -> None:
     """The answer is that after a text of the selected tokens alone.

@@ -2,7 +2,7 @@
 
 TokenSelect (2411.02886): the query heads of a KV head vote on the rows between the
 first and the recent rows, by the softmax of their mean query over the pass. A selection
-stays while the mean query is like the query that made it. Behind the trained length the
+stays while the mean query is like the query that made it. Beyond the trained length the
 selected rows move to the query's side, in their order, so no distance is new to it.
 """
 
@@ -196,7 +196,7 @@ class SelectedAttention:
     def _moved(
         self, branch: Branch, keys: ir.Value, chosen: ir.Value, end: ir.Value
     ) -> ir.Value:
-        """The keys, behind the trained length turned to adjoining positions.
+        """The keys, beyond the trained length turned to adjoining positions.
 
         A key at position p that is turned by d more is the key at p + d.
         """
