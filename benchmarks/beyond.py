@@ -50,12 +50,16 @@ def main(
     with jetdraft.load(bundle) as model:
         model.parts.survey.finish()
         target = model.parts.target
+        if tokens > target.contract.capacity:
+            raise click.UsageError(f"{bundle} has {target.contract.capacity} KV rows")
         ids = model.parts.text.encode(text.read_text(encoding="utf-8"))[:tokens]
         whole = losses(target, ids, width)
         selected = losses(target.beside(), ids, width)
         model.forget()
     rows = [
         {
+            "bundle": bundle.name,
+            "text": text.name,
             "from": start,
             "all": float(whole[start : start + step].mean()),
             "selected": float(selected[start : start + step].mean()),

@@ -8,7 +8,6 @@ It learns the completions by cross entropy, as `tune.py` does for other models.
 
 import json
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,13 @@ from jetdraft.train.taught.precision import precision
 
 def tensors(tokenizer: Any, pairs: list[dict[str, str]]) -> dict[str, torch.Tensor]:
     """The inputs of a batch, and its labels [rows, tokens]."""
-    sources, texts = (
-        tokenizer([pair[part] for pair in pairs], padding=True, return_tensors="pt")
-        for part in ("prompt", "completion")
+    sources = tokenizer(
+        [pair["prompt"] for pair in pairs], padding=True, return_tensors="pt"
+    )
+    texts = tokenizer(
+        text_target=[pair["completion"] for pair in pairs],
+        padding=True,
+        return_tensors="pt",
     )
     labels = texts["input_ids"].masked_fill(texts["attention_mask"] == 0, IGNORED)
     return {**sources, "labels": labels}
@@ -57,7 +60,7 @@ def main(
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     pick = random.Random(seed)
     for step in range(steps):
-        batch = tensors(tokenizer, pick.sample(pairs, batch_size))
+        batch = tensors(tokenizer, pick.choices(pairs, k=batch_size))
         with precision(torch.device("cpu")):
             loss = tuned(**batch).loss
         optimizer.zero_grad()
@@ -67,8 +70,7 @@ def main(
         if step % 25 == 0 or step == steps - 1:
             click.echo(f"step {step}: loss {loss.item():.3f}")
     tuned.save_pretrained(output)
-    for file in model.glob("*token*.json"):
-        shutil.copy(file, output / file.name)
+    tokenizer.save_pretrained(output)
 
 
 if __name__ == "__main__":

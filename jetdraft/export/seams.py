@@ -42,7 +42,7 @@ def trained_length(model: Any) -> int | None:
     config = model.config.get_text_config(decoder=True)
     if not _is_unscaled(getattr(config, "rope_parameters", None)):
         return None
-    return getattr(config, "max_position_embeddings", None)
+    return getattr(config, "max_position_embeddings", None) or None
 
 
 def warn_of_length(model: Any, capacity: int) -> None:
@@ -52,7 +52,8 @@ def warn_of_length(model: Any, capacity: int) -> None:
         warnings.warn(
             f"{type(model).__name__} was trained on texts of {trained} tokens, and the "
             f"buffers hold {capacity}, where it may write nonsense; export with "
-            f"--capacity {trained} or less",
+            f"--capacity {trained} or less, or with --select-kv N for texts of "
+            "selected KV rows",
             stacklevel=2,
         )
 

@@ -198,7 +198,8 @@ class Job:
     async def _in_thread(self, model: Model) -> None:
         """Generate in a thread of the desk, and leave no thread behind.
 
-        A loop that ends cancels its tasks. The model is free only after its round.
+        A loop that ends cancels its tasks. The thread uses the model until its round
+        ends, so the task waits for it.
         """
         generation = self._loop.run_in_executor(
             self._desk.threads, self._generate, model
@@ -208,6 +209,7 @@ class Job:
         except asyncio.CancelledError:
             self.cancel()
             await asyncio.wait([generation])
+            generation.exception()  # nobody else asks for it
             raise
 
     def _generate(self, model: Model) -> None:

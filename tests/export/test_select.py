@@ -8,6 +8,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import jetdraft
 from jetdraft.bundle import Bundle
@@ -244,38 +248,98 @@ def test_a_selection_stays_while_the_query_is_alike(
     assert selected_by_hand(own)[0].max() < 60 - 8
 
 
-@pytest.mark.filterwarnings("ignore:.*was trained on texts")
-def test_beyond_the_trained_length_no_key_is_further_away_than_in_a_short_text(
-    tmp_path: Path, prompt: list[int]
-) -> None:
-    """The answer is that after a text of the selected tokens alone.
+TRAINED = 64
 
-    In a target of one layer a row's key and value depend on its token and position.
-    """
-    config = llama_config(
-        num_hidden_layers=1, num_key_value_heads=1, max_position_embeddings=64
+
+def trained_briefly(folder: Path, **options: Any) -> Path:
+    """A bundle of a target of one layer, trained on texts of 64 tokens."""
+    config = llama_config(num_hidden_layers=1, max_position_embeddings=TRAINED)
+    save_checkpoint(folder / "target", config)
+    settings = {"capacity": 256, "max_width": 16, "select_kv": ROWS} | options
+    export(
+        str(folder / "target"),
+        folder / "bundle",
+        options=ExportOptions(Recipe("none"), **settings),
     )
-    save_checkpoint(tmp_path / "target", config)
-    graphs = []
-    for rows in (ROWS, None):
-        options = ExportOptions(
-            Recipe("none"), capacity=256, max_width=16, select_kv=rows
-        )
-        export(str(tmp_path / "target"), tmp_path / f"{rows}", None, options)
-        model = jetdraft.load(tmp_path / f"{rows}", threads=1)
-        model.parts.survey.finish()
-        graphs.append(model.parts.target)
-    own = filled(graphs[0], prompt, 16).beside()
-    new = [*prompt[-1:], 7, 8]
-    answer = own.run(new).logits.copy()
-    [[voted]] = selected_by_hand(own).values()
-    last = len(prompt) - 1
-    read = [*range(2), *voted.tolist(), *range(last - 8, last)]
-    assert read == sorted(read)
-    text = [prompt[row] for row in read]
-    assert len(text) == ROWS
-    short = filled(graphs[1], [*text, new[0]], 16).run(new).logits
-    assert np.abs(answer - short).max() < 1e-3
+    return folder
+
+
+def answers_by_hand(
+    folder: Path, tokens: list[int], count: int, read: list[list[int]], turns: bool
+) -> Any:
+    """Logits of the last `count` tokens if each KV head has only some rows to read.
+
+    If it turns, a head's rows have the positions just before those of the new tokens.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder / "target").float()
+    layer, start = model.model.layers[0], len(tokens) - count
+    attention = layer.self_attn
+    embedded = model.model.embed_tokens(torch.tensor([tokens]))
+    states = layer.input_layernorm(embedded)
+
+    def split(rows: Any) -> Any:
+        return rows.view(1, len(tokens), -1, 16).transpose(1, 2)
+
+    queries, keys, values = (
+        split(project(states))
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+
+    def turned(rows: Any, positions: list[int]) -> Any:
+        angles = model.model.rotary_emb(states, torch.tensor([positions]))
+        return apply_rotary_pos_emb(rows, rows, *angles)[0]
+
+    new = list(range(start, len(tokens)))
+    parts = []
+    for head, rows in enumerate(read):
+        places = [*range(start - len(rows), start)] if turns else rows
+        key = turned(keys[:, head : head + 1, [*rows, *new]], [*places, *new])
+        query = turned(queries[:, 2 * head : 2 * head + 2, start:], new)
+        value = values[:, head : head + 1, [*rows, *new]]
+        mask = torch.ones(count, count).tril().bool()
+        mask = torch.cat([torch.ones(count, len(rows)).bool(), mask], 1)
+        group = (part.expand(1, 2, -1, -1) for part in (key, value))
+        parts.append(scaled_dot_product_attention(query, *group, attn_mask=mask))
+    mixed = torch.cat(parts, 1).transpose(1, 2).reshape(1, count, -1)
+    hidden = embedded[:, start:] + attention.o_proj(mixed)
+    hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return model.lm_head(model.model.norm(hidden))[0].detach().numpy()
+
+
+@pytest.fixture(scope="module")
+def brief(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.warns(UserWarning, match="64 tokens.*--select-kv N for texts of"):
+        return trained_briefly(tmp_path_factory.mktemp("brief"))
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+@pytest.mark.parametrize(
+    ("tokens", "turns"), [(TRAINED - 1, False), (TRAINED + 1, True), (120, True)]
+)
+def test_beyond_the_trained_length_keys_turn_to_adjoining_positions(
+    brief: Path, prompt: list[int], tokens: int, turns: bool, count: int
+) -> None:
+    """As if each head's rows stood just before the new ones; not up to the length."""
+    model = jetdraft.load(brief / "bundle", threads=1)
+    model.parts.survey.finish()
+    start = tokens - count
+    own = filled(model.parts.target, prompt[: start + 1], 16).beside()
+    answer = own.run(prompt[start:tokens]).logits[:count].copy()
+    [by_head] = selected_by_hand(own).values()
+    read = [
+        [*range(2), *sorted(head.tolist()), *range(start - 8, start)]
+        for head in by_head
+    ]
+    assert read[0] != read[1]
+    wanted = answers_by_hand(brief, prompt[:tokens], count, read, turns)
+    assert np.abs(answer - wanted).max() < 1e-3
+    other = answers_by_hand(brief, prompt[:tokens], count, read, not turns)
+    assert np.abs(answer - other).max() > 1e-2
+
+
+def test_an_export_says_where_keys_cannot_turn(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="select-kv and --max-width must be 64"):
+        trained_briefly(tmp_path, select_kv=49)
 
 
 def test_selected_rows_as_the_target_are_lossy_and_say_so(

@@ -6,6 +6,7 @@ was, bit for bit, so one session verifies with all rows and drafts with some of 
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -80,23 +81,31 @@ def write(job: Job) -> None:
 
 
 def _trained_length(job: Job, nodes: list[ir.Node], rows: int) -> int | None:
-    """The tokens of the target's texts, if the buffers hold more and keys can turn.
-
-    They can where attention turns them itself, by cosines and sines that are no longer
-    than 1, and where the rows of a pass lie within the length.
-    """
-    trained = trained_length(job.checkpoint.model)
-    capacity = job.contract.capacity
-    if trained is None or not rows + job.options.max_width <= trained < capacity:
+    """The tokens of the target's texts, if the buffers hold more and keys can turn."""
+    trained, width = trained_length(job.checkpoint.model), job.options.max_width
+    if trained is None or trained >= job.contract.capacity:
         return None
-    for node in nodes:
-        if not node.attributes.get_int("do_rotary", 0):
-            return None
-        tables = [value.const_value if value else None for value in node.inputs[7:9]]
-        lengths = sum(np.square(table.numpy()) for table in tables if table)
-        if not np.allclose(lengths, 1, atol=1e-4):
-            return None
-    return trained
+    if rows + width > trained:
+        reason = f"--select-kv and --max-width must be {trained} together at most"
+    elif not all(map(_turns, nodes)):
+        reason = "its attention does not rotate keys by plain cosines and sines"
+    else:
+        return trained
+    warnings.warn(
+        f"selected rows are of no use beyond the {trained} tokens that "
+        f"{job.checkpoint.source} was trained on: {reason}",
+        stacklevel=2,
+    )
+    return None
+
+
+def _turns(node: ir.Node) -> bool:
+    """Whether attention rotates keys itself, by cosines and sines that do not scale."""
+    if not node.attributes.get_int("do_rotary", 0):
+        return False
+    tables = [value.const_value if value else None for value in node.inputs[7:9]]
+    norms = sum(np.square(table.numpy()) for table in tables if table)
+    return np.allclose(norms, 1, atol=1e-4)
 
 
 def _let_select(graph: ir.Graph, contract: StepContract, trained: int | None) -> None:

@@ -3,7 +3,8 @@
 TokenSelect (2411.02886): the query heads of a KV head vote on the rows between the
 first and the recent rows, by the softmax of their mean query over the pass. A selection
 stays while the mean query is like the query that made it. Beyond the trained length the
-selected rows move to the query's side, in their order, so no distance is new to it.
+selected rows move to the query's side, in their order: the target has seen all of the
+distances.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class SelectedAttention:
 
     `state` has the layer's selected rows int64 [1, kv_heads, voted], and the query that
     selected them. `trained` is the length of the target's texts in tokens, if the
-    buffers hold more. Both branches give the attention's outputs, then the state.
+    buffers hold more and the keys of all layers can turn. Both branches give the
+    attention's outputs, then the state.
 
         attention = SelectedAttention(graph, node, state, selection, None)
         attention.selected(), attention.whole()
@@ -88,7 +90,8 @@ class SelectedAttention:
             make("GatherND", rows, chosen, batch_dims=2) for rows in (keys, values)
         )
         if self.trained is not None:
-            few_keys = self._moved(branch, few_keys, chosen, end)
+            far = make("Greater", end, branch.vector(self.trained))
+            few_keys = self._moved(branch, few_keys, chosen, end, far)
         by_head = make("Transpose", queries, perm=[0, 2, 3, 1, 4])
         flat = branch.shaped(by_head, 1, self.kv_heads, -1, self.size)
         scores = self._scores(branch, flat, few_keys)
@@ -194,13 +197,17 @@ class SelectedAttention:
         return make("Unsqueeze", together, branch.vector(3))
 
     def _moved(
-        self, branch: Branch, keys: ir.Value, chosen: ir.Value, end: ir.Value
+        self,
+        branch: Branch,
+        keys: ir.Value,
+        chosen: ir.Value,
+        end: ir.Value,
+        is_far: ir.Value,
     ) -> ir.Value:
-        """The keys, beyond the trained length turned to adjoining positions.
+        """The keys, turned to adjoining positions if the pass `is_far`.
 
         A key at position p that is turned by d more is the key at p + d.
         """
-        is_far = branch.make("Greater", end, branch.vector(self.trained or 0))
         far = Branch(self.graph, f"{self.name}.far")
         near = Branch(self.graph, f"{self.name}.near")
         count = far.make("Shape", chosen, start=2, end=3)

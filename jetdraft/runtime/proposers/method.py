@@ -74,7 +74,7 @@ class MethodOptions:
             object.__setattr__(self, key, value)
         check_choice("verifier", self.verifier, VERIFIERS)
         check_ranges(self, _RANGES)
-        for name in _RANGES:
+        for name in sorted({name for v in VERIFIERS.values() for name in v.settings}):
             changed = getattr(self, name) != getattr(MethodOptions, name)
             if changed and name not in VERIFIERS[self.verifier].settings:
                 others = [v.name for v in VERIFIERS.values() if name in v.settings]
@@ -88,7 +88,9 @@ class MethodOptions:
         """The verifier itself, with the settings that are its own."""
         verifier = VERIFIERS[self.verifier]
         settings = {name: getattr(self, name) for name in verifier.settings}
-        return replace(verifier, **settings) if settings else verifier  # type: ignore[type-var]
+        if not settings:
+            return verifier
+        return replace(verifier, **settings)  # type: ignore[type-var]  # a dataclass
 
     @property
     def draft_size(self) -> int | None:

@@ -24,7 +24,8 @@ class Verifier(Protocol):
 
     `kinds` are the kinds of draft that it may verify. It keeps the target's
     distribution for drafts of these kinds, unless it is `lossy`. If `single_child`, a
-    row may have only one child. `settings` are those of its fields that a user sets.
+    row may have only one child. `settings` are what a user can set: fields of
+    the verifier, then a dataclass, and of `MethodOptions`.
     """
 
     name: str
