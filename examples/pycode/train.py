@@ -18,6 +18,9 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from jetdraft.train.taught.muon import Muon
+from jetdraft.train.taught.precision import precision
+
 HERE = Path(__file__).parent
 ROWS = 8
 WARM_UP = 0.03
@@ -147,16 +150,14 @@ def optimizers_of(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     ]
     # Few steps fit into half an hour, and Muon makes more of each than AdamW.
     return [
-        torch.optim.Muon(layers, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        Muon(layers, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True),
     ]
 
 
 def gradients(model: LlamaForCausalLM, loss_of: Loss, batch: Batch) -> float:
     """Leave a batch's clipped gradients on the model and return its loss."""
-    # Without these instructions bfloat16 is a hundred times slower than float32.
-    fast = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=fast):
+    with precision(torch.device("cpu")):
         loss = loss_of(model, *batch)
     model.zero_grad()
     torch.autograd.backward(loss)

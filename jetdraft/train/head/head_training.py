@@ -24,6 +24,7 @@ from jetdraft.train.head.head_layout import (
 from jetdraft.train.head.head_losses import Objective, Sums, total
 from jetdraft.train.head.teacher import StateCache, Teacher
 from jetdraft.train.run_folder import RunFolder
+from jetdraft.train.taught.muon import Muon
 from jetdraft.train.taught.taught_training import Stages, TaughtTraining
 from jetdraft.train.training import TrainingOptions
 
@@ -185,7 +186,7 @@ class HeadTraining(TaughtTraining):
         }
         others = [w for name, w in self.weights.items() if name not in inner]
         optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(inner.values(), lr=0.0, adjust_lr_fn="match_rms_adamw")
+            Muon(inner.values(), lr=0.0, adjust_lr_fn="match_rms_adamw")
         ]
         if others:
             optimizers.append(torch.optim.AdamW(others, lr=0.0, betas=self.betas))

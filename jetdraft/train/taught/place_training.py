@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from jetdraft.errors import TrainingError
 from jetdraft.train.head.head_layout import trained_weights
+from jetdraft.train.taught.muon import Muon
 from jetdraft.train.taught.place_sums import Sums
 from jetdraft.train.taught.taught_training import TaughtTraining
 
@@ -61,7 +62,7 @@ class PlaceTraining(TaughtTraining):
         }
         others = [w for name, w in self.weights.items() if name not in inner]
         return [
-            torch.optim.Muon(inner.values(), lr=0.0, adjust_lr_fn="match_rms_adamw"),
+            Muon(inner.values(), lr=0.0, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=0.0, betas=self.betas),
         ]
 
