@@ -71,7 +71,7 @@ ONLY_PARSED = {
     "jetdraft serve": "does not end; test_a_client_asks_the_server starts it",
     "python benchmarks/": "takes minutes alone on a machine; tests/benchmarks",
     "python examples/real/fetch.py": "downloads gigabytes; tests/test_fetch.py",
-    "python examples/tasks/tune_source.py folders/flan-t5-small": "takes minutes",
+    "python examples/tasks/tune.py folders/flan-t5-small": "takes minutes",
     "python examples/real/recipes.py": "trains for hours; its commands are held below",
 }
 """How commands begin that are held against the real parser but not run, and why."""

@@ -3,20 +3,77 @@
     python examples/tasks/tune.py examples/pycode/drafter \\
         --data /tmp/tasks/sql/train.jsonl -o /tmp/sql-drafter
 
-It learns the completions by cross entropy, as the target with its streams does.
+It learns the completions by cross entropy, as the target with its streams does. A T5
+can be tuned too, so that a block drafter has a task to learn.
 """
 
+import json
+import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+)
 
 from jetdraft.train.data import IGNORED, Corpus
 from jetdraft.train.taught.precision import precision
+
+LossOf = Callable[[Any, int], Tensor]
+"""Maps a model and the number of a step to the loss of a batch."""
+
+
+def of_texts(folder: Path, data: Path, ends: Any, batch_size: int, seed: int) -> LossOf:
+    """The loss of completions behind their prompts, in one sequence."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ends = ends if isinstance(ends, list) else [ends]
+    corpus = Corpus.read([data], tokenizer, ends, 256, 4, seed=seed)
+
+    def loss_of(model: Any, step: int) -> Tensor:
+        batch = corpus.batch(step, batch_size)
+        with precision(torch.device("cpu")):
+            logits = model(input_ids=batch.ids).logits[:, :-1]
+        return F.cross_entropy(
+            logits.flatten(0, 1).float(),
+            batch.labels[:, 1:].flatten(),
+            ignore_index=IGNORED,
+        )
+
+    return loss_of
+
+
+def of_pairs(folder: Path, data: Path, batch_size: int, seed: int) -> LossOf:
+    """The loss of completions that a decoder writes about their prompts."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    pick = random.Random(seed)
+    with data.open(encoding="utf-8") as lines:
+        pairs = [json.loads(line) for line in lines]
+
+    def loss_of(model: Any, step: int) -> Tensor:
+        chosen = pick.choices(pairs, k=batch_size)
+        batch = tokenizer(
+            [pair["prompt"] for pair in chosen],
+            text_target=[pair["completion"] for pair in chosen],
+            padding=True,
+            return_tensors="pt",
+        )
+        padding = batch["labels"] == tokenizer.pad_token_id
+        batch["labels"] = batch["labels"].masked_fill(padding, IGNORED)
+        with precision(torch.device("cpu")):
+            loss: Tensor = model(**batch).loss
+        return loss
+
+    return loss_of
 
 
 @click.command()
@@ -38,29 +95,26 @@ def main(
 ) -> None:
     """Tune DRAFTER and write it to OUTPUT."""
     torch.manual_seed(seed)
-    tokenizer = Tokenizer.from_file(str(drafter / "tokenizer.json"))
-    model = AutoModelForCausalLM.from_pretrained(drafter, dtype=torch.float32)
-    ends = model.config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    corpus = Corpus.read([data], tokenizer, ends, 256, 4, seed=seed)
+    config = AutoConfig.from_pretrained(drafter)
+    if config.is_encoder_decoder:
+        model = AutoModelForSeq2SeqLM.from_pretrained(drafter, dtype=torch.float32)
+        loss_of = of_pairs(drafter, data, batch_size, seed)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(drafter, dtype=torch.float32)
+        ends = model.config.eos_token_id
+        loss_of = of_texts(drafter, data, ends, batch_size, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     for step in range(steps):
-        batch = corpus.batch(step, batch_size)
-        with precision(torch.device("cpu")):
-            logits = model(input_ids=batch.ids).logits[:, :-1]
-        loss = F.cross_entropy(
-            logits.flatten(0, 1).float(),
-            batch.labels[:, 1:].flatten(),
-            ignore_index=IGNORED,
-        )
+        loss = loss_of(model, step)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
         schedule.step()
         if step % 50 == 0 or step == steps - 1:
             click.echo(f"step {step}: loss {loss.item():.3f}")
-    model.half().save_pretrained(output)
+    # A T5's activations overflow in float16.
+    (model if config.is_encoder_decoder else model.half()).save_pretrained(output)
     for file in drafter.glob("*token*.json"):
         shutil.copy(file, output / file.name)
 
