@@ -4,8 +4,8 @@
     python benchmarks/beyond.py BUNDLE TEXT --tokens 12288 --json FILE
 
 Reads the text pass by pass, once with all rows and once with selected rows, and gives
-the mean loss in nats per token by place. A target whose context ends loses its way with
-all rows; with selected rows it should lose no more than what it does not read.
+the mean loss in nats per token by place. With all rows the loss of a target rises
+beyond its length; with selected rows it should not.
 """
 
 from __future__ import annotations

@@ -34,10 +34,10 @@ a thousand times as large."""
 
 
 def trained_length(model: Any) -> int | None:
-    """The tokens of the texts that a model was trained on, if it has positions.
+    """The tokens of the texts that a model was trained on; None if they set no limit.
 
-    Scaled frequencies are made for the length that the config states, and their model
-    may be used beyond it, so it has no such length.
+    A model without positions has no limit. Scaled frequencies were made for the length
+    that the config states, and their model may be used beyond it.
     """
     config = model.config.get_text_config(decoder=True)
     if not _is_unscaled(getattr(config, "rope_parameters", None)):
@@ -52,8 +52,8 @@ def warn_of_length(model: Any, capacity: int) -> None:
         warnings.warn(
             f"{type(model).__name__} was trained on texts of {trained} tokens, and the "
             f"buffers hold {capacity}, where it may write nonsense; export with "
-            f"--capacity {trained} or less, or with --select-kv N for texts of "
-            "selected KV rows",
+            f"--capacity {trained} or less, or with --select-kv N and generate with "
+            "--drafting select-kv=true",
             stacklevel=2,
         )
 

@@ -196,10 +196,10 @@ class Job:
             self._events.put_nowait(error)
 
     async def _in_thread(self, model: Model) -> None:
-        """Generate in a thread of the desk, and leave no thread behind.
+        """Generate in a thread of the desk, and wait for the thread in any case.
 
-        A loop that ends cancels its tasks. The thread uses the model until its round
-        ends, so the task waits for it.
+        An event loop that ends cancels its tasks, but the thread uses the model until
+        the end of its round.
         """
         generation = self._loop.run_in_executor(
             self._desk.threads, self._generate, model

@@ -308,7 +308,7 @@ def answers_by_hand(
 
 @pytest.fixture(scope="module")
 def brief(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.warns(UserWarning, match="64 tokens.*--select-kv N for texts of"):
+    with pytest.warns(UserWarning, match="64 tokens.*--select-kv N and generate with"):
         return trained_briefly(tmp_path_factory.mktemp("brief"))
 
 

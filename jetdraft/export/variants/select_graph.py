@@ -72,7 +72,7 @@ def write(job: Job) -> None:
         )
     selection = Selection(rows, heads.pop())
     contract = replace(job.contract, selection=selection)
-    _let_select(graph, contract, _trained_length(job, nodes, rows))
+    _let_select(graph, contract, _length_of_turns(job, nodes, rows))
     graph.opset_imports[""] = OPSET
     common.RemoveUnusedNodesPass()(model)
     file = job.beside("select")
@@ -80,8 +80,8 @@ def write(job: Job) -> None:
     job.entry = replace(job.entry, select_file=file.name, selection=selection)
 
 
-def _trained_length(job: Job, nodes: list[ir.Node], rows: int) -> int | None:
-    """The tokens of the target's texts, if the buffers hold more and keys can turn."""
+def _length_of_turns(job: Job, nodes: list[ir.Node], rows: int) -> int | None:
+    """The trained length, beyond which keys turn; None where they never turn."""
     trained, width = trained_length(job.checkpoint.model), job.options.max_width
     if trained is None or trained >= job.contract.capacity:
         return None
@@ -92,7 +92,7 @@ def _trained_length(job: Job, nodes: list[ir.Node], rows: int) -> int | None:
     else:
         return trained
     warnings.warn(
-        f"selected rows are of no use beyond the {trained} tokens that "
+        f"selected KV rows are of no use beyond the {trained} tokens that "
         f"{job.checkpoint.source} was trained on: {reason}",
         stacklevel=2,
     )

@@ -3,8 +3,8 @@
 TokenSelect (2411.02886): the query heads of a KV head vote on the rows between the
 first and the recent rows, by the softmax of their mean query over the pass. A selection
 stays while the mean query is like the query that made it. Beyond the trained length the
-selected rows move to the query's side, in their order: the target has seen all of the
-distances.
+keys of selected rows turn to positions just before the pass, so that the target has
+seen every distance.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ class SelectedAttention:
     """Makes the branches of an `If` in place of one GroupQueryAttention.
 
     `state` has the layer's selected rows int64 [1, kv_heads, voted], and the query that
-    selected them. `trained` is the length of the target's texts in tokens, if the
-    buffers hold more and the keys of all layers can turn. Both branches give the
-    attention's outputs, then the state.
+    selected them. In passes that end beyond `trained` tokens keys turn; None if they
+    never do. Both branches give the attention's outputs, then the state.
 
         attention = SelectedAttention(graph, node, state, selection, None)
         attention.selected(), attention.whole()
@@ -91,7 +90,7 @@ class SelectedAttention:
         )
         if self.trained is not None:
             far = make("Greater", end, branch.vector(self.trained))
-            few_keys = self._moved(branch, few_keys, chosen, end, far)
+            few_keys = self._turned(branch, few_keys, chosen, end, far)
         by_head = make("Transpose", queries, perm=[0, 2, 3, 1, 4])
         flat = branch.shaped(by_head, 1, self.kv_heads, -1, self.size)
         scores = self._scores(branch, flat, few_keys)
@@ -177,7 +176,7 @@ class SelectedAttention:
         total = make("ReduceSum", votes, branch.vector(2), keepdims=0)
         most = branch.vector(self.selection.voted)
         _, places = branch.several("TopK", 2, total, most, axis=-1, sorted=0)
-        if self.trained is not None:  # rows that move keep their order
+        if self.trained is not None:  # keys that turn keep their order
             ordered = {"axis": -1, "largest": 0, "sorted": 1}
             places, _ = branch.several("TopK", 2, places, most, **ordered)
         return make("Add", places, first)
@@ -196,7 +195,7 @@ class SelectedAttention:
         together = make("Concat", parts[0], voted, parts[1], axis=2)
         return make("Unsqueeze", together, branch.vector(3))
 
-    def _moved(
+    def _turned(
         self,
         branch: Branch,
         keys: ir.Value,

@@ -24,8 +24,8 @@ class Verifier(Protocol):
 
     `kinds` are the kinds of draft that it may verify. It keeps the target's
     distribution for drafts of these kinds, unless it is `lossy`. If `single_child`, a
-    row may have only one child. `settings` are what a user can set: fields of
-    the verifier, then a dataclass, and of `MethodOptions`.
+    row may have only one child. `settings` names what a user can set: fields of
+    `MethodOptions` that this verifier, a dataclass, has too.
     """
 
     name: str

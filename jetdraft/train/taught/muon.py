@@ -13,7 +13,7 @@ from jetdraft.train.taught.precision import is_fast
 
 
 class _InFloat32(TorchFunctionMode):
-    """What is turned into bfloat16 becomes float32."""
+    """Within it `Tensor.bfloat16()` gives a copy in float32."""
 
     def __torch_function__(
         self,
@@ -30,7 +30,7 @@ class _InFloat32(TorchFunctionMode):
 class Muon(torch.optim.Muon):
     """torch's Muon, whose Newton-Schulz steps are bfloat16 only where that is fast.
 
-    Elsewhere their few multiplications take longer than the rest of a training's step.
+    On other processors these few products take longer than the rest of a step.
 
         Muon(matrices, lr=0.0, adjust_lr_fn="match_rms_adamw").step()
     """
