@@ -78,7 +78,7 @@ def of_pairs(folder: Path, data: Path, batch_size: int, seed: int) -> LossOf:
 
 @click.command()
 @click.argument("drafter", type=click.Path(exists=True, path_type=Path))
-@click.option("--data", type=click.Path(path_type=Path), required=True)
+@click.option("--data", type=click.Path(exists=True, path_type=Path), required=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
 @click.option("--steps", default=600, show_default=True)
 @click.option("--batch-size", default=32, show_default=True)
