@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -26,10 +25,9 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_reader import AnyHead, check_head
-from jetdraft.checkpoints.reading.tokenizer_reader import read_tokenizer
 from jetdraft.checkpoints.silence import silenced
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.errors import CheckpointError, OptionError, PairError
+from jetdraft.errors import OptionError
 from jetdraft.export.embeddings import write_similarity
 from jetdraft.export.export_options import DTYPES, ExportOptions
 from jetdraft.export.heads.head_export import head_of, taps_of, write_head
@@ -38,6 +36,7 @@ from jetdraft.export.kv import cache_scales
 from jetdraft.export.measures import Measures
 from jetdraft.export.pair.cut_head import CutHead, cut_head, write_vocabulary
 from jetdraft.export.pair.draft_acceptance import with_acceptance
+from jetdraft.export.pair.pair_tokenizers import check_tokenizers, compare_tokenizers
 from jetdraft.export.seams import warn_of_length
 from jetdraft.export.source.family import Family
 from jetdraft.export.step import Step
@@ -72,17 +71,7 @@ def export(
     options = options or ExportOptions()
     report = progress or (lambda stage, done, total: None)
     check_output(Path(output).absolute())
-    if head is not None and drafter is not None:
-        raise OptionError(
-            "a bundle has one drafter; give --drafter or --head, not both"
-        )
-    has_drafter = drafter is not None or head is not None
-    if options.drafter_provider and not has_drafter:
-        raise OptionError("a drafter's provider needs a drafter; give --drafter too")
-    if options.draft_vocab is not None and not has_drafter:
-        raise OptionError(
-            "a draft vocabulary needs a drafter; give --drafter or --head too"
-        )
+    _check_drafter(options, drafter, head)
     sources = {TARGET: target} | ({} if drafter is None else {DRAFTER: drafter})
     if head is not None:
         check_head(head, target)
@@ -106,19 +95,7 @@ def export(
         graphs = {name: _write_graphs(job) for name, job in jobs.items()}
         if head is not None and reader is not None:
             graphs[DRAFTER] = write_head(jobs[TARGET], head, reader, measures.overlaps)
-        bundle = Bundle(
-            path=folder,
-            graphs=graphs,
-            eos_token_ids=checkpoints[TARGET].eos_token_ids,
-            provider=options.provider,
-            flavour=options.flavour_made,
-            drafter_provider=options.drafter_provider,
-            generation=checkpoints[TARGET].generation,
-            special_tokens=checkpoints[TARGET].special_tokens,
-            start_token_ids=checkpoints[TARGET].start_token_ids,
-            speech=checkpoints[TARGET].speech,
-            tools=_versions(),
-        )
+        bundle = _bundle(folder, graphs, checkpoints[TARGET], options)
         _write_texts(folder, checkpoints[TARGET])
         write_similarity(folder, checkpoints[TARGET].model)
         bundle.save()
@@ -127,6 +104,45 @@ def export(
             with_acceptance(bundle, measures.prompts).save_manifest()
             report("measure acceptance", 1, 1)
     return Bundle.open(output)
+
+
+def _check_drafter(
+    options: ExportOptions, drafter: str | None, head: str | None
+) -> None:
+    """Raise `OptionError` for two drafters, or for options of a missing one."""
+    if head is not None and drafter is not None:
+        raise OptionError(
+            "a bundle has one drafter; give --drafter or --head, not both"
+        )
+    has_drafter = drafter is not None or head is not None
+    if options.drafter_provider and not has_drafter:
+        raise OptionError("a drafter's provider needs a drafter; give --drafter too")
+    if options.draft_vocab is not None and not has_drafter:
+        raise OptionError(
+            "a draft vocabulary needs a drafter; give --drafter or --head too"
+        )
+
+
+def _bundle(
+    folder: Path,
+    graphs: dict[str, GraphEntry],
+    target: Checkpoint,
+    options: ExportOptions,
+) -> Bundle:
+    """The bundle of graphs that lie in the folder."""
+    return Bundle(
+        path=folder,
+        graphs=graphs,
+        eos_token_ids=target.eos_token_ids,
+        provider=options.provider,
+        flavour=options.flavour_made,
+        drafter_provider=options.drafter_provider,
+        generation=target.generation,
+        special_tokens=target.special_tokens,
+        start_token_ids=target.start_token_ids,
+        speech=target.speech,
+        tools=_versions(),
+    )
 
 
 def _can_draft_here(bundle: Bundle, options: ExportOptions) -> bool:
@@ -206,7 +222,7 @@ def _load(
     sources: Mapping[str, str], options: ExportOptions, report: Progress
 ) -> dict[str, Checkpoint]:
     """The checkpoints by their names in the bundle."""
-    _compare_tokenizers(sources)
+    compare_tokenizers(sources)
     checkpoints: dict[str, Checkpoint] = {}
     for number, (name, source) in enumerate(sources.items()):
         report("load", number, len(sources))
@@ -231,7 +247,7 @@ def _check(
         Family.of(checkpoint).check_seams(checkpoint.model, contracts[name])
         warn_of_length(checkpoint.model, contracts[name].capacity)
     if DRAFTER in checkpoints:
-        _check_tokenizers(
+        check_tokenizers(
             {name: checkpoint.source for name, checkpoint in checkpoints.items()},
             {name: checkpoint.tokenizer for name, checkpoint in checkpoints.items()},
         )
@@ -278,56 +294,6 @@ def _attends_as_two(name: str, checkpoint: Checkpoint, options: ExportOptions) -
         and options.dtype_of(name) == "fp32"
         and checkpoint.streams is None
     )
-
-
-def _compare_tokenizers(sources: Mapping[str, str]) -> None:
-    """Refuse a pair with two tokenizers before any weight is read, which takes long."""
-    if DRAFTER not in sources:
-        return
-    try:
-        tokenizers = {name: read_tokenizer(source) for name, source in sources.items()}
-    except CheckpointError:
-        return  # loading says it in better words
-    _check_tokenizers(sources, tokenizers)
-
-
-def _check_tokenizers(
-    sources: Mapping[str, str], tokenizers: Mapping[str, str | None]
-) -> None:
-    """Refuse a drafter whose token ids have another meaning than the target's."""
-    target, drafter = tokenizers[TARGET], tokenizers[DRAFTER]
-    if target is None or drafter is None:
-        return  # ids only; the vocabularies are compared by their sizes
-    if _vocabulary(target) != _vocabulary(drafter):
-        raise PairError(
-            f"{sources[DRAFTER]} has another tokenizer than {sources[TARGET]}; choose "
-            "a drafter with the same tokenizer"
-        )
-
-
-def _vocabulary(tokenizer: str) -> object:
-    """The parts of a tokenizer.json that decide which ids a text becomes.
-
-    Files of one tokenizer may differ in other parts: whether special tokens are in the
-    vocabulary too, and how merges are written.
-    """
-    fields = json.loads(tokenizer, object_hook=_without_offsets)
-    model = fields["model"]
-    tokens, merges = model.get("vocab"), model.get("merges") or []
-    if isinstance(tokens, dict):
-        added = fields.get("added_tokens") or []
-        tokens = tokens | {token["content"]: token["id"] for token in added}
-    options = [bool(model.get(name)) for name in ("ignore_merges", "byte_fallback")]
-    return [
-        *(model.get("type"), tokens, options),
-        [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
-        *(fields.get(key) for key in ("normalizer", "pre_tokenizer")),
-    ]
-
-
-def _without_offsets(fields: dict[str, Any]) -> dict[str, Any]:
-    """Offsets into the text change no ids."""
-    return {name: value for name, value in fields.items() if name != "trim_offsets"}
 
 
 def _job(folder: Path, name: str, checkpoint: Checkpoint, measures: Measures) -> Job:
