@@ -18,6 +18,7 @@ import click
 import numpy as np
 
 import jetdraft
+from jetdraft.contracts.selection import Reading
 from jetdraft.runtime.passes.graph import Graph
 
 
@@ -54,7 +55,9 @@ def main(
             raise click.UsageError(f"{bundle} has {target.contract.capacity} KV rows")
         ids = model.parts.text.encode(text.read_text(encoding="utf-8"))[:tokens]
         whole = losses(target, ids, width)
-        selected = losses(target.beside(), ids, width)
+        graph = target.beside()
+        graph.prepare(exact=False, reading=Reading.TURNED)
+        selected = losses(graph, ids, width)
         model.forget()
     rows = [
         {

@@ -25,6 +25,7 @@ import click
 import numpy as np
 
 import jetdraft
+from jetdraft.contracts.selection import Reading
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.graph import Graph
@@ -63,6 +64,7 @@ def selecting(model: Model, prompt: list[int], count: int) -> dict[str, Any]:
     """Plain decoding with selected rows, over a prompt that was read with all rows."""
     target = model.parts.target
     graph, start = target.beside(), len(prompt) - 1
+    graph.prepare(exact=False, reading=Reading.TURNED)
     target.cache.rewind(start)
     token, tokens, seconds, votes = prompt[-1], [], [], 0
     for _ in range(count):

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Annotated
 
 from jetdraft.contracts.constants import MIN_SELECTED
 from jetdraft.untrusted.record import MOST_SIZE, Size, in_range
+
+
+class Reading(IntEnum):
+    """Which committed rows a pass reads, and whether the keys of selected rows turn.
+
+    `TURNED` is for texts beyond the trained length: the keys turn to adjoining
+    positions there. A draft must guess what a pass over `ALL` rows says, so the keys of
+    `SELECTED` rows stay as they are.
+    """
+
+    ALL = 0
+    SELECTED = 1
+    TURNED = 2
 
 
 @dataclass(frozen=True)

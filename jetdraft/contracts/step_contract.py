@@ -23,7 +23,7 @@ TARGET_LENGTH = TensorSpec("target_length", "int32", (1,))
 """The committed rows in the target's buffers."""
 
 SELECTING = TensorSpec("selecting", "int32", (1,))
-"""1 if the pass reads selected rows only, else 0."""
+"""Which rows the pass reads, a `Reading`."""
 
 SOURCE_LENGTH = TensorSpec("source_length", "int32", (1,))
 """The slots that a source fills; the others are hidden."""

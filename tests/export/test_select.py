@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import jetdraft
 from jetdraft.bundle import Bundle
+from jetdraft.contracts.selection import Reading
 from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
@@ -314,16 +315,28 @@ def brief(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("count", [1, 3, 16])
 @pytest.mark.parametrize(
-    ("tokens", "turns"), [(TRAINED - 1, False), (TRAINED + 1, True), (120, True)]
+    ("tokens", "reading", "turns"),
+    [
+        (TRAINED - 1, Reading.TURNED, False),
+        (TRAINED + 1, Reading.TURNED, True),
+        (120, Reading.TURNED, True),
+        (120, Reading.SELECTED, False),
+    ],
 )
 def test_beyond_the_trained_length_keys_turn_to_adjoining_positions(
-    brief: Path, prompt: list[int], tokens: int, turns: bool, count: int
+    brief: Path,
+    prompt: list[int],
+    tokens: int,
+    reading: Reading,
+    turns: bool,
+    count: int,
 ) -> None:
-    """As if each head's rows stood just before the new ones; not up to the length."""
+    """As if each head's rows stood just before the new ones; never in a draft."""
     model = jetdraft.load(brief / "bundle", threads=1)
     model.parts.survey.finish()
     start = tokens - count
     own = filled(model.parts.target, prompt[: start + 1], 16).beside()
+    own.prepare(exact=False, reading=reading)
     answer = own.run(prompt[start:tokens]).logits[:count].copy()
     [by_head] = selected_by_hand(own).values()
     read = [
@@ -369,9 +382,9 @@ def test_a_survey_reads_all_rows_after_a_lossy_generation(
     for measure in (Survey.step, Survey._prove_again):
         survey = Survey(target, None)
         survey.begin()
-        target.prepare(exact=False, selecting=True)
+        target.prepare(exact=False, reading=Reading.SELECTED)
         measure(survey)
-        assert not target.selecting
+        assert target.reading is Reading.ALL
 
 
 def test_selected_rows_are_refused_where_exactness_is_asked_for(

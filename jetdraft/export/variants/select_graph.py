@@ -15,7 +15,7 @@ from onnx_ir.passes import common
 
 from jetdraft.bundle import CONTRIB, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.contracts.selection import Selection
+from jetdraft.contracts.selection import Reading, Selection
 from jetdraft.contracts.step_contract import SELECTING, StepContract
 from jetdraft.errors import OptionError, UnsupportedModelError
 from jetdraft.export.attentions import attentions, has_windows
@@ -117,12 +117,13 @@ def _let_select(graph: ir.Graph, contract: StepContract, trained: int | None) ->
     graph.inputs.extend([selecting, *inputs.values()])
     nodes = attentions(graph)
     is_selecting = _is_selecting(graph, nodes[0], selecting, selection)
+    turns = None if trained is None else _turning(graph, nodes[0], selecting, trained)
     for node in nodes:
         past = node.inputs[3]
         assert past is not None
         layer = int(str(past.name).partition(".")[2])
         state = tuple(inputs[f"past_{kind}.{layer}"] for kind in ("rows", "query"))
-        attention = SelectedAttention(graph, node, state, selection, trained)
+        attention = SelectedAttention(graph, node, state, selection, turns)
         branches = {
             "then_branch": attention.selected(),
             "else_branch": attention.whole(),
@@ -162,6 +163,23 @@ def _is_selecting(
     told = ir.node("Greater", [selecting, zero])
     both = ir.node("And", [told.outputs[0], longer.outputs[0]])
     graph.insert_before(first, [rows, count, newest, longer, told, both])
+    return both.outputs[0]
+
+
+def _turning(
+    graph: ir.Graph, first: ir.Node, selecting: ir.Value, trained: int
+) -> ir.Value:
+    """Whether keys turn: the pass is told so, and ends beyond the trained length."""
+    last = first.inputs[5]
+    assert last is not None
+    untold, newest = (
+        initializer(graph, f"turning.{name}", np.array([number], np.int32))
+        for name, number in (("off", Reading.SELECTED), ("last", trained - 1))
+    )
+    told = ir.node("Greater", [selecting, untold])
+    longer = ir.node("Greater", [last, newest])
+    both = ir.node("And", [told.outputs[0], longer.outputs[0]])
+    graph.insert_before(first, [told, longer, both])
     return both.outputs[0]
 
 

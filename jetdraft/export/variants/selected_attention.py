@@ -24,8 +24,8 @@ class SelectedAttention:
     """Makes the branches of an `If` in place of one GroupQueryAttention.
 
     `state` has the layer's selected rows int64 [1, kv_heads, voted], and the query that
-    selected them. In passes that end beyond `trained` tokens keys turn; None if they
-    never do. Both branches give the attention's outputs, then the state.
+    selected them. Where `turns`, a bool scalar of the graph, is true keys turn; None if
+    they never do. Both branches give the attention's outputs, then the state.
 
         attention = SelectedAttention(graph, node, state, selection, None)
         attention.selected(), attention.whole()
@@ -37,9 +37,9 @@ class SelectedAttention:
         node: ir.Node,
         state: tuple[ir.Value, ...],
         selection: Selection,
-        trained: int | None,
+        turns: ir.Value | None,
     ) -> None:
-        self.graph, self.node, self.trained = graph, node, trained
+        self.graph, self.node, self.turns = graph, node, turns
         self.rows, self.query = state
         self.selection = selection
         self.name = str(self.rows.name).replace("past_rows", "selection")
@@ -88,9 +88,8 @@ class SelectedAttention:
         few_keys, few_values = (
             make("GatherND", rows, chosen, batch_dims=2) for rows in (keys, values)
         )
-        if self.trained is not None:
-            far = make("Greater", end, branch.vector(self.trained))
-            few_keys = self._turned(branch, few_keys, chosen, end, far)
+        if self.turns is not None:
+            few_keys = self._turned(branch, few_keys, chosen, end, self.turns)
         by_head = make("Transpose", queries, perm=[0, 2, 3, 1, 4])
         flat = branch.shaped(by_head, 1, self.kv_heads, -1, self.size)
         scores = self._scores(branch, flat, few_keys)
@@ -176,7 +175,7 @@ class SelectedAttention:
         total = make("ReduceSum", votes, branch.vector(2), keepdims=0)
         most = branch.vector(self.selection.voted)
         _, places = branch.several("TopK", 2, total, most, axis=-1, sorted=0)
-        if self.trained is not None:  # keys that turn keep their order
+        if self.turns is not None:  # keys that turn keep their order
             ordered = {"axis": -1, "largest": 0, "sorted": 1}
             places, _ = branch.several("TopK", 2, places, most, **ordered)
         return make("Add", places, first)
@@ -201,9 +200,9 @@ class SelectedAttention:
         keys: ir.Value,
         chosen: ir.Value,
         end: ir.Value,
-        is_far: ir.Value,
+        turns: ir.Value,
     ) -> ir.Value:
-        """The keys, turned to adjoining positions if the pass `is_far`.
+        """The keys, turned to adjoining positions where `turns` is true.
 
         A key at position p that is turned by d more is the key at p + d.
         """
@@ -226,7 +225,7 @@ class SelectedAttention:
             ),
             "else_branch": near.done([near.make("Identity", keys)]),
         }
-        return branch.make("If", is_far, **branches)
+        return branch.make("If", turns, **branches)
 
     def _hidden(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jetdraft.contracts.selection import Reading
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.graph import Graph
@@ -30,7 +31,7 @@ class SelectingFollower:
 
     def begin(self) -> None:
         """Start a new sequence, whose rows are selected anew."""
-        self.graph.prepare(exact=False, selecting=True)
+        self.graph.prepare(exact=False, reading=Reading.SELECTED)
 
     def follow(self, context: Sequence[int]) -> Answer:
         """The answer for the last row of `context`, over the committed rows."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.selection import Reading
 from jetdraft.contracts.step_contract import SELECTING
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
@@ -69,15 +70,14 @@ class Graph:
         self._bindings: dict[_Size, _Binding] = {}
         self._wide_bindings: dict[_Size, _Binding] = {}
 
-    def prepare(self, exact: bool, selecting: bool = False) -> None:
+    def prepare(self, exact: bool, reading: Reading = Reading.ALL) -> None:
         """Choose the `total_length`s of the next generation, and the rows it reads.
 
         Each captured graph has a fixed `total_length`, so there are few lengths. Since
         kernels split their work by the length, it decides how they round. So an `exact`
-        generation uses a single length. A `selecting` generation reads selected rows
-        only, which it selects anew.
+        generation uses a single length. Rows are selected anew.
         """
-        self.selecting = selecting
+        self.reading = reading
         self.selected.forget()
         if self.captures is not None:
             most = self.contract.slots
@@ -86,7 +86,7 @@ class Graph:
     def beside(self) -> Graph:
         """Another graph of the same sessions over the same buffers; it selects rows."""
         graph = Graph(self.sessions, memory=self.memory, cache=self.cache)
-        graph.prepare(exact=False, selecting=True)
+        graph.prepare(exact=False, reading=Reading.SELECTED)
         return graph
 
     def run(
@@ -240,7 +240,7 @@ class Graph:
             is_prefill = size.width > WIDEST
             options = self.captures.run_options(None if is_prefill else (size, length))
         if self.contract.selection is not None:
-            binding.arrays[SELECTING.name][0] = self.selecting
+            binding.arrays[SELECTING.name][0] = self.reading
         self.seconds += binding.run(options)
         self.passes += 1
         return binding.answer

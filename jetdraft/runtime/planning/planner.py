@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
+from jetdraft.contracts.selection import Reading
 from jetdraft.devices.providers import SELECTION, cpu_only
 from jetdraft.errors import DraftingError, JetdraftError, OptionError
 from jetdraft.runtime.measured.profit import Profit
@@ -126,7 +127,8 @@ class Planner:
         """
         widths = self.widths(drafting)  # a first call measures, so it comes before
         # Any other target reads prompts with the bundle's own, so it comes first too.
-        self.parts.target.prepare(drafting.exact, drafting.select_kv)
+        reading = Reading.TURNED if drafting.select_kv else Reading.ALL
+        self.parts.target.prepare(drafting.exact, reading)
         if rule is not None:
             leading = self.parts.leading()
             leading.prepare(widths, rule)
