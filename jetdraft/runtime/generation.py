@@ -236,11 +236,8 @@ class Generation:
 
     def _prefill(self, kept: int) -> None:
         """Put all but the last prompt token into the cache, in wide passes."""
-        cache, prompt, prefills = (
-            self._target.cache,
-            self._prompt,
-            self.planner.prefills,
-        )
+        cache, prompt = self._target.cache, self._prompt
+        prefills = self.planner.prefills
         cache.rewind(kept)
         while cache.length < len(prompt) - 1 and not self.watcher.must_end():
             rest = len(prompt) - 1 - cache.length
