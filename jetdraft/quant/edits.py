@@ -80,3 +80,9 @@ def substitute(old: Iterable[ir.Value], new: Iterable[ir.Value]) -> None:
         if before.is_graph_output():
             after.name, before.name = before.name, None
         ir.convenience.replace_all_uses_with(before, after, replace_graph_outputs=True)
+
+
+def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """The node that makes `value`, if it has that type."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == op_type else None

@@ -18,7 +18,7 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.exporter import export
-from jetdraft.export.fusion import fuse
+from jetdraft.export.fusing.fusion import fuse
 from jetdraft.export.seams import check_seams
 from jetdraft.export.step import Step, kv_shapes
 from jetdraft.export.tracing.tracer import trace

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from jetdraft.bundle import SCATTERED
 from jetdraft.checkpoints.parameters import keep_weights
-from jetdraft.export.fusion import fuse
+from jetdraft.export.fusing.fusion import fuse
 from jetdraft.export.job import Job
 from jetdraft.export.kv import quantize_cache
 from jetdraft.export.standard import standardize

@@ -1,0 +1,1 @@
+"""Rewrites of a traced graph that save nodes."""
