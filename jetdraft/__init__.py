@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from jetdraft.runtime.measured.stats import Stats as Stats
     from jetdraft.runtime.model import Model as Model
     from jetdraft.runtime.model import load as load
+    from jetdraft.runtime.passes.load_options import LoadOptions as LoadOptions
     from jetdraft.runtime.piece import Piece as Piece
     from jetdraft.runtime.piece import Result as Result
     from jetdraft.runtime.planning.drafting import Drafting as Drafting
     from jetdraft.runtime.planning.options import GenerateOptions as GenerateOptions
     from jetdraft.runtime.planning.options import Options as Options
     from jetdraft.runtime.pool import Pool as Pool
-    from jetdraft.runtime.proposers.parts import LoadOptions as LoadOptions
     from jetdraft.runtime.sampling.chooser import Sampling as Sampling
     from jetdraft.runtime.sampling.logprobs import Logprob as Logprob
     from jetdraft.runtime.sampling.penalties import Penalties as Penalties
@@ -78,11 +78,11 @@ _MODULES = {
     "runtime.hearing.segments": ("Segment",),
     "runtime.measured.stats": ("Stats",),
     "runtime.model": ("Model", "load"),
+    "runtime.passes.load_options": ("LoadOptions",),
     "runtime.piece": ("Piece", "Result"),
     "runtime.planning.drafting": ("Drafting",),
     "runtime.planning.options": ("GenerateOptions", "Options"),
     "runtime.pool": ("Pool",),
-    "runtime.proposers.parts": ("LoadOptions",),
     "runtime.sampling.chooser": ("Sampling",),
     "runtime.sampling.logprobs": ("Logprob",),
     "runtime.sampling.penalties": ("Penalties",),

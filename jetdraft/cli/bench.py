@@ -13,9 +13,9 @@ from jetdraft.bench import benchmark
 from jetdraft.bench.energy import Meter
 from jetdraft.devices.detection import detect
 from jetdraft.runtime.model import load
+from jetdraft.runtime.passes.load_options import LoadOptions
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import GenerateOptions, Options
-from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import (
     bundle_argument,

@@ -13,7 +13,7 @@ import click
 from jetdraft.errors import JetdraftError
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.model import load
-from jetdraft.runtime.proposers.parts import LoadOptions
+from jetdraft.runtime.passes.load_options import LoadOptions
 from jetdraft.runtime.text.template import user
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.first_run import announce_first_run

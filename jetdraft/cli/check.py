@@ -19,7 +19,7 @@ from jetdraft.export.pair.draft_acceptance import TOLERANCE, fallen, measured_ag
 from jetdraft.runtime.measured.places import pass_times
 from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.model import load
-from jetdraft.runtime.proposers.parts import LoadOptions
+from jetdraft.runtime.passes.load_options import LoadOptions
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.description import describe
 from jetdraft.terminal.flags import (

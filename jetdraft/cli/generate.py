@@ -10,9 +10,9 @@ import click
 
 from jetdraft.errors import OptionError
 from jetdraft.runtime.model import Model, load
+from jetdraft.runtime.passes.load_options import LoadOptions
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.planning.options import GenerateOptions
-from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.runtime.text.stops import INTERRUPTED
 from jetdraft.runtime.text.template import user as user_message
 from jetdraft.runtime.text_stream import Stream

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from jetdraft.errors import OptionError
+from jetdraft.runtime.passes.load_options import LoadOptions
 from jetdraft.runtime.pool import Pool
-from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.terminal.command import Command, extra_module, option
 from jetdraft.terminal.flags import (
     PATH,

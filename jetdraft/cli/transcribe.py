@@ -11,7 +11,7 @@ import click
 from jetdraft.runtime.hearing.segments import Segment
 from jetdraft.runtime.hearing.subtitles import clock
 from jetdraft.runtime.model import load
-from jetdraft.runtime.proposers.parts import LoadOptions
+from jetdraft.runtime.passes.load_options import LoadOptions
 from jetdraft.runtime.text.stops import INTERRUPTED
 from jetdraft.runtime.transcript import Transcript
 from jetdraft.runtime.transcription import TRANSCRIBE, Wanted

@@ -11,7 +11,7 @@ from jetdraft.bench.picture import draw_curves
 from jetdraft.bench.tuning import steps, tune
 from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.model import Model, load
-from jetdraft.runtime.proposers.parts import LoadOptions
+from jetdraft.runtime.passes.load_options import LoadOptions
 from jetdraft.terminal.command import Command
 from jetdraft.terminal.flags import (
     bundle_argument,

@@ -17,13 +17,14 @@ from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.hearing.sound import check_sound, read_sound
 from jetdraft.runtime.measured.claim import CLOSED
+from jetdraft.runtime.passes.load_options import LoadOptions
 from jetdraft.runtime.passes.prefix import load_prefix, save_prefix
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.planning.registry import AUTO
-from jetdraft.runtime.proposers.parts import LoadOptions, Parts
+from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.text.constraint import Constraint
 from jetdraft.runtime.text.prompt import check_characters, check_ids
 from jetdraft.runtime.text.template import (

@@ -10,7 +10,7 @@ from typing import Unpack
 
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.model import Model, load
-from jetdraft.runtime.proposers.parts import LoadOptions
+from jetdraft.runtime.passes.load_options import LoadOptions
 
 
 class Pool:

@@ -14,9 +14,9 @@ import click
 from jetdraft.devices.providers import PROVIDERS
 from jetdraft.files import write_text
 from jetdraft.runtime.model import Model
+from jetdraft.runtime.passes.load_options import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
-from jetdraft.runtime.proposers.parts import LoadOptions
 from jetdraft.terminal.command import Decorator, option, together
 from jetdraft.terminal.prompts import read_input
 

@@ -6,21 +6,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jetdraft.bundle import CONTRIB, Bundle, read_streams
 from jetdraft.contracts.split_contract import EARLY_EXIT
 from jetdraft.devices.memory import gather
-from jetdraft.devices.providers import (
-    AUTO,
-    HALVES,
-    PROVIDERS,
-    Provider,
-    choose,
-    cpu_only,
-)
+from jetdraft.devices.providers import HALVES, Provider, choose, cpu_only
 from jetdraft.errors import DraftingError, OptionError, ProviderError
 from jetdraft.graph_entry import GraphEntry
 from jetdraft.kept.lessons import Lessons
@@ -38,6 +31,7 @@ from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.encoding.source import Material
 from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.load_options import OFF, LoadOptions, check_load_options
 from jetdraft.runtime.passes.opener import Opener, Weights
 from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.session import default_threads, threads_of_pair
@@ -50,57 +44,12 @@ from jetdraft.runtime.text.vocabulary import Vocabulary
 LARGE_DRAFTER = 30_000_000
 """Parameters from which on a drafter gets all threads, unless `tune` measured."""
 
-OFF = "off"
-"""The name in place of the drafter's provider to run without the drafter."""
-
-
-class LoadOptions(TypedDict, total=False):
-    """Where and how a bundle runs: the keyword arguments of `jetdraft.load`.
-
-    provider          "cpu", "cuda", "tensorrt" or "auto", the fastest of them that runs
-                      here; default: the provider that the bundle was exported for
-    threads           threads of the target; default: the cores of this process
-    streams           a `streams.npz` of the same base; default: the bundle's own
-    store             a file that keeps requests and responses to draft from; default:
-                      nothing is kept
-    drafter_provider  another provider for the drafter, or "off" to run without it
-    learn             a folder that keeps what the target said where drafts were wrong,
-                      and the weights that a drafter learned of it; default: nothing is
-                      kept
-    """
-
-    provider: str | None
-    threads: int | None
-    streams: str | Path | None
-    store: str | Path | None
-    drafter_provider: str | None
-    learn: str | Path | None
-
 
 class Learning(NamedTuple):
     """The lessons of a folder, and the weights that were learned from them."""
 
     lessons: Lessons
     weights: LearnedWeights
-
-
-def _check_options(options: LoadOptions) -> None:
-    """Refuse wrong values; only the command line has checked its options before."""
-    choices = LoadOptions.__annotations__
-    for name in options:
-        if name not in choices:
-            words = ", ".join(choices)
-            raise OptionError(f"unknown option {name!r} of load; choose {words}", name)
-    for field in ("streams", "store", "learn"):
-        value = options.get(field)
-        if not isinstance(value, (str, Path, type(None))):
-            raise OptionError(f"{field} {value!r} is not a path; give a path", field)
-    drafter = options.get("drafter_provider")
-    if drafter not in (None, OFF, AUTO, *PROVIDERS):
-        names = ", ".join((*PROVIDERS, AUTO, OFF))
-        raise ProviderError(
-            f"unknown provider {drafter!r} for the drafter; choose {names}"
-        )
 
 
 class Parts:
@@ -117,7 +66,7 @@ class Parts:
     def __init__(
         self, bundle: Bundle, options: LoadOptions, like: Parts | None = None
     ) -> None:
-        _check_options(options)
+        check_load_options(options)
         self.bundle, self.options = bundle, options
         threads = options.get("threads")
         self.threads = default_threads() if threads is None else threads
