@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ from jetdraft.train.data import Batch, Corpus
 from jetdraft.train.interrupt import held_back
 from jetdraft.train.processes import this_process
 from jetdraft.train.run_folder import RunFolder
+from jetdraft.train.taught.precision import is_fast
 
 WARM_UP = 0.03
 """The share of the steps in which the learning rate rises."""
@@ -184,7 +185,8 @@ class Training(ABC):
         saves the checkpoint first.
         """
         this_process()
-        accelerator = Accelerator(mixed_precision="bf16")
+        halves = is_fast(PartialState().device)
+        accelerator = Accelerator(mixed_precision="bf16" if halves else "no")
         self._check_share(accelerator.num_processes)
         optimizers = self.optimizers()
         if accelerator.is_main_process:
