@@ -25,6 +25,7 @@ from jetdraft.train import stream_training as training
 from jetdraft.train.data import IGNORED, Corpus, Example, collate
 from jetdraft.train.run_folder import STATE
 from jetdraft.train.stream_training import StreamTraining
+from jetdraft.train.taught.precision import is_fast
 from jetdraft.train.training import TrainingOptions
 from tests.tiny import llama_config, save_checkpoint, tokenizer
 from tests.train.periodic import PERIOD, nothing, tuned
@@ -122,6 +123,19 @@ def weights(folder):
     from safetensors.torch import load_file
 
     return load_file(folder / "streams.safetensors")
+
+
+def test_bfloat16_multiplies_only_where_it_is_fast(target, text, tmp_path, monkeypatch):
+    halves = []
+
+    def recorded(run, *arguments):
+        halves.append(torch.is_autocast_enabled("cpu"))
+        return loss(run, *arguments)
+
+    loss = StreamTraining.loss
+    monkeypatch.setattr(StreamTraining, "loss", recorded)
+    train(target, tmp_path / "out", text, options=replace(QUICK, steps=1))
+    assert halves == [is_fast(torch.device("cpu"))]
 
 
 def test_an_interrupted_training_goes_on_where_it_stopped(target, text, tmp_path):
