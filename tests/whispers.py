@@ -106,3 +106,12 @@ def wav(samples: np.ndarray, rate: int = 16_000, width: int = 2) -> bytes:
         writer.setframerate(rate)
         writer.writeframes(data)
     return file.getvalue()
+
+
+def extensible(data: bytes, kind: int = 1) -> bytes:
+    """A WAV file whose format has the long name, as of 24 bits a sample; 1 is PCM."""
+    guid = kind.to_bytes(2, "little") + bytes.fromhex("000000001000800000aa00389b71")
+    bits = data[34:36]
+    longer = b"\xfe\xff" + data[22:36] + b"\x16\x00" + bits + bytes(4) + guid
+    size = (len(data) - 8 + 24).to_bytes(4, "little")
+    return data[:4] + size + data[8:16] + b"\x28\x00\x00\x00" + longer + data[36:]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -33,25 +33,20 @@ SIGNS = "signs"
 class TextFigures:
     """What one script takes in one text.
 
-    `characters` and `tokens` are counts; `drafted` counts the tokens that are in the
-    draft vocabulary, None where the drafter has the whole one.
+    `characters` and `tokens` are counts; `coverage` is the share of tokens that can be
+    drafted, None where the drafter has the whole vocabulary.
     """
 
     text: str
     script: str
     characters: int
     tokens: int
-    drafted: int | None
+    coverage: float | None
 
     @property
     def characters_per_token(self) -> float:
         """Characters of a token, on average."""
         return self.characters / self.tokens
-
-    @property
-    def coverage(self) -> float | None:
-        """The share of tokens that can be drafted."""
-        return None if self.drafted is None else self.drafted / self.tokens
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""
@@ -86,17 +81,23 @@ def text_figures(
 
     `tokenizer` is a tokenizer.json. Give a file for each language: a script is not a
     language. The `most_frequent` tokens of the first halves of all files can stand in
-    for a draft vocabulary; then the figures are those of the second halves, since a
-    choice looks too good on the text that it was made on. Raises `DataError`.
+    for a draft vocabulary; it covers the second halves to a lower degree, which is the
+    one that is given, since a choice looks too good on the text that it was made on.
+    Raises `DataError`.
 
         text_figures(Path("target/tokenizer.json"), [Path("english.txt")])
     """
     texts = [_Tokens.read(file, _opened(tokenizer)) for file in files]
+    parts = texts
     if most_frequent is not None:
         chosen = Counter(token for text in texts for token in text.halves()[0].ids)
         draft_vocabulary = {token for token, _ in chosen.most_common(most_frequent)}
-        texts = [text.halves()[1] for text in texts]
-    return [row for text in texts for row in text.rows(draft_vocabulary)]
+        parts = [text.halves()[1] for text in texts]
+    return [
+        row
+        for text, part in zip(texts, parts, strict=True)
+        for row in text.rows(part.coverage(draft_vocabulary))
+    ]
 
 
 def _opened(tokenizer: Path) -> Tokenizer:
@@ -145,19 +146,25 @@ class _Tokens:
         )
         return first, second
 
-    def rows(self, vocabulary: Collection[int] | None) -> Iterator[TextFigures]:
+    def coverage(self, vocabulary: Collection[int] | None) -> dict[str, float]:
+        """The share of each script's tokens that are in the vocabulary."""
+        if vocabulary is None:
+            return {}
+        known = Counter[str]()
+        for token, script in zip(self.ids, self.scripts, strict=True):
+            known.update(dict.fromkeys((ALL, script), token in vocabulary))
+        counts = Counter(self.scripts) + Counter({ALL: len(self.ids)})
+        return {script: known[script] / count for script, count in counts.items()}
+
+    def rows(self, coverage: Mapping[str, float]) -> Iterator[TextFigures]:
         """The whole text's row, then a row for each script."""
-        characters, drafted = Counter[str](), Counter[str]()
-        for token, length, script in zip(
-            self.ids, self.lengths, self.scripts, strict=True
-        ):
-            for row in (ALL, script):
-                characters[row] += length
-                drafted[row] += vocabulary is not None and token in vocabulary
+        characters = Counter({ALL: sum(self.lengths)})
+        for length, script in zip(self.lengths, self.scripts, strict=True):
+            characters[script] += length
         tokens = Counter(self.scripts)
         for script, count in [(ALL, len(self.ids)), *tokens.most_common()]:
-            covered = None if vocabulary is None else drafted[script]
-            yield TextFigures(self.name, script, characters[script], count, covered)
+            share = coverage.get(script)
+            yield TextFigures(self.name, script, characters[script], count, share)
 
 
 def _script(piece: str) -> str:

@@ -61,12 +61,14 @@ def command(
 ) -> None:
     """Check BUNDLE's files and contracts, width classes, and every method's text."""
     checked = Bundle.open(bundle, again=True)
-    figures = _text_figures(checked, texts, run and elsewhere is None)
+    if texts and elsewhere is not None:
+        raise OptionError("--tokenize has nothing to say of --for; leave one of them")
+    figures = _text_figures(checked, texts)
     if elsewhere is not None:
         _show_forecasts(list(forecasts(checked, elsewhere)), as_json)
         return
     if not run:
-        _show_manifest(checked, as_json)
+        _show_manifest(checked, figures, as_json)
         return
     model = load(bundle, **runtime)
     speed = 1e3 / pass_times(model.parts.target, [1])[1] if figures else 0.0
@@ -117,14 +119,10 @@ def command(
         )
 
 
-def _text_figures(
-    bundle: Bundle, texts: Sequence[Path], runs: bool
-) -> list[TextFigures]:
+def _text_figures(bundle: Bundle, texts: Sequence[Path]) -> list[TextFigures]:
     """What the bundle's tokenizer makes of these texts; raises `OptionError`."""
     if not texts:
         return []
-    if not runs:
-        raise OptionError("--tokenize needs a run; leave --no-run and --for out")
     if bundle.tokenizer is None:
         raise OptionError("the bundle has no tokenizer; leave --tokenize out")
     ids = None if bundle.drafter is None else bundle.draft_vocabulary()
@@ -133,20 +131,27 @@ def _text_figures(
 
 
 def _figure_lines(figures: Sequence[TextFigures], speed: float) -> Iterator[str]:
-    """The rows of all texts, and the speed of plain decoding for each text."""
+    """The rows of all texts, and the speed of plain decoding if it was measured."""
     for row in figures:
         yield f"tokenizer  {row.line()}"
     for row in figures:
-        if row.script == ALL:
+        if speed and row.script == ALL:
             yield (
                 f"plain      {row.text:16} {speed:.1f} tokens/s, "
                 f"{speed * row.characters_per_token:.1f} characters/s"
             )
 
 
-def _show_manifest(bundle: Bundle, as_json: bool) -> None:
-    fields = bundle.to_json()
-    click.echo(json.dumps(fields, indent=2) if as_json else describe(bundle))
+def _show_manifest(
+    bundle: Bundle, figures: Sequence[TextFigures], as_json: bool
+) -> None:
+    if as_json:
+        rows = {"tokenizer": [row.to_json() for row in figures]} if figures else {}
+        click.echo(json.dumps(bundle.to_json() | rows, indent=2))
+        return
+    click.echo(describe(bundle))
+    for line in _figure_lines(figures, 0.0):
+        click.echo(line)
 
 
 def _show_forecasts(graphs: list[Forecast], as_json: bool) -> None:

@@ -66,13 +66,20 @@ def test_says_what_the_tokenizer_makes_of_texts(bundle, tmp_path, without_texts)
     assert fields["plain_tokens_per_second"] > 0
 
 
-def test_texts_need_a_run_and_must_be_there(bundle, tmp_path):
+def test_texts_need_no_run_and_must_be_there(bundle, tmp_path):
     refused = jetdraft(
         "check", bundle, "--tokenize", tmp_path / "none", "--threads", "1"
     )
     assert_refused(refused, "no data file")
-    refused = jetdraft("check", bundle, "--tokenize", tmp_path / "none", "--no-run")
-    assert_refused(refused, "--tokenize needs a run")
+    text = tmp_path / "english.txt"
+    text.write_text("the self.")
+    flags = ("check", bundle, "--tokenize", text, "--no-run")
+    lines = jetdraft(*flags).stdout.splitlines()
+    assert any(line.startswith("tokenizer  english.txt") for line in lines)
+    assert not any("tokens/s" in line for line in lines)
+    fields = json.loads(jetdraft(*flags, "--json").stdout)
+    assert fields["tokenizer"][0]["characters"] == 9
+    assert_refused(jetdraft(*flags[:4], "--for", "cuda"), "leave one of them")
 
 
 def test_another_text_is_an_error(bundle, monkeypatch):

@@ -276,6 +276,7 @@ def test_pairs_that_do_not_fit_are_refused(pair, tmp_path):
 
 DAMAGED = {
     "layers": ({"num_hidden_layers": 3}, "has 3 layers, but the target's decoder 2"),
+    "weights": ({"target_words": "others"}, "was trained for other weights"),
     "block": ({"block_size": 65}, "fills 65 tokens, and jetdraft at most 64"),
     "none": ({"block_size": 0}, "has block_size=0; it needs a whole number"),
     "key": ({"heads": 3}, "has heads=3, which jetdraft does not know"),

@@ -75,7 +75,7 @@ DIFFUSION_KEYS = _LAYER | {"block_size"}
 CHIMERA_KEYS = _LAYER
 FALCON_KEYS = _LAYER | {"block_size"}
 GLIDE_KEYS = _LAYER
-SOURCE_KEYS = {"model_type", "target_type", "block_size"}
+SOURCE_KEYS = {"model_type", "target_type", "target_words", "block_size"}
 KANGAROO_KEYS = _LAYER | {"exit_layer"}
 
 _WITHOUT_EFFECT = {

@@ -13,6 +13,8 @@ from jetdraft.untrusted.printable import printable
 OWN_CODE = {"trust_remote_code": False}
 """Otherwise transformers asks on the terminal whether to run a checkpoint's code."""
 
+_LONG = 200
+
 
 @contextmanager
 def as_checkpoint_error(source: str) -> Iterator[None]:
@@ -36,7 +38,11 @@ def as_checkpoint_error(source: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a message, and the next one if the first announces it."""
+    """The first line of a message, and the next one if the first announces it.
+
+    Of a long line the first sentence is left.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     shown = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
-    return printable(" ".join(shown) or type(error).__name__)
+    text = " ".join(shown) or type(error).__name__
+    return printable(text if len(text) <= _LONG else text.partition(". ")[0])

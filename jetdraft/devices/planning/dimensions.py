@@ -78,8 +78,14 @@ class Dimensions:
     def of(cls, config: dict[str, Any]) -> Dimensions:
         """Read a config's fields; of a vision model, those of its text part.
 
-        Raises `CheckpointError`, or `UnsupportedModelError` for a mixture of experts.
+        Raises `CheckpointError`, or `UnsupportedModelError` for a mixture of experts
+        and an encoder-decoder.
         """
+        if config.get("is_encoder_decoder"):
+            raise UnsupportedModelError(
+                "an encoder-decoder reads its source too, which a plan does not "
+                "predict; measure it with jetdraft bench"
+            )
         tied = config.get("tie_word_embeddings")
         config = config.get("text_config", config)
         if config.get("num_experts") or config.get("num_local_experts"):

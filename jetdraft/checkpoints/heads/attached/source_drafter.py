@@ -8,6 +8,7 @@ it, and a row of the block all of the text and of the block.
 from __future__ import annotations
 
 import copy
+import hashlib
 from typing import Any
 
 import torch
@@ -124,10 +125,12 @@ def source_config(target: Checkpoint, layers: int, slots: int) -> HeadConfig:
     Raises `UnsupportedModelError` for a target that reads no text beside its own.
     """
     if not target.reads_source or target.speech is not None:
-        kind = "is a decoder alone" if not target.reads_source else "hears"
+        fact, fix = "is a decoder alone", "take a drafter of another kind"
+        if target.speech is not None:
+            fact, fix = "hears", "draft with a smaller Whisper (export --drafter)"
         raise UnsupportedModelError(
-            f"{target.source} {kind}, and a drafter of kind block is for an "
-            "encoder-decoder of text, like T5, BART or Marian; choose another kind"
+            f"{target.source} {fact}, and a drafter of kind block is for an "
+            f"encoder-decoder of text, like T5, BART or Marian; {fix}"
         )
     width = target.model.get_input_embeddings().weight.shape[1]
     return HeadConfig(
@@ -151,9 +154,19 @@ def source_fields(target: Checkpoint, config: HeadConfig) -> dict[str, Any]:
     return {
         "model_type": MODEL_TYPE,
         "target_type": target.model.config.model_type,
+        "target_words": words_sha256(target),
         "num_hidden_layers": config.num_layers,
         "block_size": config.slots,
     }
+
+
+def words_sha256(target: Checkpoint) -> str:
+    """A hash of the embedding that a drafter borrows, by which it knows its target.
+
+    It is the same in each type that the target may be loaded in.
+    """
+    words = target.model.get_input_embeddings().weight.detach()
+    return hashlib.sha256(words.to("cpu", torch.float16).numpy().tobytes()).hexdigest()
 
 
 def read_source_drafter(
@@ -169,9 +182,11 @@ def read_source_drafter(
     layers = number(source, fields, "num_hidden_layers")
     config = source_config(target, layers, slots)
     own = target.model.config.model_type
+    words = words_sha256(target)
     most = len(decoder_list(target.model)[1])
     for is_wrong, fact in (
         (fields.get("target_type") != own, f"is not for a {own}"),
+        (fields.get("target_words", words) != words, "was trained for other weights"),
         (layers > most, f"has {layers} layers, but the target's decoder {most}"),
         (
             slots > MOST_SLOTS,

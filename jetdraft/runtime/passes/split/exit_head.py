@@ -79,10 +79,10 @@ class ExitHead:
 @lru_cache(maxsize=4)
 def _read(folder: Path, modified: int, base: str, layer: int, size: int) -> ExitHead:
     """As `ExitHead.load`; a file that has not been `modified` is read once."""
-    refusal = OptionError(
-        f"{folder / FILE} is missing or damaged; make it with jetdraft train exit",
-        FIELD,
-    )
+    fact = f"{folder / FILE} is missing or damaged, or its training goes on"
+    if not folder.is_dir():
+        fact = f"{folder} is not a folder"
+    refusal = OptionError(f"{fact}; give a head that jetdraft train exit made", FIELD)
     arrays = read_arrays(folder / FILE, refusal)
     owner = arrays.pop("base", None)
     trained = sorted(n.partition(".")[2] for n in arrays if n.startswith("weight."))
