@@ -81,9 +81,8 @@ def text_figures(
 
     `tokenizer` is a tokenizer.json. Give a file for each language: a script is not a
     language. The `most_frequent` tokens of the first halves of all files can stand in
-    for a draft vocabulary; it covers the second halves to a lower degree, which is the
-    one that is given, since a choice looks too good on the text that it was made on.
-    Raises `DataError`.
+    for a draft vocabulary; then `coverage` is that of the second halves, since a choice
+    looks too good on the text that it was made on. Raises `DataError`.
 
         text_figures(Path("target/tokenizer.json"), [Path("english.txt")])
     """

@@ -143,10 +143,10 @@ def _advised(
     question: Question, draft_vocab: int | None, figures: Sequence[TextFigures]
 ) -> list[Drafter]:
     """The advised drafter, and the same after other numbers of tokens."""
-    whole = [(row.tokens, row.coverage) for row in figures if row.script == ALL]
-    counts = [(tokens, share) for tokens, share in whole if share is not None]
-    tokens = sum(count for count, _ in counts)
-    coverage = sum(n * share for n, share in counts) / tokens if tokens else 1.0
+    whole = [row for row in figures if row.script == ALL and row.coverage is not None]
+    tokens = sum(row.tokens for row in whole)
+    covered = sum(row.tokens * (row.coverage or 0.0) for row in whole)
+    coverage = covered / tokens if tokens else 1.0
     advisor = Advisor(question, draft_vocab, coverage)
     best = advisor.best()
     return [best, *(advisor.with_tokens(best, budget) for budget in OTHER_BUDGETS)]

@@ -6,8 +6,8 @@ import io
 import warnings
 import wave
 from math import gcd
-from mmap import ACCESS_COPY, mmap
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
@@ -48,8 +48,6 @@ def read_sound(file: str | Path | bytes) -> Float32s:
         read_sound("question.wav")
     """
     if isinstance(file, bytes):
-        if not file:
-            raise _refusal("the file is empty; give a WAV file")
         return _read("the file", io.BytesIO(file))
     name = printable(file, 1000)
     try:
@@ -57,29 +55,26 @@ def read_sound(file: str | Path | bytes) -> Float32s:
             raise _refusal(f"{name} is a folder; give a WAV file")
         if not Path(file).is_file():
             raise _refusal(f"there is no file {name}; give a WAV file")
-        if not Path(file).stat().st_size:
-            raise _refusal(f"{name} is empty; give a WAV file")
-        with (
-            Path(file).open("rb") as opened,
-            mmap(opened.fileno(), 0, access=ACCESS_COPY) as mapped,
-        ):
-            return _read(name, mapped)
+        with Path(file).open("rb") as opened:
+            return _read(name, opened)
     except OSError as error:
         raise _refusal(
             f"{name} cannot be read ({error.strerror}); give a WAV file"
         ) from error
 
 
-def _read(name: str, opened: io.BytesIO | mmap) -> Float32s:
+def _read(name: str, opened: IO[bytes]) -> Float32s:
     header = opened.read(_HEADER)
+    if not header:
+        raise _refusal(f"{name} is empty; give a WAV file")
     place = header.find(b"fmt ") + 8
     if header[place : place + 2] == _EXTENSIBLE:
         # The kind of sound has a longer name, which Python 3.11 does not know.
-        opened.seek(place)
-        opened.write(header[place + 24 : place + 26])
+        short = header[:place] + header[place + 24 : place + 26] + header[place + 2 :]
+        opened = io.BytesIO(short + opened.read())
     opened.seek(0)
     try:
-        with wave.open(opened) as reader:  # type: ignore[arg-type]  # reads and seeks
+        with wave.open(opened) as reader:
             return _samples(name, reader)
     except (wave.Error, EOFError, RuntimeError) as error:
         # A RuntimeError without words: a part claims to be larger than the file.

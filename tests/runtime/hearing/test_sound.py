@@ -124,5 +124,5 @@ def test_long_sounds_and_wrong_arrays_are_refused(tmp_path):
         with pytest.raises(OptionError, match="a sound is a WAV file"):
             check_sound(wrong)
     for place in (tmp_path, tmp_path / "missing.wav"):
-        with pytest.raises(OptionError, match="no file|is a folder"):
+        with pytest.raises(OptionError, match=r"no file|is a folder"):
             read_sound(place)

@@ -161,7 +161,7 @@ def source_fields(target: Checkpoint, config: HeadConfig) -> dict[str, Any]:
 
 
 def words_sha256(target: Checkpoint) -> str:
-    """A hash of the embedding that a drafter borrows, by which it knows its target.
+    """A hash of the target's embedding, by which a drafter knows its target.
 
     It is the same in each type that the target may be loaded in.
     """
