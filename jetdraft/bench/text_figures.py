@@ -34,7 +34,7 @@ class TextFigures:
     """What one script takes in one text.
 
     `characters` and `tokens` are counts; `coverage` is the share of tokens that can be
-    drafted, None where the drafter has the whole vocabulary.
+    drafted, None where the drafter has the whole vocabulary, or the share is not known.
     """
 
     text: str

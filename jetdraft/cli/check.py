@@ -62,7 +62,7 @@ def command(
     """Check BUNDLE's files and contracts, width classes, and every method's text."""
     checked = Bundle.open(bundle, again=True)
     if texts and elsewhere is not None:
-        raise OptionError("--for runs no text; leave --tokenize out")
+        raise OptionError("--for reads graphs, not texts; leave --tokenize out")
     figures = _text_figures(checked, texts)
     if elsewhere is not None:
         _show_forecasts(list(forecasts(checked, elsewhere)), as_json)

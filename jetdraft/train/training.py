@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -184,8 +184,7 @@ class Training(ABC):
         Raises `TrainingError` if the loss is no longer a number. A `KeyboardInterrupt`
         saves the checkpoint first.
         """
-        this_process()
-        halves = is_fast(PartialState().device)
+        halves = is_fast(this_process().device)
         accelerator = Accelerator(mixed_precision="bf16" if halves else "no")
         self._check_share(accelerator.num_processes)
         optimizers = self.optimizers()

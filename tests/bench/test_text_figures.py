@@ -65,6 +65,8 @@ def test_the_most_frequent_tokens_are_measured_on_other_text(file, write):
     row = rows_of(file, write("en", " the" * 8 + " self" * 8), most_frequent=1)
     assert row["en", ALL].tokens == 16
     assert row["en", ALL].coverage == 0.0
+    mixed = rows_of(file, write("en", "д " + " the" * 40), most_frequent=1)
+    assert mixed["en", "cyrillic"].coverage is None  # the second half has none
     both = rows_of(file, write("en", " the self" * 8), most_frequent=2)
     assert both["en", ALL].coverage == 1.0
 

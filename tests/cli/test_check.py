@@ -79,7 +79,7 @@ def test_texts_need_no_run_and_must_be_there(bundle, tmp_path):
     assert not any("tokens/s" in line for line in lines)
     fields = json.loads(jetdraft(*flags, "--json").stdout)
     assert fields["tokenizer"][0]["characters"] == 9
-    assert_refused(jetdraft(*flags[:4], "--for", "cuda"), "--for runs no text")
+    assert_refused(jetdraft(*flags[:4], "--for", "cuda"), "--for reads graphs")
 
 
 def test_another_text_is_an_error(bundle, monkeypatch):

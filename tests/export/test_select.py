@@ -350,6 +350,28 @@ def test_beyond_the_trained_length_keys_turn_to_adjoining_positions(
     assert np.abs(answer - other).max() > 1e-2
 
 
+def test_keys_turn_in_a_lossy_text_and_never_in_a_draft(
+    brief: Path, prompt: list[int]
+) -> None:
+    model = jetdraft.load(brief / "bundle", threads=1)
+    seen = []
+    run = Graph._run
+
+    def recorded(graph: Graph, *arguments: Any) -> Any:
+        seen.append((graph is model.parts.target, graph.reading))
+        return run(graph, *arguments)
+
+    how: dict[str, Any] = {"token_ids": prompt, "max_new_tokens": 4}
+    how |= {"ignore_eos": True, "exact": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Graph, "_run", recorded)
+        model.generate(method="none", drafting={"select_kv": True}, **how)
+        assert set(seen) == {(True, Reading.TURNED)}
+        seen.clear()
+        model.generate(method="select", num_draft_tokens=2, **how)
+        assert set(seen) == {(True, Reading.ALL), (False, Reading.SELECTED)}
+
+
 def test_an_export_says_where_keys_cannot_turn(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="select-kv and --max-width must be 64"):
         trained_briefly(tmp_path, select_kv=49)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.attached.source_drafter import words_sha256
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.source_attention import implement
 from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
@@ -22,6 +23,7 @@ from jetdraft.train.block.block_places import Blocks
 from jetdraft.train.block.source_losses import SourceLesson, SourceObjective
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.layouts import write
+from tests.runtime.spinning import leaves_cores
 from tests.sources import CONFIGS, SOURCE, save, save_drafter
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 from tests.whispers import save as save_whisper
@@ -40,6 +42,18 @@ def made(request, tmp_path_factory):
     export(str(target), folder / "bundle", options=OPTIONS, head=drafter)
     model = jetdraft.load(folder / "bundle", threads=1)
     return request.param, str(target), drafter, model
+
+
+def test_an_encoder_has_all_threads_and_then_leaves_the_cores(pair, tmp_path):
+    """It runs once for a source; the drafter's other passes have one thread."""
+    target, drafter = pair
+    export(target, tmp_path / "bundle", options=OPTIONS, head=drafter)
+    with jetdraft.load(tmp_path / "bundle", threads=2) as model:
+        for graph in (model.parts.target, model.parts.drafter):
+            options = graph.source._session.get_session_options()
+            assert options.intra_op_num_threads == 2
+            assert leaves_cores(options)
+        assert model.parts.drafter_threads == 1
 
 
 def graph_of(model, source=SOURCE):
@@ -292,6 +306,27 @@ def test_a_damaged_drafter_is_refused(pair, tmp_path, case):
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     refused(target, folder, CheckpointError, message, tmp_path / "out")
+
+
+def test_a_drafter_knows_its_target_by_the_words(pair, tmp_path):
+    """In each type that the target is loaded in; an old config does not say it."""
+    target, drafter = pair
+    other = shutil.copytree(target, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["shared.weight"] = tensors["shared.weight"].flip(0)
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    said = "was trained for other weights; give the drafter that was trained for"
+    refused(other, drafter, CheckpointError, said, tmp_path / "out")
+    hashes = {
+        words_sha256(Checkpoint.load(target, dtype))
+        for dtype in (torch.float32, torch.float16)
+    }
+    assert len(hashes) == 1
+    old = shutil.copytree(drafter, tmp_path / "old")
+    fields = json.loads((old / "config.json").read_text())
+    assert fields.pop("target_words") in hashes
+    (old / "config.json").write_text(json.dumps(fields))
+    load_head(str(old), Checkpoint.load(str(other), torch.float32), torch.float32)
 
 
 def test_a_tensor_of_another_size_is_refused(pair, tmp_path):

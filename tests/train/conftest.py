@@ -5,8 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 
 from tests.train.periodic import write_periodic
+
+
+@pytest.fixture(autouse=True)
+def _new_precision() -> None:
+    """Let each test multiply in its own type; accelerate keeps that of the first."""
+    AcceleratorState._reset_state()
 
 
 @pytest.fixture

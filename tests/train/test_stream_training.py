@@ -25,7 +25,6 @@ from jetdraft.train import stream_training as training
 from jetdraft.train.data import IGNORED, Corpus, Example, collate
 from jetdraft.train.run_folder import STATE
 from jetdraft.train.stream_training import StreamTraining
-from jetdraft.train.taught.precision import is_fast
 from jetdraft.train.training import TrainingOptions
 from tests.tiny import llama_config, save_checkpoint, tokenizer
 from tests.train.periodic import PERIOD, nothing, tuned
@@ -125,17 +124,21 @@ def weights(folder):
     return load_file(folder / "streams.safetensors")
 
 
-def test_bfloat16_multiplies_only_where_it_is_fast(target, text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("fast", [False, True])
+def test_bfloat16_multiplies_only_where_it_is_fast(
+    target, text, tmp_path, monkeypatch, fast
+):
     halves = []
 
-    def recorded(run, *arguments):
-        halves.append(torch.is_autocast_enabled("cpu"))
-        return loss(run, *arguments)
+    def recorded(run, accelerator, *arguments):
+        halves.append(torch.is_autocast_enabled(accelerator.device.type))
+        return loss(run, accelerator, *arguments)
 
     loss = StreamTraining.loss
     monkeypatch.setattr(StreamTraining, "loss", recorded)
+    monkeypatch.setattr("jetdraft.train.training.is_fast", lambda device: fast)
     train(target, tmp_path / "out", text, options=replace(QUICK, steps=1))
-    assert halves == [is_fast(torch.device("cpu"))]
+    assert halves == [fast]
 
 
 def test_an_interrupted_training_goes_on_where_it_stopped(target, text, tmp_path):

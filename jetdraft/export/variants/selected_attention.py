@@ -24,7 +24,7 @@ class SelectedAttention:
     """Makes the branches of an `If` in place of one GroupQueryAttention.
 
     `state` has the layer's selected rows int64 [1, kv_heads, voted], and the query that
-    selected them. Where `turns`, a bool scalar of the graph, is true keys turn; None if
+    selected them. Where `turns`, a bool [1] of the graph, is true, keys turn; None if
     they never do. Both branches give the attention's outputs, then the state.
 
         attention = SelectedAttention(graph, node, state, selection, None)

@@ -37,7 +37,8 @@ class Opener:
     """Opens graphs of one bundle on one provider.
 
     On the CPU all graphs of one file share one session, also between models that use
-    the same opener: a CPU session holds no state of a pass.
+    the same opener: a CPU session holds no state of a pass. An encoder runs once for a
+    source, on the threads for `encoding`; without them on the others.
 
         Opener(bundle, PROVIDERS["cpu"], ONE_THREAD).graph(bundle.target)
     """
@@ -45,6 +46,7 @@ class Opener:
     bundle: Bundle
     provider: Provider
     threads: Threads
+    encoding: Threads | None = None
     _opened: dict[str, ort.InferenceSession] = field(default_factory=dict, repr=False)
 
     def graph(self, entry: GraphEntry, weights: Weights | None = None) -> Graph:
@@ -57,7 +59,7 @@ class Opener:
         }
         graph = open_on[self.provider.name](entry, weights or {})
         if entry.encoder_file is not None:
-            session = self.session(entry.encoder_file)
+            session = self.session(entry.encoder_file, threads=self.encoding)
             graph.source = Source(session, entry.contract, graph.memory)
         return graph
 
@@ -67,14 +69,18 @@ class Opener:
         weights: Weights | None = None,
         options: ProviderOptions | None = None,
         shared: Mapping[str, ort.OrtValue] | None = None,
+        threads: Threads | None = None,
     ) -> ort.InferenceSession:
-        """The session of one of the bundle's files; see `open_session`."""
+        """The session of one of the bundle's files; see `open_session`.
+
+        Without `threads` it has those of the opener.
+        """
         if file in self._opened:
             return self._opened[file]
         session = open_session(
             self.bundle.path / file,
             self.provider.name,
-            self.threads,
+            threads or self.threads,
             weights,
             shared,
             as_options(options) if options else {},

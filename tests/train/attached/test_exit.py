@@ -27,6 +27,7 @@ from jetdraft.train.exit.exit_training import ExitHeads, ExitTraining
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as cli
 from tests.ggufs import write_gguf
+from tests.runtime.spinning import leaves_cores
 from tests.tiny import llama_config
 from tests.train.attached.drafts import QUICK, SMALL
 from tests.train.periodic import PERIOD, learned_target, nothing
@@ -55,6 +56,13 @@ def bundle(target, tmp_path_factory) -> Bundle:
 def model(bundle):
     with jetdraft.load(bundle.path, threads=1) as model:
         yield model
+
+
+def test_halves_leave_the_cores_to_each_other(model):
+    """Threads that spin after a pass made the other half twice as slow."""
+    sessions = model.parts.leading().halves._sessions
+    for session in (sessions.lower, sessions.upper, sessions.exit):
+        assert leaves_cores(session.get_session_options())
 
 
 @pytest.fixture
@@ -237,7 +245,8 @@ def test_options_that_cannot_be_used(model, fields, words):
 
 def test_a_head_that_is_not_there(bundle, tmp_path, head):
     line = ["generate", bundle.path, "-p", "def", "--no-exact", "--stop-and-exit"]
-    assert_refused(cli(*line, tmp_path / "none"), "missing", "jetdraft train exit")
+    for missing in (tmp_path / "none", tmp_path / ("x" * 300)):
+        assert_refused(cli(*line, missing), "no folder", "jetdraft train exit")
     (tmp_path / FILE).write_bytes(b"PK no zip")
     assert_refused(cli(*line, tmp_path), "damaged")
     line[1] = toy_bundle(tmp_path / "without")

@@ -7,6 +7,7 @@ fewer layers.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -80,8 +81,8 @@ class ExitHead:
 def _read(folder: Path, modified: int, base: str, layer: int, size: int) -> ExitHead:
     """As `ExitHead.load`; a file that has not been `modified` is read once."""
     fact = f"{folder / FILE} is missing or damaged, or its training goes on"
-    if not folder.is_dir():
-        fact = f"{folder} is not a folder"
+    if not os.path.isdir(folder):  # of any name
+        fact = f"there is no folder {folder}"
     refusal = OptionError(f"{fact}; give a head that jetdraft train exit made", FIELD)
     arrays = read_arrays(folder / FILE, refusal)
     owner = arrays.pop("base", None)
