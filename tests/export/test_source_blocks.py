@@ -23,7 +23,6 @@ from jetdraft.train.block.block_places import Blocks
 from jetdraft.train.block.source_losses import SourceLesson, SourceObjective
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.layouts import write
-from tests.runtime.spinning import leaves_cores
 from tests.sources import CONFIGS, SOURCE, save, save_drafter
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 from tests.whispers import save as save_whisper
@@ -42,18 +41,6 @@ def made(request, tmp_path_factory):
     export(str(target), folder / "bundle", options=OPTIONS, head=drafter)
     model = jetdraft.load(folder / "bundle", threads=1)
     return request.param, str(target), drafter, model
-
-
-def test_an_encoder_has_all_threads_and_then_leaves_the_cores(pair, tmp_path):
-    """It runs once for a source; the drafter's other passes have one thread."""
-    target, drafter = pair
-    export(target, tmp_path / "bundle", options=OPTIONS, head=drafter)
-    with jetdraft.load(tmp_path / "bundle", threads=2) as model:
-        for graph in (model.parts.target, model.parts.drafter):
-            options = graph.source._session.get_session_options()
-            assert options.intra_op_num_threads == 2
-            assert leaves_cores(options)
-        assert model.parts.drafter_threads == 1
 
 
 def graph_of(model, source=SOURCE):

@@ -37,8 +37,7 @@ class Opener:
     """Opens graphs of one bundle on one provider.
 
     On the CPU all graphs of one file share one session, also between models that use
-    the same opener: a CPU session holds no state of a pass. An encoder runs once for a
-    source, on the threads for `encoding`; without them on the others.
+    the same opener: a CPU session holds no state of a pass.
 
         Opener(bundle, PROVIDERS["cpu"], ONE_THREAD).graph(bundle.target)
     """
@@ -46,7 +45,6 @@ class Opener:
     bundle: Bundle
     provider: Provider
     threads: Threads
-    encoding: Threads | None = None
     _opened: dict[str, ort.InferenceSession] = field(default_factory=dict, repr=False)
 
     def graph(self, entry: GraphEntry, weights: Weights | None = None) -> Graph:
@@ -59,7 +57,7 @@ class Opener:
         }
         graph = open_on[self.provider.name](entry, weights or {})
         if entry.encoder_file is not None:
-            session = self.session(entry.encoder_file, threads=self.encoding)
+            session = self.session(entry.encoder_file)
             graph.source = Source(session, entry.contract, graph.memory)
         return graph
 

@@ -34,12 +34,7 @@ from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.load_options import OFF, LoadOptions, check_load_options
 from jetdraft.runtime.passes.opener import Opener, Weights
 from jetdraft.runtime.passes.prefix import Prefix
-from jetdraft.runtime.passes.session import (
-    Spinning,
-    Threads,
-    default_threads,
-    threads_of_pair,
-)
+from jetdraft.runtime.passes.session import Spinning, default_threads, threads_of_pair
 from jetdraft.runtime.passes.split.halves import SplitSessions
 from jetdraft.runtime.passes.split.leading_half import LeadingHalf
 from jetdraft.runtime.passes.split.pruned_halves import PrunedHalves
@@ -303,18 +298,13 @@ class Parts:
     ) -> tuple[Opener, Opener | None]:
         """How the graphs are opened, with the threads that suit the pair."""
         bundle, entry = self.bundle, self.bundle.drafter
-        encoding = Threads(self.threads, Spinning.IN_PASSES)
         if drafter is None or entry is None:
-            alone, _ = threads_of_pair(self.threads, 1)
-            return Opener(bundle, target, alone, encoding), None
+            return Opener(bundle, target, threads_of_pair(self.threads, 1)[0]), None
         by_size = 1 if entry.parameters < LARGE_DRAFTER else self.threads
         threads = threads_of_pair(
             self.threads, self.profiles.drafter_threads() or by_size
         )
-        return (
-            Opener(bundle, target, threads[0], encoding),
-            Opener(bundle, drafter, threads[1], encoding),
-        )
+        return Opener(bundle, target, threads[0]), Opener(bundle, drafter, threads[1])
 
     def _open_drafter(self) -> Graph | None:
         if self.bundle.drafter is None or self._drafter_opener is None:
