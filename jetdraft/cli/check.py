@@ -105,12 +105,7 @@ def command(
         }
         click.echo(json.dumps(fields))
     if acceptance is not None and fallen(*acceptance):
-        click.echo(
-            f"warning: the target accepts fewer drafted tokens than at export, by more "
-            f"than {TOLERANCE}: {_acceptance_line(*acceptance)}; export the drafter "
-            "again, or choose another provider for it",
-            err=True,
-        )
+        _warn_of_acceptance(*acceptance)
     wrong = sum(one.first_difference is not None for one in comparisons)
     if wrong:
         raise CheckError(
@@ -194,6 +189,15 @@ def _width_lines(widths: Widths) -> Iterator[str]:
             "no two widths agree bit by bit: an exact generation cannot draft here; "
             "--no-exact can"
         )
+
+
+def _warn_of_acceptance(exported: list[float], measured: list[float]) -> None:
+    click.echo(
+        f"warning: the target accepts fewer drafted tokens than at export, by more "
+        f"than {TOLERANCE}: {_acceptance_line(exported, measured)}; export the drafter "
+        "again, or choose another provider for it",
+        err=True,
+    )
 
 
 def _acceptance_line(exported: list[float], measured: list[float]) -> str:

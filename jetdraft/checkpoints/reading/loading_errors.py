@@ -14,6 +14,7 @@ OWN_CODE = {"trust_remote_code": False}
 """Otherwise transformers asks on the terminal whether to run a checkpoint's code."""
 
 _LONG = 200
+"""Letters of a message that are shown whole."""
 
 
 @contextmanager

@@ -83,8 +83,8 @@ class Dimensions:
         """
         if config.get("is_encoder_decoder"):
             raise UnsupportedModelError(
-                "an encoder-decoder reads its source too, which a plan does not "
-                "predict; measure it with jetdraft bench"
+                "the config is of an encoder-decoder, and a plan predicts decoders "
+                "only; export the model and measure it on the device"
             )
         tied = config.get("tie_word_embeddings")
         config = config.get("text_config", config)

@@ -150,20 +150,12 @@ def _is_selecting(
     graph: ir.Graph, first: ir.Node, selecting: ir.Value, selection: Selection
 ) -> ir.Value:
     """Whether a pass selects: it is told to, and there are the rows that it reads."""
-    last = first.inputs[5]
-    assert last is not None
-    zero, most = (
-        initializer(graph, f"selecting.{name}", np.array([number], np.int32))
-        for name, number in (("off", 0), ("last", selection.rows - 1))
-    )
     rows = ir.node("Shape", [first.inputs[0]], {"start": 1, "end": 2})
     count = ir.node("Cast", rows.outputs, {"to": ir.DataType.INT32})
-    newest = ir.node("Sub", [last, count.outputs[0]])  # the last committed row
-    longer = ir.node("GreaterOrEqual", [newest.outputs[0], most])
-    told = ir.node("Greater", [selecting, zero])
-    both = ir.node("And", [told.outputs[0], longer.outputs[0]])
-    graph.insert_before(first, [rows, count, newest, longer, told, both])
-    return both.outputs[0]
+    newest = ir.node("Sub", [first.inputs[5], count.outputs[0]])  # the last committed
+    graph.insert_before(first, [rows, count, newest])
+    told = selecting, int(Reading.ALL)
+    return _both_above(graph, first, told, (newest.outputs[0], selection.rows - 2))
 
 
 def _turning(
@@ -172,14 +164,20 @@ def _turning(
     """Whether keys turn: the pass is told so, and ends beyond the trained length."""
     last = first.inputs[5]
     assert last is not None
-    untold, newest = (
-        initializer(graph, f"turning.{name}", np.array([number], np.int32))
-        for name, number in (("off", Reading.SELECTED), ("last", trained - 1))
-    )
-    told = ir.node("Greater", [selecting, untold])
-    longer = ir.node("Greater", [last, newest])
-    both = ir.node("And", [told.outputs[0], longer.outputs[0]])
-    graph.insert_before(first, [told, longer, both])
+    told = selecting, int(Reading.SELECTED)
+    return _both_above(graph, first, told, (last, trained - 1))
+
+
+def _both_above(
+    graph: ir.Graph, first: ir.Node, *pairs: tuple[ir.Value, int]
+) -> ir.Value:
+    """Whether both values, int32 [1], are above their bounds; known before `first`."""
+    nodes = []
+    for value, bound in pairs:
+        constant = initializer(graph, f"above.{bound}", np.array([bound], np.int32))
+        nodes.append(ir.node("Greater", [value, constant]))
+    both = ir.node("And", [node.outputs[0] for node in nodes])
+    graph.insert_before(first, [*nodes, both])
     return both.outputs[0]
 
 

@@ -24,8 +24,8 @@ class SelectedAttention:
     """Makes the branches of an `If` in place of one GroupQueryAttention.
 
     `state` has the layer's selected rows int64 [1, kv_heads, voted], and the query that
-    selected them. Where `turns`, a bool [1] of the graph, is true, keys turn; None if
-    they never do. Both branches give the attention's outputs, then the state.
+    selected them. `turns` is a bool [1] of the graph that says whether keys turn, or
+    None if they never do. Both branches give the attention's outputs, then the state.
 
         attention = SelectedAttention(graph, node, state, selection, None)
         attention.selected(), attention.whole()

@@ -94,7 +94,7 @@ def test_bytes_of_a_recipe(name, layers, head):
     [
         ("{", "is not JSON"),
         ("[]", "does not describe a decoder"),
-        ('{"is_encoder_decoder": true}', "an encoder-decoder reads its source too"),
+        ('{"is_encoder_decoder": true}', "a plan predicts decoders only"),
         ("{}", "does not describe a decoder"),
         ('{"text_config": 5}', "does not describe a decoder"),
         (json.dumps({**LLAMA, "hidden_size": "x"}), "hidden_size is 'x'"),
