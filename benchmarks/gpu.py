@@ -38,6 +38,7 @@ from jetdraft.runtime.passes.graph import Graph
 WIDTHS = (1, 2, 3, 4, 5, 8, 16, 32, 64)
 TURNS = 15
 GAP_TOKENS = 96
+TEMPERATURES = (0.0, 0.8)
 
 
 class Eager(Captures):
@@ -60,6 +61,7 @@ class Run:
     max_new_tokens: int
     context: int
     work: Path
+    recipe: Recipe
 
     @property
     def dtype(self) -> str:
@@ -80,8 +82,8 @@ class Run:
 
     @property
     def own(self) -> Path:
-        """The int4 bundle for the provider."""
-        return self.bundle("own", recipe=Recipe("int4", 32), provider=self.provider)
+        """The bundle for the provider."""
+        return self.bundle("own", recipe=self.recipe, provider=self.provider)
 
 
 def machine(run: Run) -> dict[str, Any]:
@@ -99,12 +101,11 @@ def machine(run: Run) -> dict[str, Any]:
 def text(run: Run) -> dict[str, Any]:
     """Texts and logits of the provider against the CPU provider, on the same bundle."""
     report = {}
-    for name, options in {
-        "fp32 standard": {"flavour": "standard", "dtype": "fp32"},
-        run.dtype: {"provider": run.provider},
+    whole = {"recipe": Recipe("none"), "flavour": "standard", "dtype": "fp32"}
+    for name, path in {
+        "fp32 standard": run.bundle("fp32-standard", **whole),
+        run.dtype: run.own,
     }.items():
-        scheme = Recipe("none") if name.startswith("fp32 ") else Recipe("int4", 32)
-        path = run.bundle(name.replace(" ", "-"), recipe=scheme, **options)
         one = jetdraft.load(path, provider=run.provider)
         other = jetdraft.load(path, provider="cpu")
         report[name] = {
@@ -143,7 +144,7 @@ def difference(
 def differing(model: jetdraft.Model, run: Run) -> list[str]:
     """Methods whose text differs from plain decoding on the same provider."""
     wrong = []
-    for temperature in (0.0, 0.8):
+    for temperature in TEMPERATURES:
         settings = {
             "max_new_tokens": run.max_new_tokens,
             "temperature": temperature,
@@ -240,7 +241,12 @@ def placement(run: Run) -> dict[str, Any]:
 def speed(run: Run) -> dict[str, Any]:
     """Methods against the fastest plain decoding, and that against the memory."""
     model = jetdraft.load(run.own, provider=run.provider)
-    found: dict[str, Any] = rates(model, run, ["draft", "lookup", "auto"], (3, 5, 7))
+    found: dict[str, Any] = {
+        f"T = {temperature:g}": rates(
+            model, run, ["draft", "lookup", "auto"], (1, 2, 3, 5, 7), temperature
+        )
+        for temperature in TEMPERATURES
+    }
     # The size includes the embedding, of which a pass reads one row only, so the floor
     # is a little high.
     size = (run.own / "target.onnx.data").stat().st_size
@@ -253,13 +259,17 @@ def speed(run: Run) -> dict[str, Any]:
 
 
 def rates(
-    model: jetdraft.Model, run: Run, methods: list[str], lengths: tuple[int, ...]
+    model: jetdraft.Model,
+    run: Run,
+    methods: list[str],
+    lengths: tuple[int, ...],
+    temperature: float = 0.0,
 ) -> dict[str, float]:
     """The median tokens per second of every contender."""
     rows = benchmark.contenders(model, methods, lengths)
     prompts = [model.prompt(prompt) for prompt in run.prompts]
-    count = run.max_new_tokens
-    benchmark.run(model, rows, prompts, 2, lambda: None, max_new_tokens=count)
+    options = {"max_new_tokens": run.max_new_tokens, "temperature": temperature}
+    benchmark.run(model, rows, prompts, 2, lambda: None, **options)
     return {
         f"{row.method} {row.num_draft_tokens or ''}".strip()
         + ("" if row.exact else " not exact"): statistics.median(row.speeds())
@@ -312,6 +322,7 @@ PARTS: dict[str, Callable[[Run], Any]] = {
 @click.option("--parts", default=",".join(PARTS), show_default=True)
 @click.option("--max-new-tokens", default=96, show_default=True)
 @click.option("--context", default=256, show_default=True)
+@click.option("--recipe", default="int4-rtn-b32", show_default=True)
 @click.option("--work", type=click.Path(path_type=Path), help="Keeps bundles there.")
 @click.option("--json", "output", type=click.Path(path_type=Path), required=True)
 def main(
@@ -322,6 +333,7 @@ def main(
     parts: str,
     max_new_tokens: int,
     context: int,
+    recipe: str,
     work: Path | None,
     output: Path,
 ) -> None:
@@ -337,6 +349,7 @@ def main(
         max_new_tokens,
         context,
         work,
+        Recipe.parse(recipe),
     )
     report: dict[str, Any] = {}
     names = parts.split(",")

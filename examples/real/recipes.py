@@ -11,8 +11,8 @@ says how long each took. `--list` prints the commands and runs none, and `--shar
 takes that share of all steps, to see in minutes that every stage runs. Run nothing
 beside `--measure`.
 
-- sql, data, dialogue: streams, a drafter, a head and plain tuning of a checkpoint, on a
-  task of examples/tasks
+- sql, data, dialogue, calls: streams, a drafter, a head and plain tuning of a
+  checkpoint, on a task of examples/tasks
 - chat: a drafter of at most 15 M parameters, on the texts of chat_texts.py
 - pycode: `train drafter` and pycode/train.py, twenty minutes each
 - distil: distilling and the text alone, for the example target on a task
@@ -90,34 +90,58 @@ class Inputs:
         return Stage(file, [*command, "--json", file], is_timed=True)
 
 
+@dataclass(frozen=True)
+class Lesson:
+    """The steps of each training on a task, and the longest text in tokens.
+
+    The drafter and the head take about as many minutes as the streams do.
+    """
+
+    drafter: int
+    head: int = 150
+    streams: int = 300
+    plain: int = 150
+    sequence_length: int = 160
+
+
+LESSONS = {
+    "sql": Lesson(drafter=400),
+    "data": Lesson(drafter=600),
+    "dialogue": Lesson(drafter=500),
+    "calls": Lesson(drafter=500, sequence_length=288),
+}
+
+
 def task(name: str, inputs: Inputs) -> list[Stage]:
     """The paper's table for a task: streams, and what they are compared with."""
     train, test = (inputs.data / name / f"{part}.jsonl" for part in ("train", "test"))
     work, run = inputs.work, inputs.jetdraft
-    texts = ["--data", train, "--batch-size", "16", "--sequence-length", "160"]
-    texts += ["--validation-share", "0.02"]
+    lesson = LESSONS[name]
+    texts = ["--data", train, "--batch-size", "16", "--validation-share", "0.02"]
+    texts += ["--sequence-length", f"{lesson.sequence_length}"]
     teacher = ["--cache", work / "labels", "--cache-tokens", "32"]
     return [
         run(
             *("streams", "train", "streams", inputs.target, *texts, "--mode", "shared"),
             *("--gamma", "4", "--layers", "6", "--lora-rank", "16"),
-            *("--batch-size", "8", "--steps", "300", "--learning-rate", "3e-3"),
+            *("--batch-size", "8", "--steps", f"{lesson.streams}"),
+            *("--learning-rate", "3e-3"),
         ),
         inputs.script("tuned", "examples/tasks/merge.py", work / "streams"),
         inputs.script(
             *("plain", "examples/tasks/tune.py", inputs.target, "--data", train),
-            *("--steps", "150", "--batch-size", "16", "--learning-rate", "1e-4"),
-            *("--seed", str(inputs.seed)),
+            *("--steps", f"{lesson.plain}", "--batch-size", "16"),
+            *("--learning-rate", "1e-4", "--seed", str(inputs.seed)),
         ),
         run(
             *("drafter", "train", "drafter", work / "tuned", *texts, *teacher),
             *("--layers", "1", "--hidden-size", "256", "--draft-vocab", "4096"),
-            *("--steps", DRAFTER_STEPS[name], "--learning-rate", "4e-3"),
+            *("--steps", f"{lesson.drafter}", "--learning-rate", "4e-3"),
         ),
         run(
             *("head", "train", "head", work / "tuned", *texts),
             *("--draft-vocab", "4096", "--unrolled", "4", "--half"),
-            *("--steps", HEAD_STEPS[name], "--learning-rate", "1e-3"),
+            *("--steps", f"{lesson.head}", "--learning-rate", "1e-3"),
         ),
         run("base-bundle", "export", inputs.target, *RECIPES),
         run("plain-bundle", "export", work / "plain", *RECIPES),
@@ -134,11 +158,6 @@ def task(name: str, inputs: Inputs) -> list[Stage]:
         inputs.measured("streams.json", "streams-bundle", test),
         inputs.measured("head.json", "head-bundle", test),
     ]
-
-
-DRAFTER_STEPS = {"sql": "400", "data": "600", "dialogue": "500"}
-HEAD_STEPS = {"sql": "150", "data": "150", "dialogue": "150"}
-"""About as many minutes as the 300 steps of the streams take."""
 
 
 def chat(inputs: Inputs) -> list[Stage]:
@@ -241,7 +260,7 @@ def distil(inputs: Inputs) -> list[Stage]:
 
 
 NAMES: dict[str, Callable[[Inputs], list[Stage]]] = {
-    **{name: lambda i, name=name: task(name, i) for name in DRAFTER_STEPS},  # type: ignore[misc]
+    **{name: lambda i, name=name: task(name, i) for name in LESSONS},  # type: ignore[misc]
     "chat": chat,
     "pycode": pycode,
     "distil": distil,
