@@ -145,7 +145,7 @@ def differing(model: jetdraft.Model, run: Run) -> list[str]:
     """Methods whose text differs from plain decoding on the same provider."""
     wrong = []
     for temperature in TEMPERATURES:
-        settings = {
+        settings: dict[str, Any] = {
             "max_new_tokens": run.max_new_tokens,
             "temperature": temperature,
             "seed": 0,
@@ -268,7 +268,8 @@ def rates(
     """The median tokens per second of every contender."""
     rows = benchmark.contenders(model, methods, lengths)
     prompts = [model.prompt(prompt) for prompt in run.prompts]
-    options = {"max_new_tokens": run.max_new_tokens, "temperature": temperature}
+    options: dict[str, Any] = {"max_new_tokens": run.max_new_tokens}
+    options["temperature"] = temperature
     benchmark.run(model, rows, prompts, 2, lambda: None, **options)
     return {
         f"{row.method} {row.num_draft_tokens or ''}".strip()

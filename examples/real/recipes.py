@@ -108,7 +108,7 @@ LESSONS = {
     "sql": Lesson(drafter=400),
     "data": Lesson(drafter=600),
     "dialogue": Lesson(drafter=500),
-    "calls": Lesson(drafter=500, sequence_length=288),
+    "calls": Lesson(drafter=500, sequence_length=296),
 }
 
 
@@ -131,6 +131,7 @@ def task(name: str, inputs: Inputs) -> list[Stage]:
         inputs.script(
             *("plain", "examples/tasks/tune.py", inputs.target, "--data", train),
             *("--steps", f"{lesson.plain}", "--batch-size", "16"),
+            *("--sequence-length", f"{lesson.sequence_length}"),
             *("--learning-rate", "1e-4", "--seed", str(inputs.seed)),
         ),
         run(

@@ -33,11 +33,13 @@ LossOf = Callable[[Any, int], Tensor]
 """Maps a model and the number of a step to the loss of a batch."""
 
 
-def of_texts(folder: Path, data: Path, ends: Any, batch_size: int, seed: int) -> LossOf:
+def of_texts(
+    folder: Path, data: Path, ends: Any, length: int, batch_size: int, seed: int
+) -> LossOf:
     """The loss of completions behind their prompts, in one sequence."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ends = ends if isinstance(ends, list) else [ends]
-    corpus = Corpus.read([data], tokenizer, ends, 256, 4, seed=seed)
+    corpus = Corpus.read([data], tokenizer, ends, length, 4, seed=seed)
 
     def loss_of(model: Any, step: int) -> Tensor:
         batch = corpus.batch(step, batch_size)
@@ -82,6 +84,7 @@ def of_pairs(folder: Path, data: Path, batch_size: int, seed: int) -> LossOf:
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
 @click.option("--steps", default=600, show_default=True)
 @click.option("--batch-size", default=32, show_default=True)
+@click.option("--sequence-length", default=256, show_default=True)
 @click.option("--learning-rate", default=1e-3, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 def main(
@@ -90,6 +93,7 @@ def main(
     output: Path,
     steps: int,
     batch_size: int,
+    sequence_length: int,
     learning_rate: float,
     seed: int,
 ) -> None:
@@ -102,7 +106,7 @@ def main(
     else:
         model = AutoModelForCausalLM.from_pretrained(drafter, dtype=torch.float32)
         ends = model.config.eos_token_id
-        loss_of = of_texts(drafter, data, ends, batch_size, seed)
+        loss_of = of_texts(drafter, data, ends, sequence_length, batch_size, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     for step in range(steps):
