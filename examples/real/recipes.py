@@ -270,7 +270,8 @@ NAMES: dict[str, Callable[[Inputs], list[Stage]]] = {
 
 def run(stage: Stage, threads: int, minutes: Path) -> None:
     """Run a stage, and note how long it took."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    others = [path for path in [os.environ.get("PYTHONPATH")] if path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *others])}
     if not stage.is_timed:
         environment["OMP_NUM_THREADS"] = str(threads)
     began = time.monotonic()

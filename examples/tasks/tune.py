@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from jetdraft.train.data import IGNORED, Corpus
+from jetdraft.train.processes import this_process
 from jetdraft.train.taught.precision import precision
 
 LossOf = Callable[[Any, int], Tensor]
@@ -42,8 +43,8 @@ def of_texts(
     corpus = Corpus.read([data], tokenizer, ends, length, 4, seed=seed)
 
     def loss_of(model: Any, step: int) -> Tensor:
-        batch = corpus.batch(step, batch_size)
-        with precision(torch.device("cpu")):
+        batch = corpus.batch(step, batch_size).to(model.device)
+        with precision(model.device):
             logits = model(input_ids=batch.ids).logits[:, :-1]
         return F.cross_entropy(
             logits.flatten(0, 1).float(),
@@ -71,8 +72,8 @@ def of_pairs(folder: Path, data: Path, batch_size: int, seed: int) -> LossOf:
         )
         padding = batch["labels"] == tokenizer.pad_token_id
         batch["labels"] = batch["labels"].masked_fill(padding, IGNORED)
-        with precision(torch.device("cpu")):
-            loss: Tensor = model(**batch).loss
+        with precision(model.device):
+            loss: Tensor = model(**batch.to(model.device)).loss
         return loss
 
     return loss_of
@@ -107,6 +108,7 @@ def main(
         model = AutoModelForCausalLM.from_pretrained(drafter, dtype=torch.float32)
         ends = model.config.eos_token_id
         loss_of = of_texts(drafter, data, ends, sequence_length, batch_size, seed)
+    model.to(this_process().device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     for step in range(steps):

@@ -21,9 +21,8 @@ from tokenizers import (
     pre_tokenizers,
     processors,
 )
-from transformers.integrations.gguf.gguf_tokenizer_mapping import (
-    GGUF_PRE_TOKENIZER_SPLITS,
-)
+from transformers.integrations.gguf import gguf_tokenizer_mapping
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from transformers.tokenization_utils_base import generate_merges
 
 from jetdraft.errors import CheckpointError, UnsupportedModelError
@@ -33,6 +32,11 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
 _SPACE = "▁"
 """The space in a vocabulary of SentencePiece."""
+
+_EXPRESSIONS: Mapping[str, str] = getattr(
+    gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", {"qwen2": PRETOKENIZE_REGEX}
+)
+"""The expression of each rule; transformers 5.17 has no list of them."""
 
 _WHOLE_WORDS = (
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral"),
@@ -164,7 +168,7 @@ def _splits(rule: str) -> Sequence[Any]:
         return [words]
     if rule in _DIGITS:
         return [pre_tokenizers.Digits(individual_digits=True), words]
-    known = GGUF_PRE_TOKENIZER_SPLITS.get(rule)
+    known = _EXPRESSIONS.get(rule)
     expressions = _DEFAULT if rule == "default" else (known,) if known else ()
     splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in expressions]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -159,7 +159,8 @@ class Prompted(Probed):
         are [r]: the row that carries each probe, and its prompt token, from 0 on.
         """
         members = self.settings.members
-        ids = probe_ids[:, None] * members + torch.arange(members)
+        own = torch.arange(members, device=probe_ids.device)
+        ids = probe_ids[:, None] * members + own
         slots = (
             _of_members(probe_rows, members),
             ids.reshape(-1),

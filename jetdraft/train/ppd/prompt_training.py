@@ -145,10 +145,11 @@ class PromptTraining(TaughtTraining):
         if words is None:
             words = torch.arange(settings.gamma * settings.members)
             words = words % self.target.vocab_size
-        embeddings = model.get_input_embeddings()(words)
+        # A target that has written texts is on a GPU; the words are not yet.
+        embeddings = model.get_input_embeddings()(words.to(model.device))
         if not settings.prefix:
             return Prompts(settings, embeddings)
-        ids = torch.tensor([self.corpus.training[0].ids])
+        ids = torch.tensor([self.corpus.training[0].ids], device=model.device)
         repeats = -(-settings.prefix // ids.shape[1])
         ids = ids.repeat(1, repeats)[:, : settings.prefix]
         with torch.no_grad():

@@ -23,6 +23,9 @@ def take_norm(norm: nn.Module, other: nn.Module, width: int) -> None:
     before = {name: weight.clone() for name, weight in norm.state_dict().items()}
     take_weights(norm, other)
     probe = torch.randn(1, width)
+    # A target that has written texts is on a GPU; the drafter is not yet.
+    device = next((weight.device for weight in other.parameters()), probe.device)
     with torch.no_grad():
-        if not torch.allclose(norm(probe), other(probe), atol=1e-4):
+        theirs = other(probe.to(device)).cpu()
+        if not torch.allclose(norm(probe), theirs, atol=1e-4):
             norm.load_state_dict(before)

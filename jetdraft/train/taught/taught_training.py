@@ -26,6 +26,10 @@ from jetdraft.train.training import Training
 TOGETHER = 32
 """Texts that are written at a time at least; each step reads all weights once."""
 
+MOST_TOGETHER = 256
+GPU_BYTES = 16 << 30
+"""A GPU writes `TOGETHER` texts for each so many bytes of its memory."""
+
 Stages = Callable[[str, int, int], None]
 """Gets a stage, and how many of its texts are written: (stage, done, total)."""
 
@@ -112,7 +116,7 @@ class TaughtTraining(Training):
             self.target.model.to(state.device),
             self.target.eos_token_ids,
             options.sequence_length,
-            max(options.batch_size, TOGETHER),
+            max(options.batch_size, _together(state.device)),
             options.seed,
             self.writer,
         )
@@ -141,6 +145,14 @@ class TaughtTraining(Training):
         """Delete the target's texts, which only a training that goes on needs."""
         if self._written is not None:
             self._written.forget()
+
+
+def _together(device: torch.device) -> int:
+    """Texts that a device writes at a time."""
+    if device.type != "cuda":
+        return TOGETHER
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return min(MOST_TOGETHER, TOGETHER * max(1, round(memory / GPU_BYTES)))
 
 
 def teacher_of(source: str) -> tuple[Checkpoint, str]:

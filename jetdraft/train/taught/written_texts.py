@@ -20,7 +20,7 @@ PROMPT_TOKENS = 16
 """Tokens that are kept of a text without a prompt."""
 
 SHARD = 64
-"""Texts in each file."""
+"""Texts in each file, if no more are written at a time."""
 
 PATIENCE = 3600.0
 """Seconds to wait for a shard of another process."""
@@ -81,18 +81,20 @@ class WrittenTexts:
         self.folder.mkdir(parents=True, exist_ok=True)
         # Texts of one batch should have about the same length.
         order = sorted(chosen, key=lambda number: prompt_size(examples[number]))
-        shards = [order[i : i + SHARD] for i in range(0, len(order), SHARD)]
+        most = max(SHARD, writing.batch_size)
+        shards = [order[i : i + most] for i in range(0, len(order), most)]
         own = range(self.process, len(shards), self.processes)
         total, done = sum(len(shards[number]) for number in own), 0
         for number in own:
-            if not self._file(number).exists():
-                for count in self._write(writing, examples, shards[number], number):
+            file = self._file(number, most)
+            if not file.exists():
+                for count in self._write(writing, examples, shards[number], file):
                     tick(done + count, total)
             done += len(shards[number])
             tick(done, total)
         finished = list(examples)
         for number, members in enumerate(shards):
-            texts = self._read(number)
+            texts = self._read(self._file(number, most))
             for member, ids in zip(members, texts, strict=True):
                 size = prompt_size(examples[member])
                 finished[member] = Example.completed(ids, size)
@@ -102,15 +104,16 @@ class WrittenTexts:
         """Delete all texts."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _file(self, shard: int) -> Path:
-        return self.folder / f"{self.digest}-{shard:06}.json"
+    def _file(self, shard: int, most: int) -> Path:
+        """The file of a shard; shards of `most` texts have other members."""
+        return self.folder / f"{self.digest}-{most}-{shard:06}.json"
 
     def _write(
         self,
         writing: Writing,
         examples: Sequence[Example],
         members: Sequence[int],
-        shard: int,
+        file: Path,
     ) -> Iterator[int]:
         """Write a shard; gives the number of its texts after each batch."""
         texts: list[list[int]] = []
@@ -118,11 +121,11 @@ class WrittenTexts:
             batch = members[start : start + writing.batch_size]
             texts += _continued(writing, examples, batch)
             yield len(texts)
-        write_text(self._file(shard), json.dumps(texts))
+        write_text(file, json.dumps(texts))
 
-    def _read(self, shard: int) -> list[list[int]]:
+    def _read(self, file: Path) -> list[list[int]]:
         """The texts of a shard, which another process may be writing still."""
-        file, began = self._file(shard), time.monotonic()
+        began = time.monotonic()
         while not file.exists():
             if self.processes == 1 or time.monotonic() - began > PATIENCE:
                 raise TrainingError(
