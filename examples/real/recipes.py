@@ -8,12 +8,13 @@
 trains what the recipe names, one stage after another, and then measures it. A stage
 that has ended is skipped, and one that was stopped goes on. `runs/sql/minutes.json`
 says how long each took. `--list` prints the commands and runs none, and `--share 0.02`
-takes that share of all steps, to see in minutes that every stage runs. Run nothing
-beside `--measure`.
+takes that share of all steps, to see in minutes that every stage runs. `--gpu` takes as
+many steps as a GPU makes in the same minutes. Run nothing beside `--measure`.
 
 - sql, data, dialogue, calls: streams, a drafter, a head and plain tuning of a
   checkpoint, on a task of examples/tasks
 - chat: a drafter of at most 15 M parameters, on the texts of chat_texts.py
+- code: a drafter for a model of code, on the functions of Python's library
 - pycode: `train drafter` and pycode/train.py, twenty minutes each
 - distil: distilling and the text alone, for the example target on a task
 """
@@ -71,6 +72,7 @@ class Inputs:
     data: Path
     work: Path
     seed: int
+    gpu: bool = False
 
     def jetdraft(self, product: str, *arguments: str | Path) -> Stage:
         """A verb of jetdraft; trainings get the seed."""
@@ -104,6 +106,12 @@ class Lesson:
     sequence_length: int = 160
 
 
+LESSONS_OF_GPU = {
+    "sql": Lesson(drafter=1703, head=1400, streams=494, plain=247),
+    "data": Lesson(drafter=1703, head=1400, streams=494, plain=247),
+    "dialogue": Lesson(drafter=1703, head=1400, streams=494, plain=247),
+    "calls": Lesson(1034, 850, 300, 150, sequence_length=296),
+}
 LESSONS = {
     "sql": Lesson(drafter=400),
     "data": Lesson(drafter=600),
@@ -116,10 +124,11 @@ def task(name: str, inputs: Inputs) -> list[Stage]:
     """The paper's table for a task: streams, and what they are compared with."""
     train, test = (inputs.data / name / f"{part}.jsonl" for part in ("train", "test"))
     work, run = inputs.work, inputs.jetdraft
-    lesson = LESSONS[name]
+    lesson = (LESSONS_OF_GPU if inputs.gpu else LESSONS)[name]
     texts = ["--data", train, "--batch-size", "16", "--validation-share", "0.02"]
     texts += ["--sequence-length", f"{lesson.sequence_length}"]
-    teacher = ["--cache", work / "labels", "--cache-tokens", "32"]
+    cache = ["--cache", work / "labels", "--cache-tokens", "32"]
+    teacher = [] if inputs.gpu else cache  # a GPU computes labels faster
     return [
         run(
             *("streams", "train", "streams", inputs.target, *texts, "--mode", "shared"),
@@ -137,7 +146,7 @@ def task(name: str, inputs: Inputs) -> list[Stage]:
         run(
             *("drafter", "train", "drafter", work / "tuned", *texts, *teacher),
             *("--layers", "1", "--hidden-size", "256", "--draft-vocab", "4096"),
-            *("--steps", f"{lesson.drafter}", "--learning-rate", "4e-3"),
+            *("--steps", f"{lesson.drafter}", "--learning-rate", "4e-3", "--half"),
         ),
         run(
             *("head", "train", "head", work / "tuned", *texts),
@@ -164,15 +173,10 @@ def task(name: str, inputs: Inputs) -> list[Stage]:
 def chat(inputs: Inputs) -> list[Stage]:
     """A drafter of at most 15 M parameters for a chat model."""
     work, test = inputs.work, inputs.data / "test.jsonl"
-    drafting = ["--methods", "draft,auto", "--num-draft-tokens", "2,3,4"]
+    drafting = ["--methods", "draft,auto", "--num-draft-tokens", "1,2,3,4"]
+    shape = ["--layers", "2", "--hidden-size", "256", "--draft-vocab", "12288"]
     stages = [
-        inputs.jetdraft(
-            *("drafter", "train", "drafter", inputs.target),
-            *("--data", inputs.data / "train.jsonl", "--sequence-length", "280"),
-            *("--layers", "2", "--hidden-size", "256", "--draft-vocab", "12288"),
-            *("--cache", work / "labels", "--cache-tokens", "32"),
-            *("--batch-size", "8", "--steps", "1500", "--learning-rate", "4e-3"),
-        ),
+        *(_chat_on_gpu(inputs, shape) if inputs.gpu else _chat_on_cpu(inputs, shape)),
         inputs.jetdraft(
             *("bundle", "export", inputs.target),
             *("--drafter", work / "drafter", *RECIPES),
@@ -183,6 +187,53 @@ def chat(inputs: Inputs) -> list[Stage]:
         file = f"t{temperature}.json"
         stages.append(inputs.measured(file, "bundle", test, *more))
     return stages
+
+
+def _chat_on_cpu(inputs: Inputs, shape: list[str]) -> list[Stage]:
+    return [
+        inputs.jetdraft(
+            *("drafter", "train", "drafter", inputs.target, *shape),
+            *("--data", inputs.data / "train.jsonl", "--sequence-length", "320"),
+            *("--cache", inputs.work / "labels", "--cache-tokens", "32"),
+            *("--batch-size", "8", "--steps", "1500", "--learning-rate", "4e-3"),
+        )
+    ]
+
+
+def _chat_on_gpu(inputs: Inputs, shape: list[str]) -> list[Stage]:
+    """The second stage has another seed, so its validation has texts of the first."""
+    texts = ["--data", inputs.data / "train.jsonl", "--sequence-length", "320"]
+    texts += ["--validation-share", "0.005", "--validate-every", "200", "--half"]
+    first = inputs.jetdraft(
+        *("first", "train", "drafter", inputs.target, *texts, *shape),
+        *("--batch-size", "64", "--steps", "1200", "--learning-rate", "4e-3"),
+    )
+    last = replace(inputs, seed=inputs.seed + 1).jetdraft(
+        *("drafter", "train", "drafter", inputs.target, *texts),
+        *("--from", inputs.work / "first"),
+        *("--batch-size", "64", "--steps", "900", "--learning-rate", "3e-3"),
+    )
+    return [first, last]
+
+
+def code(inputs: Inputs) -> list[Stage]:
+    """A drafter for a model of code; a GPU writes the texts in three minutes."""
+    work, prompts = inputs.work, inputs.work / "prompts.jsonl"
+    return [
+        inputs.script(
+            *("prompts.jsonl", "examples/real/code_prompts.py", "--count", "1536")
+        ),
+        inputs.jetdraft(
+            *("drafter", "train", "drafter", inputs.target, "--data", prompts),
+            *("--layers", "2", "--hidden-size", "384", "--draft-vocab", "16384"),
+            *("--sequence-length", "512", "--batch-size", "16", "--steps", "1200"),
+            *("--learning-rate", "4e-3", "--half"),
+        ),
+        inputs.jetdraft(
+            *("bundle", "export", inputs.target),
+            *("--drafter", work / "drafter", *RECIPES),
+        ),
+    ]
 
 
 def pycode(inputs: Inputs) -> list[Stage]:
@@ -263,6 +314,7 @@ def distil(inputs: Inputs) -> list[Stage]:
 NAMES: dict[str, Callable[[Inputs], list[Stage]]] = {
     **{name: lambda i, name=name: task(name, i) for name in LESSONS},  # type: ignore[misc]
     "chat": chat,
+    "code": code,
     "pycode": pycode,
     "distil": distil,
 }
@@ -293,6 +345,7 @@ def run(stage: Stage, threads: int, minutes: Path) -> None:
 @click.option("--seed", default=1, show_default=True)
 @click.option("--threads", default=1, show_default=True, help="Of a training.")
 @click.option("--share", default=1.0, show_default=True, help="Of all steps.")
+@click.option("--gpu", is_flag=True, help="Steps of a GPU.")
 @click.option("--list", "listed", is_flag=True, help="Print the commands only.")
 def main(
     name: str,
@@ -303,11 +356,12 @@ def main(
     seed: int,
     threads: int,
     share: float,
+    gpu: bool,
     listed: bool,
 ) -> None:
     """Run the trainings of the recipe NAME, or with --measure its measurements."""
     work = (output / name).absolute()
-    stages = NAMES[name](Inputs(target.absolute(), data.absolute(), work, seed))
+    stages = NAMES[name](Inputs(target.absolute(), data.absolute(), work, seed, gpu))
     for stage in [whole.shortened(share) for whole in stages]:
         if stage.is_timed != measure or (stage.is_done and not listed):
             continue
