@@ -80,9 +80,7 @@ def attached(kind, folder):
     target = target_of(folder, 2)
     trainer(TRAININGS[kind])(target, folder / "head", text, None, STILL)
     options = replace(OPTIONS, draft_vocab=40)
-    return export(
-        target, folder / "bundle", options=options, head=str(folder / "head")
-    )
+    return export(target, folder / "bundle", options=options, head=str(folder / "head"))
 
 
 KINDS = {

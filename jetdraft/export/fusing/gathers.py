@@ -35,7 +35,7 @@ def plain_gathers(graph: ir.Graph) -> None:
 
 def _chosen(node: ir.Node) -> ir.Value | None:
     """The indices along the first axis, if a node is GatherND over that axis alone."""
-    if node.op_type != "GatherND" or node.attributes.get_int("batch_dims", 0):
+    if node.op_type != "GatherND" or node.attributes.get_int("batch_dims", 0) != 0:
         return None
     column = producer(node.inputs[1], "Unsqueeze")
     if column is None:
