@@ -190,7 +190,7 @@ def count(numbers: torch.Tensor) -> torch.Tensor:
     """The size n of `numbers` [1, n], which must not be negative, as int32 [1].
 
     It counts, since a shape is known on the host only: a graph that copies a shape to
-    the device cannot be captured as a CUDA graph.
+    the device cannot be captured as a CUDA graph. n is not 0: CUDA sums no empty axis.
     """
     return (numbers >= 0).to(torch.int32).sum(1, dtype=torch.int32)
 

@@ -212,6 +212,8 @@ class _Reader:
         if kind in ("Constant", "ConstantOfShape"):
             value = attributes.get("value")
             return "float" if value is None else self.type_name(value.data_type)
+        if kind in ("Shape", "Size"):  # a type variable of one type
+            return "int64"
         if kind == "DequantizeLinear":
             return inputs[1].type
         same = (v.type for v in inputs if v.formal.type == formal.type and v.type)

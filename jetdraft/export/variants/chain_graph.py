@@ -13,6 +13,7 @@ import onnx_ir as ir
 from jetdraft.bundle import SCATTERED
 from jetdraft.checkpoints.parameters import keep_weights
 from jetdraft.export.fusing.fusion import fuse
+from jetdraft.export.fusing.gathers import plain_gathers
 from jetdraft.export.job import Job
 from jetdraft.export.kv import quantize_cache
 from jetdraft.export.standard import standardize
@@ -40,6 +41,7 @@ def _traced(job: Job) -> ir.Model:
     stage = f"trace {job.name}"
     job.report(stage, 0, 1)
     model = trace(job.step, job.names)
+    plain_gathers(model.graph)
     if job.quantization.standard:
         standardize(model, job.options.flavour_made == SCATTERED)
     else:

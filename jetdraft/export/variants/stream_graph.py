@@ -60,8 +60,9 @@ class ProbeStep(Step):
         state.rows = input_ids.shape[1]
 
         def entered() -> None:
-            slots = count(probe_rows[None]) * self.contract.members
-            state.last_row = state.last_row + slots
+            # Counted with the rows: a pass may have no probes, and CUDA sums no axis
+            # of size 0.
+            state.last_row = cursor + count(self.filled()) - 1
             state.bias = _widened(draft_mask, draft_start, self.contract)
             self.prepend(state)
 
@@ -82,6 +83,10 @@ class ProbeStep(Step):
             for start, end in ((0, rows), (rows, None))
         )
         return [*row_answers, *probe_answers, *presents(state), *extra_outputs]
+
+    def filled(self) -> torch.Tensor:
+        """A number of 0 or more for each slot that a layer with probes fills."""
+        return self.model.current_pass.positions
 
     def prepend(self, state: StepState) -> None:
         """Put before the probes what they alone see; most probes have nothing."""
@@ -113,10 +118,13 @@ class PrefixStep(ProbeStep):
         *others, self._prefix_rows, past = inputs
         return super().forward(*others, past)  # type: ignore[arg-type]
 
+    def filled(self) -> torch.Tensor:
+        """Also those of the prefix."""
+        return torch.cat([super().filled(), self._prefix_rows[None]], 1)
+
     def prepend(self, state: StepState) -> None:
         """Add the prefix to the keys and values of each layer."""
         rows = self._prefix_rows
-        state.last_row = state.last_row + count(rows[None])
         prefixes = map(self.model.prompts.prefix, range(len(state.past)))
         state.prefix = [
             (keys.index_select(2, rows), values.index_select(2, rows))

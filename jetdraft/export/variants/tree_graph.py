@@ -34,6 +34,7 @@ def write(job: Job) -> None:
         sum_bias(model.graph, widened(model.graph, replace(job.contract, tree=True)))
     else:
         add_bias(model.graph, _bias(model.graph, job.contract))
+        model.graph.sort()  # layers below the probes read the rows' part of the bias
     tree, compaction = job.beside("tree"), job.beside("compaction")
     ir.save(model, tree)
     scattered = job.options.provider_of(job.name).name == "webgpu"

@@ -1,0 +1,102 @@
+"""Every kind of graph that CUDA runs can be captured there; halves run on the CPU.
+
+The table of CUDA's kernels is jetdraft/devices/kernels/cuda.json, taken from
+onnxruntime-gpu.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import onnx
+import pytest
+import torch
+
+from jetdraft.checkpoints.probing.prompted import PromptSettings
+from jetdraft.checkpoints.streamed import SHARED, StreamSettings
+from jetdraft.devices.kernels.forecast import forecasts
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from jetdraft.train.chimera.chimera_training import ChimeraTraining
+from jetdraft.train.falcon.falcon_training import FalconTraining
+from jetdraft.train.glide.glide_training import GlideTraining
+from tests.checkpoints.heads import layouts
+from tests.tiny import llama_config, save_checkpoint, save_prompts, save_streams
+from tests.train.attached.drafts import STILL, trainer
+
+OPTIONS = ExportOptions(
+    Recipe("int8", 32), Recipe("int8", 32), capacity=64, max_width=16, provider="cuda"
+)
+STREAMS = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)
+PROMPTS = PromptSettings(gamma=3, ranks=((0.5, 0.2), (0.4, 0.2), (0.3, 0.1)))
+PROBES = {
+    "streams": partial(save_streams, settings=STREAMS),
+    "shared": partial(save_streams, settings=replace(STREAMS, mode=SHARED)),
+    "ppd": partial(save_prompts, settings=PROMPTS),
+    "ensemble": partial(save_prompts, settings=replace(PROMPTS, members=2)),
+    "prefix": partial(save_prompts, settings=replace(PROMPTS, prefix=2)),
+}
+HEADS = {
+    "eagle1": (layouts.eagle1, 1, ()),
+    "eagle3": (layouts.eagle3, layouts.LAYERS, ()),
+    "speculators": (layouts.speculators, layouts.LAYERS, ()),
+    "medusa": (partial(layouts.medusa, 3), 2, ("medusa_lm_head.pt",)),
+    "hydra": (partial(layouts.hydra, 3), 2, ("hydra_lm_head.pt",)),
+    "dflash": (partial(layouts.dflash, num_target_layers=5), 5, ()),
+    "diffusion": (layouts.diffusion, 1, ()),
+}
+TRAININGS = {
+    "glide": GlideTraining,
+    "chimera": ChimeraTraining,
+    "falcon": FalconTraining,
+}
+
+
+def target_of(folder, layers):
+    config = llama_config(num_hidden_layers=layers, tie_word_embeddings=False)
+    return str(save_checkpoint(folder / "target", config))
+
+
+def probed(kind, folder):
+    target_of(folder, 3)
+    return export(
+        str(PROBES[kind](folder / "target")), folder / "bundle", options=OPTIONS
+    )
+
+
+def headed(kind, folder):
+    layout, layers, file = HEADS[kind]
+    torch.manual_seed(3)
+    head = layouts.write(folder / "head", *layout(), *file)
+    target = target_of(folder, layers)
+    return export(target, folder / "bundle", options=OPTIONS, head=head)
+
+
+def attached(kind, folder):
+    """A drafter as it begins, which chooses among 40 tokens."""
+    text = folder / "text.txt"
+    text.write_text(" the self of the text" * 200)
+    target = target_of(folder, 2)
+    trainer(TRAININGS[kind])(target, folder / "head", text, None, STILL)
+    options = replace(OPTIONS, draft_vocab=40)
+    return export(target, folder / "bundle", options=options, head=str(folder / "head"))
+
+
+KINDS = {
+    **dict.fromkeys(HEADS, headed),
+    **dict.fromkeys(PROBES, probed),
+    **dict.fromkeys(TRAININGS, attached),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_can_be_captured(kind, tmp_path):
+    bundle = KINDS[kind](kind, tmp_path)
+    for one in forecasts(bundle, "cuda"):
+        assert one.refused == [], one.file
+        assert one.copies == (), one.file
+        assert one.no_capture == "", one.file
+        nodes = onnx.load(bundle.path / one.file, load_external_data=False).graph.node
+        # CUDA's GatherND copies a size from the host; a replay would read it again.
+        assert "GatherND" not in {node.op_type for node in nodes}, one.file
