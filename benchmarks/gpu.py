@@ -95,6 +95,11 @@ def machine(run: Run) -> dict[str, Any]:
         "providers": ort.get_available_providers(),
         "provider": asdict(state),
         "target": str(run.target),
+        "recipe": run.recipe.name,
+        "dtype": run.dtype,
+        "prompts": len(run.prompts),
+        "max_new_tokens": run.max_new_tokens,
+        "context": run.context,
     }
 
 
@@ -268,8 +273,10 @@ def rates(
     """The median tokens per second of every contender."""
     rows = benchmark.contenders(model, methods, lengths)
     prompts = [model.prompt(prompt) for prompt in run.prompts]
-    options: dict[str, Any] = {"max_new_tokens": run.max_new_tokens}
-    options["temperature"] = temperature
+    options: dict[str, Any] = {
+        "max_new_tokens": run.max_new_tokens,
+        "temperature": temperature,
+    }
     benchmark.run(model, rows, prompts, 2, lambda: None, **options)
     return {
         f"{row.method} {row.num_draft_tokens or ''}".strip()

@@ -27,8 +27,8 @@ import click
 
 import jetdraft
 from jetdraft import Stats
-from jetdraft.errors import OptionError
 from jetdraft.runtime.measured.stats import Round
+from jetdraft.runtime.planning.registry import methods
 
 TEMPERATURES = (0.0, 0.8)
 LENGTHS = (1, 2, 3, 4, 5)
@@ -80,19 +80,31 @@ class Row:
 
 
 def ways(name: str, model: jetdraft.Model, method: str, looks_up: bool) -> list[Row]:
-    """The ways of one bundle, whose drafter's method is `method`; plain ones first."""
+    """The ways of one bundle, whose drafter's method is `method`; plain ones first.
+
+    Where branches are not exact, there is no tree, and probes that are not draft
+    without the promise of plain decoding's text.
+    """
+    widths = model.parts.widths
+    exact = widths.probes_agree or not methods()[method].reads_probes
     options: dict[str, dict[str, Any]] = {
         "plain, width 1": {"method": "none", "exact": False},
         "plain": {"method": "none"},
     }
     for length in LENGTHS:
-        options[f"K = {length}"] = {"method": method, "num_draft_tokens": length}
-    options[f"tree of {TREE}"] = {
-        "method": method,
-        "num_draft_tokens": TREE,
-        "drafting": {"tree": "best"},
-    }
-    options["planned"] = {"method": method}
+        options[f"K = {length}"] = {
+            "method": method,
+            "num_draft_tokens": length,
+            "exact": exact,
+        }
+    if widths.trees_agree:
+        options[f"tree of {TREE}"] = {
+            "method": method,
+            "num_draft_tokens": TREE,
+            "drafting": {"tree": "best"},
+            "exact": exact,
+        }
+    options["planned"] = {"method": method, "exact": exact}
     if looks_up:
         how = {"method": "lookup", "num_draft_tokens": LOOKUP}
         options[f"lookup, K = {LOOKUP}"] = how
@@ -107,6 +119,7 @@ def figures(row: Row, narrow: Row, plain: Row) -> dict[str, Any]:
     assert reference is not None
     return {
         "way": row.name,
+        "exact": row.options.get("exact", True),
         "tokens_per_pass": stats.tokens_per_pass,
         "accepted_by_position": stats.accepted_by_position,
         "draft_ms": statistics.median(row.draft_ms) if row.draft_ms else None,
@@ -122,25 +135,14 @@ def figures(row: Row, narrow: Row, plain: Row) -> dict[str, Any]:
 
 def measured(groups: list[list[Row]], prompts: list[str], **how: Any) -> list[Any]:
     """Run all ways on each prompt in turn; gives the figures of each way."""
-    groups = [[row for row in ways if runs(row, prompts[0])] for ways in groups]
     steps = [(prompt, row) for prompt in prompts for ways in groups for row in ways]
+    for ways in groups:
+        for row in ways:  # the first generation of each way measures passes
+            row.model.generate(prompts[0], max_new_tokens=8, **row.options)
     with click.progressbar(steps, file=sys.stderr) as bar:
         for prompt, row in bar:
             row.run(prompt, ignore_eos=True, **how)
     return [figures(row, ways[0], ways[1]) for ways in groups for row in ways]
-
-
-def runs(row: Row, prompt: str) -> bool:
-    """Whether the model runs a way here; its first generation measures passes.
-
-    On some devices passes that branch, or have probes, are not exact.
-    """
-    try:
-        row.model.generate(prompt, max_new_tokens=8, **row.options)
-    except OptionError as error:
-        click.echo(f"{row.name} is left out: {error}", err=True)
-        return False
-    return True
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -155,9 +157,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         name, way = row["way"].split(": ")
         bundles.setdefault(name, {})[way] = row
     for name, ways in bundles.items():
-        chains = [f"K = {length}" for length in LENGTHS]
-        if chains[0] in ways:
-            show_row(name, [ways[chain] for chain in chains], ways)
+        show_row(name, [ways[f"K = {length}"] for length in LENGTHS], ways)
     lookup = bundles[next(iter(bundles))].get(f"lookup, K = {LOOKUP}")
     if lookup:
         show_row(f"lookup, K = {LOOKUP}", [lookup], {})
@@ -184,14 +184,10 @@ def show_row(
         f"{max(row['tokens_per_second'] for row in chains):.0f}",
         " ".join(f"{row['outside_ms_per_round']:.2f}" for row in chains),
         *others,
-        f"{min(row['same_text'] for row in every if is_exact(row))} of {last['texts']}",
+        f"{min([r['same_text'] for r in every if r['exact']] or [0])} of "
+        f"{last['texts']}",
     ]
     click.echo("| " + " | ".join(cells) + " |")
-
-
-def is_exact(row: dict[str, Any]) -> bool:
-    """Whether a way promises the text of exact plain decoding."""
-    return not row["way"].endswith("width 1")
 
 
 @click.command()

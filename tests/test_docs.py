@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -245,8 +246,12 @@ def test_recipes_are_commands_that_exist(tmp_path, monkeypatch):
     recipes = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "recipes", recipes)
     spec.loader.exec_module(recipes)
-    for make in recipes.NAMES.values():
-        for stage in make(recipes.Inputs(tmp_path, tmp_path, tmp_path, 1)):
+    inputs = recipes.Inputs(tmp_path, tmp_path, tmp_path, 1)
+    kinds = [(make, inputs) for make in recipes.NAMES.values()]
+    on_gpu = replace(inputs, gpu=True)
+    kinds += [(recipes.NAMES[name], on_gpu) for name in recipes.FOR_A_GPU]
+    for make, given in kinds:
+        for stage in make(given):
             _, program, *words = map(str, stage.command)
             if program == "-m":
                 parse(words[1:])

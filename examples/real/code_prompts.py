@@ -3,8 +3,8 @@
     python examples/real/code_prompts.py -o code/train.jsonl
 
 writes lines of `messages` that ask for a whole function, given its signature and its
-docstring, as a test of HumanEval does. None of them is in HumanEval. The target writes
-the answers while `jetdraft train drafter` trains.
+docstring, as a test of HumanEval does. The target writes the answers while `jetdraft
+train drafter` trains.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import click
 
 TASK = "Complete this Python function. Answer with the whole function.\n\n{}"
 LEAST, MOST = 60, 800
-"""Letters of a docstring; of a shorter one nobody could tell what is asked for."""
+"""Letters of a docstring: a shorter one does not say what is asked for, and a longer
+one takes the place of the answer."""
 
 SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__"}
 

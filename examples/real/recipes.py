@@ -8,8 +8,8 @@
 trains what the recipe names, one stage after another, and then measures it. A stage
 that has ended is skipped, and one that was stopped goes on. `runs/sql/minutes.json`
 says how long each took. `--list` prints the commands and runs none, and `--share 0.02`
-takes that share of all steps, to see in minutes that every stage runs. `--gpu` takes as
-many steps as a GPU makes in the same minutes. Run nothing beside `--measure`.
+takes that share of all steps, to see in minutes that every stage runs. `--gpu` takes
+the steps that a GPU has time for, in runs/sql-gpu. Run nothing beside `--measure`.
 
 - sql, data, dialogue, calls: streams, a drafter, a head and plain tuning of a
   checkpoint, on a task of examples/tasks
@@ -106,11 +106,14 @@ class Lesson:
     sequence_length: int = 160
 
 
+LONG = Lesson(drafter=1703, head=1400, streams=494, plain=247)
 LESSONS_OF_GPU = {
-    "sql": Lesson(drafter=1703, head=1400, streams=494, plain=247),
-    "data": Lesson(drafter=1703, head=1400, streams=494, plain=247),
-    "dialogue": Lesson(drafter=1703, head=1400, streams=494, plain=247),
-    "calls": Lesson(1034, 850, 300, 150, sequence_length=296),
+    "sql": LONG,
+    "data": LONG,
+    "dialogue": LONG,
+    "calls": Lesson(
+        drafter=1034, head=850, streams=300, plain=150, sequence_length=296
+    ),
 }
 LESSONS = {
     "sql": Lesson(drafter=400),
@@ -146,7 +149,8 @@ def task(name: str, inputs: Inputs) -> list[Stage]:
         run(
             *("drafter", "train", "drafter", work / "tuned", *texts, *teacher),
             *("--layers", "1", "--hidden-size", "256", "--draft-vocab", "4096"),
-            *("--steps", f"{lesson.drafter}", "--learning-rate", "4e-3", "--half"),
+            *("--steps", f"{lesson.drafter}", "--learning-rate", "4e-3"),
+            *(["--half"] if inputs.gpu else []),
         ),
         run(
             *("head", "train", "head", work / "tuned", *texts),
@@ -201,7 +205,11 @@ def _chat_on_cpu(inputs: Inputs, shape: list[str]) -> list[Stage]:
 
 
 def _chat_on_gpu(inputs: Inputs, shape: list[str]) -> list[Stage]:
-    """The second stage has another seed, so its validation has texts of the first."""
+    """Two stages, of which the second begins where the first has ended.
+
+    Its seed is another one, so some of its validation texts are known to the drafter:
+    believe the figures of the first stage, and those of test prompts.
+    """
     texts = ["--data", inputs.data / "train.jsonl", "--sequence-length", "320"]
     texts += ["--validation-share", "0.005", "--validate-every", "200", "--half"]
     first = inputs.jetdraft(
@@ -217,8 +225,10 @@ def _chat_on_gpu(inputs: Inputs, shape: list[str]) -> list[Stage]:
 
 
 def code(inputs: Inputs) -> list[Stage]:
-    """A drafter for a model of code; a GPU writes the texts in three minutes."""
+    """A drafter for a model of code, measured on HumanEval."""
     work, prompts = inputs.work, inputs.work / "prompts.jsonl"
+    bench = [sys.executable, "-m", "jetdraft", "bench", work / "bundle"]
+    bench += ["--prompts", work / "tests/code.jsonl", "--methods", "draft,auto"]
     return [
         inputs.script(
             *("prompts.jsonl", "examples/real/code_prompts.py", "--count", "1536")
@@ -232,6 +242,12 @@ def code(inputs: Inputs) -> list[Stage]:
         inputs.jetdraft(
             *("bundle", "export", inputs.target),
             *("--drafter", work / "drafter", *RECIPES),
+        ),
+        inputs.script("tests", "benchmarks/real_prompts.py", work / "bundle"),
+        Stage(
+            work / "bench.json",
+            [*bench, "--repeats", "1", "--output", work / "bench.json"],
+            is_timed=True,
         ),
     ]
 
@@ -320,6 +336,10 @@ NAMES: dict[str, Callable[[Inputs], list[Stage]]] = {
 }
 
 
+FOR_A_GPU = (*LESSONS, "chat")
+"""The recipes with other steps on a GPU."""
+
+
 def run(stage: Stage, threads: int, minutes: Path) -> None:
     """Run a stage, and note how long it took."""
     others = [path for path in [os.environ.get("PYTHONPATH")] if path]
@@ -360,7 +380,9 @@ def main(
     listed: bool,
 ) -> None:
     """Run the trainings of the recipe NAME, or with --measure its measurements."""
-    work = (output / name).absolute()
+    if gpu and name not in FOR_A_GPU:
+        raise click.UsageError(f"{name} has no other steps on a GPU; leave --gpu out")
+    work = (output / (f"{name}-gpu" if gpu else name)).absolute()
     stages = NAMES[name](Inputs(target.absolute(), data.absolute(), work, seed, gpu))
     for stage in [whole.shortened(share) for whole in stages]:
         if stage.is_timed != measure or (stage.is_done and not listed):

@@ -156,14 +156,17 @@ def groups(cases: Iterable[Case]) -> list[list[Case]]:
 
 
 def split(cases: list[Case], count: int, seed: int) -> tuple[list[Case], list[Case]]:
-    """Cases to train on, and `count` to test with, half of them of held functions."""
+    """Cases to train on, and `count` to test with, half of them of held functions.
+
+    Raises `ClickException` where the cases are too few for that.
+    """
     pick = random.Random(seed)
     held: list[Case] = []
     rest: list[Case] = []
     parts = groups(cases)
     pick.shuffle(parts)
     for part in parts:
-        room = min(count // 2 - len(held), count // GROUP_SHARE)
+        room = min(count // 2 - len(held), max(1, count // GROUP_SHARE))
         (held if len(part) <= room else rest).extend(part)
     pick.shuffle(rest)
     left = Counter(case.called for case in rest)
@@ -176,6 +179,11 @@ def split(cases: list[Case], count: int, seed: int) -> tuple[list[Case], list[Ca
         else:
             train.append(case)
     test = held + seen
+    if len(held) < count // 2 or len(test) < count:
+        raise click.ClickException(
+            f"{len(cases)} examples are too few for {count} tests, half of them of "
+            "functions apart; give fewer --tests or more --tokens"
+        )
     pick.shuffle(test)
     return train, test
 
@@ -211,7 +219,10 @@ def main(checkpoint: Path, output: Path, tokens: int, tests: int, seed: int) -> 
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     pairs = read()
     fitting = [case for pair in pairs if (case := case_of(*pair)) is not None]
-    cases = list({case.example[0]: case for case in reversed(fitting)}.values())[::-1]
+    first: dict[str, Case] = {}
+    for case in fitting:
+        first.setdefault(case.example[0], case)
+    cases = list(first.values())
     counted = zip(cases, sizes(cases, tokenizer), strict=True)
     short = [case for case, size in counted if sum(size) <= tokens]
     train, test = split(short, tests, seed)

@@ -22,7 +22,6 @@ from tokenizers import (
     processors,
 )
 from transformers.integrations.gguf import gguf_tokenizer_mapping
-from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from transformers.tokenization_utils_base import generate_merges
 
 from jetdraft.errors import CheckpointError, UnsupportedModelError
@@ -32,11 +31,6 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
 _SPACE = "▁"
 """The space in a vocabulary of SentencePiece."""
-
-_EXPRESSIONS: Mapping[str, str] = getattr(
-    gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", {"qwen2": PRETOKENIZE_REGEX}
-)
-"""The expression of each rule; transformers 5.17 has no list of them."""
 
 _WHOLE_WORDS = (
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral"),
@@ -161,6 +155,17 @@ def _byte_level(source: str, ids: Mapping[str, int], field: Field) -> Tokenizer:
     return tokenizer
 
 
+def _expressions() -> Mapping[str, str]:
+    """The expressions of transformers by their rules."""
+    name = "GGUF_PRE_TOKENIZER_SPLITS"
+    known: Mapping[str, str] | None = getattr(gguf_tokenizer_mapping, name, None)
+    if known is None:  # transformers 5.17 has no list of them
+        from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+        known = {"qwen2": PRETOKENIZE_REGEX}
+    return known
+
+
 def _splits(rule: str) -> Sequence[Any]:
     """The steps that split a text; none for an unknown rule."""
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -168,7 +173,7 @@ def _splits(rule: str) -> Sequence[Any]:
         return [words]
     if rule in _DIGITS:
         return [pre_tokenizers.Digits(individual_digits=True), words]
-    known = _EXPRESSIONS.get(rule)
+    known = _expressions().get(rule)
     expressions = _DEFAULT if rule == "default" else (known,) if known else ()
     splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in expressions]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -7,15 +7,14 @@ tests/export/test_standard.py looks at the other flavours and at streams.
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import pytest
 
 from jetdraft.bundle import Bundle
-from jetdraft.checkpoints.probing.prompted import FORECAST, PromptSettings
-from jetdraft.checkpoints.streamed import StreamSettings
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
-from tests.tiny import llama_config, save_checkpoint, save_prompts, save_streams
+from tests.export.empty_sums import empty_sums
 
 READ_ON_HOST = {
     "Reshape": [1],
@@ -87,54 +86,22 @@ def test_a_copy_is_found(tmp_path):
     assert copied_to_device(tmp_path / "g.onnx") == [("Add", ["cursor", "n"])]
 
 
-def empty_sums(file):
-    """Reductions over an axis that is empty in some passes; CUDA refuses them.
-
-    It does so with keepdims too. Every pass has rows; all else may be missing.
-    """
-    graph = onnx.load(file, load_external_data=False).graph
-    constants = {
-        each.name: onnx.numpy_helper.to_array(each)
-        for each in graph.initializer
-        if not each.external_data
-    }
-    sizes = {
-        each.name: [d.dim_param or d.dim_value for d in each.type.tensor_type.shape.dim]
-        for each in [*graph.input, *graph.value_info]
-    }
-    rows, found = sizes["position_ids"][1], []
-    for node in graph.node:
-        if not node.op_type.startswith("Reduce"):
-            continue
-        shape = sizes[node.input[0]]
-        axes = constants[node.input[1]] if len(node.input) > 1 else range(len(shape))
-        for size in (shape[axis] for axis in axes):
-            if isinstance(size, str) and rows not in size.split(" + "):
-                found.append((node.op_type, node.input[0], size))
-    return found
-
-
-TASKS = {
-    "streams": (save_streams, StreamSettings(gamma=3, layers=1, lora_rank=4)),
-    "ppd": (save_prompts, PromptSettings(gamma=3, members=2)),
-    "forecast": (save_prompts, PromptSettings(gamma=3, prefix=4, mode=FORECAST)),
-}
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_a_pass_without_probes_sums_nothing_empty(task, tmp_path):
-    save, settings = TASKS[task]
-    save_checkpoint(tmp_path / "checkpoint", llama_config(num_hidden_layers=2))
-    save(tmp_path / "checkpoint", settings)
-    options = ExportOptions(
-        Recipe("int8", 32), capacity=64, max_width=16, provider="cuda"
-    )
-    path = export(str(tmp_path / "checkpoint"), tmp_path / "b", options=options).path
-    for file in graphs(path):
-        assert empty_sums(file) == [], file.name
-        assert copied_to_device(file) == [], file.name
-
-
 def test_no_empty_sums_with_a_drafter(captured):
     for file in graphs(captured):
         assert empty_sums(file) == [], file.name
+
+
+def test_an_empty_sum_is_found(tmp_path):
+    """What the graphs of streams had before: the probes, counted by their rows."""
+    make = onnx.helper.make_node
+    nodes = [make("ReduceSum", ["probe_rows", "axes"], ["count"], keepdims=1)]
+    values = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, shape)
+        for name, shape in (
+            ("position_ids", [1, "n"]), ("probe_rows", [1, "r"]), ("count", [1, 1])
+        )
+    ]  # fmt: skip
+    axes = onnx.numpy_helper.from_array(np.array([1]), "axes")
+    graph = onnx.helper.make_graph(nodes, "g", values[:2], values[2:], [axes])
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "g.onnx")
+    assert empty_sums(tmp_path / "g.onnx") == [("ReduceSum", "probe_rows", "r")]

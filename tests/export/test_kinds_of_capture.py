@@ -1,4 +1,4 @@
-"""Every kind of graph that CUDA runs can be captured there; halves run on the CPU.
+"""Graphs of heads, probes and attached drafters can be captured on CUDA.
 
 The table of CUDA's kernels is jetdraft/devices/kernels/cuda.json, taken from
 onnxruntime-gpu.
@@ -13,7 +13,7 @@ import onnx
 import pytest
 import torch
 
-from jetdraft.checkpoints.probing.prompted import PromptSettings
+from jetdraft.checkpoints.probing.prompted import FORECAST, PromptSettings
 from jetdraft.checkpoints.streamed import SHARED, StreamSettings
 from jetdraft.devices.kernels.forecast import forecasts
 from jetdraft.export.exporter import ExportOptions, export
@@ -22,6 +22,7 @@ from jetdraft.train.chimera.chimera_training import ChimeraTraining
 from jetdraft.train.falcon.falcon_training import FalconTraining
 from jetdraft.train.glide.glide_training import GlideTraining
 from tests.checkpoints.heads import layouts
+from tests.export.empty_sums import empty_sums
 from tests.tiny import llama_config, save_checkpoint, save_prompts, save_streams
 from tests.train.attached.drafts import STILL, trainer
 
@@ -30,12 +31,14 @@ OPTIONS = ExportOptions(
 )
 STREAMS = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)
 PROMPTS = PromptSettings(gamma=3, ranks=((0.5, 0.2), (0.4, 0.2), (0.3, 0.1)))
+FORECASTS = PromptSettings(gamma=3, prefix=4, mode=FORECAST)
 PROBES = {
     "streams": partial(save_streams, settings=STREAMS),
     "shared": partial(save_streams, settings=replace(STREAMS, mode=SHARED)),
     "ppd": partial(save_prompts, settings=PROMPTS),
     "ensemble": partial(save_prompts, settings=replace(PROMPTS, members=2)),
     "prefix": partial(save_prompts, settings=replace(PROMPTS, prefix=2)),
+    "forecast": partial(save_prompts, settings=FORECASTS),
 }
 HEADS = {
     "eagle1": (layouts.eagle1, 1, ()),
@@ -97,6 +100,7 @@ def test_it_can_be_captured(kind, tmp_path):
         assert one.refused == [], one.file
         assert one.copies == (), one.file
         assert one.no_capture == "", one.file
+        assert empty_sums(bundle.path / one.file) == [], one.file
         nodes = onnx.load(bundle.path / one.file, load_external_data=False).graph.node
         # CUDA's GatherND copies a size from the host; a replay would read it again.
         assert "GatherND" not in {node.op_type for node in nodes}, one.file

@@ -131,6 +131,51 @@ def test_a_stopped_writing_goes_on_after_its_last_shard(model, tmp_path, monkeyp
     assert not texts.folder.exists()
 
 
+def test_a_large_batch_fills_several_files(model, tmp_path, monkeypatch):
+    """Whoever goes on, with another batch size or on another device, finds them."""
+    monkeypatch.setattr(written_texts, "SHARD", 4)
+    whole = WrittenTexts(tmp_path / "1", "me").completed(
+        writing(model), examples(10), range(10)
+    )
+    sizes = []
+
+    def counting(*arguments):
+        sizes.append(len(arguments[1]))
+        return continuations(*arguments)
+
+    large = replace(writing(model), batch_size=9, write=counting)
+    texts = WrittenTexts(tmp_path / "2", "me")
+    assert texts.completed(large, examples(10), range(10)) == whole
+    assert sizes == [8, 2]
+    assert len(list(texts.folder.iterdir())) == 3
+    small = replace(large, batch_size=2)
+    assert texts.completed(small, examples(10), range(10)) == whole
+    assert sizes == [8, 2]  # nothing was written again
+
+
+def test_batches_are_halved_where_memory_ends(model, tmp_path):
+    whole = WrittenTexts(tmp_path / "1", "me").completed(
+        writing(model), examples(10), range(10)
+    )
+    sizes, most = [], 3
+
+    def small(*arguments):
+        sizes.append(len(arguments[1]))
+        if sizes[-1] > most:
+            raise torch.OutOfMemoryError
+        return continuations(*arguments)
+
+    limited = replace(writing(model), batch_size=10, write=small)
+    texts = WrittenTexts(tmp_path / "2", "me").completed(
+        limited, examples(10), range(10)
+    )
+    assert texts == whole
+    assert sizes == [10, 5, 3, 3, 3, 1]
+    most = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        WrittenTexts(tmp_path / "3", "me").completed(limited, examples(2), range(2))
+
+
 def test_processes_share_the_shards(model, tmp_path, monkeypatch):
     """Nobody writes a shard of another process, and all read the same texts."""
     monkeypatch.setattr(written_texts, "SHARD", 4)

@@ -159,8 +159,8 @@ class Prompted(Probed):
         are [r]: the row that carries each probe, and its prompt token, from 0 on.
         """
         members = self.settings.members
-        own = torch.arange(members, device=probe_ids.device)
-        ids = probe_ids[:, None] * members + own
+        places = torch.arange(members, device=probe_ids.device)
+        ids = probe_ids[:, None] * members + places
         slots = (
             _of_members(probe_rows, members),
             ids.reshape(-1),

@@ -119,7 +119,7 @@ class PrefixStep(ProbeStep):
         return super().forward(*others, past)  # type: ignore[arg-type]
 
     def filled(self) -> torch.Tensor:
-        """Also those of the prefix."""
+        """A number of each slot, the slots of the prefix too."""
         return torch.cat([super().filled(), self._prefix_rows[None]], 1)
 
     def prepend(self, state: StepState) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from jetdraft.errors import DataError, TrainingError
 from jetdraft.files import write_text
 from jetdraft.train.data import Example
@@ -20,7 +22,7 @@ PROMPT_TOKENS = 16
 """Tokens that are kept of a text without a prompt."""
 
 SHARD = 64
-"""Texts in each file, if no more are written at a time."""
+"""Texts in each file."""
 
 PATIENCE = 3600.0
 """Seconds to wait for a shard of another process."""
@@ -81,21 +83,29 @@ class WrittenTexts:
         self.folder.mkdir(parents=True, exist_ok=True)
         # Texts of one batch should have about the same length.
         order = sorted(chosen, key=lambda number: prompt_size(examples[number]))
-        most = max(SHARD, writing.batch_size)
-        shards = [order[i : i + most] for i in range(0, len(order), most)]
+        shards = [order[i : i + SHARD] for i in range(0, len(order), SHARD)]
         own = range(self.process, len(shards), self.processes)
-        total, done = sum(len(shards[number]) for number in own), 0
-        for number in own:
-            file = self._file(number, most)
-            if not file.exists():
-                for count in self._write(writing, examples, shards[number], file):
-                    tick(done + count, total)
-            done += len(shards[number])
-            tick(done, total)
+        total = sum(len(shards[number]) for number in own)
+        missing = [number for number in own if not self._file(number).exists()]
+        done = total - sum(len(shards[number]) for number in missing)
+        tick(done, total)
+        # One batch may fill several files.
+        together = max(1, writing.batch_size // SHARD)
+        for start in range(0, len(missing), together):
+            numbers = missing[start : start + together]
+            members = [member for number in numbers for member in shards[number]]
+            texts: list[list[int]] = []
+            for batch in _written(writing, examples, members):
+                texts += batch
+                tick(done + len(texts), total)
+            done += len(texts)
+            for number in numbers:
+                count = len(shards[number])
+                write_text(self._file(number), json.dumps(texts[:count]))
+                texts = texts[count:]
         finished = list(examples)
         for number, members in enumerate(shards):
-            texts = self._read(self._file(number, most))
-            for member, ids in zip(members, texts, strict=True):
+            for member, ids in zip(members, self._read(number), strict=True):
                 size = prompt_size(examples[member])
                 finished[member] = Example.completed(ids, size)
         return finished
@@ -104,28 +114,12 @@ class WrittenTexts:
         """Delete all texts."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _file(self, shard: int, most: int) -> Path:
-        """The file of a shard; shards of `most` texts have other members."""
-        return self.folder / f"{self.digest}-{most}-{shard:06}.json"
+    def _file(self, shard: int) -> Path:
+        return self.folder / f"{self.digest}-{shard:06}.json"
 
-    def _write(
-        self,
-        writing: Writing,
-        examples: Sequence[Example],
-        members: Sequence[int],
-        file: Path,
-    ) -> Iterator[int]:
-        """Write a shard; gives the number of its texts after each batch."""
-        texts: list[list[int]] = []
-        for start in range(0, len(members), writing.batch_size):
-            batch = members[start : start + writing.batch_size]
-            texts += _continued(writing, examples, batch)
-            yield len(texts)
-        write_text(file, json.dumps(texts))
-
-    def _read(self, file: Path) -> list[list[int]]:
+    def _read(self, shard: int) -> list[list[int]]:
         """The texts of a shard, which another process may be writing still."""
-        began = time.monotonic()
+        file, began = self._file(shard), time.monotonic()
         while not file.exists():
             if self.processes == 1 or time.monotonic() - began > PATIENCE:
                 raise TrainingError(
@@ -138,6 +132,24 @@ class WrittenTexts:
         except (OSError, ValueError) as error:
             raise DataError(f"{file} is damaged ({error}); delete it") from error
         return texts
+
+
+def _written(
+    writing: Writing, examples: Sequence[Example], members: Sequence[int]
+) -> Iterator[list[list[int]]]:
+    """The texts of some examples, batch by batch; smaller ones where memory ends."""
+    size, start = writing.batch_size, 0
+    while start < len(members):
+        batch = members[start : start + size]
+        try:
+            texts = _continued(writing, examples, batch)
+        except torch.OutOfMemoryError:
+            if size == 1:
+                raise
+            size = (size + 1) // 2
+            continue
+        yield texts
+        start += len(batch)
 
 
 def _continued(
