@@ -57,7 +57,13 @@ def library() -> list[str]:
 
 @click.command()
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
-@click.option("--count", default=2000, show_default=True, help="Prompts at most.")
+@click.option(
+    "--count",
+    type=click.IntRange(1),
+    default=2000,
+    show_default=True,
+    help="Prompts at most.",
+)
 @click.option("--seed", default=7, show_default=True)
 def main(output: Path, count: int, seed: int) -> None:
     """Write prompts for a model of code."""

@@ -158,7 +158,7 @@ def groups(cases: Iterable[Case]) -> list[list[Case]]:
 def split(cases: list[Case], count: int, seed: int) -> tuple[list[Case], list[Case]]:
     """Cases to train on, and `count` to test with, half of them of held functions.
 
-    Raises `ClickException` where the cases are too few for that.
+    Raises `UsageError` where the cases are too few for that.
     """
     pick = random.Random(seed)
     held: list[Case] = []
@@ -180,7 +180,7 @@ def split(cases: list[Case], count: int, seed: int) -> tuple[list[Case], list[Ca
             train.append(case)
     test = held + seen
     if len(held) < count // 2 or len(test) < count:
-        raise click.ClickException(
+        raise click.UsageError(
             f"{len(cases)} examples are too few for {count} tests, half of them of "
             "functions apart; give fewer --tests or more --tokens"
         )
@@ -212,7 +212,13 @@ def sizes(cases: list[Case], tokenizer: Tokenizer) -> list[tuple[int, int]]:
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
 @click.option("--tokens", default=288, show_default=True, help="Most of an example.")
-@click.option("--tests", default=200, show_default=True, help="Examples to test with.")
+@click.option(
+    "--tests",
+    type=click.IntRange(2),
+    default=200,
+    show_default=True,
+    help="Examples to test with.",
+)
 @click.option("--seed", default=1, show_default=True)
 def main(checkpoint: Path, output: Path, tokens: int, tests: int, seed: int) -> None:
     """Write the task for CHECKPOINT, a Hugging Face folder with a tokenizer."""

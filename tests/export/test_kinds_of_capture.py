@@ -96,11 +96,15 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_can_be_captured(kind, tmp_path):
     bundle = KINDS[kind](kind, tmp_path)
+    passes = []
     for one in forecasts(bundle, "cuda"):
         assert one.refused == [], one.file
         assert one.copies == (), one.file
         assert one.no_capture == "", one.file
-        assert empty_sums(bundle.path / one.file) == [], one.file
-        nodes = onnx.load(bundle.path / one.file, load_external_data=False).graph.node
+        graph = onnx.load(bundle.path / one.file, load_external_data=False).graph
+        if kind in PROBES and "position_ids" in {each.name for each in graph.input}:
+            assert empty_sums(bundle.path / one.file) == [], one.file
+            passes.append(one.file)
         # CUDA's GatherND copies a size from the host; a replay would read it again.
-        assert "GatherND" not in {node.op_type for node in nodes}, one.file
+        assert "GatherND" not in {node.op_type for node in graph.node}, one.file
+    assert passes or kind not in PROBES
