@@ -73,6 +73,7 @@ ONLY_PARSED = {
     "python benchmarks/": "takes minutes alone on a machine; tests/benchmarks",
     "python examples/real/fetch.py": "downloads gigabytes; tests/test_fetch.py",
     "python examples/tasks/tune.py folders/flan-t5-small": "takes minutes",
+    "python examples/tasks/public.py": "downloads; tests/test_public_task.py",
     "python examples/real/recipes.py": "trains for hours; its commands are held below",
 }
 """How commands begin that are held against the real parser but not run, and why."""
