@@ -82,8 +82,8 @@ class Row:
 def ways(name: str, model: jetdraft.Model, method: str, looks_up: bool) -> list[Row]:
     """The ways of one bundle, whose drafter's method is `method`; plain ones first.
 
-    Where branches are not exact, there is no tree, and probes that are not draft
-    without the promise of plain decoding's text.
+    A device whose branching passes are not exact gets no tree. If its passes with
+    probes are not exact, the method that reads probes runs without exactness.
     """
     widths = model.parts.widths
     exact = widths.probes_agree or not methods()[method].reads_probes

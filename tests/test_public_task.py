@@ -166,3 +166,13 @@ def test_functions_offered_together_stay_together(public):
     ]
     parts = [{case.example[0] for case in part} for part in public.groups(cases)]
     assert sorted(map(sorted, parts)) == [["ab", "bc", "cd"], ["e", "ef"]]
+
+
+@pytest.mark.parametrize("tests", ["0", "100000"])
+@pytest.mark.usefixtures("download")
+def test_too_few_and_too_many_tests_are_refused(public, checkpoint, tmp_path, tests):
+    words = [str(checkpoint), "-o", str(tmp_path / "out"), "--tests", tests]
+    result = CliRunner().invoke(public.main, words)
+    assert result.exit_code == 2
+    assert "tests" in result.output
+    assert not (tmp_path / "out").exists()

@@ -115,6 +115,8 @@ LESSONS_OF_GPU = {
         drafter=1034, head=850, streams=300, plain=150, sequence_length=296
     ),
 }
+"""The steps that one H200 was given; docs/log/training.md has their times."""
+
 LESSONS = {
     "sql": Lesson(drafter=400),
     "data": Lesson(drafter=600),
@@ -128,8 +130,9 @@ def task(name: str, inputs: Inputs) -> list[Stage]:
     train, test = (inputs.data / name / f"{part}.jsonl" for part in ("train", "test"))
     work, run = inputs.work, inputs.jetdraft
     lesson = (LESSONS_OF_GPU if inputs.gpu else LESSONS)[name]
-    texts = ["--data", train, "--batch-size", "16", "--validation-share", "0.02"]
+    texts = ["--data", train, "--validation-share", "0.02"]
     texts += ["--sequence-length", f"{lesson.sequence_length}"]
+    many = ["--batch-size", "16"]
     cache = ["--cache", work / "labels", "--cache-tokens", "32"]
     teacher = [] if inputs.gpu else cache  # a GPU computes labels faster
     return [
@@ -142,18 +145,19 @@ def task(name: str, inputs: Inputs) -> list[Stage]:
         inputs.script("tuned", "examples/tasks/merge.py", work / "streams"),
         inputs.script(
             *("plain", "examples/tasks/tune.py", inputs.target, "--data", train),
-            *("--steps", f"{lesson.plain}", "--batch-size", "16"),
+            *("--steps", f"{lesson.plain}", *many),
             *("--sequence-length", f"{lesson.sequence_length}"),
             *("--learning-rate", "1e-4", "--seed", str(inputs.seed)),
         ),
         run(
-            *("drafter", "train", "drafter", work / "tuned", *texts, *teacher),
+            *("drafter", "train", "drafter", work / "tuned", *texts, *many),
+            *teacher,
             *("--layers", "1", "--hidden-size", "256", "--draft-vocab", "4096"),
             *("--steps", f"{lesson.drafter}", "--learning-rate", "4e-3"),
             *(["--half"] if inputs.gpu else []),
         ),
         run(
-            *("head", "train", "head", work / "tuned", *texts),
+            *("head", "train", "head", work / "tuned", *texts, *many),
             *("--draft-vocab", "4096", "--unrolled", "4", "--half"),
             *("--steps", f"{lesson.head}", "--learning-rate", "1e-3"),
         ),

@@ -28,8 +28,7 @@ TOGETHER = 32
 
 MOST_TOGETHER = 256
 GPU_BYTES = 16 << 30
-"""A GPU writes `TOGETHER` texts for each so many bytes of its memory, and fewer where
-they do not fit."""
+"""A GPU writes `TOGETHER` texts for every 16 GiB of its memory."""
 
 Stages = Callable[[str, int, int], None]
 """Gets a stage, and how many of its texts are written: (stage, done, total)."""

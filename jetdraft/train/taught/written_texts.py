@@ -137,7 +137,7 @@ class WrittenTexts:
 def _written(
     writing: Writing, examples: Sequence[Example], members: Sequence[int]
 ) -> Iterator[list[list[int]]]:
-    """The texts of some examples, batch by batch; smaller ones where memory ends."""
+    """The texts of the examples; a batch that does not fit into memory is halved."""
     size, start = writing.batch_size, 0
     while start < len(members):
         batch = members[start : start + size]

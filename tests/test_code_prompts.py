@@ -1,0 +1,52 @@
+"""examples/real/code_prompts.py: functions of a library without their bodies."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+REAL = Path(__file__).parent.parent / "examples" / "real"
+WORDS = "Say what it is that this function gives to whoever calls it, and why."
+
+
+@pytest.fixture
+def code_prompts(monkeypatch):
+    """The script as a module."""
+    monkeypatch.setattr(sys, "path", [str(REAL), *sys.path])
+    yield importlib.import_module("code_prompts")
+    sys.modules.pop("code_prompts", None)
+
+
+def test_a_stub_has_its_docstring_and_no_body(code_prompts, tmp_path):
+    file = tmp_path / "library.py"
+    file.write_text(
+        f'def long(a, b=1):\n    """{WORDS}"""\n    return a + b\n\n'
+        'def short():\n    """Too short."""\n\n'
+        f'@property\ndef decorated(self):\n    """{WORDS}"""\n\n'
+        f'class C:\n    def method(self):\n        """{WORDS}"""\n        pass\n'
+    )
+    assert list(code_prompts.stubs(file)) == [
+        f'def long(a, b=1):\n    """{WORDS}"""',
+        f'def method(self):\n    """{WORDS}"""',
+    ]
+    file.write_text("def broken(:\n")
+    assert list(code_prompts.stubs(file)) == []
+
+
+def test_prompts_are_messages_and_no_more_than_asked_for(code_prompts, tmp_path):
+    file = tmp_path / "code" / "train.jsonl"
+    result = CliRunner().invoke(code_prompts.main, ["-o", str(file), "--count", "5"])
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(lines) == 5
+    for line in lines:
+        [message] = line["messages"]
+        assert message["role"] == "user"
+        assert "\n\ndef " in message["content"]
+    wrong = CliRunner().invoke(code_prompts.main, ["-o", str(file), "--count", "0"])
+    assert wrong.exit_code == 2
