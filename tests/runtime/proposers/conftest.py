@@ -8,17 +8,37 @@ import pytest
 
 from jetdraft.runtime.passes.graph import Graph
 
+TARGET_SECONDS = 2e-3
+DRAFTER_SECONDS = 2e-4
+
+
+class Clock:
+    """A clock that only passes move, and a microsecond with each look at it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
 
 @pytest.fixture
-def slow_target(monkeypatch):
-    """A pass of the target takes 2 ms more, whatever its width: drafts would pay."""
-    run = Graph._run
+def steady_passes(monkeypatch):
+    """Passes take the same time on a busy machine, whatever their width.
 
-    def slowly(graph, binding, cursor):
+    A target is a graph that answers with features; its drafter takes a tenth of the
+    time of a pass.
+    """
+    clock, run = Clock(), Graph._run
+
+    def steadily(graph, binding, cursor):
         answer = run(graph, binding, cursor)
-        if graph.contract.feature_size:
-            time.sleep(2e-3)
-            graph.seconds += 2e-3
+        of_target = graph.contract.feature_size > 0
+        seconds = TARGET_SECONDS if of_target else DRAFTER_SECONDS
+        clock.now += seconds
+        graph.seconds += seconds
         return answer
 
-    monkeypatch.setattr(Graph, "_run", slowly)
+    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr(Graph, "_run", steadily)

@@ -372,7 +372,7 @@ def test_other_verifiers_keep_the_distribution(model, method, drafting):
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "random"])
 @pytest.mark.parametrize("name", METHODS)
 def test_auto_does_not_choose_a_random_block_for_long(
-    tmp_path, slow_target, name, learned
+    tmp_path, steady_passes, name, learned
 ):
     source = toy_block(tmp_path / "bundle", name, GUESSES if learned else NOISE)
     with jetdraft.load(source, threads=1) as model:

@@ -467,7 +467,7 @@ def test_json(model):
 
 
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "random"])
-def test_auto_does_not_choose_a_random_head_for_long(tmp_path, slow_target, learned):
+def test_auto_does_not_choose_a_random_head_for_long(tmp_path, steady_passes, learned):
     """Where a learned head has nearly all rounds, a random head has few and loses them.
 
     It costs what a learned head costs.
