@@ -9,7 +9,12 @@ from typing import Any
 
 from jetdraft.errors import BundleError, OptionError
 
-BITS = {"int2": 2, "int4": 4, "int8": 8}
+WHOLE = "w8a8"
+"""Integers times integers: a scale for each column of a matrix and each row that it is
+multiplied with. The other schemes have a scale for each block, and a kernel of their
+own."""
+
+BITS = {"int2": 2, "int4": 4, "int8": 8, WHOLE: 8}
 SCHEMES = (*BITS, "none")
 BLOCK_SIZES = (16, 32, 64, 128)
 KV_SCHEMES = ("int8",)
@@ -73,10 +78,11 @@ def unit_of(weight: str) -> Unit:
 class Recipe:
     """Weight-only quantization of a graph's matrices.
 
-    `scheme` is "int2", "int4", "int8" or "none"; `block_size` weights share one scale,
-    which the `algorithm` finds. `head` is the scheme of the LM head and of an embedding
-    tied to it, or None for `scheme`. `kv` "int8" quantizes the KV buffers too. The
-    layers in `raised` have twice the bits. Raises `OptionError` for unknown values.
+    `scheme` is "int2", "int4", "int8", "w8a8" or "none"; `block_size` weights share one
+    scale, which the `algorithm` finds; w8a8 has neither. `head` is the scheme of the LM
+    head and of an embedding tied to it, or None for `scheme`. `kv` "int8" quantizes the
+    KV buffers too. The layers in `raised` have twice the bits. Raises `OptionError` for
+    unknown values.
 
         Recipe.parse("int4-gptq-b32").bits  # 4
     """
@@ -107,6 +113,11 @@ class Recipe:
                 "a recipe with the scheme none cannot quantize the head; leave head "
                 f"out, or choose {', '.join(BITS)}"
             )
+        if self.is_whole and self.algorithm != "rtn":
+            raise OptionError(
+                f"{WHOLE} rounds to nearest, not by {self.algorithm}; leave "
+                f"{self.algorithm} out, or choose int8"
+            )
         if self.raised and self.scheme not in RAISED:
             raise OptionError(
                 f"layers of {self.scheme} cannot get twice the bits; choose "
@@ -124,8 +135,8 @@ class Recipe:
         for part in parts:
             if block := re.fullmatch(r"b(\d+)", part):
                 recipe = replace(recipe, block_size=int(block[1]))
-            elif head := re.fullmatch(r"head(\d|none)", part):
-                name = head[1] if head[1] == "none" else f"int{head[1]}"
+            elif head := re.fullmatch(rf"head(\d|none|{WHOLE})", part):
+                name = f"int{head[1]}" if head[1].isdigit() else head[1]
                 recipe = replace(recipe, head=name)
             elif cache := re.fullmatch(r"kv(\d)", part):
                 recipe = replace(recipe, kv=f"int{cache[1]}")
@@ -143,8 +154,19 @@ class Recipe:
         cache = f"-kv{self.kv.removeprefix('int')}" if self.kv else ""
         if self.bits is None:
             return f"none{cache}"
+        if self.scheme == WHOLE:
+            return f"{WHOLE}{head}{cache}"
         up = f"-up{'.'.join(map(str, self.raised))}" if self.raised else ""
         return f"{self.scheme}-{self.algorithm}-b{self.block_size}{up}{head}{cache}"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether some matrix has a scale for each whole column."""
+        return WHOLE in (self.scheme, self.head)
+
+    def block_of(self, rows: int) -> int:
+        """How many weights share a scale in a matrix of so many rows."""
+        return rows if self.scheme == WHOLE else self.block_size
 
     @property
     def kv_bits(self) -> int:
@@ -177,6 +199,11 @@ class Recipe:
             raise OptionError(
                 f"{self.name} has integers of two bits, which DequantizeLinear cannot "
                 "read; choose int4 or int8 for the standard flavour"
+            )
+        if self.is_whole:
+            raise OptionError(
+                f"{self.name} needs MatMulIntegerToFloat, which ai.onnx does not have; "
+                "choose int8, or the contrib flavour"
             )
         if self.bits is not None and self.algorithm not in SYMMETRIC:
             raise OptionError(

@@ -10,7 +10,7 @@ from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH, MIN_SELECTED
 from jetdraft.devices.providers import Provider, provider_named
 from jetdraft.errors import OptionError
 from jetdraft.quant.sensitivity import Limit
-from jetdraft.recipe import Recipe
+from jetdraft.recipe import WHOLE, Recipe
 
 DTYPES = {"fp32": "float32", "fp16": "float16"}
 """numpy's and torch's names of the types that a graph can compute in."""
@@ -72,6 +72,11 @@ class ExportOptions:
                 raise OptionError(
                     f"{provider.name} has no fast kernel over integer KV buffers for "
                     "several rows; leave kv out, or choose --provider cpu"
+                )
+            if self.recipe_of(name).is_whole and provider.name != "cpu":
+                raise OptionError(
+                    f"{provider.name} has no kernel for {WHOLE}; choose int8, or "
+                    "--provider cpu"
                 )
         if not 16 <= self.capacity <= 1 << 20:
             raise OptionError(

@@ -22,7 +22,8 @@ class Blocks:
     bits; `scales` are float and `zeros` uint8, both [columns, blocks]. Without `zeros`,
     the middle of the integers' range stands for 0. The integers that fill up the last
     block are never read. With an `order` int64 [rows], row i belongs to input
-    `order[i]`.
+    `order[i]`. Where a block is a `whole` column, its integers have seven bits and are
+    multiplied with integers.
 
         Blocks.of(integers, scales, None, bits=4, rows=384).packed
     """
@@ -33,6 +34,7 @@ class Blocks:
     bits: int
     rows: int
     order: Order | None = None
+    whole: bool = False
 
     @classmethod
     def of(
@@ -52,6 +54,7 @@ class Blocks:
             parts[0].bits,
             parts[0].rows,
             parts[0].order,
+            parts[0].whole,
         )
 
     def columns(self, which: npt.NDArray[np.int64]) -> Blocks:
@@ -65,7 +68,7 @@ class Blocks:
     def form(self) -> object:
         """A value that is equal for matrices which can be joined."""
         order = None if self.order is None else self.order.tobytes()
-        return self.bits, self.block_size, self.zeros is None, order
+        return self.bits, self.block_size, self.zeros is None, order, self.whole
 
     @property
     def integers(self) -> Bytes:

@@ -1,7 +1,7 @@
 """How far quantized matrices move a model from itself: KL divergence over a text.
 
 The weights are replaced by the floats that their integers stand for, and the inputs of
-their layers are rounded as the CPU's MatMulNBits rounds them. The result is that of the
+their layers are rounded as the CPU's kernels read them. The result is that of the
 bundle within a tenth (docs/log/quantization.md).
 """
 
@@ -194,7 +194,7 @@ def rounded(values: torch.Tensor, size: int) -> torch.Tensor:
     """Values [..., n] as int8 with a scale for each block of `size`, float32 again.
 
     MatMulNBits of onnxruntime's CPU provider reads its inputs so at accuracy level 4,
-    but for two bits in blocks of 16.
+    but for two bits in blocks of 16; products of integers read whole rows so.
     """
     count = values.shape[-1]
     whole = torch.nn.functional.pad(values.float(), (0, -count % size))
@@ -221,8 +221,9 @@ def _bytes(layer: torch.nn.Linear, recipe: Recipe) -> int:
     columns, rows = layer.weight.shape
     if recipe.bits is None:
         return columns * rows * torch.float32.itemsize
-    blocks = -(-rows // recipe.block_size)
-    integers = columns * blocks * recipe.block_size * recipe.bits // 8
+    size = recipe.block_of(rows)
+    blocks = -(-rows // size)
+    integers = columns * blocks * size * recipe.bits // 8
     zeros = 0
     if recipe.algorithm not in SYMMETRIC:
         zeros = columns * -(-blocks * recipe.bits // 8)

@@ -1,8 +1,8 @@
-"""Weight-only quantization of a step graph's matrices.
+"""Quantization of a step graph's matrices.
 
-`MatMul` with a constant matrix becomes `MatMulNBits`, the LM head included. Where head
-and embedding are tied, `GatherBlockQuantized` reads embeddings from the head's
-quantized matrix, so the two stay one tensor.
+`MatMul` with a constant matrix becomes `MatMulNBits`, the LM head included, or a
+product of integers. Where head and embedding are tied, `GatherBlockQuantized` reads
+embeddings from the head's quantized matrix, so the two stay one tensor.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.blocks import Blocks, Floats, Order
 from jetdraft.quant.edits import PARAMETER, initializer, substitute
+from jetdraft.quant.integer_product import column_lookup, integer_product, stored
 from jetdraft.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
 
 _CONTRIB = "com.microsoft"
@@ -76,6 +77,10 @@ class Quantization:
                 pass
             elif self.standard:
                 _dequantize(graph, node, source, blocks)
+            elif blocks.whole:
+                weight = stored(graph, _name(source), blocks)
+                _replace(graph, node, *integer_product(graph, node, weight, blocks))
+                quantized[source] = Packed(weight, blocks)
             else:
                 quantized[source] = _quantize_product(graph, node, source, blocks)
             progress(done, len(products))
@@ -96,6 +101,8 @@ class Quantization:
         blocks = lender._blocks(table, True, [name])
         if blocks is None:
             return None
+        if blocks.whole:
+            return Packed(stored(graph, _name(table), blocks), blocks)
         packed = f"{table.name}.int{blocks.bits}"
         return Packed(initializer(graph, packed, blocks.packed), blocks)
 
@@ -138,10 +145,13 @@ class Quantization:
         return replace(blocks, scales=blocks.scales.astype(dtype))
 
 
+def _name(source: ir.Value) -> str:
+    return source.name or "unnamed"
+
+
 def _names(source: ir.Value) -> list[str]:
     """The names of a matrix in its checkpoint; several if matrices were merged."""
-    name = source.name or "unnamed"
-    return source.metadata_props.get(PARAMETER, name).splitlines()
+    return source.metadata_props.get(PARAMETER, _name(source)).splitlines()
 
 
 @dataclass(frozen=True)
@@ -242,6 +252,9 @@ def _quantize_gather(graph: ir.Graph, node: ir.Node, packed: Packed) -> None:
     different ranks.
     """
     weight, blocks = packed.weight, packed.blocks
+    if blocks.whole:
+        _replace(graph, node, *column_lookup(graph, node, weight, blocks))
+        return
     scales = blocks.scales[..., None]
     inputs = [
         weight,
@@ -274,12 +287,11 @@ def _quantize_gather(graph: ir.Graph, node: ir.Node, packed: Packed) -> None:
             for name, number in (("start", 0), ("end", width), ("axis", 2))
         ]
         nodes.append(ir.node("Slice", [nodes[-1].outputs[0], *slice_inputs]))
-    graph.insert_before(node, nodes[:-1])
-    _replace(graph, node, nodes[-1])
+    _replace(graph, node, *nodes)
 
 
-def _replace(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
-    """Put a node in the place of another node."""
+def _replace(graph: ir.Graph, old: ir.Node, *new: ir.Node) -> None:
+    """Put nodes in the place of another node; the last has its result."""
     graph.insert_before(old, new)
-    substitute(old.outputs, new.outputs)
+    substitute(old.outputs, new[-1].outputs)
     graph.remove(old, safe=True)
