@@ -37,6 +37,7 @@ FAST_DEFAULT = "int4-rtn-b32-head8"
 
 COMPARED = (
     "int8-rtn-b32",
+    WHOLE,
     "int8-gptq-b32",
     "int4-rtn-b32",
     "int4-k_quant-b32",

@@ -219,6 +219,7 @@ def test_the_targets_matrices_are_read_from_its_file(made):
 OPTIONS = {
     "none": {},
     "int8": {"recipe": "int8"},
+    "w8a8": {"recipe": "w8a8"},
     "standard": {"flavour": "standard"},
     "fp16": {"dtype": "fp16"},
 }

@@ -104,10 +104,11 @@ def test_the_graph_does_what_the_module_does(made, layout):
     [
         ("eagle3", {"recipe": "int8", "drafter": "int8"}),
         ("eagle1-tied", {"recipe": "int4-head8", "drafter": "int4"}),
+        ("eagle1-tied", {"recipe": "w8a8", "drafter": "w8a8"}),
         ("eagle3", {"flavour": "standard"}),
         ("eagle1-tied", {"dtype": "fp16"}),
     ],
-    ids=["int8", "int4", "standard", "fp16"],
+    ids=["int8", "int4", "w8a8", "standard", "fp16"],
 )
 def test_its_drafts_change_no_text(made, layout, options):
     bundle, _, _ = made(layout, True, **options)
@@ -137,7 +138,7 @@ def bytes_of(bundle: Bundle, location: str) -> int:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("recipe", ["none", "int4-head8"])
+@pytest.mark.parametrize("recipe", ["none", "int4-head8", "int4-headw8a8"])
 def test_the_target_lends_its_matrices(made, tied, recipe):
     drafter = "none" if recipe == "none" else "int4"
     bundle, _, _ = made("eagle1-tied", tied, recipe, drafter)

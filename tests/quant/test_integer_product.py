@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from jetdraft.errors import OptionError
+from jetdraft.export.export_options import ExportOptions
+from jetdraft.quant.algorithms import SEVEN_BITS, whole_columns
+from jetdraft.quant.blocks import Blocks
+from jetdraft.quant.integer_product import integer_product, stored
+from jetdraft.quant.weights import Quantization
+from jetdraft.recipe import HEAD, Recipe
+from tests.quant.test_weights import (
+    HEAD_NAME,
+    VOCAB_SIZE,
+    float_graph,
+    float_matrices,
+    nodes,
+    with_recipe,
+)
+
+ROWS, COLUMNS = 96, 40
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory) -> bytes:
+    return float_graph(tmp_path_factory.mktemp("tied"), True)
+
+
+@pytest.fixture(scope="module")
+def matrix() -> np.ndarray:
+    random = np.random.default_rng(5)
+    return random.standard_normal((ROWS, COLUMNS)).astype(np.float32)
+
+
+def compute(matrix: np.ndarray, inputs: np.ndarray) -> np.ndarray:
+    """The product as onnxruntime computes it."""
+    blocks = whole_columns(matrix)
+    read = ir.Value(
+        name="x", shape=ir.Shape(["n", ROWS]), type=ir.TensorType(ir.DataType.FLOAT)
+    )
+    graph = ir.Graph([read], [], nodes=[], opset_imports={"": 21, "com.microsoft": 1})
+    node = ir.node("MatMul", [read, None])
+    made = integer_product(graph, node, stored(graph, "w", blocks), blocks)
+    graph.extend(made)
+    result = made[-1].outputs[0]
+    result.name, result.dtype = "y", ir.DataType.FLOAT
+    graph.outputs.append(result)
+    proto = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(
+        proto, options, providers=["CPUExecutionProvider"]
+    )
+    return session.run(None, {"x": inputs})[0]
+
+
+def read_as_integers(inputs: np.ndarray) -> np.ndarray:
+    """What the kernel makes of its inputs."""
+    largest = np.abs(inputs).max(-1, keepdims=True)
+    return np.rint(inputs / largest * 127) * largest / 127
+
+
+def test_the_kernel_computes_with_the_same_numbers(matrix):
+    inputs = np.random.default_rng(6).standard_normal((7, ROWS)).astype(np.float32)
+    expected = read_as_integers(inputs) @ whole_columns(matrix).floats
+    np.testing.assert_allclose(compute(matrix, inputs), expected, atol=1e-4)
+
+
+def test_a_row_is_the_same_at_every_width(matrix):
+    """Bit by bit: sums of integers do not depend on their order."""
+    random = np.random.default_rng(7)
+    inputs = random.standard_normal((24, ROWS)).astype(np.float32)
+    alone = np.concatenate([compute(matrix, row[None]) for row in inputs])
+    for width in range(2, len(inputs) + 1):
+        assert np.array_equal(compute(matrix, inputs[:width]), alone[:width])
+
+
+def test_the_largest_products_do_not_overflow():
+    """AVX2 adds two products in 16 bits."""
+    signs = np.array([1, -1], np.float32)[np.arange(COLUMNS) % 2]
+    matrix = np.full((ROWS, COLUMNS), 0.5, np.float32) * signs
+    inputs = np.array([1, -1], np.float32)[:, None].repeat(ROWS, 1)
+    np.testing.assert_allclose(compute(matrix, inputs), inputs @ matrix, rtol=1e-6)
+
+
+def test_rows_and_columns_of_zeros_are_zeros(matrix):
+    inputs = np.ones((3, ROWS), np.float32)
+    inputs[1] = 0
+    matrix = matrix.copy()
+    matrix[:, 4] = 0
+    result = compute(matrix, inputs)
+    assert not result[1].any()
+    assert not result[:, 4].any()
+    assert np.isfinite(result).all()
+    assert result[0].any()
+
+
+def test_a_weight_is_off_by_half_a_step(matrix):
+    blocks = whole_columns(matrix)
+    steps = np.abs(matrix).max(0) / SEVEN_BITS
+    assert (np.abs(blocks.floats - matrix) <= 0.501 * steps).all()
+    assert np.abs(blocks.integers.astype(int) - 128).max() == SEVEN_BITS
+
+
+def test_every_product_becomes_one_of_integers(tied):
+    model = with_recipe(tied, Recipe("w8a8"))
+    assert len(nodes(model, "MatMulIntegerToFloat")) == len(float_matrices(tied)) == 5
+    assert not nodes(model, "MatMul")
+    assert not nodes(model, "MatMulNBits")
+
+
+def test_a_tied_embedding_reads_the_columns_of_the_head(tied):
+    model = with_recipe(tied, Recipe("w8a8"))
+    head = nodes(model, "MatMulIntegerToFloat")[-1]
+    gathers = [n for n in nodes(model, "Gather") if n.inputs[0] is head.inputs[1]]
+    assert len(gathers) == 1
+    last = gathers[0]
+    while last.op_type != "Mul":
+        last = last.outputs[0].consumers()[0]
+    part = ir.convenience.extract(
+        model.graph, [model.graph.inputs[0].name], [last.outputs[0].name]
+    )
+    proto = ir.to_proto(ir.Model(part, ir_version=10)).SerializeToString()
+    session = onnxruntime.InferenceSession(proto, providers=["CPUExecutionProvider"])
+    ids = np.arange(VOCAB_SIZE)[None]
+    rows = session.run(None, {"input_ids": ids})[0]
+    expected = whole_columns(float_matrices(tied)[-1]).floats.T
+    np.testing.assert_array_equal(rows[0], expected)
+
+
+def test_the_head_alone(tied):
+    model = with_recipe(tied, Recipe.parse("int4-b16-headw8a8"))
+    assert len(nodes(model, "MatMulNBits")) == 4
+    assert len(nodes(model, "MatMulIntegerToFloat")) == 1
+    assert Quantization(Recipe("w8a8"), HEAD_NAME).recipe.of_unit(HEAD).bits == 8
+
+
+def test_matrices_can_be_joined_and_cut(matrix):
+    blocks = whole_columns(matrix)
+    joined = Blocks.joined([blocks.columns(np.arange(9)), blocks])
+    assert joined.whole
+    assert joined.form == blocks.form
+    assert joined.form != dataclasses.replace(blocks, whole=False).form
+    assert np.array_equal(joined.floats[:, 9:], blocks.floats)
+
+
+@pytest.mark.parametrize("name", ["w8a8", "int4-rtn-b64-headw8a8", "w8a8-head8-kv8"])
+def test_its_names(name):
+    assert Recipe.parse(name).name == name
+    assert Recipe.from_json(Recipe.parse(name).to_json()) == Recipe.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: Recipe.parse("w8a8-gptq"), "leave gptq out, or choose int8"),
+        (lambda: Recipe.parse("int4-gptq-headw8a8"), "leave gptq out"),
+        (lambda: Recipe.parse("w8a8-up0"), "choose int2 or int4"),
+        (lambda: Recipe("w8a8").check_standard(), "choose int8, or the contrib"),
+        (
+            lambda: ExportOptions(Recipe("w8a8"), provider="cuda"),
+            "choose int8, or --provider cpu",
+        ),
+    ],
+)
+def test_what_has_no_kernel_is_refused(make, reason):
+    with pytest.raises(OptionError, match=reason):
+        make()
+
+
+def test_halves_are_refused(matrix):
+    with pytest.raises(OptionError, match="leave --dtype out, or choose int8"):
+        compute(matrix.astype(np.float16), np.ones((1, ROWS), np.float16))
