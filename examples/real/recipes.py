@@ -7,7 +7,8 @@
 
 trains what the recipe names, one stage after another, and then measures it. A stage
 that has ended is skipped, and one that was stopped goes on. `runs/sql/minutes.json`
-says how long each took. `--list` prints the commands and runs none, and `--share 0.02`
+says how long each took. `--quantize w8a8` exports and measures bundles of another
+recipe, in runs/sql/w8a8. `--list` prints the commands and runs none, and `--share 0.02`
 takes that share of all steps, to see in minutes that every stage runs. `--gpu` takes
 the steps that a GPU has time for, in runs/sql-gpu. Run nothing beside `--measure`.
 
@@ -34,7 +35,7 @@ import click
 
 ROOT = Path(__file__).parent.parent.parent
 PYCODE = ROOT / "examples/pycode"
-RECIPES = ["--quantize", "int4-rtn-b32-head8", "--quantize-drafter", "int8-rtn-b32"]
+QUANTIZE = "int4-rtn-b32-head8"
 """Measuring recipes would take longer than the training, and choose other ones."""
 
 LENGTHS = "--steps", "--minutes", "--minutes-drafter"
@@ -73,6 +74,7 @@ class Inputs:
     work: Path
     seed: int
     gpu: bool = False
+    quantize: str = QUANTIZE
 
     def jetdraft(self, product: str, *arguments: str | Path) -> Stage:
         """A verb of jetdraft; trainings get the seed."""
@@ -85,10 +87,21 @@ class Inputs:
         command = [sys.executable, ROOT / script, *arguments]
         return Stage(self.work / product, [*command, "-o", self.work / product])
 
+    def bundle(self, name: str, source: Path, *drafter: str | Path) -> Stage:
+        """The export of a checkpoint with its drafter or head."""
+        how = ["--quantize", self.quantize, "--quantize-drafter", "int8-rtn-b32"]
+        command = [sys.executable, "-m", "jetdraft", "export", source, *drafter, *how]
+        return Stage(self.quantized / name, [*command, "-o", self.quantized / name])
+
+    @property
+    def quantized(self) -> Path:
+        """The folder of bundles, and of what is measured with them."""
+        return self.work if self.quantize == QUANTIZE else self.work / self.quantize
+
     def measured(self, product: str, bundle: str, test: Path, *arguments: str) -> Stage:
         """Every method of a bundle on a task's test file."""
-        script, file = ROOT / "benchmarks/tasks.py", self.work / product
-        command = [sys.executable, script, self.work / bundle, test, *arguments]
+        script, file = ROOT / "benchmarks/tasks.py", self.quantized / product
+        command = [sys.executable, script, self.quantized / bundle, test, *arguments]
         return Stage(file, [*command, "--json", file], is_timed=True)
 
 
@@ -161,16 +174,12 @@ def task(name: str, inputs: Inputs) -> list[Stage]:
             *("--draft-vocab", "4096", "--unrolled", "4", "--half"),
             *("--steps", f"{lesson.head}", "--learning-rate", "1e-3"),
         ),
-        run("base-bundle", "export", inputs.target, *RECIPES),
-        run("plain-bundle", "export", work / "plain", *RECIPES),
-        run(
-            *("streams-bundle", "export", work / "streams"),
-            *("--drafter", work / "drafter", *RECIPES),
+        inputs.bundle("base-bundle", inputs.target),
+        inputs.bundle("plain-bundle", work / "plain"),
+        inputs.bundle(
+            "streams-bundle", work / "streams", "--drafter", work / "drafter"
         ),
-        run(
-            *("head-bundle", "export", work / "tuned"),
-            *("--head", work / "head", *RECIPES),
-        ),
+        inputs.bundle("head-bundle", work / "tuned", "--head", work / "head"),
         inputs.measured("base.json", "base-bundle", test, "--methods", "auto"),
         inputs.measured("plain.json", "plain-bundle", test, "--methods", "auto"),
         inputs.measured("streams.json", "streams-bundle", test),
@@ -185,10 +194,7 @@ def chat(inputs: Inputs) -> list[Stage]:
     shape = ["--layers", "2", "--hidden-size", "256", "--draft-vocab", "12288"]
     stages = [
         *(_chat_on_gpu(inputs, shape) if inputs.gpu else _chat_on_cpu(inputs, shape)),
-        inputs.jetdraft(
-            *("bundle", "export", inputs.target),
-            *("--drafter", work / "drafter", *RECIPES),
-        ),
+        inputs.bundle("bundle", inputs.target, "--drafter", work / "drafter"),
     ]
     for temperature in ("0", "0.7"):
         more = [*drafting, "--temperature", temperature, "--prompts", "24"]
@@ -231,7 +237,8 @@ def _chat_on_gpu(inputs: Inputs, shape: list[str]) -> list[Stage]:
 def code(inputs: Inputs) -> list[Stage]:
     """A drafter for a model of code, measured on HumanEval."""
     work, prompts = inputs.work, inputs.work / "prompts.jsonl"
-    bench = [sys.executable, "-m", "jetdraft", "bench", work / "bundle"]
+    bundle, report = inputs.quantized / "bundle", inputs.quantized / "bench.json"
+    bench = [sys.executable, "-m", "jetdraft", "bench", bundle]
     bench += ["--prompts", work / "tests/code.jsonl", "--methods", "draft,auto"]
     return [
         inputs.script(
@@ -243,16 +250,9 @@ def code(inputs: Inputs) -> list[Stage]:
             *("--sequence-length", "512", "--batch-size", "16", "--steps", "1200"),
             *("--learning-rate", "4e-3", "--half"),
         ),
-        inputs.jetdraft(
-            *("bundle", "export", inputs.target),
-            *("--drafter", work / "drafter", *RECIPES),
-        ),
-        inputs.script("tests", "benchmarks/real_prompts.py", work / "bundle"),
-        Stage(
-            work / "bench.json",
-            [*bench, "--repeats", "1", "--output", work / "bench.json"],
-            is_timed=True,
-        ),
+        inputs.bundle("bundle", inputs.target, "--drafter", work / "drafter"),
+        inputs.script("tests", "benchmarks/real_prompts.py", bundle),
+        Stage(report, [*bench, "--repeats", "1", "--output", report], is_timed=True),
     ]
 
 
@@ -263,11 +263,16 @@ def pycode(inputs: Inputs) -> list[Stage]:
     own += ["--minutes-drafter", "20", "--threads", "1", "--seed", str(inputs.seed)]
     own += ["--output", work / "own", "--work", work / "own-work"]
     pairs = [
-        ["--bundle", name, "draft", work / f"{name}-bundle"]
+        ["--bundle", name, "draft", inputs.quantized / f"{name}-bundle"]
         for name in ("own", "drafter")
     ]
     heads = [sys.executable, ROOT / "benchmarks/heads.py", *pairs[0], *pairs[1]]
-    heads += ["--prompts", PYCODE / "prompts.jsonl", "--json", work / "pairs.json"]
+    heads += [
+        "--prompts",
+        PYCODE / "prompts.jsonl",
+        "--json",
+        inputs.quantized / "pairs.json",
+    ]
     texts = [sys.executable, PYCODE / "texts.py", "--minutes", "5", "--stride", "4"]
     texts += ["--corpus", work / "corpus.txt", "-o", work / "texts.jsonl"]
     shape = ["--layers", "2", "--hidden-size", "192", "--learning-rate", "4e-3"]
@@ -282,16 +287,9 @@ def pycode(inputs: Inputs) -> list[Stage]:
             *("drafter", "train", "drafter", target, "--from", work / "first", *last),
             *("--learning-rate", "2e-3"),
         ),
-        *(
-            inputs.jetdraft(
-                *(f"{name}-bundle", "export", target, "--drafter", folder, *RECIPES)
-            )
-            for name, folder in (
-                ("own", work / "own/drafter"),
-                ("drafter", work / "drafter"),
-            )
-        ),
-        Stage(work / "pairs.json", heads, is_timed=True),
+        inputs.bundle("own-bundle", target, "--drafter", work / "own/drafter"),
+        inputs.bundle("drafter-bundle", target, "--drafter", work / "drafter"),
+        Stage(inputs.quantized / "pairs.json", heads, is_timed=True),
     ]
 
 
@@ -318,10 +316,7 @@ def distil(inputs: Inputs) -> list[Stage]:
                 *("--batch-size", "16", "--sequence-length", "160"),
                 *("--steps", "400", "--learning-rate", "4e-3", "--half"),
             ),
-            inputs.jetdraft(
-                *(f"{loss}-bundle", "export", target, "--drafter", work / loss),
-                *RECIPES,
-            ),
+            inputs.bundle(f"{loss}-bundle", target, "--drafter", work / loss),
         ]
     for temperature in ("0", "1"):
         for loss in ("forward-kl", "text"):
@@ -364,12 +359,19 @@ def run(stage: Stage, threads: int, minutes: Path) -> None:
 @click.argument("name", type=click.Choice(list(NAMES)))
 @click.option("--target", type=click.Path(path_type=Path), default=PYCODE / "target")
 @click.option("--data", type=click.Path(path_type=Path), default=Path("tasks"))
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("runs"),
+    show_default=True,
+)
 @click.option("--measure", is_flag=True, help="Measure what has been trained.")
 @click.option("--seed", default=1, show_default=True)
 @click.option("--threads", default=1, show_default=True, help="Of a training.")
 @click.option("--share", default=1.0, show_default=True, help="Of all steps.")
 @click.option("--gpu", is_flag=True, help="Steps of a GPU.")
+@click.option("--quantize", default=QUANTIZE, show_default=True, help="Of bundles.")
 @click.option("--list", "listed", is_flag=True, help="Print the commands only.")
 def main(
     name: str,
@@ -381,14 +383,15 @@ def main(
     threads: int,
     share: float,
     gpu: bool,
+    quantize: str,
     listed: bool,
 ) -> None:
     """Run the trainings of the recipe NAME, or with --measure its measurements."""
     if gpu and name not in FOR_A_GPU:
         raise click.UsageError(f"{name} has no other steps on a GPU; leave --gpu out")
     work = (output / (f"{name}-gpu" if gpu else name)).absolute()
-    stages = NAMES[name](Inputs(target.absolute(), data.absolute(), work, seed, gpu))
-    for stage in [whole.shortened(share) for whole in stages]:
+    inputs = Inputs(target.absolute(), data.absolute(), work, seed, gpu, quantize)
+    for stage in [whole.shortened(share) for whole in NAMES[name](inputs)]:
         if stage.is_timed != measure or (stage.is_done and not listed):
             continue
         click.echo("$ " + " ".join(map(str, stage.command)), err=True)
