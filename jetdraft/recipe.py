@@ -11,8 +11,7 @@ from jetdraft.errors import BundleError, OptionError
 
 WHOLE = "w8a8"
 """Integers times integers: a scale for each column of a matrix and each row that it is
-multiplied with. The other schemes have a scale for each block, and a kernel of their
-own."""
+multiplied with. The other schemes have a scale for each block of a column."""
 
 BITS = {"int2": 2, "int4": 4, "int8": 8, WHOLE: 8}
 SCHEMES = (*BITS, "none")
@@ -77,13 +76,13 @@ def unit_of(weight: str) -> Unit:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Weight-only quantization of a graph's matrices.
+    """Quantization of a graph's matrices.
 
     `scheme` is "int2", "int4", "int8", "w8a8" or "none"; `block_size` weights share one
-    scale, which the `algorithm` finds; w8a8 has neither. `head` is the scheme of the LM
-    head and of an embedding tied to it, or None for `scheme`. `kv` "int8" quantizes the
-    KV buffers too. The layers in `raised` have twice the bits. Raises `OptionError` for
-    unknown values.
+    scale, which the `algorithm` finds; w8a8 has no blocks and no choice. `head` is the
+    scheme of the LM head and of an embedding tied to it, or None for `scheme`. `kv`
+    "int8" quantizes the KV buffers too. The layers in `raised` have twice the bits.
+    Raises `OptionError` for unknown values.
 
         Recipe.parse("int4-gptq-b32").bits  # 4
     """
@@ -114,7 +113,7 @@ class Recipe:
                 "a recipe with the scheme none cannot quantize the head; leave head "
                 f"out, or choose {', '.join(BITS)}"
             )
-        if self.is_whole and self.algorithm != "rtn":
+        if self.has_whole and self.algorithm != "rtn":
             raise OptionError(
                 f"{WHOLE} rounds to nearest, not by {self.algorithm}; leave "
                 f"{self.algorithm} out, or choose int8"
@@ -146,7 +145,12 @@ class Recipe:
                 recipe = replace(recipe, raised=tuple(numbers))
             else:
                 recipe = replace(recipe, algorithm=part)
-        return recipe
+        if recipe.scheme != WHOLE or recipe.has_blocks:
+            return recipe
+        sizes = [part for part in parts if re.fullmatch(r"b\d+", part)]
+        if sizes:
+            raise OptionError(f"{WHOLE} has no blocks; leave {sizes[0]} out")
+        return replace(recipe, block_size=DEFAULT_BLOCK_SIZE)
 
     @property
     def name(self) -> str:
@@ -156,18 +160,22 @@ class Recipe:
         if self.bits is None:
             return f"none{cache}"
         if self.scheme == WHOLE:
-            return f"{WHOLE}{head}{cache}"
+            block = f"-b{self.block_size}" if self.has_blocks else ""
+            return f"{WHOLE}{block}{head}{cache}"
         up = f"-up{'.'.join(map(str, self.raised))}" if self.raised else ""
         return f"{self.scheme}-{self.algorithm}-b{self.block_size}{up}{head}{cache}"
 
     @property
-    def is_whole(self) -> bool:
+    def has_blocks(self) -> bool:
+        """Whether some matrix has a scale for each block."""
+        return any(
+            BITS.get(s, 0) and s != WHOLE for s in (self.scheme, self.head or "")
+        )
+
+    @property
+    def has_whole(self) -> bool:
         """Whether some matrix has a scale for each whole column."""
         return WHOLE in (self.scheme, self.head)
-
-    def block_of(self, rows: int) -> int:
-        """How many weights share a scale in a matrix of so many rows."""
-        return rows if self.scheme == WHOLE else self.block_size
 
     @property
     def kv_bits(self) -> int:
@@ -201,7 +209,7 @@ class Recipe:
                 f"{self.name} has integers of two bits, which DequantizeLinear cannot "
                 "read; choose int4 or int8 for the standard flavour"
             )
-        if self.is_whole:
+        if self.has_whole:
             raise OptionError(
                 f"{self.name} needs MatMulIntegerToFloat, which ai.onnx does not have; "
                 "choose int8, or the contrib flavour"

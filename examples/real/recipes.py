@@ -348,7 +348,7 @@ def run(stage: Stage, threads: int, minutes: Path) -> None:
     began = time.monotonic()
     done = subprocess.run(list(map(str, stage.command)), check=False, env=environment)
     spent = json.loads(minutes.read_text()) if minutes.exists() else {}
-    name = stage.product.name
+    name = stage.product.relative_to(minutes.parent).as_posix()
     spent[name] = round(spent.get(name, 0) + (time.monotonic() - began) / 60, 2)
     minutes.write_text(json.dumps(spent, indent=2) + "\n", encoding="utf-8")
     if done.returncode:

@@ -10,7 +10,7 @@ from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH, MIN_SELECTED
 from jetdraft.devices.providers import Provider, provider_named
 from jetdraft.errors import OptionError
 from jetdraft.quant.sensitivity import Limit
-from jetdraft.recipe import WHOLE, Recipe
+from jetdraft.recipe import Recipe
 
 DTYPES = {"fp32": "float32", "fp16": "float16"}
 """numpy's and torch's names of the types that a graph can compute in."""
@@ -73,11 +73,7 @@ class ExportOptions:
                     f"{provider.name} has no fast kernel over integer KV buffers for "
                     "several rows; leave kv out, or choose --provider cpu"
                 )
-            if self.recipe_of(name).is_whole and provider.name != "cpu":
-                raise OptionError(
-                    f"{provider.name} has no kernel for {WHOLE}; choose int8, or "
-                    "--provider cpu"
-                )
+            self.check_kernel(self.recipe_of(name), name)
         if not 16 <= self.capacity <= 1 << 20:
             raise OptionError(
                 f"capacity {self.capacity} is out of range; choose 16 to 1048576"
@@ -109,6 +105,16 @@ class ExportOptions:
             )
         if self.calibration is not None and not self.calibration.is_file():
             raise OptionError(f"no file at {self.calibration}; give a text")
+
+    def check_kernel(self, recipe: Recipe, name: str) -> None:
+        """Raise `OptionError` unless the graph of that name can have the recipe."""
+        kernel = self.provider_of(name).name, self.dtype_of(name)
+        if recipe.has_whole and kernel != ("cpu", "fp32"):
+            option = "--provider" if name == TARGET else "--drafter-provider"
+            raise OptionError(
+                f"{' in '.join(kernel)} has no kernel for {recipe.name}; choose int8, "
+                f"or {option} cpu and --dtype fp32"
+            )
 
     def provider_of(self, name: str) -> Provider:
         """The provider that will run the graph of that name."""

@@ -6,6 +6,7 @@ k_quant  finds scale and zero by weighted least squares, like llama.cpp's K-quan
 hqq      finds the zero by half-quadratic optimization of a robust norm (onnxruntime,
          after Badri and Shaji, mobiusml 2023); the int8 kernels need zeros that are
          integers, so they are rounded
+w8a8     rounds to nearest, with a scale for each column; it stands for its scheme
 gptq     rounds input by input; the later inputs correct each rounding error, weighted
          by the second moments of the inputs (Frantar et al., 2210.17323)
 """
@@ -33,7 +34,7 @@ from jetdraft.recipe import WHOLE, Recipe
 DAMPING = 0.01
 """The share of the mean second moment that is added to all: the paper's value."""
 
-SEVEN_BITS = 63
+LARGEST = 63
 """The largest integer of a matrix with a scale for each column."""
 
 GPTQ_COLUMNS = 4096
@@ -64,15 +65,17 @@ def _by_rows(matrix: Floats) -> Floats:
 
 
 def whole_columns(matrix: Floats) -> Blocks:
-    """A block is a whole column; the largest magnitude becomes 63, or -63.
+    """A block is a whole column; its largest magnitude becomes 63, or -63.
 
-    AVX2 adds two products with inputs below 256 in 16 bits. They fit while weights have
-    seven bits.
+    AVX2 adds two products in 16 bits. With inputs below 256 they fit only while weights
+    have seven bits.
     """
     columns = _by_rows(matrix.T)
-    scales = np.abs(columns).max(axis=1, keepdims=True) / SEVEN_BITS
-    integers = np.rint(columns / np.where(scales == 0, 1, scales)) + 128
-    packed = integers[:, None].astype(np.uint8)
+    scales = np.abs(columns).max(axis=1, keepdims=True) / LARGEST
+    integers = columns / np.where(scales == 0, 1, scales)
+    np.rint(integers, out=integers)
+    integers += 128
+    packed = integers.astype(np.uint8)[:, None]
     return Blocks(packed, scales, None, 8, len(matrix), whole=True)
 
 

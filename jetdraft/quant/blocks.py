@@ -22,8 +22,8 @@ class Blocks:
     bits; `scales` are float and `zeros` uint8, both [columns, blocks]. Without `zeros`,
     the middle of the integers' range stands for 0. The integers that fill up the last
     block are never read. With an `order` int64 [rows], row i belongs to input
-    `order[i]`. Where a block is a `whole` column, its integers have seven bits and are
-    multiplied with integers.
+    `order[i]`. A `whole` matrix has one block for each column, of integers with seven
+    bits, for products of integers.
 
         Blocks.of(integers, scales, None, bits=4, rows=384).packed
     """

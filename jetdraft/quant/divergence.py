@@ -18,7 +18,7 @@ from jetdraft.errors import OptionError
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.blocks import Blocks, Floats
 from jetdraft.quant.calibration import Windows
-from jetdraft.recipe import HEAD, SYMMETRIC, Recipe, Unit, unit_of
+from jetdraft.recipe import HEAD, SYMMETRIC, WHOLE, Recipe, Unit, unit_of
 
 TOKENS = 512
 """The most tokens of the text that are compared; their logits stay in memory."""
@@ -194,7 +194,7 @@ def rounded(values: torch.Tensor, size: int) -> torch.Tensor:
     """Values [..., n] as int8 with a scale for each block of `size`, float32 again.
 
     MatMulNBits of onnxruntime's CPU provider reads its inputs so at accuracy level 4,
-    but for two bits in blocks of 16; products of integers read whole rows so.
+    but for two bits in blocks of 16; w8a8 rounds a whole row with one scale.
     """
     count = values.shape[-1]
     whole = torch.nn.functional.pad(values.float(), (0, -count % size))
@@ -221,7 +221,7 @@ def _bytes(layer: torch.nn.Linear, recipe: Recipe) -> int:
     columns, rows = layer.weight.shape
     if recipe.bits is None:
         return columns * rows * torch.float32.itemsize
-    size = recipe.block_of(rows)
+    size = rows if recipe.scheme == WHOLE else recipe.block_size
     blocks = -(-rows // size)
     integers = columns * blocks * size * recipe.bits // 8
     zeros = 0

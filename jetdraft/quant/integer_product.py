@@ -3,9 +3,8 @@
     amax = max |x| of each row;  q = round(127 x / amax) + 128, uint8
     x W  = MatMulIntegerToFloat(q, W) * amax,  with a scale for each column of W
 
-Sums of integers are exact, so a row has the same result in a pass of any width. And a
-row more costs little: on AVX2 a fifth of what MatMulNBits takes for it at eight bits
-(docs/log/quantization.md).
+Sums of integers are exact, so a product gives a row the same numbers in a pass of any
+width. And a row more costs little; docs/log/quantization.md has the figures.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from jetdraft.errors import OptionError
 from jetdraft.quant.blocks import Blocks
 from jetdraft.quant.edits import initializer
 
@@ -23,22 +21,14 @@ _MIDDLE = 128
 
 def stored(graph: ir.Graph, name: str, blocks: Blocks) -> ir.Value:
     """The integers of whole columns as an initializer int8 [rows, columns]."""
-    signed = (blocks.integers[:, 0].astype(np.int16) - _MIDDLE).astype(np.int8)
+    signed = (blocks.packed[:, 0] ^ _MIDDLE).view(np.int8)  # 128 less
     return initializer(graph, f"{name}.w8", np.ascontiguousarray(signed.T))
 
 
 def integer_product(
     graph: ir.Graph, node: ir.Node, weight: ir.Value, blocks: Blocks
 ) -> list[ir.Node]:
-    """The nodes that replace a MatMul; `weight` is the result of `stored`.
-
-    Raises `OptionError` for a graph that does not compute in float32.
-    """
-    if blocks.scales.dtype != np.float32:
-        raise OptionError(
-            f"products of integers end in float32, not {blocks.scales.dtype}; leave "
-            "--dtype out, or choose int8"
-        )
+    """The nodes that replace a float32 MatMul; `weight` is the result of `stored`."""
     read = node.inputs[0]
     unit = initializer(graph, "w8.unit", np.array(1 / 127, np.float32))
     middle = initializer(graph, "w8.middle", np.array(_MIDDLE, np.uint8))
@@ -62,7 +52,10 @@ def integer_product(
 def column_lookup(
     graph: ir.Graph, node: ir.Node, weight: ir.Value, blocks: Blocks
 ) -> list[ir.Node]:
-    """The nodes that replace a Gather: a token's embedding is a column of the head."""
+    """The nodes that replace a Gather: a token's embedding is a column of the head.
+
+    The ids have the shape [1, n].
+    """
     ids = node.inputs[1]
     scales = initializer(graph, f"{weight.name}.row_scales", blocks.scales)
     columns = ir.node("Gather", [weight, ids], {"axis": 1})

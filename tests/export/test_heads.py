@@ -104,7 +104,7 @@ def test_the_graph_does_what_the_module_does(made, layout):
     [
         ("eagle3", {"recipe": "int8", "drafter": "int8"}),
         ("eagle1-tied", {"recipe": "int4-head8", "drafter": "int4"}),
-        ("eagle1-tied", {"recipe": "w8a8", "drafter": "w8a8"}),
+        ("eagle3", {"recipe": "w8a8", "drafter": "w8a8"}),
         ("eagle3", {"flavour": "standard"}),
         ("eagle1-tied", {"dtype": "fp16"}),
     ],
@@ -126,6 +126,14 @@ def test_its_drafts_change_no_text(made, layout, options):
                 drafted = model.generate(PROMPT, method="eagle", **how, **drafting)
                 assert drafted.token_ids == plain.token_ids
                 assert drafted.stats.drafted_tokens > 20
+
+
+def test_its_provider_must_have_the_kernels_of_matrices_that_are_lent(source, tmp_path):
+    head, target = write(tmp_path / "head", *eagle3()), source(True, LAYERS)
+    options = ExportOptions(Recipe("w8a8"), drafter_provider="cuda")
+    with pytest.raises(OptionError, match=r"no kernel for w8a8.*--drafter-provider"):
+        export(target, tmp_path / "bundle", None, options, head=head)
+    assert not (tmp_path / "bundle").exists()
 
 
 def bytes_of(bundle: Bundle, location: str) -> int:

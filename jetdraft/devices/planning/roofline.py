@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from jetdraft.devices.device import PowerMode
 from jetdraft.devices.planning.dimensions import STATE_BYTES, Dimensions
-from jetdraft.recipe import HEAD, SYMMETRIC, WHOLE, Recipe
+from jetdraft.recipe import HEAD, SYMMETRIC, Recipe
 
 HALF = 2.0
 """Bytes of a float on a GPU: of a weight, a scale, or a number in the KV buffers."""
@@ -115,7 +115,5 @@ def _bytes(recipe: Recipe) -> float:
     """Bytes per weight of one scheme: its bits, and a scale and a zero per block."""
     if recipe.bits is None:
         return HALF
-    if recipe.scheme == WHOLE:
-        return recipe.bits / 8  # a scale for thousands of weights
     zero = 0.0 if recipe.algorithm in SYMMETRIC else recipe.bits / 8
     return recipe.bits / 8 + (HALF + zero) / recipe.block_size

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from jetdraft.bundle import CONTRIB, DRAFTER
+from jetdraft.bundle import CONTRIB, DRAFTER, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.attached.chimera import Chimera
 from jetdraft.checkpoints.heads.attached.exit_adapter import ExitAdapter
@@ -55,6 +55,8 @@ def head_of(source: str, target: Checkpoint, options: ExportOptions) -> AnyHead:
     head = load_head(source, target, dtype)
     if isinstance(head, Glide):
         check_lent(options)
+    # A head reads matrices of its target as these are.
+    options.check_kernel(options.recipe_of(TARGET), DRAFTER)
     return head
 
 

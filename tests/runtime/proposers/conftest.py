@@ -25,7 +25,7 @@ class Clock:
 
 @pytest.fixture
 def steady_passes(monkeypatch):
-    """Passes take the same time on a busy machine, whatever their width.
+    """A clock that a pass moves by a fixed time, so a busy machine changes nothing.
 
     A target is a graph that answers with features; its drafter takes a tenth of the
     time of a pass.
