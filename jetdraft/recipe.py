@@ -113,7 +113,7 @@ class Recipe:
                 "a recipe with the scheme none cannot quantize the head; leave head "
                 f"out, or choose {', '.join(BITS)}"
             )
-        if self.has_whole and self.algorithm != "rtn":
+        if self.scheme == WHOLE and self.algorithm != "rtn":
             raise OptionError(
                 f"{WHOLE} rounds to nearest, not by {self.algorithm}; leave "
                 f"{self.algorithm} out, or choose int8"
@@ -121,7 +121,7 @@ class Recipe:
         if self.raised and self.scheme not in RAISED:
             raise OptionError(
                 f"layers of {self.scheme} cannot get twice the bits; choose "
-                f"{' or '.join(RAISED)}"
+                f"{' or '.join(RAISED)}, without up and without a limit"
             )
 
     @classmethod
@@ -227,7 +227,8 @@ class Recipe:
             scheme = self.head or scheme
         elif unit in map(str, self.raised):
             scheme = RAISED[scheme]
-        return replace(self, scheme=scheme, head=None, raised=())
+        algorithm = "rtn" if scheme == WHOLE else self.algorithm
+        return replace(self, scheme=scheme, algorithm=algorithm, head=None, raised=())
 
     def raise_units(self, units: Collection[Unit]) -> Recipe:
         """This recipe, with twice the bits for these units as well.

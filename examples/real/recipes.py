@@ -33,6 +33,9 @@ from pathlib import Path
 
 import click
 
+from jetdraft.errors import OptionError
+from jetdraft.recipe import Recipe
+
 ROOT = Path(__file__).parent.parent.parent
 PYCODE = ROOT / "examples/pycode"
 QUANTIZE = "int4-rtn-b32-head8"
@@ -389,6 +392,10 @@ def main(
     """Run the trainings of the recipe NAME, or with --measure its measurements."""
     if gpu and name not in FOR_A_GPU:
         raise click.UsageError(f"{name} has no other steps on a GPU; leave --gpu out")
+    try:
+        Recipe.parse(quantize)
+    except OptionError as error:
+        raise click.UsageError(str(error)) from error
     work = (output / (f"{name}-gpu" if gpu else name)).absolute()
     inputs = Inputs(target.absolute(), data.absolute(), work, seed, gpu, quantize)
     for stage in [whole.shortened(share) for whole in NAMES[name](inputs)]:

@@ -66,6 +66,7 @@ class ExportOptions:
             refusal = provider.refusal(self.flavour_made, DTYPES[self.dtype_of(name)])
             if refusal:
                 raise OptionError(f"{provider.name} cannot run it: {refusal}")
+            self.check_kernel(self.recipe_of(name), name)
             if self.flavour_made != CONTRIB:
                 self.recipe_of(name).check_standard()
             if self.recipe_of(name).kv and provider.name != "cpu":
@@ -73,7 +74,6 @@ class ExportOptions:
                     f"{provider.name} has no fast kernel over integer KV buffers for "
                     "several rows; leave kv out, or choose --provider cpu"
                 )
-            self.check_kernel(self.recipe_of(name), name)
         if not 16 <= self.capacity <= 1 << 20:
             raise OptionError(
                 f"capacity {self.capacity} is out of range; choose 16 to 1048576"

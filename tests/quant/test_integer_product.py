@@ -14,7 +14,7 @@ from jetdraft.quant.algorithms import LARGEST, whole_columns
 from jetdraft.quant.blocks import Blocks
 from jetdraft.quant.divergence import rounded
 from jetdraft.quant.integer_product import integer_product, stored
-from jetdraft.recipe import Recipe
+from jetdraft.recipe import HEAD, Recipe
 from tests.quant.test_weights import (
     VOCAB_SIZE,
     float_graph,
@@ -135,6 +135,12 @@ def test_the_head_alone(tied):
     assert len(nodes(model, "MatMulIntegerToFloat")) == 1
 
 
+def test_layers_have_an_algorithm_and_the_head_none():
+    recipe = Recipe.parse("int4-gptq-b32-headw8a8")
+    assert recipe.of_unit("0").algorithm == "gptq"
+    assert not recipe.of_unit(HEAD).needs_moments
+
+
 def test_matrices_can_be_joined_and_cut(matrix):
     blocks = whole_columns(matrix)
     joined = Blocks.joined([blocks.columns(np.arange(9)), blocks])
@@ -157,13 +163,16 @@ def test_its_names(name):
     ("make", "reason"),
     [
         (lambda: Recipe.parse("w8a8-gptq"), "leave gptq out, or choose int8"),
-        (lambda: Recipe.parse("int4-gptq-headw8a8"), "leave gptq out"),
         (lambda: Recipe.parse("w8a8-b64"), "w8a8 has no blocks; leave b64 out"),
         (lambda: Recipe.parse("w8a8-up0"), "choose int2 or int4"),
         (lambda: Recipe("w8a8").check_standard(), "choose int8, or the contrib"),
         (
             lambda: ExportOptions(Recipe("w8a8"), provider="cuda"),
             "cuda in fp16 has no kernel for w8a8; choose int8, or --provider cpu",
+        ),
+        (
+            lambda: ExportOptions(Recipe("w8a8"), provider="tensorrt"),
+            "tensorrt in fp16 has no kernel for w8a8",
         ),
         (
             lambda: ExportOptions(Recipe("int4", head="w8a8"), dtype="fp16"),
