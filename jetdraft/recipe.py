@@ -79,10 +79,10 @@ class Recipe:
     """Quantization of a graph's matrices.
 
     `scheme` is "int2", "int4", "int8", "w8a8" or "none"; `block_size` weights share one
-    scale, which the `algorithm` finds; w8a8 has no blocks and no choice. `head` is the
-    scheme of the LM head and of an embedding tied to it, or None for `scheme`. `kv`
-    "int8" quantizes the KV buffers too. The layers in `raised` have twice the bits.
-    Raises `OptionError` for unknown values.
+    scale, which the `algorithm` finds; w8a8 has no blocks and one algorithm. `head`
+    is the scheme of the LM head and of an embedding tied to it, or None for `scheme`.
+    `kv` "int8" quantizes the KV buffers too. The layers in `raised` have twice the
+    bits. Raises `OptionError` for unknown values.
 
         Recipe.parse("int4-gptq-b32").bits  # 4
     """
@@ -120,8 +120,8 @@ class Recipe:
             )
         if self.raised and self.scheme not in RAISED:
             raise OptionError(
-                f"layers of {self.scheme} cannot get twice the bits; choose "
-                f"{' or '.join(RAISED)}, without up and without a limit"
+                f"layers of {self.scheme} cannot get twice the bits; leave up and "
+                f"limits out, or choose {' or '.join(RAISED)}"
             )
 
     @classmethod
@@ -168,9 +168,8 @@ class Recipe:
     @property
     def has_blocks(self) -> bool:
         """Whether some matrix has a scale for each block."""
-        return any(
-            BITS.get(s, 0) and s != WHOLE for s in (self.scheme, self.head or "")
-        )
+        schemes = self.scheme, self.head
+        return any(name in BITS and name != WHOLE for name in schemes)
 
     @property
     def has_whole(self) -> bool:

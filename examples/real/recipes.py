@@ -270,12 +270,8 @@ def pycode(inputs: Inputs) -> list[Stage]:
         for name in ("own", "drafter")
     ]
     heads = [sys.executable, ROOT / "benchmarks/heads.py", *pairs[0], *pairs[1]]
-    heads += [
-        "--prompts",
-        PYCODE / "prompts.jsonl",
-        "--json",
-        inputs.quantized / "pairs.json",
-    ]
+    report = inputs.quantized / "pairs.json"
+    heads += ["--prompts", PYCODE / "prompts.jsonl", "--json", report]
     texts = [sys.executable, PYCODE / "texts.py", "--minutes", "5", "--stride", "4"]
     texts += ["--corpus", work / "corpus.txt", "-o", work / "texts.jsonl"]
     shape = ["--layers", "2", "--hidden-size", "192", "--learning-rate", "4e-3"]
@@ -292,7 +288,7 @@ def pycode(inputs: Inputs) -> list[Stage]:
         ),
         inputs.bundle("own-bundle", target, "--drafter", work / "own/drafter"),
         inputs.bundle("drafter-bundle", target, "--drafter", work / "drafter"),
-        Stage(inputs.quantized / "pairs.json", heads, is_timed=True),
+        Stage(report, heads, is_timed=True),
     ]
 
 

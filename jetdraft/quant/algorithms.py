@@ -6,9 +6,10 @@ k_quant  finds scale and zero by weighted least squares, like llama.cpp's K-quan
 hqq      finds the zero by half-quadratic optimization of a robust norm (onnxruntime,
          after Badri and Shaji, mobiusml 2023); the int8 kernels need zeros that are
          integers, so they are rounded
-w8a8     rounds to nearest, with a scale for each column; it stands for its scheme
 gptq     rounds input by input; the later inputs correct each rounding error, weighted
          by the second moments of the inputs (Frantar et al., 2210.17323)
+
+The scheme w8a8 has one algorithm, `whole_columns`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _by_rows(matrix: Floats) -> Floats:
 
 
 def whole_columns(matrix: Floats) -> Blocks:
-    """A block is a whole column; its largest magnitude becomes 63, or -63.
+    """Rounds to nearest; a column's largest magnitude becomes 63, or -63.
 
     AVX2 adds two products in 16 bits. With inputs below 256 they fit only while weights
     have seven bits.

@@ -37,7 +37,7 @@ def integer_product(
     scales = initializer(graph, f"{weight.name}.scales", blocks.scales[:, 0])
     sizes = ir.node("Abs", [read])
     largest = ir.node("ReduceMax", [sizes.outputs[0], last], {"keepdims": 1})
-    # A row of zeros becomes NaN and then some integers, which are multiplied by 0.
+    # A row of zeros becomes NaN, then any integers. The last Mul makes it 0 again.
     shares = ir.node("Div", [read, largest.outputs[0]])
     rounded = ir.node("QuantizeLinear", [shares.outputs[0], unit, middle])
     product = ir.node(

@@ -78,10 +78,6 @@ class Quantization:
                 pass
             elif self.standard:
                 _dequantize(graph, node, source, blocks)
-            elif blocks.whole:
-                weight = stored(graph, _name(source), blocks)
-                _replace(graph, node, *integer_product(graph, node, weight, blocks))
-                quantized[source] = Packed(weight, blocks)
             else:
                 quantized[source] = _quantize_product(graph, node, source, blocks)
             progress(done, len(products))
@@ -102,10 +98,7 @@ class Quantization:
         blocks = lender._blocks(table, True, [name])
         if blocks is None:
             return None
-        if blocks.whole:
-            return Packed(stored(graph, _name(table), blocks), blocks)
-        packed = f"{table.name}.int{blocks.bits}"
-        return Packed(initializer(graph, packed, blocks.packed), blocks)
+        return _packed(graph, table, blocks)
 
     def _blocks(
         self, source: ir.Value, transposed: bool, names: list[str]
@@ -146,13 +139,10 @@ class Quantization:
         return replace(blocks, scales=blocks.scales.astype(dtype))
 
 
-def _name(source: ir.Value) -> str:
-    return source.name or "unnamed"
-
-
 def _names(source: ir.Value) -> list[str]:
     """The names of a matrix in its checkpoint; several if matrices were merged."""
-    return source.metadata_props.get(PARAMETER, _name(source)).splitlines()
+    name = source.name or "unnamed"
+    return source.metadata_props.get(PARAMETER, name).splitlines()
 
 
 @dataclass(frozen=True)
@@ -161,6 +151,14 @@ class Packed:
 
     weight: ir.Value
     blocks: Blocks
+
+
+def _packed(graph: ir.Graph, source: ir.Value, blocks: Blocks) -> Packed:
+    """The initializer that holds the integers of a matrix."""
+    if blocks.whole:
+        return Packed(stored(graph, f"{source.name}", blocks), blocks)
+    name = f"{source.name}.int{blocks.bits}"
+    return Packed(initializer(graph, name, blocks.packed), blocks)
 
 
 def _matrix(node: ir.Node) -> tuple[ir.Value, bool] | None:
@@ -190,11 +188,14 @@ def _reorder_inputs(graph: ir.Graph, node: ir.Node, order: Order) -> None:
 def _quantize_product(
     graph: ir.Graph, node: ir.Node, source: ir.Value, blocks: Blocks
 ) -> Packed:
-    """Replace the MatMul by MatMulNBits over packed integers."""
-    name = f"{source.name}.int{blocks.bits}"
+    """Replace the MatMul by a product over packed integers."""
+    packed = _packed(graph, source, blocks)
+    if blocks.whole:
+        _replace(graph, node, *integer_product(graph, node, packed.weight, blocks))
+        return packed
     inputs: list[ir.Value | None] = [
         node.inputs[0],
-        initializer(graph, name, blocks.packed),
+        packed.weight,
         initializer(graph, f"{source.name}.scales", blocks.scales),
     ]
     if blocks.packed_zeros is not None:
@@ -213,8 +214,7 @@ def _quantize_product(
         domain=_CONTRIB,
     )
     _replace(graph, node, product)
-    assert inputs[1] is not None
-    return Packed(inputs[1], blocks)
+    return packed
 
 
 def _dequantize(

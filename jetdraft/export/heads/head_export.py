@@ -55,7 +55,7 @@ def head_of(source: str, target: Checkpoint, options: ExportOptions) -> AnyHead:
     head = load_head(source, target, dtype)
     if isinstance(head, Glide):
         check_lent(options)
-    # A head reads matrices of its target as these are.
+    # A head reads matrices of its target, in the target's recipe.
     options.check_kernel(options.recipe_of(TARGET), DRAFTER)
     return head
 

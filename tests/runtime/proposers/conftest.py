@@ -13,7 +13,7 @@ DRAFTER_SECONDS = 2e-4
 
 
 class Clock:
-    """A clock that only passes move, and a microsecond with each look at it."""
+    """Passes move this clock; each look at it adds a microsecond."""
 
     def __init__(self) -> None:
         self.now = 0.0
