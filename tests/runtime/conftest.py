@@ -1,4 +1,4 @@
-"""What the tests of proposers share."""
+"""What the tests of the runtime share."""
 
 from __future__ import annotations
 
