@@ -20,6 +20,7 @@ from jetdraft.export.job import Job
 from jetdraft.export.tracing import tracer
 from jetdraft.graph_entry import GraphEntry
 from jetdraft.recipe import Recipe
+from jetdraft.runtime.measured import survey
 from tests import whispers
 from tests.tiny import drafter_config, llama_config, save_checkpoint
 from tests.traces import SharedTraces
@@ -44,6 +45,17 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracer, "KEPT", SharedTraces(run / "traces"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def widths_at_once() -> Iterator[None]:
+    """Compare all widths before the first token, also where others have the cores.
+
+    Otherwise a thread compares the rest while a test reads the buffers by itself.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(survey, "FIRST_MS", 60_000.0)
         yield
 
 

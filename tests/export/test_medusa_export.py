@@ -163,7 +163,9 @@ def test_several_turns_and_a_saved_prefix(made, tmp_path):
         model.save_prefix(tmp_path / "prefix.npz", tokens)
     with jetdraft.load(bundle.path, threads=1) as model:
         model.load_prefix(tmp_path / "prefix.npz")
-        drafted = model.generate(token_ids=tokens, method="medusa", **how)
+        drafted = model.generate(
+            token_ids=tokens, method="medusa", num_draft_tokens=3, **how
+        )
         assert drafted.stats.reused_tokens > 0
         assert drafted.stats.drafted_tokens > 0
         plain = model.generate(token_ids=tokens, method="none", **how)

@@ -7,6 +7,7 @@ from itertools import product
 
 import jetdraft
 from jetdraft.methods import methods
+from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.planning.drafting import Drafting
 
 PROMPT = "The robot sees"
@@ -50,8 +51,9 @@ def guest(model):
         same = drafted.token_ids == text(model, "none", **sampling)
         texts.append([same, length, drafted.stats.drafted_tokens])
     lineup = model.planner.lineup(Drafting("auto"))
-    # As on a machine with free rows, where other drafts take long.
+    # As on a machine with free rows, where other drafts take long; it stays so.
     curve = model.parts.curve
+    Curve.learn = lambda self, round_: None
     curve.passes = dict.fromkeys(curve.passes, 1.0)
     curve.drafts = {name: 0.0 if name == "again" else 1e3 for name in methods()}
     plain = model.generate(PROMPT, method="none", **REPEATING)
