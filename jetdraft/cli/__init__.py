@@ -9,6 +9,8 @@ import sys
 import warnings
 from contextlib import suppress
 from io import TextIOWrapper
+from threading import Timer
+from types import FrameType
 from typing import Any, NoReturn
 
 import click
@@ -21,6 +23,9 @@ from jetdraft.untrusted.printable import printable
 
 LONGEST = 2000
 """The most characters of an error or a warning."""
+
+FINALIZING_SECONDS = 0.01
+"""After which a signal comes again that came while an object was finalized."""
 
 REFUSALS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
@@ -112,8 +117,24 @@ def _is_full_disk(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def _terminate(number: int, frame: object) -> NoReturn:
-    sys.exit(128 + number)
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """Exit by an exception. A finalizer would swallow it: then the signal comes again.
+
+    A package that is being imported may leave many objects to finalize.
+    """
+    if not _is_finalizing(frame):
+        sys.exit(128 + number)
+    again = Timer(FINALIZING_SECONDS, os.kill, (os.getpid(), number))
+    again.daemon = True
+    again.start()
+
+
+def _is_finalizing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _show_warning(

@@ -177,3 +177,22 @@ def test_a_run_that_is_ended_leaves_nothing(pair, tmp_path):
     process.terminate()
     assert process.wait(60) == 143
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_ended_while_an_object_is_finalized():
+    """Python ignores what a finalizer raises, so a signal in one would be lost."""
+    code = """
+import os, signal, time
+from jetdraft.cli import _terminate
+
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        len("the handler runs before this")
+
+signal.signal(signal.SIGTERM, _terminate)
+Finalized()
+time.sleep(30)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], check=False)
+    assert ended.returncode == 143
