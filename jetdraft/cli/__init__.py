@@ -25,7 +25,7 @@ LONGEST = 2000
 """The most characters of an error or a warning."""
 
 FINALIZING_SECONDS = 0.01
-"""After which a signal comes again that came while an object was finalized."""
+"""A signal that came while Python finalized an object comes again after this time."""
 
 REFUSALS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
@@ -118,9 +118,10 @@ def _is_full_disk(error: OSError) -> bool:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """Exit by an exception. A finalizer would swallow it: then the signal comes again.
+    """Exit by an exception.
 
-    A package that is being imported may leave many objects to finalize.
+    Python ignores an exception in a finalizer, so there the signal is sent again. The
+    import of transformers leaves many objects to finalize.
     """
     if not _is_finalizing(frame):
         sys.exit(128 + number)

@@ -1,5 +1,4 @@
 import json
-import shutil
 import threading
 import time
 from dataclasses import replace
@@ -34,13 +33,6 @@ def measured(bundle):
 def slow(monkeypatch):
     """As on a large model, only the first widths are measured at once."""
     monkeypatch.setattr(surveys, "FIRST_MS", 0.0)
-
-
-@pytest.fixture
-def own(bundle, tmp_path):
-    """A copy of the bundle that nobody has measured."""
-    left_out = shutil.ignore_patterns("profiles")
-    return shutil.copytree(bundle, tmp_path / "own", ignore=left_out)
 
 
 def lying(graph, width):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 
@@ -123,9 +122,7 @@ def test_two_hundred_schemas_are_kept(model):
     assert forced > 20
 
 
-def test_what_must_come_is_drafted_for_free(bundle, tmp_path, steady_passes):
-    unmeasured = shutil.ignore_patterns("profiles")
-    own = shutil.copytree(bundle, tmp_path / "own", ignore=unmeasured)
+def test_what_must_come_is_drafted_for_free(own, steady_passes):
     how = {"json_schema": {"const": "abcdefghijklmnopqrstuvwxyz"}}
     with jetdraft.load(own, threads=1) as model:
         plain = model.generate("x", method="none", **how)
