@@ -193,7 +193,7 @@ def task(name: str, inputs: Inputs) -> list[Stage]:
 def chat(inputs: Inputs) -> list[Stage]:
     """A drafter of at most 15 M parameters for a chat model."""
     work, test = inputs.work, inputs.data / "test.jsonl"
-    drafting = ["--methods", "draft,auto", "--num-draft-tokens", "1,2,3,4"]
+    drafting = ["--methods", "draft,cascade,auto", "--num-draft-tokens", "1,2,3,4"]
     shape = ["--layers", "2", "--hidden-size", "256", "--draft-vocab", "12288"]
     stages = [
         *(_chat_on_gpu(inputs, shape) if inputs.gpu else _chat_on_cpu(inputs, shape)),

@@ -116,7 +116,7 @@ class Acceptance:
         outcomes = [rank == 0 for rank, _ in round_.ranks]
         self.places.observe(outcomes)
         if round_.evidence:
-            self._streak(round_.evidence).observe(outcomes)
+            self.streak(round_.evidence).observe(outcomes)
         for rank, count in round_.ranks:
             if rank and count > 1:
                 right_sibling = [False] if rank < count else []
@@ -129,12 +129,13 @@ class Acceptance:
         there yet: where evidence differs, it may be the best.
         """
         if evidence:
-            return self._streak(evidence).rates(length)
+            return self.streak(evidence).rates(length)
         if evidence is None and self.by_evidence:
             return [1.0] * length
         return self.places.rates(length)
 
-    def _streak(self, evidence: int) -> Streak:
+    def streak(self, evidence: int) -> Streak:
+        """The rates of drafts with this evidence."""
         return self.by_evidence.setdefault(evidence, Streak(1.0 - 0.5**evidence))
 
     def shares(self, count: int) -> list[float]:

@@ -61,30 +61,34 @@ class LookupProposer(Proposer):
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The tokens after the best match."""
-        count = min(budget, self.traits.max_draft_tokens)
-        if self._before:
-            context = [*self._before, *context]
-        guess = _likeliest([source.draft(context, count) for source in self._sources])
-        self.evidence = min(guess.match.bit_length(), MOST_EVIDENCE)
+        self.read(context)
+        guess = self.after([], min(budget, self.traits.max_draft_tokens))
+        self.evidence = guess.evidence(0)
         return Rows.chain([context[-1], *guess.tokens])
 
-    def after(self, drafted: Sequence[int], count: int) -> list[int]:
+    def read(self, context: Tokens) -> None:
+        """Learn a context, which `after` continues."""
+        if self._before:
+            context = [*self._before, *context]
+        for source in self._sources:
+            source.read(context)
+
+    def after(self, drafted: Sequence[int], count: int) -> Guess:
         """What follows the last context and `drafted` tokens, which are not kept."""
         guesses = [source.after(drafted, count) for source in self._sources]
-        return _likeliest(guesses).tokens
+        return max(guesses, key=lambda guess: guess.score)
 
 
-class _Guess(NamedTuple):
-    """The tokens after a match, their score, and the tokens that matched."""
+class Guess(NamedTuple):
+    """The tokens after a match, their score, and how many tokens matched."""
 
     tokens: list[int]
     score: float
     match: int
 
-
-def _likeliest(guesses: list[_Guess]) -> _Guess:
-    """The guess with the highest score, of equals the first."""
-    return max(guesses, key=lambda guess: guess.score)
+    def evidence(self, place: int) -> int:
+        """What a token rests on: its match in doublings, the tokens before it too."""
+        return min((self.match + place).bit_length(), MOST_EVIDENCE)
 
 
 class _Own:
@@ -96,15 +100,14 @@ class _Own:
     def begin(self) -> None:
         self._automaton, self._read = SuffixAutomaton(), list[int]()
 
-    def draft(self, context: Sequence[int], count: int) -> _Guess:
+    def read(self, context: Sequence[int]) -> None:
         if not _goes_on(self._read, context):
             self.begin()
         fresh = context[len(self._read) :]
         self._automaton.extend(fresh)
         self._read += fresh
-        return self.after([], count)
 
-    def after(self, drafted: Sequence[int], count: int) -> _Guess:
+    def after(self, drafted: Sequence[int], count: int) -> Guess:
         match = self._automaton.match
         place = match, self._automaton.length(match)
         return _following(self._automaton, place, drafted, count)
@@ -139,16 +142,15 @@ class _Earlier:
         within = sum(size <= MOST_INDEXED for size in sizes)
         return self._store.entries[:within]
 
-    def draft(self, context: Sequence[int], count: int) -> _Guess:
+    def read(self, context: Sequence[int]) -> None:
         if not _goes_on(self._read, context):
             self._place, self._read = (ROOT, 0), []
         fresh = context[len(self._read) :]
         for token in fresh:
             self._place = self._automaton.step(*self._place, token)
         self._read += fresh
-        return self.after([], count)
 
-    def after(self, drafted: Sequence[int], count: int) -> _Guess:
+    def after(self, drafted: Sequence[int], count: int) -> Guess:
         return _following(self._automaton, self._place, drafted, count)
 
 
@@ -157,12 +159,12 @@ def _following(
     place: tuple[int, int],
     drafted: Sequence[int],
     count: int,
-) -> _Guess:
+) -> Guess:
     """The tokens after a place and `drafted` tokens, no more than the match is long."""
     for token in drafted:
         place = automaton.step(*place, token)
     state, length = place
-    return _Guess(*automaton.follow(state, min(count, length)), length)
+    return Guess(*automaton.follow(state, min(count, length)), length)
 
 
 def _goes_on(read: Sequence[int], context: Sequence[int]) -> bool:

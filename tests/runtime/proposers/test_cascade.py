@@ -1,18 +1,17 @@
-"""A cascade drafts what its drafter would, in fewer of its passes."""
+"""A cascade drafts what its drafter would, or what has been right more often."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.followers.follower import Follower
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import open_session
 from jetdraft.runtime.passes.step_sessions import StepSessions
 from jetdraft.runtime.proposers.cascade import REVIEWED, CascadeProposer
 from jetdraft.runtime.proposers.draft import DraftProposer
-from jetdraft.runtime.proposers.lookup import LookupProposer
+from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
 PROMPT = np.random.default_rng(5).integers(0, 288, 30).tolist()
@@ -22,18 +21,17 @@ WAYS = [Sampling(), Sampling(temperature=0.9, seed=4)]
 class Told(LookupProposer):
     """Says what it is told to, the first `right` tokens of which are right."""
 
-    def __init__(self, truth, right):
+    def __init__(self, truth, right, match=1):
         super().__init__()
-        self.truth, self.right = truth, right
+        self.truth, self.right, self.match = truth, right, match
 
-    def propose(self, context, budget, parents=None):
+    def read(self, context):
         self.length = len(context)
-        return Rows.chain([context[-1], *self.after([], budget)])
 
     def after(self, drafted, count):
         rest = self.truth[self.length + len(drafted) :][:count]
         wrong = [(t + 1) % 288 for t in rest[self.right :]]
-        return rest[: self.right] + wrong
+        return Guess(rest[: self.right] + wrong, 0.0, self.match)
 
 
 def graph(model):
@@ -75,6 +73,40 @@ def test_the_tail_is_not_reviewed(model):
     found = cascade.propose(PROMPT, REVIEWED + 3).tokens[1:]
     start = len(PROMPT) + REVIEWED
     assert found[REVIEWED:] == [t + 1 for t in truth[start : start + 3]]
+
+
+def test_where_lookup_is_right_more_often_its_tokens_come(model):
+    """It says after long matches what the drafter would not say, and is right."""
+    truth = [*PROMPT, *np.random.default_rng(6).integers(0, 288, 60).tolist()]
+    cascade = CascadeProposer(Follower(graph(model)), Told(truth, 9, match=4))
+    cascade.begin(PROMPT, Chooser(Sampling()))
+    drafts = [
+        cascade.propose(truth[:length], 3).tokens[1:]
+        for length in range(len(PROMPT), len(PROMPT) + 40)
+    ]
+    right = [
+        draft == truth[length : length + 3]
+        for length, draft in enumerate(drafts, len(PROMPT))
+    ]
+    assert not right[0], "the drafter comes first, and is nearly always wrong here"
+    assert all(right[5:])
+    passes = cascade.graph.passes
+    cascade.propose(truth[: len(PROMPT) + 40], 3)
+    assert cascade.graph.passes == passes, "trusted tokens need no pass"
+    cascade.forget()
+    assert cascade.propose(truth[: len(PROMPT) + 41], 3).tokens[1:] != truth[-19:][:3]
+
+
+def test_where_lookup_is_wrong_the_drafter_chooses(model):
+    chooser = Chooser(Sampling())
+    alone = DraftProposer(Follower(graph(model)))
+    alone.begin(PROMPT, chooser)
+    truth = [*PROMPT, *alone.propose(PROMPT, 15).tokens[1:]]
+    cascade = CascadeProposer(Follower(graph(model)), Told(truth, 0, match=4))
+    cascade.begin(PROMPT, chooser)
+    for length in range(len(PROMPT), len(PROMPT) + 12):
+        draft = cascade.propose(truth[:length], 3).tokens[1:]
+        assert draft == truth[length : length + 3]
 
 
 @pytest.mark.parametrize("way", [{}, {"temperature": 0.9, "seed": 4}], ids=str)
