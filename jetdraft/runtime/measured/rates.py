@@ -116,7 +116,7 @@ class Acceptance:
         outcomes = [rank == 0 for rank, _ in round_.ranks]
         self.places.observe(outcomes)
         if round_.evidence:
-            self.streak(round_.evidence).observe(outcomes)
+            self._streak(round_.evidence).observe(outcomes)
         for rank, count in round_.ranks:
             if rank and count > 1:
                 right_sibling = [False] if rank < count else []
@@ -129,14 +129,13 @@ class Acceptance:
         there yet: where evidence differs, it may be the best.
         """
         if evidence:
-            return self.streak(evidence).rates(length)
+            return self._streak(evidence).rates(length)
         if evidence is None and self.by_evidence:
             return [1.0] * length
         return self.places.rates(length)
 
-    def streak(self, evidence: int) -> Streak:
-        """The rates of drafts with this evidence."""
-        return self.by_evidence.setdefault(evidence, Streak(1.0 - 0.5**evidence))
+    def _streak(self, evidence: int) -> Streak:
+        return self.by_evidence.setdefault(evidence, Streak(prior(evidence)))
 
     def shares(self, count: int) -> list[float]:
         """How often sibling 2, 3, ... is right where the first sibling is wrong."""
@@ -145,3 +144,8 @@ class Acceptance:
             shares.append(all_wrong * (1.0 - wrong))
             all_wrong *= wrong
         return shares
+
+
+def prior(evidence: int) -> float:
+    """How often drafts with this evidence are right, before any was seen."""
+    return float(1.0 - 0.5**evidence)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jetdraft.runtime.measured.rates import Acceptance, Streak
+from jetdraft.runtime.measured.rates import Acceptance, Streak, prior
+
+TAIL = 32
+"""Tokens before a draft that tell its context from another; a pass holds no more."""
 
 
 class Trial(NamedTuple):
-    """A drafted token, the guess in its place if there was a guess, and its evidence.
+    """A drafted token, and the guess in its place with its evidence.
 
-    `own` says whether the drafter chose the token.
+    `own` says whether the drafter chose the token. `guess` is None without a guess.
     """
 
     token: int
@@ -21,10 +24,12 @@ class Trial(NamedTuple):
 
 
 class Trust:
-    """How often guesses with some evidence are right, and the drafter's own tokens.
+    """How often guesses are right, and the drafter's own tokens in the same places.
 
-    A guess is tried in its place though the drafter's token was taken: the target's
-    text tells whether it would have been right.
+    Both have a rate for each evidence. A guess that was not taken counts too: the
+    target's text tells whether it would have been right. The drafter's token is not
+    known where a guess was taken, so its rate fades to a hopeful prior, and it is asked
+    again.
 
         trust = Trust()
         trust.drafted([5, 8, 9], [Trial(token=3, guess=4, evidence=2, own=True)])
@@ -33,30 +38,42 @@ class Trust:
     """
 
     def __init__(self) -> None:
-        self._own = Streak(Acceptance.PRIOR)
-        self._guesses = Acceptance()
+        self._rates: dict[int, tuple[Streak, Streak]] = {}
         self.begin()
 
     def begin(self) -> None:
         """Another sequence."""
         self._trials: list[Trial] = []
-        self._start = 0
+        self._start, self._tail = 0, list[int]()
 
     def prefers(self, evidence: int) -> bool:
         """Whether guesses with this evidence are right more often than the drafter."""
-        guess = self._guesses.rates(1, evidence)[0]
-        return evidence > 0 and guess > self._own.rates(1)[0]
+        own, guess = self._streaks(evidence)
+        return guess.rates(1)[0] > own.rates(1)[0]
 
     def drafted(self, context: Sequence[int], trials: Sequence[Trial]) -> None:
         """Keep the draft after a context until the target has spoken."""
-        self._start, self._trials = len(context), list(trials)
+        self._start, self._tail = len(context), list(context[-TAIL:])
+        self._trials = list(trials)
 
     def learn(self, context: Sequence[int]) -> None:
         """Compare the last draft with what came, up to its first wrong token."""
-        for trial, token in zip(self._trials, context[self._start :], strict=False):
-            if trial.own:
-                self._own.observe([trial.token == token])
+        before = context[max(0, self._start - TAIL) : self._start]
+        trials, self._trials = self._trials, []
+        if list(before) != self._tail:
+            return  # tokens were withdrawn, and the draft continued them
+        for trial, token in zip(trials, context[self._start :], strict=False):
             if trial.guess is not None:
-                self._guesses.streak(trial.evidence).observe([trial.guess == token])
+                own, guess = self._streaks(trial.evidence)
+                guess.observe([trial.guess == token])
+                if trial.own:
+                    own.observe([trial.token == token])
+                else:
+                    own.fade()
             if trial.token != token:
                 break
+
+    def _streaks(self, evidence: int) -> tuple[Streak, Streak]:
+        """The rates of the drafter and of guesses, where guesses have this evidence."""
+        new = Streak(Acceptance.PRIOR), Streak(prior(evidence))
+        return self._rates.setdefault(evidence, new)

@@ -1,28 +1,28 @@
 """A drafter with a cheaper drafter of its own (Cascade Drafting, 2312.11462).
 
 Vertical cascade: the drafter reviews the tokens of a cheaper proposer, many in one
-pass, so that it seldom runs a pass for a single token. Horizontal cascade: the first
-tokens, which matter most, come from the drafter, the tokens behind them from the
-cheaper proposer alone.
+pass, so that it seldom runs a pass for a single token. Horizontal cascade: the drafter
+works on the first tokens, which matter most; those behind them come from the cheaper
+proposer alone.
 
 The paper lets a drafter be lenient with the tokens that it reviews. Here a token is
 taken without a review where tokens like it have been right more often than the
 drafter's own: a copied name after a long match, which a small drafter cannot know.
 
 A head cannot review several tokens in a pass, since each of its rows reads what the row
-before carries. So its cascade is horizontal only.
+before carries. So it drafts what follows the trusted tokens, in one go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile, zip_longest
 
 from jetdraft.bundle import Bundle
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.followers.follower import Follower
 from jetdraft.runtime.followers.head_follower import HeadFollower
 from jetdraft.runtime.measured.trust import Trial, Trust
-from jetdraft.runtime.passes.prefix import common_length
 from jetdraft.runtime.proposers.draft import DraftProposer, drafter_of, lacks_drafter
 from jetdraft.runtime.proposers.head_method import head_of, lacks_head
 from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
@@ -34,14 +34,14 @@ from jetdraft.runtime.sampling.chooser import Chooser
 NAME = "cascade"
 
 REVIEWED = 5
-"""Tokens of a draft that the drafter chooses or trusts; it never sees the rest."""
+"""The tokens of a draft that are the drafter's own, or trusted; lookup alone drafts
+what follows."""
 
 
 class CascadeProposer(DraftProposer):
-    """A drafter that reviews the tokens of `below`, or a head before them.
+    """Drafts the tokens of `below` where it trusts them, else those of a drafter.
 
-    A token is that of `below` where its like was right more often, else what the
-    drafter would draft by itself.
+    The drafter reviews what `below` proposes, and drafts what it would without it.
 
         CascadeProposer(follower, LookupProposer()).propose(context, budget=8)
     """
@@ -74,10 +74,16 @@ class CascadeProposer(DraftProposer):
         drafted = list[int]()
         while len(drafted) < reviewed:
             guess = self.below.after(drafted, reviewed - len(drafted))
-            tokens = self._trusted(guess)
-            own = not tokens
+            places = range(len(guess.tokens))
+            trusted = [self.trust.prefers(guess.evidence(place)) for place in places]
+            own = not any(trusted[:1])
             if own:
-                tokens = self._own(context, drafted, guess, reviewed - len(drafted))
+                # Only what comes before the first trusted token is reviewed.
+                told = guess.tokens[: trusted.index(True) - 1 if any(trusted) else None]
+                before, count = [*context, *drafted], reviewed - len(drafted)
+                tokens = self._own(before, told, count)
+            else:
+                tokens = guess.tokens[: [*trusted, False].index(False)]
             if not tokens:
                 break
             trials += _trials(tokens, guess, own)
@@ -87,37 +93,30 @@ class CascadeProposer(DraftProposer):
             drafted += self.below.after(drafted, budget - len(drafted)).tokens
         return Rows.chain([context[-1], *drafted[:budget]], self.traits.kind)
 
-    def _trusted(self, guess: Guess) -> list[int]:
-        """The first tokens of a guess that need no review."""
-        places = range(len(guess.tokens))
-        is_trusted = [self.trust.prefers(guess.evidence(place)) for place in places]
-        return guess.tokens[: [*is_trusted, False].index(False)]
-
-    def _own(
-        self, context: Tokens, drafted: list[int], guess: Guess, count: int
-    ) -> list[int]:
+    def _own(self, context: list[int], told: list[int], count: int) -> list[int]:
         """What the drafter itself drafts: its choices up to the first that differs.
 
-        A head drafts all the rest, and nothing after tokens that it did not draft.
+        A head drafts `count` tokens, and none if it is asked again in the round.
         """
         if not isinstance(self._follower, Follower):
-            return [] if drafted else super().propose(context, count).tokens[1:]
-        before = [*context, *drafted]
-        answer = self._follower.review(before, guess.tokens)
-        positions = range(len(before), len(before) + 1 + len(guess.tokens))
+            return super().propose(context, count).tokens[1:]
+        answer = self._follower.review(context, told)
+        positions = range(len(context), len(context) + 1 + len(told))
         chosen = self._chooser.choose(answer, positions)
-        return chosen[: 1 + common_length(chosen, guess.tokens)]
+        return chosen[: 1 + _agreement(chosen, told)]
 
 
 def _trials(tokens: list[int], guess: Guess, own: bool) -> list[Trial]:
     """Drafted tokens beside a guess, which says nothing after its first difference."""
-    told = guess.tokens[: 1 + common_length(tokens, guess.tokens)]
-    return [
-        Trial(token, told[place], guess.evidence(place), own)
-        if place < len(told)
-        else Trial(token, None, 0, own)
-        for place, token in enumerate(tokens)
-    ]
+    compared = min(len(tokens), 1 + _agreement(tokens, guess.tokens))
+    pairs = enumerate(zip_longest(tokens, guess.tokens[:compared]))
+    return [Trial(*pair, guess.evidence(place), own) for place, pair in pairs]
+
+
+def _agreement(tokens: list[int], others: list[int]) -> int:
+    """How many first tokens are equal; the lists are too short for numpy."""
+    pairs = zip(tokens, others, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _lacks(bundle: Bundle) -> str:

@@ -11,10 +11,8 @@ def taught(own, guess, evidence=2, rounds=30):
     """After rounds of one token, in which both or either were right."""
     trust, context = Trust(), [1]
     for _ in range(rounds):
-        trial = Trial(
-            RIGHT if own else WRONG, RIGHT if guess else WRONG, evidence, True
-        )
-        trust.drafted(context, [trial])
+        token, guessed = (RIGHT if right else WRONG for right in (own, guess))
+        trust.drafted(context, [Trial(token, guessed, evidence, own=True)])
         context = [*context, RIGHT]
         trust.learn(context)
     return trust
@@ -26,32 +24,56 @@ def test_the_better_is_preferred(own, guess):
     assert taught(own, guess).prefers(2) == (guess and not own)
 
 
-def test_each_evidence_has_a_rate_of_its_own():
-    trust = taught(own=False, guess=False, evidence=1)
-    assert not trust.prefers(1)
-    assert trust.prefers(3), "nothing is known of it, and it is expected to be better"
+def test_each_evidence_has_rates_of_its_own():
+    trust = taught(own=False, guess=True, evidence=1)
+    assert trust.prefers(1)
+    assert not trust.prefers(2), "the drafter may be right after longer matches"
 
 
-def test_no_guess_is_never_preferred():
-    assert not taught(own=False, guess=True).prefers(0)
+def test_only_long_matches_are_trusted_from_the_start():
+    trust = Trust()
+    assert [trust.prefers(evidence) for evidence in (1, 2, 3, 4, 5)] == [
+        *[False] * 3,
+        *[True] * 2,
+    ]
 
 
-def test_a_new_trust_begins_with_the_drafter():
-    assert not any(Trust().prefers(evidence) for evidence in (1, 2, 3))
+def test_a_drafter_that_is_not_asked_gets_another_chance():
+    """It was bad, but it is not given up: some hundred rounds later it is tried."""
+    trust, asked = taught(own=False, guess=True), 0
+    for round_ in range(1500):
+        own = not trust.prefers(2)
+        asked += own
+        guess = RIGHT if round_ % 5 else WRONG
+        trust.drafted([1], [Trial(WRONG if own else guess, guess, 2, own)])
+        trust.learn([1, RIGHT])
+    assert 1 <= asked <= 9
 
 
 def test_nothing_is_learned_behind_a_wrong_token():
-    trust, behind = Trust(), Trial(RIGHT, RIGHT, 4, own=False)
+    """The guesses behind it were wrong, but nobody knows what came after it."""
+    trust, behind = Trust(), Trial(WRONG, WRONG, 4, own=False)
     for _ in range(30):
         trust.drafted([1], [Trial(WRONG, None, 0, own=True), behind])
-        trust.learn([1, RIGHT, WRONG])
-    assert trust.prefers(4), "its guess was wrong there, but nobody compares it"
+        trust.learn([1, RIGHT, RIGHT])
+    assert trust.prefers(4)
 
 
-def test_another_sequence_is_not_compared():
+def test_a_draft_counts_once():
+    trust = Trust()
+    trust.drafted([1], [Trial(RIGHT, WRONG, 4, own=True)])
+    trust.learn([1, RIGHT])
+    once = trust.prefers(3), trust._rates[4][1].trials
+    trust.learn([1, RIGHT])
+    assert (trust.prefers(3), trust._rates[4][1].trials) == once
+
+
+@pytest.mark.parametrize("gone", ["another sequence", "withdrawn tokens"])
+def test_another_text_is_not_compared(gone):
     trust = Trust()
     for _ in range(30):
-        trust.drafted([1], [Trial(RIGHT, None, 0, own=True)])
-        trust.begin()
-        trust.learn([1, WRONG])
-    assert not trust.prefers(3)
+        trust.drafted([1, 2], [Trial(WRONG, WRONG, 4, own=False)])
+        if gone == "another sequence":
+            trust.begin()
+        trust.learn([1, 3, RIGHT] if gone == "withdrawn tokens" else [1, 2, RIGHT])
+    assert trust.prefers(4)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from jetdraft.runtime.followers.follower import Follower
+from jetdraft.runtime.measured.trust import Trial
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import open_session
 from jetdraft.runtime.passes.step_sessions import StepSessions
-from jetdraft.runtime.proposers.cascade import REVIEWED, CascadeProposer
+from jetdraft.runtime.proposers.cascade import REVIEWED, CascadeProposer, _trials
 from jetdraft.runtime.proposers.draft import DraftProposer
 from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
@@ -31,7 +32,7 @@ class Told(LookupProposer):
     def after(self, drafted, count):
         rest = self.truth[self.length + len(drafted) :][:count]
         wrong = [(t + 1) % 288 for t in rest[self.right :]]
-        return Guess(rest[: self.right] + wrong, 0.0, self.match)
+        return Guess(rest[: self.right] + wrong, 0.0, self.match + len(drafted))
 
 
 def graph(model):
@@ -102,11 +103,44 @@ def test_where_lookup_is_wrong_the_drafter_chooses(model):
     alone = DraftProposer(Follower(graph(model)))
     alone.begin(PROMPT, chooser)
     truth = [*PROMPT, *alone.propose(PROMPT, 15).tokens[1:]]
-    cascade = CascadeProposer(Follower(graph(model)), Told(truth, 0, match=4))
+    cascade = CascadeProposer(Follower(graph(model)), Told(truth, 0, match=8))
     cascade.begin(PROMPT, chooser)
-    for length in range(len(PROMPT), len(PROMPT) + 12):
-        draft = cascade.propose(truth[:length], 3).tokens[1:]
-        assert draft == truth[length : length + 3]
+    drafts = {
+        length: cascade.propose(truth[:length], 3).tokens[1:]
+        for length in range(len(PROMPT), len(PROMPT) + 12)
+    }
+    right = [draft == truth[n : n + 3] for n, draft in drafts.items()]
+    assert not right[0], "after eight tokens a guess is trusted at first"
+    assert all(right[2:])
+
+
+def test_trusted_tokens_behind_a_doubtful_token_are_taken(model):
+    """The drafter says the same first token, and would then go on by itself."""
+    chooser = Chooser(Sampling())
+    alone = DraftProposer(Follower(graph(model)))
+    alone.begin(PROMPT, chooser)
+    own = alone.propose(PROMPT, 4).tokens[1:]
+    other = [own[0], *[(token + 1) % 288 for token in own[1:]]]
+    cascade = CascadeProposer(Follower(graph(model)), Told([*PROMPT, *other], 9, 3))
+    cascade.begin(PROMPT, chooser)
+    cascade.trust.prefers = lambda evidence: evidence > 2
+    assert cascade.propose(PROMPT, 4).tokens[1:] == other
+    cascade.trust.prefers = lambda evidence: False
+    assert cascade.propose(PROMPT, 4).tokens[1:] == own
+
+
+def test_a_guess_is_tried_up_to_its_first_difference():
+    guess = Guess([5, 9, 1, 2], 0.0, match=3)
+    assert _trials([5, 6, 1], guess, own=True) == [
+        Trial(5, 5, 2, own=True),
+        Trial(6, 9, 3, own=True),
+        Trial(1, None, 3, own=True),
+    ]
+    assert _trials([5, 9], guess, own=False) == [
+        Trial(5, 5, 2, own=False),
+        Trial(9, 9, 3, own=False),
+    ]
+    assert _trials([6], Guess([], 0.0, 0), own=True) == [Trial(6, None, 0, own=True)]
 
 
 @pytest.mark.parametrize("way", [{}, {"temperature": 0.9, "seed": 4}], ids=str)

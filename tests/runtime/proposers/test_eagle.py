@@ -18,7 +18,7 @@ from jetdraft.runtime.passes.step_sessions import StepSessions
 from jetdraft.runtime.passes.tensor import Memory
 from jetdraft.runtime.planning.registry import methods
 from jetdraft.runtime.proposers.cascade import REVIEWED
-from jetdraft.runtime.proposers.lookup import LookupProposer
+from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from tests.runtime.proposers.distribution import check_distribution, other_verifiers
 from tests.toy_eagle import (
@@ -233,6 +233,25 @@ def test_behind_the_tokens_of_a_head_come_those_of_lookup(model):
         proposer.begin(longer, Chooser(Sampling()))
     follower.observe(0, longer[:-1], features_of(longer[:-1]))
     assert cascade.propose(longer, REVIEWED + 3).tokens[1:] == [*own, 7, 8, 9]
+
+
+def test_a_head_goes_on_after_trusted_tokens(model, monkeypatch):
+    head, cascade = (model.planner.proposers()[name] for name in ("eagle", "cascade"))
+    follower, trusted = model.parts.follower, [7, 8]
+
+    def begun(proposer):
+        proposer.begin(PROMPT, Chooser(Sampling()))
+        follower.observe(0, PROMPT[:-1], features_of(PROMPT[:-1]))
+        return proposer
+
+    behind = begun(head).propose([*PROMPT, *trusted], 3).tokens[1:]
+    guesses = {0: Guess(trusted, 0.0, 4)}
+    none = Guess([], 0.0, 0)
+    monkeypatch.setattr(cascade.trust, "prefers", lambda evidence: True)
+    monkeypatch.setattr(
+        cascade.below, "after", lambda drafted, count: guesses.get(len(drafted), none)
+    )
+    assert begun(cascade).propose(PROMPT, REVIEWED).tokens[1:] == [*trusted, *behind]
 
 
 def test_a_cancelled_round(model, plain):

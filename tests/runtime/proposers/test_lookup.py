@@ -1,4 +1,4 @@
-from jetdraft.runtime.proposers.lookup import LookupProposer
+from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
 
 
 def draft(context, budget=3, **options):
@@ -57,3 +57,9 @@ def test_the_evidence_is_the_length_of_the_match_in_doublings():
     for length, evidence in ((0, 0), (1, 1), (2, 2), (3, 2), (4, 3), (9, 4), (40, 5)):
         proposer.propose([*text, 7, *text[20 - length // 2 :][:length]], 4)
         assert proposer.evidence == evidence, length
+
+
+def test_a_later_token_rests_on_the_tokens_before_it_too():
+    guess = Guess([7, 8, 9, 7], 0.0, match=3)
+    assert [guess.evidence(place) for place in range(4)] == [2, 3, 3, 3]
+    assert Guess([7] * 16, 0.0, match=16).evidence(15) == 5
