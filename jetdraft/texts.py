@@ -18,7 +18,9 @@ def read_bytes(file: Path) -> bytes:
     except FileNotFoundError as error:
         raise DataError(f"no data file {file}; give an existing file") from error
     except OSError as error:
-        raise DataError(f"cannot read {file} ({error.strerror})") from error
+        raise DataError(
+            f"cannot read {file} ({error.strerror}); give a text file"
+        ) from error
     if len(data) > MOST_BYTES and not file.is_file():
         raise DataError(f"{file} does not end; give a file")
     return data

@@ -38,7 +38,10 @@ from jetdraft.errors import (
 
 SETTINGS = "streams.json"
 UNFINISHED = ".unfinished"
-"""A file in the folder of a training that has not ended."""
+"""A file in the folder of a training that has not ended.
+
+In a copy of the target it says what the training adds to it: without that the copy
+must not pass for the result."""
 
 WEIGHTS = "streams.safetensors"
 SHARED, LOSSLESS = "shared", "lossless"

@@ -187,19 +187,31 @@ class _Lines:
     prompts_alone: bool
     template: ChatTemplate | None
 
-    def examples(self, file: Path) -> Iterator[Example]:
+    def examples(self, file: Path) -> list[Example]:
         """The examples of a file."""
+        examples: dict[int, Example] = {}
         for number, line in enumerate(read_text(file).split("\n"), start=1):
             if line.strip():
-                yield self._example(line, f"line {number} of {file}")
+                examples[number] = self._example(line, f"line {number} of {file}")
+        # A prompt alone needs room for what the target writes.
+        sizes = {n: len(e.ids) + (not any(e.learned)) for n, e in examples.items()}
+        long = [number for number, size in sizes.items() if size > self.length]
+        if long:
+            longest = max(long, key=sizes.__getitem__)
+            raise DataError(
+                f"{len(long)} of {len(examples)} lines of {file} have more tokens than "
+                f"the sequence length of {self.length}, the most in line {longest}; "
+                f"give --sequence-length {sizes[longest]} or shorten them"
+            )
+        return list(examples.values())
 
     def _example(self, line: str, where: str) -> Example:
         head, tail = self._parts(line, where)
         if tail is None:
-            self._check_length(head, where, least=1, most=self.length - 1)
+            self._check_length(head, where, least=1)
             return Example(head, [False] * len(head))
         ids = [*head, *tail, *self.end]
-        self._check_length(ids, where, self.least, self.length)
+        self._check_length(ids, where, self.least)
         if len(ids) == len(head):
             raise DataError(
                 f"{where} has an empty completion, from which nothing can be learned; "
@@ -249,14 +261,9 @@ class _Lines:
         )
         return head, tail if is_answered else None
 
-    def _check_length(self, ids: list[int], where: str, least: int, most: int) -> None:
+    def _check_length(self, ids: list[int], where: str, least: int) -> None:
         if len(ids) < least:
             raise DataError(
                 f"{where} has {len(ids)} tokens, a sequence needs {least}; give longer "
-                "texts or fewer streams"
-            )
-        if len(ids) > most:
-            raise DataError(
-                f"{where} has {len(ids)} tokens, more than the sequence length of "
-                f"{self.length}; raise --sequence-length or shorten the text"
+                "texts"
             )

@@ -76,7 +76,8 @@ class RunFolder:
             partial = self.path.with_name(f".{self.path.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             shutil.copytree(source, partial)
-            (partial / UNFINISHED).touch()
+            mark = partial / UNFINISHED
+            mark.write_text(self.learned, encoding="utf-8")
             partial.rename(self.path)
 
     def read_state(self, run: Mapping[str, Any]) -> dict[str, Any] | None:

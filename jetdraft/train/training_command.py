@@ -45,17 +45,22 @@ def inner_option(product: str) -> Decorator:
 
 
 def training_options(
-    saved: str, steps: int | None = 200, needs_data: bool = True, rate: float = 5e-4
+    saved: str,
+    steps: int | None = 200,
+    needs_data: bool = True,
+    rate: float = 5e-4,
+    prompts_alone: bool = False,
 ) -> Decorator:
     """Give the command `data`, `output` and `training`, a `TrainingOptions`.
 
     `saved` is what a validation saves; `steps` of None lets the trainer advise; `rate`
-    is the default of the learning rate.
+    is the default of the learning rate; `prompts_alone` says that the target completes
+    prompts.
 
         @training_options("head")
         def command(target, data, output, training): ...
     """
-    flags = _flags(saved, steps, needs_data, rate)
+    flags = _flags(saved, steps, needs_data, rate, prompts_alone)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -73,7 +78,9 @@ def training_options(
     return decorate
 
 
-def _flags(saved: str, steps: int | None, needs_data: bool, rate: float) -> Decorator:
+def _flags(
+    saved: str, steps: int | None, needs_data: bool, rate: float, prompts_alone: bool
+) -> Decorator:
     """The options that all trainings take."""
     return together(
         option(
@@ -82,8 +89,9 @@ def _flags(saved: str, steps: int | None, needs_data: bool, rate: float) -> Deco
             multiple=True,
             required=needs_data,
             type=PATH,
-            help="A text file, or .jsonl with prompt and completion, text or messages; "
-            "may be given several times.",
+            help="A text file, or .jsonl with prompt and completion, text or messages"
+            + ", or prompts that the target completes" * prompts_alone
+            + "; may be given several times.",
         ),
         option(
             "training",

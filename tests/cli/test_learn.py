@@ -47,12 +47,15 @@ def test_a_folder_that_learned_nothing_is_not_cleared(toy, tmp_path):
 
 def test_refusals(toy, tmp_path):
     command = ("train", "drafter", toy, "--from-use", tmp_path / "learned")
+    assert_refused(jetdraft(*command), "no folder", "serve --learn")
+    assert not (tmp_path / "learned").exists()
+    (tmp_path / "learned").mkdir()
     assert_refused(jetdraft(*command), "no checkpoint at", "drafter")
     assert_refused(
         jetdraft(*command, "--watts", 5, "--from", tmp_path), "no power monitors"
     )
     assert_refused(jetdraft(*command, "--steps", 0, "--from", tmp_path), "steps 0")
-    assert not (tmp_path / "learned").exists()
+    assert not any((tmp_path / "learned").iterdir())
 
 
 def test_the_server_learns_for_each_client(toy, tmp_path):

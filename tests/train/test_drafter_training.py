@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.streamed import StreamSettings
+from jetdraft.checkpoints.streamed import UNFINISHED, StreamSettings
 from jetdraft.errors import (
     CheckpointError,
     DataError,
@@ -220,6 +220,29 @@ def test_it_resumes_where_it_stopped(target, text, tmp_path):
     assert whole_and_cut(run, tmp_path, settings, other, written)
 
 
+def test_a_stopped_drafter_is_whole_after_a_validation(target, text, tmp_path):
+    def stop(progress):
+        if progress.validation is not None and progress.step:
+            raise KeyboardInterrupt
+
+    options = replace(QUICK, validate_every=2)
+    with pytest.raises(KeyboardInterrupt):
+        train(target, tmp_path / "o", text, SMALL, options, report=stop)
+    assert (tmp_path / "o" / UNFINISHED).is_file()
+    loaded = Checkpoint.load(str(tmp_path / "o"), torch.float32)
+    assert loaded.model.config.hidden_size == SMALL.hidden_size
+
+
+def test_few_texts_are_told(target, tmp_path):
+    data = lines(tmp_path / "t.jsonl", [{"text": "for self in range"}] * 3)
+    often = replace(QUICK, steps=100, batch_size=2)
+    run = ModelTraining(target, tmp_path / "o", [data], SMALL, often)
+    assert run.summary().endswith("each 100 times; give more texts or fewer --steps")
+    seldom = replace(QUICK, steps=20, batch_size=2)
+    run = ModelTraining(target, tmp_path / "p", [data], SMALL, seldom)
+    assert run.summary().endswith("from 2 sequences, each 20 times")
+
+
 def test_a_loss_that_is_no_number_stops_it(target, text, tmp_path, monkeypatch):
     """What was saved before stays."""
     original, calls = DIVERGENCES["tv"], []
@@ -310,7 +333,10 @@ def test_prompts_alone_are_a_task(target, tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "x" * 200}, "more than the sequence length"),
+        (
+            {"prompt": "x" * 200},
+            "1 of 2 lines .* the most in line 2; give --sequence-length",
+        ),
         ({"prompt": ""}, "has 0 tokens"),
         ({"completion": "a"}, "is not an object with prompt"),
         ({"prompt": "a", "completion": 3}, "is not an object with prompt"),
@@ -327,6 +353,8 @@ def test_lines_that_cannot_be_used(target, tmp_path, row, message):
     ("settings", "message"),
     [
         ({"loss": "mse"}, "unknown loss 'mse'; choose forward-kl"),
+        ({"loss": "text", "on_policy_share": 0.5}, "leave --on-policy-share out"),
+        ({"cache_tokens": 8}, "give --cache too"),
         ({"layers": 0}, "layers 0 is out of range"),
         ({"hidden_size": 7}, "hidden size 7 is out of range"),
         ({"hidden_size": 36}, "hidden size 36 is not a multiple of 8"),

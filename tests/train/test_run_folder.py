@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from jetdraft.checkpoints.probing.probe_files import read_settings
 from jetdraft.checkpoints.streamed import UNFINISHED
-from jetdraft.errors import OptionError, OutputError
+from jetdraft.errors import CheckpointError, OptionError, OutputError
 from jetdraft.train.interrupt import held_back
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.taught.tensor_cache import TensorCache
 from jetdraft.train.training import Training, TrainingOptions
+from tests.tiny import llama_config, save_checkpoint
 
 
 def test_a_kill_between_the_last_two_steps_leaves_a_finished_training(
@@ -84,3 +86,12 @@ def test_a_batch_has_a_part_for_each_process():
     Two()._check_share(2)
     with pytest.raises(OptionError, match="--batch-size 3 or more"):
         Two()._check_share(3)
+
+
+def test_a_copy_of_the_target_does_not_pass_for_the_result(tmp_path):
+    """Before the first save it is the target without what was to be added."""
+    target = save_checkpoint(tmp_path / "target", llama_config())
+    folder = RunFolder(tmp_path / "out", learned="prompt tokens")
+    folder.copy_base(Path(target), "any")
+    with pytest.raises(CheckpointError, match="saved no prompt tokens yet"):
+        read_settings(tmp_path / "out")

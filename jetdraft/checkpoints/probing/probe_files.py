@@ -22,14 +22,15 @@ ProbeSettings = StreamSettings | PromptSettings
 
 def read_settings(folder: Path) -> ProbeSettings | None:
     """The settings of a checkpoint's probes; None for a checkpoint without probes."""
-    file = folder / SETTINGS
-    if not file.is_file():
-        if (folder / UNFINISHED).is_file():
-            raise CheckpointError(
-                f"the training in {folder} has saved no streams yet; let it go on"
-            )
-        return None
+    file, mark = folder / SETTINGS, folder / UNFINISHED
     try:
+        if not file.is_file():
+            added = mark.read_text(encoding="utf-8") if mark.is_file() else ""
+            if added:
+                raise CheckpointError(
+                    f"the training in {folder} has saved no {added} yet; let it go on"
+                )
+            return None
         fields = read_json_file(file)
         kind = PromptSettings if fields["mode"] in MODES else StreamSettings
         settings = {name: fields[name] for name in kind.__dataclass_fields__}

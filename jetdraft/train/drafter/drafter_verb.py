@@ -67,8 +67,8 @@ _model_options = together(
         "--from-layers",
         metavar="LAYERS",
         callback=_layers,
-        help="Start from these layers of the target, for example 0,5,11, with its "
-        "embedding, final norm and LM head.",
+        help="Start from these layers of the target in this order, for example 0,5,11, "
+        "with its embedding, final norm and LM head.",
     ),
     option(
         "training",
@@ -164,7 +164,7 @@ _model_options = together(
 
 @click.command("drafter", cls=DrafterCommand)
 @click.argument("target")
-@training_options("drafter", steps=None)
+@training_options("drafter", steps=None, prompts_alone=True)
 @option(
     "training",
     "--kind",

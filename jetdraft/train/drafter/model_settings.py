@@ -81,6 +81,13 @@ class ModelSettings:
                 f"loss {self.loss} has no beta; leave --beta out, or give --loss "
                 f"{JENSEN_SHANNON}"
             )
+        if self.loss == TEXT and self.on_policy_share:
+            raise OptionError(
+                "the loss text asks no target, so a drafter cannot learn from its own "
+                "texts; leave --on-policy-share out, or give another --loss"
+            )
+        if self.cache is None and self.cache_tokens != type(self).cache_tokens:
+            raise OptionError("--cache-tokens needs a folder; give --cache too")
         if self.cache is not None and (self.on_policy_share or self.loss == TEXT):
             raise OptionError(
                 "the cache keeps what the target says of texts that come again; leave "

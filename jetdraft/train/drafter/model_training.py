@@ -39,6 +39,9 @@ from jetdraft.train.training import TrainingOptions
 FIGURES = "drafter.json"
 """What was trained, for how long, and how often it was right."""
 
+OFTEN = 50
+"""The trainer warns of texts that are read more often."""
+
 VALIDATED = 64
 """The most texts of a validation; all of a large corpus would take longer than the
 training."""
@@ -133,14 +136,16 @@ class ModelTraining(TaughtTraining):
         """The drafter's size and cost, and the tokens that it will see."""
         config = self.module.model.config.get_text_config(decoder=True)
         batch = self.options.batch_size * self.options.sequence_length
-        tokens = self.steps * batch
+        tokens, count = self.steps * batch, len(self.corpus.training)
+        read = self.steps * self.options.batch_size / max(1, count)
+        advice = "; give more texts or fewer --steps" if read > OFTEN else ""
         return (
             f"training a drafter of width {config.hidden_size}, layers: "
             f"{config.num_hidden_layers}, {self.parameters} weights{self._cost()}, on "
             "up to "
             f"{tokens} tokens ({tokens / self.parameters:.3g} a weight, advised "
-            f"{advised_tokens(1)}) in {self.steps} steps, from "
-            f"{len(self.corpus.training)} sequences"
+            f"{advised_tokens(1)}) in {self.steps} steps, from {count} sequences, each "
+            f"{round(read, 1):g} times{advice}"
         )
 
     def _cost(self) -> str:

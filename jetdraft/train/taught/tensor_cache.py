@@ -34,8 +34,9 @@ class TensorCache:
             folder.mkdir(parents=True, exist_ok=True)
             if note.exists() and note.read_text(encoding="utf-8") != owner:
                 raise OutputError(
-                    f"{folder} holds what another target said, or for other taps or "
-                    "another draft vocabulary; choose another folder"
+                    f"{folder} holds what another target said, or for other taps, "
+                    "another draft vocabulary or other --cache-tokens; choose another "
+                    "folder"
                 )
             # Whole at once, since other processes of the training read it now.
             write_text(note, owner)

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from jetdraft.bundle import Bundle
+from jetdraft.errors import StoreError
 from jetdraft.terminal.command import Command, option, together
 from jetdraft.terminal.flags import PATH, bundle_argument, training_seed_option
 from jetdraft.terminal.progress import ProgressBars
@@ -107,6 +108,8 @@ def command(
     pace, settings = Pace(seconds, watts), UseOptions(**options)
     if background:
         stand_back()
+    elif not folder.is_dir():
+        raise StoreError(f"no folder {folder}; give the folder of serve --learn")
     student = student_of(Bundle.open(bundle), source, target)
     training = UseTraining(student, folder, settings)
     if background:
