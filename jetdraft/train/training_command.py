@@ -78,21 +78,25 @@ def training_options(
     return decorate
 
 
+def _data_option(needs_data: bool, prompts_alone: bool) -> Decorator:
+    alone = ", or prompts that the target completes" if prompts_alone else ""
+    return option(
+        "training",
+        "--data",
+        multiple=True,
+        required=needs_data,
+        type=PATH,
+        help="A text file, or .jsonl with prompt and completion, text or messages"
+        f"{alone}; may be given several times.",
+    )
+
+
 def _flags(
     saved: str, steps: int | None, needs_data: bool, rate: float, prompts_alone: bool
 ) -> Decorator:
     """The options that all trainings take."""
     return together(
-        option(
-            "training",
-            "--data",
-            multiple=True,
-            required=needs_data,
-            type=PATH,
-            help="A text file, or .jsonl with prompt and completion, text or messages"
-            + ", or prompts that the target completes" * prompts_alone
-            + "; may be given several times.",
-        ),
+        _data_option(needs_data, prompts_alone),
         option(
             "training",
             "--steps",

@@ -147,5 +147,5 @@ class Acceptance:
 
 
 def prior(evidence: int) -> float:
-    """How often drafts with this evidence are right, before any was seen."""
+    """The rate of drafts with this evidence before any of them was verified."""
     return float(1.0 - 0.5**evidence)

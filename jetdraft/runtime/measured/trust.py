@@ -7,14 +7,16 @@ from typing import NamedTuple
 
 from jetdraft.runtime.measured.rates import Acceptance, Streak, prior
 
-TAIL = 32
-"""Tokens before a draft that tell its context from another; a pass holds no more."""
-
 
 class Trial(NamedTuple):
-    """A drafted token, and the guess in its place with its evidence.
+    """A drafted token, and what was guessed in its place.
 
-    `own` says whether the drafter chose the token. `guess` is None without a guess.
+    token     the token that was drafted
+    guess     the token that was guessed there, taken or not; None without a guess
+    evidence  what the guess rests on, see `Proposer.evidence`
+    own       whether the drafter chose the drafted token
+
+        Trial(token=3, guess=4, evidence=2, own=True)
     """
 
     token: int
@@ -43,8 +45,7 @@ class Trust:
 
     def begin(self) -> None:
         """Another sequence."""
-        self._trials: list[Trial] = []
-        self._start, self._tail = 0, list[int]()
+        self._context, self._trials = list[int](), list[Trial]()
 
     def prefers(self, evidence: int) -> bool:
         """Whether guesses with this evidence are right more often than the drafter."""
@@ -53,16 +54,15 @@ class Trust:
 
     def drafted(self, context: Sequence[int], trials: Sequence[Trial]) -> None:
         """Keep the draft after a context until the target has spoken."""
-        self._start, self._tail = len(context), list(context[-TAIL:])
-        self._trials = list(trials)
+        self._context, self._trials = list(context), list(trials)
 
     def learn(self, context: Sequence[int]) -> None:
         """Compare the last draft with what came, up to its first wrong token."""
-        before = context[max(0, self._start - TAIL) : self._start]
-        trials, self._trials = self._trials, []
-        if list(before) != self._tail:
+        start, trials = len(self._context), self._trials
+        self._trials = []
+        if list(context[:start]) != self._context:
             return  # tokens were withdrawn, and the draft continued them
-        for trial, token in zip(trials, context[self._start :], strict=False):
+        for trial, token in zip(trials, context[start:], strict=False):
             if trial.guess is not None:
                 own, guess = self._streaks(trial.evidence)
                 guess.observe([trial.guess == token])

@@ -34,8 +34,7 @@ from jetdraft.runtime.sampling.chooser import Chooser
 NAME = "cascade"
 
 REVIEWED = 5
-"""The tokens of a draft that are the drafter's own, or trusted; lookup alone drafts
-what follows."""
+"""Behind this many tokens, the drafter's own or trusted, lookup drafts alone."""
 
 
 class CascadeProposer(DraftProposer):

@@ -87,7 +87,10 @@ class Guess(NamedTuple):
     match: int
 
     def evidence(self, place: int) -> int:
-        """What a token rests on: its match in doublings, the tokens before it too."""
+        """The length of the match before the token at `place`, in doublings.
+
+        The guessed tokens before it belong to the match.
+        """
         return min((self.match + place).bit_length(), MOST_EVIDENCE)
 
 
