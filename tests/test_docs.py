@@ -47,6 +47,7 @@ ONLY_PARSED = {
     "jetdraft generate bundles/forecasting": "needs a trained bundle; tests/train",
     "jetdraft train drafter": "needs a drafter's checkpoint; tests/train",
     "jetdraft store clear bundles/pycode learned": "needs lessons; tests/cli",
+    "jetdraft store list bundles/pycode learned": "needs lessons; tests/cli",
     "jetdraft train head": "takes a quarter of an hour; tests/train",
     "jetdraft train kangaroo": "takes minutes; tests/train",
     "jetdraft train exit": "takes minutes; tests/train",

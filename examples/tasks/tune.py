@@ -4,7 +4,8 @@
         --data /tmp/tasks/sql/train.jsonl -o /tmp/sql-drafter
 
 It learns the completions by cross entropy, as the target with its streams does. A T5
-can be tuned too, so that a block drafter has a task to learn.
+can be tuned too, so that a block drafter has a task to learn. With `--lora-rank 16` it
+learns LoRA, as streams of mode shared do, which is merged in the end.
 """
 
 import json
@@ -17,6 +18,7 @@ from typing import Any
 import click
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import (
@@ -87,6 +89,7 @@ def of_pairs(folder: Path, data: Path, batch_size: int, seed: int) -> LossOf:
 @click.option("--batch-size", default=32, show_default=True)
 @click.option("--sequence-length", default=256, show_default=True)
 @click.option("--learning-rate", default=1e-3, show_default=True)
+@click.option("--lora-rank", default=0, help="0 tunes all weights.")
 @click.option("--seed", default=0, show_default=True)
 def main(
     drafter: Path,
@@ -96,6 +99,7 @@ def main(
     batch_size: int,
     sequence_length: int,
     learning_rate: float,
+    lora_rank: int,
     seed: int,
 ) -> None:
     """Tune DRAFTER and write it to OUTPUT."""
@@ -108,8 +112,14 @@ def main(
         model = AutoModelForCausalLM.from_pretrained(drafter, dtype=torch.float32)
         ends = model.config.eos_token_id
         loss_of = of_texts(drafter, data, ends, sequence_length, batch_size, seed)
+    if lora_rank:
+        lora = LoraConfig(
+            r=lora_rank, lora_alpha=lora_rank, target_modules="all-linear"
+        )
+        model = get_peft_model(model, lora)
     model.to(this_process().device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    learned = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     for step in range(steps):
         loss = loss_of(model, step)
@@ -119,6 +129,7 @@ def main(
         schedule.step()
         if step % 50 == 0 or step == steps - 1:
             click.echo(f"step {step}: loss {loss.item():.3f}")
+    model = model.merge_and_unload() if lora_rank else model
     # A T5's activations overflow in float16.
     (model if config.is_encoder_decoder else model.half()).save_pretrained(output)
     for file in drafter.glob("*token*.json"):

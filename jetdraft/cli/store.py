@@ -23,7 +23,7 @@ file_argument = click.argument("file", type=PATH)
 
 @click.group("store")
 def command() -> None:
-    """List or clear the requests that a store keeps to draft from."""
+    """List or clear what a store or the folder of serve --learn keeps."""
 
 
 @command.command("list", cls=Command)
@@ -32,9 +32,16 @@ def command() -> None:
 @user_option
 @json_option
 def list_entries(bundle: Path, file: Path, user: str, as_json: bool) -> None:
-    """List the entries in FILE, latest first, read with BUNDLE's tokenizer."""
+    """List the entries in FILE, latest first, read with BUNDLE's tokenizer.
+
+    Of the folder of serve --learn it lists the lessons, and says which weights
+    are chosen.
+    """
     opened_bundle = Bundle.open(bundle)
     text = TextCodec(opened_bundle.tokenizer)
+    if (file / FILE).is_file():
+        _list_learned(opened_bundle, text, file, user, as_json)
+        return
     entries = [
         {
             "used": datetime.fromtimestamp(entry.used).isoformat(" ", "seconds"),
@@ -66,6 +73,31 @@ def clear(bundle: Path, file: Path, user: str) -> None:
     else:
         count = _open(opened_bundle, file, user).clear()
     click.echo(f"{count} entries removed", err=True)
+
+
+def _list_learned(
+    bundle: Bundle, text: TextCodec, folder: Path, user: str, as_json: bool
+) -> None:
+    """Say which weights are chosen, and list a user's lessons, latest first."""
+    sets = WeightSets(folder, base_of(bundle))
+    sets.check()
+    choice = sets.choice()
+    vocab_size = bundle.target.contract.vocab_size
+    kept = Lessons(folder, bundle.tokenizer_sha256, vocab_size).read(user)
+    lessons = [(len(one.places), text.decode(one.tokens.tolist())) for one in kept]
+    if as_json:
+        weights = {"weights": choice.name, "on_trial_against": choice.before}
+        rows = [{"wrong_places": count, "text": words} for count, words in lessons]
+        click.echo(json.dumps({**weights, "lessons": rows}))
+        return
+    trial = "" if choice.before is None else f", on trial against {_set(choice.before)}"
+    click.echo(f"weights: {_set(choice.name)}{trial}")
+    for count, words in lessons:
+        click.echo(f"{count:4} wrong  {_shorten(words, 64)}")
+
+
+def _set(name: str) -> str:
+    return f"the learned set {name[:12]}" if name else "the bundle's own"
 
 
 def _clear_learned(bundle: Bundle, folder: Path, user: str) -> int:

@@ -117,8 +117,8 @@ class Lessons:
         except (*DAMAGE, OSError, StoreError) as error:
             warnings.warn(f"a lesson could not be kept ({error})", stacklevel=2)
 
-    def read(self) -> list[Lesson]:
-        """The lessons of all users, latest first; malformed rows are left out.
+    def read(self, user: str | None = None) -> list[Lesson]:
+        """The lessons of a user or of all, latest first, but for malformed rows.
 
         Raises `StoreError`.
         """
@@ -128,8 +128,9 @@ class Lessons:
                 rows = database.execute(
                     "select tokens, places, ids, logits from lessons"
                     " where kept between ? and ? and length(tokens) <= ? and"
-                    " length(places) <= ? order by kept desc, id desc limit ?",
-                    (*times, 4 * MOST_TOKENS, 4 * MOST_PLACES, MOST_IN_ALL),
+                    " length(places) <= ? and user = coalesce(?, user)"
+                    " order by kept desc, id desc limit ?",
+                    (*times, 4 * MOST_TOKENS, 4 * MOST_PLACES, user, MOST_IN_ALL),
                 ).fetchall()
         except DAMAGE as error:
             raise StoreError(

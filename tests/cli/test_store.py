@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
+from jetdraft.bundle import Bundle
+from jetdraft.kept.lessons import Lesson, Lessons
 from tests.cli.running import assert_refused, jetdraft
+from tests.toy_drafter import put_on_trial
 
 SHORT = ("--max-new-tokens", "8", "--threads", "1")
 
@@ -30,6 +34,27 @@ def test_list_shows_what_is_kept(bundle, store):
     entries = json.loads(fields.stdout)["entries"]
     assert [entry["prompt"] for entry in entries] == [" def return", " the self"]
     assert jetdraft("store", "list", bundle, store).stdout == ""
+
+
+def test_list_shows_what_is_learned(bundle, tmp_path):
+    opened = Bundle.open(bundle)
+    lessons = Lessons(tmp_path, opened.tokenizer_sha256, 512)
+    places, ids = np.array([1, 3]), np.array([[7, 8], [9, 10]])
+    logits = np.zeros(ids.shape, np.float32)
+    lessons.add(Lesson(np.arange(20, 25), places, ids, logits), user="ann")
+    lessons.add(Lesson(np.arange(30, 34), places[:1], ids[:1], logits[:1]), user="bo")
+    name = put_on_trial(tmp_path, bundle, {"matrix": np.ones((2, 2), np.float32)})
+    shown = jetdraft("store", "list", bundle, tmp_path, "--user", "ann")
+    assert shown.exit_code == 0
+    weights, lesson = shown.stdout.splitlines()
+    assert weights == (
+        f"weights: the learned set {name[:12]}, on trial against the bundle's own"
+    )
+    assert lesson.startswith("   2 wrong  ")
+    fields = jetdraft("store", "list", bundle, tmp_path, "--user", "bo", "--json")
+    kept = json.loads(fields.stdout)
+    assert (kept["weights"], kept["on_trial_against"]) == (name, "")
+    assert [entry["wrong_places"] for entry in kept["lessons"]] == [1]
 
 
 def test_clear_forgets(bundle, store):
