@@ -156,7 +156,7 @@ def task(name: str, inputs: Inputs) -> list[Stage]:
             *("streams", "train", "streams", inputs.target, *texts, "--mode", "shared"),
             *("--gamma", "4", "--layers", "6", "--lora-rank", "16"),
             *("--batch-size", "8", "--steps", f"{lesson.streams}"),
-            *("--learning-rate", "3e-3"),
+            *("--learning-rate", "2e-3"),
         ),
         inputs.script("tuned", "examples/tasks/merge.py", work / "streams"),
         inputs.script(

@@ -88,9 +88,25 @@ class StreamTraining(Training):
         model.set_attn_implementation(IMPLEMENTATION)
         hidden = model.get_input_embeddings().embedding_dim
         self.module = Streamed(model, Streams(self.settings, hidden))
+        self._begin_embeddings()
         self.weights = self.module.task
         for parameter in self.weights.values():
             parameter.requires_grad_(True)
+
+    @torch.no_grad()
+    def _begin_embeddings(self) -> None:
+        """Make the embeddings as large as the hidden states that they are added to.
+
+        Small ones hardly tell a stream from its carrier, so what LoRA learns for the
+        streams changes the text (docs/log/training.md has figures).
+        """
+        ids = torch.tensor([self.corpus.training[0].ids])
+        positions = torch.arange(ids.shape[1])[None]
+        every = torch.arange(self.settings.gamma)
+        first = torch.zeros_like(every)
+        _, _, hidden = self.module(ids, positions, first, every, first[:1])
+        # A few entries of some rows are a hundred times as large; the median is not.
+        self.module.streams.embeddings.normal_().mul_(hidden.abs().median())
 
     @property
     def parameters(self) -> dict[str, int]:
