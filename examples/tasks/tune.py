@@ -89,7 +89,13 @@ def of_pairs(folder: Path, data: Path, batch_size: int, seed: int) -> LossOf:
 @click.option("--batch-size", default=32, show_default=True)
 @click.option("--sequence-length", default=256, show_default=True)
 @click.option("--learning-rate", default=1e-3, show_default=True)
-@click.option("--lora-rank", default=0, help="0 tunes all weights.")
+@click.option(
+    "--lora-rank",
+    default=0,
+    type=click.IntRange(0),
+    show_default=True,
+    help="0 tunes all weights.",
+)
 @click.option("--seed", default=0, show_default=True)
 def main(
     drafter: Path,

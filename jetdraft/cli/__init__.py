@@ -46,7 +46,7 @@ VERBS = {
     "doctor": "Examine this machine; list the devices that jetdraft knows.",
     "recipes": "Compare quantization recipes of a checkpoint.",
     "train": "Train a model to draft.",
-    "store": "Show or clear a store of requests.",
+    "store": "List or clear what a store or a learning folder keeps.",
 }
 
 

@@ -11,7 +11,7 @@ import click
 from jetdraft.bundle import Bundle
 from jetdraft.errors import StoreError
 from jetdraft.kept.lessons import FILE, Lessons
-from jetdraft.kept.weight_sets import WeightSets, base_of
+from jetdraft.kept.weight_sets import CHOICE, WeightSets, base_of
 from jetdraft.runtime.history.store import ResponseStore
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.terminal.command import Command
@@ -39,7 +39,7 @@ def list_entries(bundle: Path, file: Path, user: str, as_json: bool) -> None:
     """
     opened_bundle = Bundle.open(bundle)
     text = TextCodec(opened_bundle.tokenizer)
-    if (file / FILE).is_file():
+    if _is_learned(file):
         _list_learned(opened_bundle, text, file, user, as_json)
         return
     entries = [
@@ -68,11 +68,16 @@ def clear(bundle: Path, file: Path, user: str) -> None:
     The folder's learned weights are removed too, since they were learned from entries.
     """
     opened_bundle = Bundle.open(bundle)
-    if (file / FILE).is_file():
+    if _is_learned(file):
         count = _clear_learned(opened_bundle, file, user)
     else:
         count = _open(opened_bundle, file, user).clear()
     click.echo(f"{count} entries removed", err=True)
+
+
+def _is_learned(file: Path) -> bool:
+    """Whether it is a folder of serve --learn, with lessons or with weights."""
+    return (file / FILE).is_file() or (file / CHOICE).is_file()
 
 
 def _list_learned(
@@ -109,7 +114,10 @@ def _clear_learned(bundle: Bundle, folder: Path, user: str) -> int:
 
 def _open(bundle: Bundle, file: Path, user: str) -> ResponseStore:
     if not file.exists():
-        raise StoreError(f"no store at {file}; give the file that --store named")
+        raise StoreError(
+            f"no store at {file}; give the file that --store named, or the folder that "
+            "--learn named"
+        )
     return ResponseStore(file, bundle.tokenizer_sha256, user)
 
 

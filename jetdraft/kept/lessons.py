@@ -123,6 +123,7 @@ class Lessons:
         Raises `StoreError`.
         """
         times = possible_times(MOST_DAYS)
+        wanted = None if user is None else checked_user(user)
         try:
             with self._file.connect() as database:
                 rows = database.execute(
@@ -130,7 +131,7 @@ class Lessons:
                     " where kept between ? and ? and length(tokens) <= ? and"
                     " length(places) <= ? and user = coalesce(?, user)"
                     " order by kept desc, id desc limit ?",
-                    (*times, 4 * MOST_TOKENS, 4 * MOST_PLACES, user, MOST_IN_ALL),
+                    (*times, 4 * MOST_TOKENS, 4 * MOST_PLACES, wanted, MOST_IN_ALL),
                 ).fetchall()
         except DAMAGE as error:
             raise StoreError(
@@ -141,6 +142,7 @@ class Lessons:
 
     def clear(self, user: str = "") -> int:
         """Delete all lessons of a user; returns their number. Raises `StoreError`."""
+        checked_user(user)
         try:
             with self._file.connect() as database:
                 deletion = "delete from lessons where user = ?"

@@ -321,7 +321,7 @@ user_option = option(
     "drafting",
     "--user",
     default="",
-    help="The user whose requests in the store count; default: the nameless user.",
+    help="The user whose entries count; default: the nameless user.",
 )
 
 drafting_option = option(

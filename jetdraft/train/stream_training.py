@@ -95,7 +95,7 @@ class StreamTraining(Training):
 
     @torch.no_grad()
     def _begin_embeddings(self) -> None:
-        """Make the embeddings as large as the hidden states that they are added to.
+        """Make the embeddings of the size of the hidden states that they are added to.
 
         Small ones hardly tell a stream from its carrier, so what LoRA learns for the
         streams changes the text (docs/log/training.md has figures).
@@ -104,7 +104,9 @@ class StreamTraining(Training):
         positions = torch.arange(ids.shape[1])[None]
         every = torch.arange(self.settings.gamma)
         first = torch.zeros_like(every)
-        _, _, hidden = self.module(ids, positions, first, every, first[:1])
+        _, _, hidden = self.module(
+            ids, positions, first, every, first[:1], use_cache=False
+        )
         # A few entries of some rows are a hundred times as large; the median is not.
         self.module.streams.embeddings.normal_().mul_(hidden.abs().median())
 

@@ -7,6 +7,7 @@ import pytest
 
 from jetdraft.bundle import Bundle
 from jetdraft.kept.lessons import Lesson, Lessons
+from jetdraft.runtime.text.codec import TextCodec
 from tests.cli.running import assert_refused, jetdraft
 from tests.toy_drafter import put_on_trial
 
@@ -42,19 +43,38 @@ def test_list_shows_what_is_learned(bundle, tmp_path):
     places, ids = np.array([1, 3]), np.array([[7, 8], [9, 10]])
     logits = np.zeros(ids.shape, np.float32)
     lessons.add(Lesson(np.arange(20, 25), places, ids, logits), user="ann")
+    lessons.add(Lesson(np.arange(40, 44), places, ids, logits), user="ann")
     lessons.add(Lesson(np.arange(30, 34), places[:1], ids[:1], logits[:1]), user="bo")
+    own = jetdraft("store", "list", bundle, tmp_path)
+    assert own.stdout == "weights: the bundle's own\n"
     name = put_on_trial(tmp_path, bundle, {"matrix": np.ones((2, 2), np.float32)})
     shown = jetdraft("store", "list", bundle, tmp_path, "--user", "ann")
     assert shown.exit_code == 0
-    weights, lesson = shown.stdout.splitlines()
+    weights, *latest_first = shown.stdout.splitlines()
     assert weights == (
         f"weights: the learned set {name[:12]}, on trial against the bundle's own"
     )
-    assert lesson.startswith("   2 wrong  ")
+    text = TextCodec(opened.tokenizer).decode
+    texts = [text(list(ids)) for ids in (range(40, 44), range(20, 25))]
+    assert latest_first == [f"   2 wrong  {words}" for words in texts]
     fields = jetdraft("store", "list", bundle, tmp_path, "--user", "bo", "--json")
     kept = json.loads(fields.stdout)
     assert (kept["weights"], kept["on_trial_against"]) == (name, "")
-    assert [entry["wrong_places"] for entry in kept["lessons"]] == [1]
+    assert kept["lessons"] == [{"wrong_places": 1, "text": text([30, 31, 32, 33])}]
+
+
+def test_weights_without_lessons_are_cleared(bundle, tmp_path):
+    name = put_on_trial(tmp_path, bundle, {"matrix": np.ones((2, 2), np.float32)})
+    assert name[:12] in jetdraft("store", "list", bundle, tmp_path).stdout
+    assert jetdraft("store", "clear", bundle, tmp_path).exit_code == 0
+    assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("verb", ["list", "clear"])
+def test_a_user_whose_name_cannot_be_shown(bundle, tmp_path, verb):
+    Lessons(tmp_path, Bundle.open(bundle).tokenizer_sha256, 512)
+    done = jetdraft("store", verb, bundle, tmp_path, "--user", "\udcff")
+    assert_refused(done, "unprintable characters")
 
 
 def test_clear_forgets(bundle, store):
