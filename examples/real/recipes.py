@@ -117,8 +117,8 @@ class Lesson:
 
     drafter: int
     head: int = 150
-    streams: int = 300
-    plain: int = 150
+    streams: int = 320
+    plain: int = 160
     sequence_length: int = 160
 
 
