@@ -95,10 +95,10 @@ class StreamTraining(Training):
 
     @torch.no_grad()
     def _begin_embeddings(self) -> None:
-        """Make the embeddings of the size of the hidden states that they are added to.
+        """Draw embeddings as large as the hidden states that they are added to.
 
-        Small ones hardly tell a stream from its carrier, so what LoRA learns for the
-        streams changes the text (docs/log/training.md has figures).
+        With small embeddings LoRA can hardly tell a stream from its carrier, and what
+        it learns for streams changes the text (docs/log/training.md has figures).
         """
         ids = torch.tensor([self.corpus.training[0].ids])
         positions = torch.arange(ids.shape[1])[None]

@@ -46,15 +46,14 @@ def train(target, output, text, settings=SETTINGS, options=QUICK, report=nothing
 
 
 @pytest.mark.parametrize(
-    ("mode", "size", "least"),
+    ("mode", "size"),
     [
-        ("lossless", {"steps": 80, "batch_size": 1, "sequence_length": 64}, 3.0),
-        # Three seeds gave 3.0, 3.0 and 3.75 tokens a pass.
-        ("shared", {"steps": 160, "batch_size": 1, "sequence_length": 96}, 2.5),
+        ("lossless", {"steps": 80, "batch_size": 1, "sequence_length": 64}),
+        ("shared", {"steps": 240, "batch_size": 1, "sequence_length": 96}),
     ],
     ids=["lossless", "shared"],
 )
-def test_a_trained_checkpoint_drafts(target, text, tmp_path, mode, size, least):
+def test_a_trained_checkpoint_drafts(target, text, tmp_path, mode, size):
     """Overfitting a periodic text drives tokens per pass towards gamma + 1."""
     settings = StreamSettings(gamma=3, layers=3, mode=mode, lora_rank=16)
     options = TrainingOptions(**size, learning_rate=1e-2)
@@ -73,7 +72,7 @@ def test_a_trained_checkpoint_drafts(target, text, tmp_path, mode, size, least):
     found = model.generate(PERIOD * 2, method="stream", num_draft_tokens=3, **how)
     assert found.token_ids == plain.token_ids
     # 60 tokens take 16 passes at least: the first has no draft.
-    assert found.stats.tokens_per_pass > least
+    assert found.stats.tokens_per_pass > 3
     _check_trees(model, plain.token_ids, **how)
 
 
