@@ -4,8 +4,8 @@
         --data /tmp/tasks/sql/train.jsonl -o /tmp/sql-drafter
 
 It learns the completions by cross entropy, as the target with its streams does. A T5
-can be tuned too, so that a block drafter has a task to learn. With `--lora-rank 16` it
-learns LoRA, as streams of mode shared do, which is merged in the end.
+can be tuned too, so that a block drafter has a task to learn. With `--lora-rank 16` the
+script tunes LoRA, as the training of shared streams does, and merges it in the end.
 """
 
 import json

@@ -76,7 +76,7 @@ def clear(bundle: Path, file: Path, user: str) -> None:
 
 
 def _is_learned(file: Path) -> bool:
-    """Whether it is a folder of serve --learn, with lessons or with weights."""
+    """Whether FILE is a folder of serve --learn, with lessons or with weights."""
     return (file / FILE).is_file() or (file / CHOICE).is_file()
 
 
@@ -87,9 +87,10 @@ def _list_learned(
     sets = WeightSets(folder, base_of(bundle))
     sets.check()
     choice = sets.choice()
-    vocab_size = bundle.target.contract.vocab_size
-    kept = Lessons(folder, bundle.tokenizer_sha256, vocab_size).read(user)
-    lessons = [(len(one.places), text.decode(one.tokens.tolist())) for one in kept]
+    lessons = [
+        (len(lesson.places), text.decode(lesson.tokens.tolist()))
+        for lesson in _lessons(bundle, folder).read(user)
+    ]
     if as_json:
         weights = {"weights": choice.name, "on_trial_against": choice.before}
         rows = [{"wrong_places": count, "text": words} for count, words in lessons]
@@ -107,9 +108,13 @@ def _set(name: str) -> str:
 
 def _clear_learned(bundle: Bundle, folder: Path, user: str) -> int:
     """Remove a user's lessons, and all learned weights; gives the lessons' number."""
-    vocab_size = bundle.target.contract.vocab_size
     WeightSets(folder, base_of(bundle)).clear()
-    return Lessons(folder, bundle.tokenizer_sha256, vocab_size).clear(user)
+    return _lessons(bundle, folder).clear(user)
+
+
+def _lessons(bundle: Bundle, folder: Path) -> Lessons:
+    vocab_size = bundle.target.contract.vocab_size
+    return Lessons(folder, bundle.tokenizer_sha256, vocab_size)
 
 
 def _open(bundle: Bundle, file: Path, user: str) -> ResponseStore:

@@ -118,7 +118,7 @@ class Lessons:
             warnings.warn(f"a lesson could not be kept ({error})", stacklevel=2)
 
     def read(self, user: str | None = None) -> list[Lesson]:
-        """The lessons of a user or of all, latest first, but for malformed rows.
+        """The lessons of a user or of all, latest first, without malformed rows.
 
         Raises `StoreError`.
         """
