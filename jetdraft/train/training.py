@@ -197,6 +197,8 @@ class Training(ABC):
         try:
             figures = self._validated(accelerator, module)
             self._report(accelerator, report, math.nan, figures)
+            if self.finished:  # an earlier run was killed in its last save
+                self._save(accelerator, optimizers, figures)
             while self.step < self.steps:
                 loss = self._advance(accelerator, module, optimizers)
                 last = self.finished

@@ -24,7 +24,7 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.train import stream_training as training
 from jetdraft.train.data import IGNORED, Corpus, Example, collate
-from jetdraft.train.run_folder import STATE
+from jetdraft.train.run_folder import STATE, RunFolder
 from jetdraft.train.stream_training import StreamTraining
 from jetdraft.train.training import TrainingOptions
 from tests.tiny import llama_config, save_checkpoint, tokenizer
@@ -170,6 +170,33 @@ def test_an_interrupted_training_goes_on_where_it_stopped(target, text, tmp_path
         torch.testing.assert_close(weight, expected[name])
 
 
+@pytest.mark.parametrize("last", [STATE, "streams.safetensors", "streams.json"])
+def test_a_kill_in_the_last_save_is_mended_by_the_next_run(
+    target, text, tmp_path, monkeypatch, last
+):
+    """`last` is the last file that was written; weights and state may differ then."""
+    write = RunFolder._replace
+
+    def killed(folder, name, contents):
+        write(folder, name, contents)
+        state = torch.load(tmp_path / "out" / STATE, weights_only=True)
+        if name == last and state["step"] == QUICK.steps:
+            raise SystemExit
+
+    monkeypatch.setattr(RunFolder, "_replace", killed)
+    with pytest.raises(SystemExit):
+        train(target, tmp_path / "out", text)
+    monkeypatch.undo()
+    train(target, tmp_path / "out", text)
+    train(target, tmp_path / "whole", text)
+    assert {f.name for f in (tmp_path / "out").iterdir()} == {
+        f.name for f in (tmp_path / "whole").iterdir()
+    }
+    expected = weights(tmp_path / "whole")
+    for name, weight in weights(tmp_path / "out").items():
+        torch.testing.assert_close(weight, expected[name])
+
+
 def test_other_settings_do_not_go_on(target, text, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(target, tmp_path / "out", text, report=interrupt)
@@ -179,7 +206,7 @@ def test_other_settings_do_not_go_on(target, text, tmp_path):
 
 @pytest.fixture
 def stopped(target, text, tmp_path) -> Path:
-    """A training that was interrupted after its first step."""
+    """A training that was interrupted after its third step."""
     output = tmp_path / "stopped"
     with pytest.raises(KeyboardInterrupt):
         train(target, output, text, report=interrupt)
