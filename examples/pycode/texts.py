@@ -17,6 +17,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from jetdraft.files import replacing
+
 HERE = Path(__file__).parent
 PREFIX = 96
 LENGTH = 256
@@ -74,7 +76,7 @@ def main(
         some.write_text(joined, encoding="utf-8", newline="")
     windows = corpus.windows(corpus.encode(tokenizer, texts))
     end, count = time.monotonic() + 60 * minutes, 0
-    with output.open("w", encoding="utf-8") as file:
+    with replacing(output) as partial, partial.open("w", encoding="utf-8") as file:
         for temperature in itertools.cycle(TEMPERATURES):
             if time.monotonic() > end:
                 break

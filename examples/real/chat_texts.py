@@ -27,6 +27,7 @@ import torch
 from package import lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from jetdraft.files import replacing
 from jetdraft.train.processes import this_process
 from jetdraft.train.taught.precision import is_fast
 
@@ -164,7 +165,8 @@ def main(
         answers(model, tokenizer, prompts[half:], tokens, seed, TEMPERATURE, rows),
     )
     with (
-        (output / "train.jsonl").open("w", encoding="utf-8") as file,
+        replacing(output / "train.jsonl") as partial,
+        partial.open("w", encoding="utf-8") as file,
         click.progressbar(written, len(prompts), file=sys.stderr) as bar,
     ):
         for prompt, text in bar:

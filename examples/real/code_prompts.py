@@ -19,6 +19,8 @@ from pathlib import Path
 
 import click
 
+from jetdraft.files import replacing
+
 TASK = "Complete this Python function. Answer with the whole function.\n\n{}"
 LEAST, MOST = 60, 800
 """Letters of a docstring: a shorter one does not say what is asked for, and a longer
@@ -70,7 +72,7 @@ def main(output: Path, count: int, seed: int) -> None:
     texts = library()
     random.Random(seed).shuffle(texts)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("w", encoding="utf-8") as file:
+    with replacing(output) as partial, partial.open("w", encoding="utf-8") as file:
         for text in texts[:count]:
             message = {"role": "user", "content": TASK.format(text)}
             file.write(json.dumps({"messages": [message]}) + "\n")

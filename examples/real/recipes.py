@@ -34,6 +34,7 @@ from pathlib import Path
 import click
 
 from jetdraft.errors import OptionError
+from jetdraft.files import write_text
 from jetdraft.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent.parent
@@ -143,9 +144,26 @@ LESSONS = {
 
 def task(name: str, inputs: Inputs) -> list[Stage]:
     """The paper's table for a task: streams, and what they are compared with."""
-    train, test = (inputs.data / name / f"{part}.jsonl" for part in ("train", "test"))
-    work, run = inputs.work, inputs.jetdraft
+    work, test = inputs.work, inputs.data / name / "test.jsonl"
     lesson = (LESSONS_OF_GPU if inputs.gpu else LESSONS)[name]
+    return [
+        *_task_trainings(inputs, inputs.data / name / "train.jsonl", lesson),
+        inputs.bundle("base-bundle", inputs.target),
+        inputs.bundle("plain-bundle", work / "plain"),
+        inputs.bundle(
+            "streams-bundle", work / "streams", "--drafter", work / "drafter"
+        ),
+        inputs.bundle("head-bundle", work / "tuned", "--head", work / "head"),
+        inputs.measured("base.json", "base-bundle", test, "--methods", "auto"),
+        inputs.measured("plain.json", "plain-bundle", test, "--methods", "auto"),
+        inputs.measured("streams.json", "streams-bundle", test),
+        inputs.measured("head.json", "head-bundle", test),
+    ]
+
+
+def _task_trainings(inputs: Inputs, train: Path, lesson: Lesson) -> list[Stage]:
+    """Streams and plain tuning read the same examples."""
+    work, run = inputs.work, inputs.jetdraft
     texts = ["--data", train, "--validation-share", "0.02"]
     texts += ["--sequence-length", f"{lesson.sequence_length}"]
     many = ["--batch-size", "16"]
@@ -160,10 +178,9 @@ def task(name: str, inputs: Inputs) -> list[Stage]:
         ),
         inputs.script("tuned", "examples/tasks/merge.py", work / "streams"),
         inputs.script(
-            *("plain", "examples/tasks/tune.py", inputs.target, "--data", train),
-            *("--steps", f"{lesson.plain}", *many),
-            *("--sequence-length", f"{lesson.sequence_length}"),
-            *("--learning-rate", "1e-4", "--seed", str(inputs.seed)),
+            *("plain", "examples/tasks/tune.py", inputs.target, *texts, *many),
+            *("--steps", f"{lesson.plain}", "--learning-rate", "1e-4"),
+            *("--seed", str(inputs.seed)),
         ),
         run(
             *("drafter", "train", "drafter", work / "tuned", *texts, *many),
@@ -177,16 +194,6 @@ def task(name: str, inputs: Inputs) -> list[Stage]:
             *("--draft-vocab", "4096", "--unrolled", "4", "--half"),
             *("--steps", f"{lesson.head}", "--learning-rate", "1e-3"),
         ),
-        inputs.bundle("base-bundle", inputs.target),
-        inputs.bundle("plain-bundle", work / "plain"),
-        inputs.bundle(
-            "streams-bundle", work / "streams", "--drafter", work / "drafter"
-        ),
-        inputs.bundle("head-bundle", work / "tuned", "--head", work / "head"),
-        inputs.measured("base.json", "base-bundle", test, "--methods", "auto"),
-        inputs.measured("plain.json", "plain-bundle", test, "--methods", "auto"),
-        inputs.measured("streams.json", "streams-bundle", test),
-        inputs.measured("head.json", "head-bundle", test),
     ]
 
 
@@ -339,19 +346,25 @@ FOR_A_GPU = (*LESSONS, "chat")
 
 
 def run(stage: Stage, threads: int, minutes: Path) -> None:
-    """Run a stage, and note how long it took."""
+    """Run a stage, and note how long it took, whatever ends it."""
     others = [path for path in [os.environ.get("PYTHONPATH")] if path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *others])}
     if not stage.is_timed:
         environment["OMP_NUM_THREADS"] = str(threads)
     began = time.monotonic()
-    done = subprocess.run(list(map(str, stage.command)), check=False, env=environment)
-    spent = json.loads(minutes.read_text()) if minutes.exists() else {}
-    name = stage.product.relative_to(minutes.parent).as_posix()
-    spent[name] = round(spent.get(name, 0) + (time.monotonic() - began) / 60, 2)
-    minutes.write_text(json.dumps(spent, indent=2) + "\n", encoding="utf-8")
-    if done.returncode:
-        sys.exit(done.returncode)
+    process = subprocess.Popen(list(map(str, stage.command)), env=environment)
+    try:
+        process.wait()
+    except KeyboardInterrupt:
+        process.wait()  # Ctrl-C reached it too, and it may have steps to save
+        raise
+    finally:
+        spent = json.loads(minutes.read_text()) if minutes.exists() else {}
+        name = stage.product.relative_to(minutes.parent).as_posix()
+        spent[name] = round(spent.get(name, 0) + (time.monotonic() - began) / 60, 2)
+        write_text(minutes, json.dumps(spent, indent=2) + "\n")
+    if process.returncode:
+        sys.exit(process.returncode)
 
 
 @click.command()

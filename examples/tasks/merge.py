@@ -13,6 +13,7 @@ import torch
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streamed import SHARED
+from jetdraft.staging import writing
 
 
 @click.command()
@@ -20,16 +21,19 @@ from jetdraft.checkpoints.streamed import SHARED
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
 def main(streams: Path, output: Path) -> None:
     """Write the weights to which STREAMS, of mode shared, tune their base."""
+    if output.exists():
+        raise click.ClickException(f"{output} exists; choose another folder")
     checkpoint = Checkpoint.load(str(streams), torch.float32)
     if checkpoint.streams is None or checkpoint.streams.mode != SHARED:
         raise click.ClickException(f"{streams} has no streams of mode shared")
     tuned = checkpoint.with_streams(1.0).model.state_dict()
     plain = Checkpoint.load(str(streams), torch.float32).model
     plain.load_state_dict(tuned)
-    plain.save_pretrained(output)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (streams / name).is_file():
-            shutil.copy(streams / name, output / name)
+    with writing(output) as folder:
+        plain.save_pretrained(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (streams / name).is_file():
+                shutil.copy(streams / name, folder / name)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from transformers import (
     AutoTokenizer,
 )
 
+from jetdraft.staging import writing
 from jetdraft.train.data import IGNORED, Corpus
 from jetdraft.train.processes import this_process
 from jetdraft.train.taught.precision import precision
@@ -36,13 +37,8 @@ LossOf = Callable[[Any, int], Tensor]
 """Maps a model and the number of a step to the loss of a batch."""
 
 
-def of_texts(
-    folder: Path, data: Path, ends: Any, length: int, batch_size: int, seed: int
-) -> LossOf:
+def of_texts(corpus: Corpus, batch_size: int) -> LossOf:
     """The loss of completions behind their prompts, in one sequence."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ends = ends if isinstance(ends, list) else [ends]
-    corpus = Corpus.read([data], tokenizer, ends, length, 4, seed=seed)
 
     def loss_of(model: Any, step: int) -> Tensor:
         batch = corpus.batch(step, batch_size).to(model.device)
@@ -81,6 +77,22 @@ def of_pairs(folder: Path, data: Path, batch_size: int, seed: int) -> LossOf:
     return loss_of
 
 
+def tune(model: Any, loss_of: LossOf, steps: int, learning_rate: float) -> None:
+    """Train what is not frozen, with a rate that falls to zero."""
+    model.to(this_process().device)
+    learned = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+    for step in range(steps):
+        loss = loss_of(model, step)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 0 or step == steps - 1:
+            click.echo(f"step {step}: loss {loss.item():.3f}")
+
+
 @click.command()
 @click.argument("drafter", type=click.Path(exists=True, path_type=Path))
 @click.option("--data", type=click.Path(exists=True, path_type=Path), required=True)
@@ -88,6 +100,12 @@ def of_pairs(folder: Path, data: Path, batch_size: int, seed: int) -> LossOf:
 @click.option("--steps", default=600, show_default=True)
 @click.option("--batch-size", default=32, show_default=True)
 @click.option("--sequence-length", default=256, show_default=True)
+@click.option(
+    "--validation-share",
+    default=0.05,
+    show_default=True,
+    help="Texts left out, which other trainings with the same seed leave out too.",
+)
 @click.option("--learning-rate", default=1e-3, show_default=True)
 @click.option(
     "--lora-rank",
@@ -104,11 +122,14 @@ def main(
     steps: int,
     batch_size: int,
     sequence_length: int,
+    validation_share: float,
     learning_rate: float,
     lora_rank: int,
     seed: int,
 ) -> None:
     """Tune DRAFTER and write it to OUTPUT."""
+    if output.exists():
+        raise click.ClickException(f"{output} exists; choose another folder")
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(drafter)
     if config.is_encoder_decoder:
@@ -116,30 +137,25 @@ def main(
         loss_of = of_pairs(drafter, data, batch_size, seed)
     else:
         model = AutoModelForCausalLM.from_pretrained(drafter, dtype=torch.float32)
+        tokenizer = Tokenizer.from_file(str(drafter / "tokenizer.json"))
         ends = model.config.eos_token_id
-        loss_of = of_texts(drafter, data, ends, sequence_length, batch_size, seed)
+        ends = ends if isinstance(ends, list) else [ends]
+        corpus = Corpus.read(
+            [data], tokenizer, ends, sequence_length, 4, validation_share, seed
+        )
+        loss_of = of_texts(corpus, batch_size)
     if lora_rank:
         lora = LoraConfig(
             r=lora_rank, lora_alpha=lora_rank, target_modules="all-linear"
         )
         model = get_peft_model(model, lora)
-    model.to(this_process().device)
-    learned = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(learned, lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
-    for step in range(steps):
-        loss = loss_of(model, step)
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        optimizer.step()
-        schedule.step()
-        if step % 50 == 0 or step == steps - 1:
-            click.echo(f"step {step}: loss {loss.item():.3f}")
+    tune(model, loss_of, steps, learning_rate)
     model = model.merge_and_unload() if lora_rank else model
-    # A T5's activations overflow in float16.
-    (model if config.is_encoder_decoder else model.half()).save_pretrained(output)
-    for file in drafter.glob("*token*.json"):
-        shutil.copy(file, output / file.name)
+    with writing(output) as folder:
+        # A T5's activations overflow in float16.
+        (model if config.is_encoder_decoder else model.half()).save_pretrained(folder)
+        for file in drafter.glob("*token*.json"):
+            shutil.copy(file, folder / file.name)
 
 
 if __name__ == "__main__":
