@@ -34,7 +34,10 @@ OWN = "own"
 def put(sets: WeightSets, value: float) -> str:
     """Publish weights that all have one value."""
     arrays = {"matrix": np.full((64, 64), value, np.float32)}
-    return publish(sets, arrays, {"weight": torch.full((64, 64), value)})
+    weights = {"weight": torch.full((64, 64), value)}
+    name = publish(sets, arrays, weights, sets.choice().cleared)
+    assert name is not None
+    return name
 
 
 def publish_new(sets: WeightSets) -> None:

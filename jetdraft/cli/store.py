@@ -108,8 +108,10 @@ def _set(name: str) -> str:
 
 def _clear_learned(bundle: Bundle, folder: Path, user: str) -> int:
     """Remove a user's lessons, and all learned weights; gives the lessons' number."""
+    count = _lessons(bundle, folder).clear(user)
+    # Last, so that a training which has read the lessons publishes nothing.
     WeightSets(folder, base_of(bundle)).clear()
-    return _lessons(bundle, folder).clear(user)
+    return count
 
 
 def _lessons(bundle: Bundle, folder: Path) -> Lessons:

@@ -141,13 +141,17 @@ class Lessons:
         return [lesson for row in rows for lesson in _read(row, self._vocab_size)]
 
     def clear(self, user: str = "") -> int:
-        """Delete all lessons of a user; returns their number. Raises `StoreError`."""
+        """Delete a user's lessons, whose number it returns, and damaged files.
+
+        Raises `StoreError`.
+        """
         checked_user(user)
         try:
+            self._file.remove_damaged()
             with self._file.connect() as database:
                 deletion = "delete from lessons where user = ?"
                 return database.execute(deletion, (user,)).rowcount
-        except DAMAGE as error:
+        except (*DAMAGE, OSError) as error:
             raise StoreError(
                 f"cannot clear {self._file.path} ({error}); try again"
             ) from error

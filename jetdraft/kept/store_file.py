@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
+from glob import escape
 from pathlib import Path
 
 from jetdraft.errors import StoreError
@@ -23,6 +24,9 @@ _APPLICATION_ID = 0x4A444654
 """Written into the file's header, so that no other program's database is touched."""
 _ID_OFFSET = 68
 """Where SQLite keeps the application id in the file's header."""
+
+_ASIDE = ".damaged"
+"""What a damaged file's name ends with, or a number behind it."""
 
 _ABOUT = "create table if not exists about (tokenizer text not null);"
 
@@ -86,6 +90,14 @@ class StoreFile:
             f"{_moved_aside(self.path)} and a new store is begun",
             stacklevel=4,
         )
+
+    def remove_damaged(self) -> None:
+        """Delete the files that were moved aside: nobody knows whose texts they hold.
+
+        Raises `OSError`.
+        """
+        for file in self.path.parent.glob(f"{escape(self.path.name)}{_ASIDE}*"):
+            file.unlink(missing_ok=True)
 
     def _check_tokenizer(self, database: sqlite3.Connection) -> None:
         # One statement, since another process may be creating the file too.
@@ -166,7 +178,7 @@ def _moved_aside(path: Path) -> Path:
     aside = next(
         free
         for suffix in suffixes
-        if not (free := path.with_name(f"{path.name}.damaged{suffix}")).exists()
+        if not (free := path.with_name(f"{path.name}{_ASIDE}{suffix}")).exists()
     )
     with suppress(FileNotFoundError):  # another process may have been faster
         path.chmod(0o600)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from secrets import token_hex
 from typing import Annotated, Any
 
 import numpy as np
@@ -52,12 +53,14 @@ Name = Annotated[
 class Choice:
     """The set that drafts for the drafter `base`.
 
-    It is on trial while there is a set `before`, to which a bad trial goes back.
+    It is on trial while there is a set `before`, to which a bad trial goes back. Each
+    clear draws `cleared` anew: a training that began before it publishes nothing.
     """
 
     name: Name
     before: Name | None
     base: Name
+    cleared: str = ""
 
 
 class WeightSets:
@@ -82,7 +85,9 @@ class WeightSets:
     def choice(self) -> Choice:
         """What drafts: a set, or the bundle's own weights."""
         choice = self._stored()
-        return choice if choice.base == self.base else Choice(OWN, None, self.base)
+        if choice.base == self.base:
+            return choice
+        return replace(choice, name=OWN, before=None, base=self.base)
 
     def _stored(self) -> Choice:
         """The choice in the file; a missing or malformed file chooses no set."""
@@ -127,7 +132,7 @@ class WeightSets:
         def settled(now: Choice) -> Choice:
             if now.name != name or now.before is None:
                 return now  # another process was faster
-            return Choice(name if keep else now.before, None, self.base)
+            return replace(now, name=name if keep else now.before, before=None)
 
         try:
             self.change(settled)
@@ -136,7 +141,7 @@ class WeightSets:
 
     def clear(self) -> None:
         """Delete all sets; the bundle's own weights draft from now on."""
-        self.change(lambda now: Choice(OWN, None, self.base))
+        self.change(lambda now: Choice(OWN, None, self.base, token_hex(16)))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

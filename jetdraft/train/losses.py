@@ -20,6 +20,7 @@ STREAM_WEIGHT = 0.1
 class Losses:
     """Cross entropies: of the main rows, of stream 1..gamma, and of early exits.
 
+    `places` [1 + gamma] counts the rows with a label, of main rows and of streams.
     `acceptance` is the share of places where a stream's best token is also the best
     token of the main row there: the share that greedy decoding would accept.
     """
@@ -27,12 +28,18 @@ class Losses:
     main: Tensor
     streams: Tensor
     early: Tensor
+    places: Tensor
     acceptance: Tensor
 
-    def total(self, mode: str) -> Tensor:
-        """The loss to minimise; in lossless mode the main rows cannot learn."""
-        total = STREAM_WEIGHT * self.streams.sum() + self.early
-        return total + MAIN_WEIGHT * self.main if mode == SHARED else total
+    def total(self, mode: str, weights: Tensor) -> Tensor:
+        """The loss to minimise; in lossless mode the main rows cannot learn.
+
+        `weights` [1 + gamma] are those of the means over `places`: ones, or in a part
+        of a batch what makes the mean over the parts that of the batch.
+        """
+        streams = (weights[1:] * self.streams).sum()
+        total = STREAM_WEIGHT * streams + weights[0] * self.early
+        return total + MAIN_WEIGHT * weights[0] * self.main if mode == SHARED else total
 
 
 def losses(streamed: Streamed, batch: Batch, gamma: int) -> Losses:
@@ -76,6 +83,7 @@ def losses(streamed: Streamed, batch: Batch, gamma: int) -> Losses:
         main=_cross_entropy(main[:, :, None], wanted)[0],
         streams=_cross_entropy(probes, ahead),
         early=_cross_entropy(early[:, :, None], wanted)[0],
+        places=torch.cat([(wanted != IGNORED).sum().view(1), compared.sum((0, 1))]),
         acceptance=right.sum((0, 1)) / compared.sum((0, 1)).clamp(min=1),
     )
 

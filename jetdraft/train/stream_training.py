@@ -144,8 +144,11 @@ class StreamTraining(Training):
 
     def loss(self, accelerator: Any, module: Any, batch: Batch) -> Tensor:
         """The loss over the next n-gram."""
-        mode = self.settings.mode
-        return losses(module, batch, self.settings.gamma).total(mode)
+        part = losses(module, batch, self.settings.gamma)
+        places = accelerator.reduce(part.places, "sum").clamp(min=1)
+        # Processes average their gradients, and each has a part of the places.
+        weights = part.places * accelerator.num_processes / places
+        return part.total(self.settings.mode, weights)
 
     def validate(self, accelerator: Any, module: Any) -> dict[str, Any]:
         """Means over the validation sequences."""

@@ -127,6 +127,9 @@ def test_a_damaged_file_is_moved_aside(tmp_path):
     assert tokens(again) == []
     again.add(lesson(8, 9))
     assert tokens(again) == [[8, 9]]
+    [aside] = tmp_path.glob("*.damaged*")
+    assert again.clear("others") == 0
+    assert not aside.exists(), "nobody knows whose texts it holds"
 
 
 def test_other_files_are_refused(tmp_path):

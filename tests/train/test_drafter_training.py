@@ -278,6 +278,22 @@ def test_labels_from_the_disk_teach_the_same(
         train(target, tmp_path / "5", text, replace(cached, cache_tokens=9))
 
 
+def test_labels_from_the_disk_and_exact_labels_do_not_go_on_from_each_other(
+    target, text, tmp_path
+):
+    def at_once(progress) -> None:
+        raise KeyboardInterrupt
+
+    cached = replace(SMALL, cache=tmp_path / "labels")
+    with pytest.raises(KeyboardInterrupt):
+        train(target, tmp_path / "out", text, cached, report=at_once)
+    with pytest.raises(OutputError, match=r"other settings \(cache\)"):
+        train(target, tmp_path / "out", text)
+    (tmp_path / "labels").rename(tmp_path / "moved")
+    moved = replace(SMALL, cache=tmp_path / "moved")
+    assert train(target, tmp_path / "out", text, moved)[0].step == QUICK.steps
+
+
 def test_a_part_of_each_batch_is_the_drafters_own(target, text, tmp_path):
     """A share of the rows; their prompts stay, and the same step gives the same."""
 

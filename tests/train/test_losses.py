@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ from jetdraft.checkpoints.streamed import SHARED, StreamSettings
 from jetdraft.train.data import IGNORED, Example, collate
 from jetdraft.train.losses import STREAM_WEIGHT, losses
 from jetdraft.train.stream_attention import IMPLEMENTATION
+from jetdraft.train.stream_training import StreamTraining
 from tests.tiny import llama_config, save_checkpoint, save_streams
 
 GAMMA = 3
+ONES = torch.ones(1 + GAMMA)
 SETTINGS = StreamSettings(gamma=GAMMA, layers=2, lora_rank=4, prune_rank=2)
 SEQUENCES = (
     Example([5, 9, 200, 31, 8, 77, 120, 4, 66], [False] * 4 + [True] * 5),
@@ -96,7 +100,7 @@ def test_gradients_are_those_of_streams_on_all_rows(streamed):
     gradients = []
     for loss in (
         lambda: masked(streamed, batch),
-        lambda: losses(streamed, batch, GAMMA).total(SHARED),
+        lambda: losses(streamed, batch, GAMMA).total(SHARED, ONES),
     ):
         streamed.requires_grad_(True).zero_grad()
         loss().backward()
@@ -104,6 +108,19 @@ def test_gradients_are_those_of_streams_on_all_rows(streamed):
     streamed.requires_grad_(False)
     assert gradients[0]["streams.embeddings"].abs().min() > 0
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
+
+
+def test_the_mean_over_parts_of_a_batch_is_that_of_the_batch(streamed):
+    """Processes have a part each, with other numbers of learned places."""
+    training = StreamTraining.__new__(StreamTraining)
+    training.settings = replace(SETTINGS, mode=SHARED)
+    every = torch.tensor([5 + 4, 4 + 3, 3 + 2, 2 + 1])
+    two = SimpleNamespace(num_processes=2, reduce=lambda places, how: every)
+    one = SimpleNamespace(num_processes=1, reduce=lambda places, how: places)
+    with torch.no_grad():
+        whole = training.loss(one, streamed, collate(SEQUENCES))
+        parts = [training.loss(two, streamed, collate([part])) for part in SEQUENCES]
+    assert torch.stack(parts).mean() == pytest.approx(whole.item(), abs=1e-5)
 
 
 def test_only_rows_with_a_learned_successor_carry_streams(streamed):

@@ -185,12 +185,16 @@ class ResponseStore:
             )
 
     def clear(self) -> int:
-        """Delete all entries of the user; returns their number. Raises `StoreError`."""
+        """Delete the user's entries, whose number it returns, and damaged files.
+
+        Raises `StoreError`.
+        """
         try:
+            self._store_file.remove_damaged()
             with self._store_file.connect() as database:
                 deletion = "delete from entries where user = ?"
                 count = database.execute(deletion, (self.user,)).rowcount
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise StoreError(
                 f"cannot clear the store {self.file} ({error}); try again"
             ) from error

@@ -172,7 +172,9 @@ class ModelTraining(TaughtTraining):
 
     def settings_of_run(self) -> dict[str, Any]:
         """The settings of the drafter, and the target's hash."""
-        own = asdict(self.settings) | {"cache": None, "target": self.base}
+        # The folder may move, but labels that are cut to the best tokens are others.
+        is_cached = self.settings.cache is not None
+        own = asdict(self.settings) | {"cache": is_cached, "target": self.base}
         return own | {"from_layers": list(self.settings.from_layers)}
 
     def optimizers(self) -> list[torch.optim.Optimizer]:

@@ -173,8 +173,12 @@ class ExitTraining(TaughtTraining):
     def loss(self, accelerator: Any, module: Any, batch: Batch) -> Tensor:
         """The loss of the exits and of the classifiers."""
         with precision(accelerator.device):
-            loss: Tensor = module(self.rows(accelerator, batch))[0]
-        return loss
+            rows = self.rows(accelerator, batch)
+            loss: Tensor = module(rows)[0]
+        count = torch.tensor(len(rows.tokens), device=loss.device)
+        # Processes average their gradients, and each has a part of the rows.
+        share: Tensor = count * accelerator.num_processes / accelerator.reduce(count)
+        return loss * share
 
     @torch.no_grad()
     def rows(self, accelerator: Any, batch: Batch) -> Rows:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -45,11 +48,8 @@ class TensorCache:
                 f"cannot write {folder} ({error.strerror}); choose another folder"
             ) from error
         for file in sorted(folder.glob("states-*.safetensors")):
-            try:
-                with safe_open(file, "pt") as opened:
-                    self._places |= dict.fromkeys(opened.keys(), file)
-            except (OSError, SafetensorError) as error:
-                raise DataError(f"{file} is damaged ({error}); delete it") from error
+            with _reading(file), safe_open(file, "pt") as opened:
+                self._places |= dict.fromkeys(opened.keys(), file)
 
     def has(self, key: str) -> bool:
         """Whether a tensor is kept."""
@@ -61,7 +61,8 @@ class TensorCache:
             return self._pending[key]
         if key not in self._places:
             return None
-        with safe_open(self._places[key], "pt") as opened:
+        file = self._places[key]
+        with _reading(file), safe_open(file, "pt") as opened:
             tensor: Tensor = opened.get_tensor(key)
         return tensor
 
@@ -77,7 +78,8 @@ class TensorCache:
         """Write the tensors that are not in a file yet."""
         if not self._pending:
             return
-        mine = f"states-{self.process}-"
+        # Two trainings may share the folder, and each has a process 0.
+        mine = f"states-{self.process}-{os.getpid()}-"
         numbers = (int(f.stem[len(mine) :]) for f in self.folder.glob(f"{mine}*"))
         # Beyond the last, since a shard before it may have been deleted.
         name = f"{mine}{max(numbers, default=-1) + 1:08}.safetensors"
@@ -92,3 +94,12 @@ class TensorCache:
             ) from error
         self._places |= dict.fromkeys(self._pending, file)
         self._pending = {}
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Raise `DataError` if the block cannot read a shard."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{file} is damaged ({error}); delete it") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -24,21 +25,26 @@ TRAINED = "trained.safetensors"
 """The merged weights of a set in floats, by the checkpoint's names."""
 
 
-def publish(sets: WeightSets, arrays: Arrays, trained: Mapping[str, Tensor]) -> str:
+def publish(
+    sets: WeightSets, arrays: Arrays, trained: Mapping[str, Tensor], cleared: str
+) -> str | None:
     """Write a set, and put it on trial; gives its name. Raises `OutputError`.
 
     A set that was still on trial is replaced: the trial is against the weights that
-    were judged last.
+    were judged last. `cleared` is that of the choice before the lessons were read; if
+    the folder was cleared since, nothing is written, and the name is None.
 
-        publish(sets, arrays, {"model.layers.0.mlp.up_proj.weight": weight})
+        publish(sets, arrays, {"model.layers.0.mlp.up_proj.weight": weight}, cleared)
     """
-    name = OWN
+    name = None
 
     def written(now: Choice) -> Choice:
         nonlocal name
+        if now.cleared != cleared:
+            return now
         name = _write(sets.folder, arrays, trained)
         judged = judged_name(now)
-        return now if name == judged else Choice(name, judged, sets.base)
+        return now if name == judged else replace(now, name=name, before=judged)
 
     try:
         sets.change(written)

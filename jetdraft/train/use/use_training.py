@@ -24,8 +24,8 @@ from jetdraft.train.use.publication import judged_weights, publish
 from jetdraft.train.use.student import Student
 from jetdraft.train.use.wrong_places import Missed, together
 
-HELD_OUT = 8
-"""One lesson of so many is held out."""
+HELD_OUT, MOST_HELD_OUT = 8, 32
+"""One lesson of so many is held out, and the most that are."""
 
 LOOK_EVERY = 10
 """Steps between two looks at the lessons that are held out."""
@@ -68,7 +68,8 @@ class UseOptions:
 class Learned:
     """What a training did: held-out figures before and after, and the set's name.
 
-    The name is None if nothing was published, since the loss did not fall.
+    The name is None if nothing was published, since the loss did not fall, or since
+    the lessons were erased meanwhile.
     """
 
     steps: int
@@ -105,6 +106,7 @@ class UseTraining:
         Raises `DataError` for too few wrong places, and `TrainingError` if the loss is
         not a number; then, and at a `KeyboardInterrupt`, nothing is published.
         """
+        cleared = self.sets.choice().cleared  # before the lessons are read
         lessons = self.lessons.read()
         places = sum(len(lesson.places) for lesson in lessons)
         if places < self.options.least:
@@ -118,13 +120,11 @@ class UseTraining:
         after = run.held_out()
         name = None
         if after.loss < before.loss:
-            name = self._publish(merge_lora(run.model), lessons)
+            changed = merge_lora(run.model)
+            text = torch.cat([torch.from_numpy(lesson.tokens) for lesson in lessons])
+            arrays = self._student.arrays(changed, text)
+            name = publish(self.sets, arrays, changed, cleared)
         return Learned(done, places, before, after, name)
-
-    def _publish(self, changed: dict[str, Tensor], lessons: Sequence[Lesson]) -> str:
-        text = torch.cat([torch.from_numpy(lesson.tokens) for lesson in lessons])
-        arrays = self._student.arrays(changed, text)
-        return publish(self.sets, arrays, changed)
 
 
 class _Run:
@@ -144,7 +144,8 @@ class _Run:
         self._lora = add_lora(self.model, layers, options.lora_rank)
         self._draw = random.Random(options.seed)
         order = self._draw.sample(lessons, len(lessons))
-        self._held = order[::HELD_OUT] if len(order) >= HELD_OUT else order
+        held_out = order[::HELD_OUT][:MOST_HELD_OUT]
+        self._held = held_out if len(order) >= HELD_OUT else order
         held = set(map(id, self._held))
         self._training = [o for o in order if id(o) not in held] or order
 
@@ -156,12 +157,12 @@ class _Run:
             optimizer.param_groups[0]["lr"] = self._rate(step)
             self._step(optimizer)
             step += 1
-            pace.rest()
             report(step, self.options.steps)
             if step % LOOK_EVERY == 0 or step == self.options.steps:
                 loss = self.held_out().loss.item()
                 if loss < least:
                     least, best = loss, [w.detach().clone() for w in self._lora]
+        pace.rest()
         with torch.no_grad():
             for weight, kept in zip(self._lora, best, strict=bool(best)):
                 weight.copy_(kept)

@@ -122,11 +122,12 @@ def command(
 
 def _tell(learned: Learned) -> None:
     before, after = learned.before, learned.after
-    outcome = (
-        "nothing was learned, and nothing was published"
-        if learned.name is None
-        else f"the weights {learned.name[:12]} are on trial"
-    )
+    if learned.name is not None:
+        outcome = f"the weights {learned.name[:12]} are on trial"
+    elif after.loss < before.loss:
+        outcome = "the lessons were erased meanwhile, so nothing was published"
+    else:
+        outcome = "nothing was learned, and nothing was published"
     click.echo(
         f"{learned.steps} steps on {learned.places} wrong places: held-out loss "
         f"{before.loss:.2f} to {after.loss:.2f}, right {before.right:.2f} to "

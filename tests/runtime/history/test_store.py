@@ -153,6 +153,8 @@ def test_a_damaged_file_is_moved_aside(tmp_path, damage):
         assert (tmp_path / name).read_bytes() == content
     again.add(entry(5))
     assert prompts(open_store(tmp_path)) == [[5]]
+    again.clear()
+    assert [file.name for file in tmp_path.iterdir()] == ["store.sqlite"]
 
 
 def test_random_damage_never_ends_in_anything_else(tmp_path):

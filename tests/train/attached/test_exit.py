@@ -7,6 +7,7 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.split.exit_head import FILE, ExitHead
 from jetdraft.runtime.proposers.proposer import Observer
 from jetdraft.testing import toy_bundle
+from jetdraft.train.data import Example, collate
 from jetdraft.train.exit.exit_training import ExitHeads, ExitTraining
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as cli
@@ -315,6 +317,26 @@ def test_a_trained_head_exits_where_the_lower_layers_know_the_text(
     plain = model.generate(PERIOD, **FREE).token_ids
     same = sum(a == b for a, b in zip(made.token_ids, plain, strict=False))
     assert same > 30
+
+
+def test_the_mean_over_parts_of_a_batch_is_that_of_the_batch(target, tmp_path):
+    """Processes have a part each, with other numbers of learned tokens."""
+    text = Path(target).parent / "text.txt"
+    run = ExitTraining(target, tmp_path / "h", [text], (LAYER,), QUICK)
+    ids = run.corpus.training[0].ids
+    examples = [Example.completed(ids[:size], 1) for size in (17, 5)]
+
+    def loss(processes, part):
+        accelerator = SimpleNamespace(
+            num_processes=processes,
+            reduce=lambda count: torch.tensor(16 + 4),
+            device=torch.device("cpu"),
+        )
+        with torch.no_grad():
+            return run.loss(accelerator, run.module, collate(part)).item()
+
+    parts = [loss(2, [example]) for example in examples]
+    assert sum(parts) / 2 == pytest.approx(loss(1, examples), abs=1e-5)
 
 
 def test_the_module_is_the_head_of_the_runtime(target, bundle, tmp_path):

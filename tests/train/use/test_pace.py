@@ -30,12 +30,12 @@ def clock(monkeypatch):
     return made
 
 
-def test_only_steps_are_counted(clock):
+def test_what_follows_a_rest_is_not_counted(clock):
     pace, steps = Pace(seconds=3.0), 0
     while pace.goes_on():
         clock.now += 1.0
         pace.rest()
-        clock.now += 100.0  # a validation
+        clock.now += 100.0  # an export
         steps += 1
     assert steps == 3
     assert not pace.has_time

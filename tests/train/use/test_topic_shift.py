@@ -135,4 +135,4 @@ def put_first_topic(bundle, learned, source, texts):
             weight.copy_(matrices[name])
     arrays = drafter_arrays(bundle, checkpoint, torch.tensor(texts[0]))
     sets = WeightSets(learned, base_of(bundle))
-    sets.settle(publish(sets, arrays, matrices), keep=True)
+    sets.settle(publish(sets, arrays, matrices, ""), keep=True)

@@ -137,6 +137,22 @@ def test_a_loss_that_is_no_number_publishes_nothing(
     assert training.sets.choice().name == ""
 
 
+def test_nothing_is_published_after_a_clear(toy, drafter, tmp_path, monkeypatch):
+    """Whose lessons were erased during a training must not meet them in weights."""
+    student = student_of(Bundle.open(toy), str(drafter))
+    training = UseTraining(student, tmp_path, UseOptions(steps=20, least=1))
+    training.lessons.add(lesson())
+
+    def clear(done, total):
+        training.sets.clear()
+
+    learned = training.run(Pace(), clear)
+    assert learned.after.loss < learned.before.loss
+    assert learned.name is None
+    assert training.sets.choice().name == ""
+    assert training.run(Pace()).name == training.sets.choice().name != ""
+
+
 def test_the_background_trains_when_there_is_enough(monkeypatch):
     """And not while a set is on trial; and not beyond its seconds."""
     lessons, pace, told, naps = [], Pace(seconds=10.0), [], []
