@@ -69,14 +69,10 @@ def losses(streamed: Streamed, batch: Batch, gamma: int) -> Losses:
     best = torch.zeros_like(batch.ids)
     best[:, keep] = main.detach().argmax(-1)
     # Row t predicts token t + 1, and its stream j (from 1 on) token t + 1 + j.
-    tokens = _following(batch.labels, gamma + 1)
-    wanted = tokens[:, keep, :1]
-    ahead, agreed = (
-        torch.take_along_dim(ids, carriers[..., None], 1)
-        for ids in (tokens[..., 1:], _following(best, gamma))
-    )
-    is_real = learned.gather(1, carriers)[..., None]
-    ahead = ahead.where(is_real, IGNORED)
+    wanted = _following(batch.labels, 1)[:, keep]
+    ahead = _of_carriers(_following(batch.labels, gamma + 1)[..., 1:], carriers)
+    ahead = ahead.where(_of_carriers(learned[..., None], carriers), IGNORED)
+    agreed = _of_carriers(_following(best, gamma), carriers)
     compared = ahead != IGNORED
     right = (probes.detach().argmax(-1) == agreed) & compared
     return Losses(
@@ -96,6 +92,11 @@ def _carriers(learned: Tensor) -> Tensor:
     count = max(1, int(learned.sum(1).max()))
     order = learned.int().argsort(dim=1, descending=True, stable=True)
     return order[:, :count]
+
+
+def _of_carriers(rows: Tensor, carriers: Tensor) -> Tensor:
+    """What [b, T, n] says of the rows [b, C] that carry streams: [b, C, n]."""
+    return torch.take_along_dim(rows, carriers[..., None], 1)
 
 
 def _following(ids: Tensor, count: int) -> Tensor:

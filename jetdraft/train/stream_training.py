@@ -61,22 +61,7 @@ class StreamTraining(Training):
                 f"sequences of {self.options.sequence_length} tokens are too short for "
                 f"{settings.gamma} streams; give {settings.gamma + 2} or more"
             )
-        if is_gguf(target):
-            raise CheckpointError(
-                f"{target} is a GGUF file, and streams are trained for a folder; give "
-                "the model's Hugging Face folder"
-            )
-        checkpoint = Checkpoint.load(target, torch.float32)
-        convert(checkpoint.model, torch.float32)
-        if checkpoint.packed is not None and settings.mode == SHARED:
-            raise CheckpointError(
-                f"{target} is quantized already, so its weights cannot be tuned; give "
-                "mode lossless, or the checkpoint before quantization"
-            )
-        if checkpoint.streams is not None:
-            raise CheckpointError(
-                f"{target} already has streams; give a checkpoint without streams"
-            )
+        checkpoint = _loaded(target, settings.mode)
         self.source = checkpoint_folder(target)
         self.settings = replace(settings, base=weights_sha256(self.source))
         model = checkpoint.model
@@ -182,3 +167,24 @@ class StreamTraining(Training):
             "validation": figures,
         }
         self.folder.save(weights, description, state, self.finished)
+
+
+def _loaded(target: str, mode: str) -> Checkpoint:
+    """The target in float32; raises `CheckpointError` if it cannot learn streams."""
+    if is_gguf(target):
+        raise CheckpointError(
+            f"{target} is a GGUF file, and streams are trained for a folder; give "
+            "the model's Hugging Face folder"
+        )
+    checkpoint = Checkpoint.load(target, torch.float32)
+    convert(checkpoint.model, torch.float32)
+    if checkpoint.packed is not None and mode == SHARED:
+        raise CheckpointError(
+            f"{target} is quantized already, so its weights cannot be tuned; give "
+            "mode lossless, or the checkpoint before quantization"
+        )
+    if checkpoint.streams is not None:
+        raise CheckpointError(
+            f"{target} already has streams; give a checkpoint without streams"
+        )
+    return checkpoint

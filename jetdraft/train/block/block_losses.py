@@ -15,6 +15,7 @@ from jetdraft.checkpoints.heads.block_drafter import masked
 from jetdraft.train.block.block_places import Blocks
 from jetdraft.train.data import IGNORED
 from jetdraft.train.head.head_losses import Lesson
+from jetdraft.train.taught.chosen_rows import at
 from jetdraft.train.taught.place_sums import Sums, sums_of
 from jetdraft.train.taught.precision import precision
 
@@ -119,12 +120,6 @@ def block_mask(last: Tensor, size: int, count: int, context_asks: bool) -> Tenso
         causal[:, count:] = False
         mask = torch.cat([causal.expand(len(last), -1, -1), mask], dim=1)
     return mask[:, None]
-
-
-def at(rows: Tensor, places: Tensor) -> Tensor:
-    """The rows [b, T, ...] at places int64 [b, ...]."""
-    sequences = torch.arange(len(rows), device=rows.device)
-    return rows[sequences.view(-1, *[1] * (places.ndim - 1)), places]
 
 
 def total(sums: Sums, places: Tensor) -> Tensor:

@@ -137,18 +137,15 @@ class BlockTraining(PlaceTraining):
         return loss
 
     def _drawn(self, accelerator: Any, batch: Batch) -> Blocks:
-        """Blocks that depend on the seed and on a sequence's number in the training."""
-        start = self.step * self.options.batch_size + accelerator.process_index
-        numbers = range(start, start + 10**6, accelerator.num_processes)
-        seeds = (1_000_003 * self.options.seed + number for number in numbers)
-        generators = [
-            torch.Generator().manual_seed(seed)
-            for seed, _ in zip(seeds, batch.ids, strict=False)
-        ]
         settings, slots = self.settings, self.config.slots
-        share = settings.known_share
-        first = self.first_anchor
-        return Blocks.drawn(batch, settings.anchors, slots, share, generators, first)
+        return Blocks.drawn(
+            batch,
+            settings.anchors,
+            slots,
+            settings.known_share,
+            self.generators(accelerator, batch),
+            self.first_anchor,
+        )
 
     def _taught(self, accelerator: Any) -> Any:
         """The teacher, on the device of this process."""

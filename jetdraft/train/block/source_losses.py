@@ -14,11 +14,12 @@ from jetdraft.checkpoints.heads.attached.source_drafter import SourceDrafter
 from jetdraft.checkpoints.source_attention import implement
 from jetdraft.checkpoints.sources.decoder_seams import distance_bias, relative_table
 from jetdraft.contracts.constants import HIDDEN
-from jetdraft.train.block.block_losses import BlockObjective, at, block_mask
+from jetdraft.train.block.block_losses import BlockObjective, block_mask
 from jetdraft.train.block.block_places import Blocks
 from jetdraft.train.block.masked_attention import IMPLEMENTATION, Masks, masking
 from jetdraft.train.data import IGNORED, Batch, Example, collate, examples_of
 from jetdraft.train.head.head_losses import Lesson
+from jetdraft.train.taught.chosen_rows import at
 from jetdraft.train.taught.place_sums import Sums
 from jetdraft.train.taught.precision import precision
 
@@ -93,8 +94,8 @@ class SourceTeacher:
 class SourceObjective(BlockObjective):
     """A drafter that reads a source, and its loss; see `BlockObjective`.
 
-    In training it is told a share `glancing` of what it guesses wrong, and learns the
-    rest (GLAT, 2008.07905).
+    In training it is told some tokens, and learns the rest (GLAT, 2008.07905): a share
+    `glancing` of as many as it guesses wrong, drawn from all that it guesses.
 
         sums = SourceObjective(drafter)(lesson, blocks)
     """
@@ -125,7 +126,7 @@ class SourceObjective(BlockObjective):
     def known(
         self, lesson: Lesson, blocks: Blocks, places: Tensor, open_places: Tensor
     ) -> Tensor:
-        """The places that are told: first tokens, and a share of wrong guesses."""
+        """The places that are told: first tokens, and some of the guessed."""
         told = super().known(lesson, blocks, places, open_places)
         if not (self.training and self.glancing) or blocks.chances is None:
             return told

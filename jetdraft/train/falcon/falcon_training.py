@@ -22,6 +22,7 @@ from jetdraft.checkpoints.heads.head_config import FALCON, HeadConfig
 from jetdraft.errors import OptionError
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.head.head_losses import CROSS_ENTROPY, NOISE, Lesson
+from jetdraft.train.taught.chosen_rows import shifted
 from jetdraft.train.taught.layer_training import LayerSettings, LayerTraining
 from jetdraft.train.taught.next_token_training import DraftObjective
 from jetdraft.train.taught.place_sums import Sums, sums_of
@@ -74,13 +75,13 @@ class FalconObjective(DraftObjective):
         size, count = self.drafter.config.slots, lesson.ids.shape[1]
         rows = torch.arange(count, device=lesson.ids.device)
         places = (rows - first) % size
-        (features,), ids = lesson.taps, _behind(lesson.ids, 1)
+        (features,), ids = lesson.taps, shifted(lesson.ids, 1)
         if self.training:
             draw = torch.Generator().manual_seed(lesson.seed)
             noise = torch.rand(features.shape, generator=draw).to(features)
             features = features + (noise - 0.5) * NOISE
-        wanted, teacher = _behind(lesson.final, size), _behind(lesson.logits, size)
-        learned = _behind(lesson.labels, size + 1, IGNORED) != IGNORED
+        wanted, teacher = shifted(lesson.final, size), shifted(lesson.logits, size)
+        learned = shifted(lesson.labels, size + 1, IGNORED) != IGNORED
         if self.training and lesson.share:
             with torch.no_grad():
                 guessed = self._predicted(features, ids, places)[learned]
@@ -89,7 +90,7 @@ class FalconObjective(DraftObjective):
             wrong[learned] = chosen != teacher[learned].argmax(-1)
             told = told_rows(wrong, places, size, lesson.share, lesson.seed) & learned
             features = torch.where(told[..., None], wanted, features)
-            ids = torch.where(told, _behind(lesson.ids, size + 1), ids)
+            ids = torch.where(told, shifted(lesson.ids, size + 1), ids)
             learned = learned & ~told
         predicted = self._predicted(features, ids, places)[learned]
         scores = self.drafter.lm_head(predicted).float().log_softmax(-1)
@@ -122,13 +123,6 @@ class FalconObjective(DraftObjective):
             tokens, windows.transpose(-1, -2), rows[None], None, mask
         )
         return predicted
-
-
-def _behind(rows: Tensor, places: int, fill: float = 0) -> Tensor:
-    """Row t becomes row t + `places`; the last rows are filled: [b, T, ...]."""
-    moved = torch.full_like(rows, fill)
-    moved[:, : max(0, rows.shape[1] - places)] = rows[:, places:]
-    return moved
 
 
 def told_rows(

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.medusa import Medusa
 from jetdraft.train.data import IGNORED
+from jetdraft.train.taught.chosen_rows import shifted
 from jetdraft.train.taught.precision import precision
 
 DECAY = 0.8
@@ -98,17 +99,17 @@ class Objective(nn.Module):
         self, step: int, carried: Tensor, logits: Tensor, lesson: Lesson
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The loss, the right tokens and the places of a step, summed over slots."""
-        teacher = _shifted(lesson.logits, 1 + step).float()
-        learned = _shifted(lesson.labels, 2 + step, IGNORED) != IGNORED
-        learned = learned & _shifted(lesson.known, 1 + step, False)
+        teacher = shifted(lesson.logits, 1 + step).float()
+        learned = shifted(lesson.labels, 2 + step, IGNORED) != IGNORED
+        learned = learned & shifted(lesson.known, 1 + step, False)
         scores = logits.float().log_softmax(-1)
         if isinstance(self.head, Medusa):
-            labels = _shifted(lesson.labels, 2 + step, 0).clamp(min=0)
+            labels = shifted(lesson.labels, 2 + step, 0).clamp(min=0)
             lost = -scores.gather(-1, labels[..., None])[..., 0]
         else:
             lost = -(teacher.softmax(-1) * scores).sum(-1)
         if self.regress:
-            wanted = _shifted(lesson.final, 1 + step)
+            wanted = shifted(lesson.final, 1 + step)
             distance = F.smooth_l1_loss(carried, wanted, reduction="none").mean(-1)
             lost = distance + CROSS_ENTROPY * lost
         right = logits.argmax(-1) == teacher.argmax(-1)
@@ -130,7 +131,7 @@ def unrolled(
     positions = torch.arange(count, device=features.device)
     for step in range(steps):
         hidden, features = head(
-            _shifted(ids, 1 + step),
+            shifted(ids, 1 + step),
             features,
             (positions + step)[None],
             cache,
@@ -156,11 +157,3 @@ def unrolled_mask(count: int, step: int, like: Tensor) -> Tensor:
     visible = torch.cat([rows, *([own] * step)], dim=1)
     mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
     return mask.masked_fill(~visible, torch.finfo(like.dtype).min)[None, None]
-
-
-def _shifted(rows: Tensor, places: int, fill: float = 0) -> Tensor:
-    """Row t becomes row t + `places`; the last rows are filled: [b, T, ...]."""
-    shifted = torch.full_like(rows, fill)
-    if places < rows.shape[1]:
-        shifted[:, : rows.shape[1] - places] = rows[:, places:]
-    return shifted

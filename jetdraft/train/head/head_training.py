@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,22 +14,15 @@ from jetdraft.checkpoints.heads.head_config import EAGLE1, EAGLE3, MEDUSA
 from jetdraft.checkpoints.streamed import decoder_layers
 from jetdraft.errors import OptionError, TrainingError
 from jetdraft.train.data import Batch
-from jetdraft.train.head.head_layout import (
-    new_config,
-    new_head,
-    published,
-    trained_weights,
-)
+from jetdraft.train.head.head_layout import new_config, new_head, published
 from jetdraft.train.head.head_losses import Objective, Sums, total
 from jetdraft.train.head.teacher import StateCache, Teacher
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.taught.muon import Muon
-from jetdraft.train.taught.taught_training import Stages, TaughtTraining
+from jetdraft.train.taught.place_training import PlaceTraining
+from jetdraft.train.taught.taught_training import Stages
 from jetdraft.train.training import TrainingOptions
 
 KINDS = (EAGLE3, EAGLE1, MEDUSA)
-FIGURES = "training.json"
-"""What was trained, for how long, and how often it was right."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ class HeadSettings:
                 )
 
 
-class HeadTraining(TaughtTraining):
+class HeadTraining(PlaceTraining):
     """A training whose output is the folder of a head, in its published layout.
 
         HeadTraining("target", Path("head"), [Path("notes.txt")]).run(print)
@@ -82,7 +74,6 @@ class HeadTraining(TaughtTraining):
     each step. `progress` gets a stage, and how many of its texts are written.
     """
 
-    betas = (0.9, 0.95)
     most_norm = 0.5
     module: Objective
     product = "a head"
@@ -146,16 +137,9 @@ class HeadTraining(TaughtTraining):
             settings.inner,
         )
         head = new_head(self.target, self.config, self.ids)
-        self.weights = trained_weights(head, self.target)
-        for weight in self.weights.values():
-            weight.requires_grad_(True)
+        self.learn(head)
         self.module = Objective(head, settings.unrolled, settings.kind == EAGLE1)
         self._teacher: Teacher | None = None
-
-    @property
-    def parameters(self) -> int:
-        """The number of trained weights."""
-        return sum(weight.numel() for weight in self.weights.values())
 
     def summary(self) -> str:
         """What is trained, over how many tokens, on how many sequences."""
@@ -173,28 +157,6 @@ class HeadTraining(TaughtTraining):
     def settings_of_run(self) -> dict[str, Any]:
         """The settings of the head, and the target's hash."""
         return asdict(self.settings) | {"taps": list(self.taps), "target": self.base}
-
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Muon for the matrices inside a head, AdamW for its LM heads and the rest.
-
-        Few steps are made, and Muon makes more of each than AdamW (docs/heads.md).
-        """
-        inner = {
-            name: weight
-            for name, weight in self.weights.items()
-            if weight.ndim == 2 and not name.startswith("lm_head")
-        }
-        others = [w for name, w in self.weights.items() if name not in inner]
-        optimizers: list[torch.optim.Optimizer] = [
-            Muon(inner.values(), lr=0.0, adjust_lr_fn="match_rms_adamw")
-        ]
-        if others:
-            optimizers.append(torch.optim.AdamW(others, lr=0.0, betas=self.betas))
-        return optimizers
-
-    def begin(self) -> None:
-        """Make the folder, which holds no copy of the target."""
-        self.folder.create()
 
     def loss(self, accelerator: Any, module: Any, batch: Batch) -> Tensor:
         """The decayed sum of the steps' means, over the places of all processes."""
@@ -236,13 +198,8 @@ class HeadTraining(TaughtTraining):
 
         return {"losses": shares(lost), "acceptance": shares(right)}
 
-    def save(
-        self, weights: dict[str, Tensor], state: Any, figures: dict[str, Any] | None
-    ) -> None:
-        """Write the head as its authors publish theirs, and the figures beside it."""
-        fields, tensors = published(self.config, weights, self.ids, self.settings.half)
-        run = {**self.settings_of_run(), "step": self.step, "validation": figures}
-        self.folder.write(FIGURES, json.dumps(run, indent=2) + "\n")
-        self.folder.save(tensors, fields, state, self.finished)
-        if self.finished:
-            self.forget_texts()
+    def published(
+        self, weights: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The config.json and the tensors, as the authors publish theirs."""
+        return published(self.config, weights, self.ids, self.settings.half)

@@ -16,6 +16,7 @@ from jetdraft.checkpoints.probing.prompted import RANKS, Prompts, PromptSettings
 from jetdraft.train.block.block_places import Blocks
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.head.head_losses import DECAY
+from jetdraft.train.taught.chosen_rows import at
 from jetdraft.train.taught.precision import precision
 
 
@@ -113,9 +114,9 @@ def _compared(teacher: Tensor, logits: Tensor, labels: Tensor, places: Blocks) -
     # The token after the row is the root of the draft; prompt token 1 guesses the next.
     rows = places.anchors[..., None] + torch.arange(1, gamma + 1, device=labels.device)
     wanted = (rows + 1).clamp(max=length - 1)
-    learned = (_at(labels, wanted) != IGNORED) & (rows + 1 < length)
+    learned = (at(labels, wanted) != IGNORED) & (rows + 1 < length)
     learned = learned & places.is_real[..., None]
-    p = _at(teacher, rows.clamp(max=length - 1)).float().log_softmax(-1)
+    p = at(teacher, rows.clamp(max=length - 1)).float().log_softmax(-1)
     lost = (p.exp() * (p - logits.log_softmax(-1))).sum(-1)
     best = logits.detach().topk(min(RANKS, logits.shape[-1]), -1).indices
     right = (best == p.argmax(-1, keepdim=True)) & learned[..., None]
@@ -124,12 +125,6 @@ def _compared(teacher: Tensor, logits: Tensor, labels: Tensor, places: Blocks) -
         learned.sum((0, 1)).float(),
         right.sum((0, 1)).float(),
     )
-
-
-def _at(rows: Tensor, places: Tensor) -> Tensor:
-    """The rows [b, T, ...] at places [b, n, k]: [b, n, k, ...]."""
-    index = torch.arange(len(rows), device=rows.device)[:, None, None]
-    return rows[index, places]
 
 
 def total(sums: Sums, places: Tensor) -> Tensor:

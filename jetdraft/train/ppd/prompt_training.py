@@ -206,16 +206,7 @@ class PromptTraining(TaughtTraining):
         return loss
 
     def _drawn(self, accelerator: Any, batch: Batch) -> Blocks:
-        """Places that depend on the seed and on a sequence's number in the training."""
-        first = self.step * self.options.batch_size + accelerator.process_index
-        generators = [
-            torch.Generator().manual_seed(1_000_003 * self.options.seed + number)
-            for number in range(
-                first,
-                first + len(batch.ids) * accelerator.num_processes,
-                accelerator.num_processes,
-            )
-        ]
+        generators = self.generators(accelerator, batch)
         return Blocks.drawn(batch, self.lessons.insertions, 1, 0.0, generators)
 
     def validate(self, accelerator: Any, module: Any) -> dict[str, Any]:

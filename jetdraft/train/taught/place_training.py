@@ -54,17 +54,22 @@ class PlaceTraining(TaughtTraining):
         )
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Muon for the matrices of the layers, AdamW for embeddings and norms."""
+        """Muon for the matrices of the layers, AdamW for tables and vectors.
+
+        Few steps are made, and Muon makes more of each than AdamW (docs/heads.md).
+        """
         inner = {
             name: weight
             for name, weight in self.weights.items()
             if weight.ndim == 2 and not name.startswith(("embed_tokens", "lm_head"))
         }
         others = [w for name, w in self.weights.items() if name not in inner]
-        return [
-            Muon(inner.values(), lr=0.0, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=0.0, betas=self.betas),
+        optimizers: list[torch.optim.Optimizer] = [
+            Muon(inner.values(), lr=0.0, adjust_lr_fn="match_rms_adamw")
         ]
+        if others:
+            optimizers.append(torch.optim.AdamW(others, lr=0.0, betas=self.betas))
+        return optimizers
 
     def begin(self) -> None:
         """Make the folder, which holds no copy of the target."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from jetdraft.checkpoints.reading.checkpoint_folder import (
 )
 from jetdraft.checkpoints.streamed import SHARED
 from jetdraft.errors import CheckpointError, UnsupportedModelError
-from jetdraft.train.data import Example
+from jetdraft.train.data import Batch, Example
 from jetdraft.train.processes import this_process
 from jetdraft.train.taught.continuation import continuations
 from jetdraft.train.taught.written_texts import Writing, WrittenTexts
@@ -67,6 +68,19 @@ class TaughtTraining(Training):
                 f"{self.target.source} is an encoder-decoder, for which only jetdraft "
                 "train drafter --kind block trains; give a decoder alone"
             )
+
+    def generators(self, accelerator: Any, batch: Batch) -> list[torch.Generator]:
+        """Random numbers for each sequence, by the seed and its number in the training.
+
+        They are the same whichever process learns the sequence.
+        """
+        first, step = accelerator.process_index, accelerator.num_processes
+        numbers = (
+            self.step * self.options.batch_size + first + row * step
+            for row in range(len(batch.ids))
+        )
+        seed = 1_000_003 * self.options.seed
+        return [torch.Generator().manual_seed(seed + number) for number in numbers]
 
     @property
     def writer(self) -> Callable[..., list[list[int]]]:
