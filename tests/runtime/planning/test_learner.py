@@ -96,7 +96,7 @@ def test_wrong_places_are_where_the_target_spoke(toy, tmp_path, tree, exact):
             assert (np.diff(logits) <= 0).all()
 
 
-def test_right_drafts_and_plain_decoding_teach_nothing(toy, tmp_path):
+def test_plain_decoding_teaches_nothing(toy, tmp_path):
     with load(toy, tmp_path) as model:
         model.generate("The robot sees", method="none", max_new_tokens=32)
         assert read(tmp_path, model) == []
