@@ -28,6 +28,16 @@ def check_name(file: Path) -> None:
         raise OSError(errno.EINVAL, "no file can have this name")
 
 
+def is_free(folder: Path) -> bool:
+    """Whether nothing is at a path but an empty folder. Raises `OSError`.
+
+    is_free(Path("new"))
+    """
+    if folder.is_dir():
+        return not any(folder.iterdir())
+    return not folder.exists()
+
+
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
     """Give a path to write to; it becomes `file` when the block succeeds.

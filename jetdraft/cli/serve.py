@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -171,8 +172,16 @@ def command(
             [] if uds is None else [listeners.enter_context(sockets.listening_at(uds))]
         )
         runtime["store"], runtime["learn"] = store, learn
+        _log_learning()
         pool = Pool(bundle, models, method, **runtime)
         service = app.Service(pool, name or bundle.resolve().name, limits, key or "")
         places = [sockets.url(listener), *([] if uds is None else [str(uds)])]
         click.echo(f"{service.name} answers at {' and '.join(places)}", err=True)
         server.run(service, [listener, *own], host, drain)
+
+
+def _log_learning() -> None:
+    """Say on standard error when learned weights begin to draft, and the verdict."""
+    log = logging.getLogger("jetdraft.learning")
+    log.setLevel(logging.INFO)
+    log.handlers = [logging.StreamHandler()]

@@ -10,8 +10,8 @@ import click
 
 from jetdraft.bundle import Bundle
 from jetdraft.errors import StoreError
-from jetdraft.kept.lessons import FILE, Lessons
-from jetdraft.kept.weight_sets import CHOICE, WeightSets, base_of
+from jetdraft.kept.lessons import Lessons
+from jetdraft.kept.weight_sets import WeightSets, base_of, is_learned, label
 from jetdraft.runtime.history.store import ResponseStore
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.terminal.command import Command
@@ -39,7 +39,7 @@ def list_entries(bundle: Path, file: Path, user: str, as_json: bool) -> None:
     """
     opened_bundle = Bundle.open(bundle)
     text = TextCodec(opened_bundle.tokenizer)
-    if _is_learned(file):
+    if is_learned(file):
         _list_learned(opened_bundle, text, file, user, as_json)
         return
     entries = [
@@ -68,16 +68,11 @@ def clear(bundle: Path, file: Path, user: str) -> None:
     The folder's learned weights are removed too, since they were learned from entries.
     """
     opened_bundle = Bundle.open(bundle)
-    if _is_learned(file):
+    if is_learned(file):
         count = _clear_learned(opened_bundle, file, user)
     else:
         count = _open(opened_bundle, file, user).clear()
     click.echo(f"{count} entries removed", err=True)
-
-
-def _is_learned(file: Path) -> bool:
-    """Whether FILE is a folder of serve --learn, with lessons or with weights."""
-    return (file / FILE).is_file() or (file / CHOICE).is_file()
 
 
 def _list_learned(
@@ -87,23 +82,25 @@ def _list_learned(
     sets = WeightSets(folder, base_of(bundle))
     sets.check()
     choice = sets.choice()
+    kept = _lessons(bundle, folder)
     lessons = [
         (len(lesson.places), text.decode(lesson.tokens.tolist()))
-        for lesson in _lessons(bundle, folder).read(user)
+        for lesson in kept.read(user)
     ]
+    others = {name: count for name, count in kept.users().items() if name != user}
     if as_json:
         weights = {"weights": choice.name, "on_trial_against": choice.before}
         rows = [{"wrong_places": count, "text": words} for count, words in lessons]
-        click.echo(json.dumps({**weights, "lessons": rows}))
+        click.echo(json.dumps({**weights, "lessons": rows, "others": others}))
         return
-    trial = "" if choice.before is None else f", on trial against {_set(choice.before)}"
-    click.echo(f"weights: {_set(choice.name)}{trial}")
+    trial = (
+        "" if choice.before is None else f", on trial against {label(choice.before)}"
+    )
+    click.echo(f"weights: {label(choice.name)}{trial}")
     for count, words in lessons:
         click.echo(f"{count:4} wrong  {_shorten(words, 64)}")
-
-
-def _set(name: str) -> str:
-    return f"the learned set {name[:12]}" if name else "the bundle's own"
+    for name, count in others.items():
+        click.echo(f"{count} lessons of --user {printable(name)!r}")
 
 
 def _clear_learned(bundle: Bundle, folder: Path, user: str) -> int:
@@ -120,6 +117,11 @@ def _lessons(bundle: Bundle, folder: Path) -> Lessons:
 
 
 def _open(bundle: Bundle, file: Path, user: str) -> ResponseStore:
+    if file.is_dir():
+        raise StoreError(
+            f"{file} is a folder without lessons and learned weights; give the folder "
+            "of serve --learn, or the file of serve --store"
+        )
     if not file.exists():
         raise StoreError(
             f"no store at {file}; give the file that --store named, or the folder that "

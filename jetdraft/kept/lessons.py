@@ -12,6 +12,7 @@ import sqlite3
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,21 +125,33 @@ class Lessons:
         """
         times = possible_times(MOST_DAYS)
         wanted = None if user is None else checked_user(user)
+        with self._reading() as database:
+            rows = database.execute(
+                "select tokens, places, ids, logits from lessons"
+                " where kept between ? and ? and length(tokens) <= ? and"
+                " length(places) <= ? and user = coalesce(?, user)"
+                " order by kept desc, id desc limit ?",
+                (*times, 4 * MOST_TOKENS, 4 * MOST_PLACES, wanted, MOST_IN_ALL),
+            ).fetchall()
+        return [lesson for row in rows for lesson in _read(row, self._vocab_size)]
+
+    def users(self) -> dict[str, int]:
+        """The number of lessons of each user. Raises `StoreError`."""
+        with self._reading() as database:
+            counts = "select user, count(*) from lessons group by user order by user"
+            return dict(database.execute(counts).fetchall())
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """A connection; raises `StoreError` for damage."""
         try:
             with self._file.connect() as database:
-                rows = database.execute(
-                    "select tokens, places, ids, logits from lessons"
-                    " where kept between ? and ? and length(tokens) <= ? and"
-                    " length(places) <= ? and user = coalesce(?, user)"
-                    " order by kept desc, id desc limit ?",
-                    (*times, 4 * MOST_TOKENS, 4 * MOST_PLACES, wanted, MOST_IN_ALL),
-                ).fetchall()
+                yield database
         except DAMAGE as error:
             raise StoreError(
                 f"cannot read {self._file.path} ({error}); clear it with jetdraft "
                 "store clear"
             ) from error
-        return [lesson for row in rows for lesson in _read(row, self._vocab_size)]
 
     def clear(self, user: str = "") -> int:
         """Delete a user's lessons, whose number it returns, and damaged files.

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from jetdraft.bundle import DRAFTER, Bundle
 from jetdraft.errors import JetdraftError, StoreError
 from jetdraft.files import read_arrays, write_text
+from jetdraft.kept.lessons import FILE
 from jetdraft.manifest import sha256_of
 from jetdraft.untrusted.json_text import read_json_file
 from jetdraft.untrusted.record import Rule, read_record
@@ -157,6 +158,16 @@ class WeightSets:
                 shutil.rmtree(entry, ignore_errors=True)
             elif entry.name.startswith(f"{CHOICE}."):
                 entry.unlink(missing_ok=True)
+
+
+def label(name: str) -> str:
+    """A set's name in a message."""
+    return f"the learned set {name[:12]}" if name else "the bundle's own drafter"
+
+
+def is_learned(folder: Path) -> bool:
+    """Whether a model has learned into a folder: there are lessons or a choice."""
+    return (folder / FILE).is_file() or (folder / CHOICE).is_file()
 
 
 def base_of(bundle: Bundle) -> str:

@@ -107,7 +107,7 @@ class StreamTraining(Training):
         counts = self.parameters
         return (
             f"training {counts['streams']} weights of the streams and "
-            f"{counts['lora']} of LoRA on {len(self.corpus.training)} sequences"
+            f"{counts['lora']} of LoRA on {self.reading}"
         )
 
     def told(self, figures: Mapping[str, Any]) -> str:

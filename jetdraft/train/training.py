@@ -142,6 +142,14 @@ class Training(ABC):
         """The steps of the whole training."""
         return self.options.steps or self.advised_steps()
 
+    @property
+    def reading(self) -> str:
+        """How many texts are read, and how often, for `summary`."""
+        count = len(self.corpus.training)
+        read = self.steps * self.options.batch_size / max(1, count)
+        times = f"{read:.0f}" if read >= 10 else f"{read:.2g}"
+        return f"{count} sequences, each {times} times in {self.steps} steps"
+
     def read(
         self,
         checkpoint: Checkpoint,

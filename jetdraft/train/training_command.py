@@ -13,6 +13,7 @@ import click
 from jetdraft.terminal.command import Decorator, option, together
 from jetdraft.terminal.flags import PATH, output_option, training_seed_option
 from jetdraft.terminal.progress import ProgressBars
+from jetdraft.train.processes import this_process
 from jetdraft.train.training import Progress, Training, TrainingOptions
 
 INTERRUPTED = 130
@@ -159,7 +160,8 @@ def run_training(prepare: Callable[[ProgressBars], Training]) -> int:
         try:
             run = prepare(bars)
             bars.close()
-            click.echo(run.summary(), err=True)
+            if this_process().is_main_process:
+                click.echo(run.summary(), err=True)
             run.run(partial(_show, bars, run))
         except KeyboardInterrupt:
             bars.close()
@@ -168,7 +170,8 @@ def run_training(prepare: Callable[[ProgressBars], Training]) -> int:
                 f"stopped{place}; run the same command again to resume", err=True
             )
             return INTERRUPTED
-    click.echo(f"{run.folder.path}: {run.product} of {run.step} steps", err=True)
+    if this_process().is_main_process:
+        click.echo(f"{run.folder.path}: {run.product} of {run.step} steps", err=True)
     return 0
 
 

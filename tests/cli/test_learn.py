@@ -47,15 +47,32 @@ def test_a_folder_that_learned_nothing_is_not_cleared(toy, tmp_path):
 
 def test_refusals(toy, tmp_path):
     command = ("train", "drafter", toy, "--from-use", tmp_path / "learned")
-    assert_refused(jetdraft(*command), "no folder", "serve --learn")
+    assert_refused(jetdraft(*command), "no lessons are kept", "serve --learn")
     assert not (tmp_path / "learned").exists()
     (tmp_path / "learned").mkdir()
+    assert_refused(jetdraft(*command), "no lessons are kept")
+    (tmp_path / "learned/notes").write_text("what I have to do")
+    assert_refused(jetdraft(*command, "--background"), "no lessons are kept")
+    listed = jetdraft("store", "list", toy, tmp_path / "learned")
+    assert_refused(listed, "without lessons and learned weights")
+    assert [file.name for file in (tmp_path / "learned").iterdir()] == ["notes"]
+    learn(toy, tmp_path / "learned")
     assert_refused(jetdraft(*command), "no checkpoint at", "drafter")
     assert_refused(
         jetdraft(*command, "--watts", 5, "--from", tmp_path), "no power monitors"
     )
     assert_refused(jetdraft(*command, "--steps", 0, "--from", tmp_path), "steps 0")
-    assert not any((tmp_path / "learned").iterdir())
+
+
+def test_a_list_names_the_other_users(toy, tmp_path):
+    learn(toy, tmp_path, drafting={"user": "ann"})
+    listed = jetdraft("store", "list", toy, tmp_path)
+    assert listed.stdout.splitlines() == [
+        "weights: the bundle's own drafter",
+        "1 lessons of --user 'ann'",
+    ]
+    listed = jetdraft("store", "list", toy, tmp_path, "--json")
+    assert json.loads(listed.stdout)["others"] == {"ann": 1}
 
 
 def test_the_server_learns_for_each_client(toy, tmp_path):

@@ -46,14 +46,20 @@ def test_list_shows_what_is_learned(bundle, tmp_path):
     lessons.add(Lesson(np.arange(40, 44), places, ids, logits), user="ann")
     lessons.add(Lesson(np.arange(30, 34), places[:1], ids[:1], logits[:1]), user="bo")
     own = jetdraft("store", "list", bundle, tmp_path)
-    assert own.stdout == "weights: the bundle's own\n"
+    assert own.stdout.splitlines() == [
+        "weights: the bundle's own drafter",
+        "2 lessons of --user 'ann'",
+        "1 lessons of --user 'bo'",
+    ]
     name = put_on_trial(tmp_path, bundle, {"matrix": np.ones((2, 2), np.float32)})
     shown = jetdraft("store", "list", bundle, tmp_path, "--user", "ann")
     assert shown.exit_code == 0
     weights, *latest_first = shown.stdout.splitlines()
     assert weights == (
-        f"weights: the learned set {name[:12]}, on trial against the bundle's own"
+        f"weights: the learned set {name[:12]}, on trial against the bundle's own "
+        "drafter"
     )
+    assert latest_first.pop() == "1 lessons of --user 'bo'"
     text = TextCodec(opened.tokenizer).decode
     texts = [text(list(ids)) for ids in (range(40, 44), range(20, 25))]
     assert latest_first == [f"   2 wrong  {words}" for words in texts]

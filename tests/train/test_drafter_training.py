@@ -237,10 +237,14 @@ def test_few_texts_are_told(target, tmp_path):
     data = lines(tmp_path / "t.jsonl", [{"text": "for self in range"}] * 3)
     often = replace(QUICK, steps=100, batch_size=2)
     run = ModelTraining(target, tmp_path / "o", [data], SMALL, often)
-    assert run.summary().endswith("each 100 times; give more texts or fewer --steps")
+    advice = "each 100 times in 100 steps; give more texts or fewer --steps"
+    assert run.summary().endswith(advice)
     seldom = replace(QUICK, steps=20, batch_size=2)
     run = ModelTraining(target, tmp_path / "p", [data], SMALL, seldom)
-    assert run.summary().endswith("from 2 sequences, each 20 times")
+    assert run.summary().endswith("from 2 sequences, each 20 times in 20 steps")
+    most = replace(QUICK, steps=None, batch_size=2)
+    run = ModelTraining(target, tmp_path / "q", [data], SMALL, most)
+    assert run.summary().endswith("each 50 times in 50 steps")
 
 
 def test_a_loss_that_is_no_number_stops_it(target, text, tmp_path, monkeypatch):
@@ -418,9 +422,9 @@ def test_the_advised_size_is_the_largest_that_is_cheap(tmp_path):
 
 
 def test_steps_and_size_are_advised_and_said(target, text, tmp_path):
-    run = ModelTraining(
-        target, tmp_path / "o", [text], None, replace(QUICK, steps=None)
-    )
+    texts = lines(tmp_path / "t.jsonl", [{"text": "for self in range"}] * 9_999)
+    options = replace(QUICK, steps=None)
+    run = ModelTraining(target, tmp_path / "o", [texts], None, options)
     assert run.steps == 200 * run.parameters // 64
     line = run.summary()
     assert f"{run.parameters} weights, a step at " in line

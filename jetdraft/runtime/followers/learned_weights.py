@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from threading import Lock
 
 from jetdraft.errors import JetdraftError
 from jetdraft.graph_entry import GraphEntry
 from jetdraft.kept.tally import Tally, is_better
-from jetdraft.kept.weight_sets import OWN, Choice, WeightSets
+from jetdraft.kept.weight_sets import OWN, Choice, WeightSets, label
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.opener import Opener, Weights
+
+log = logging.getLogger("jetdraft.learning")
 
 
 class LearnedWeights:
@@ -44,6 +47,7 @@ class LearnedWeights:
                 self._before = self._tally if is_trial else None
                 self._name, self._tally, self._weights = name, Tally(), None
                 self.version += 1
+                log.info("%s drafts%s", label(name), " on trial" if is_trial else "")
             elif not is_trial:
                 self._before = None  # another process has judged
             return self.version
@@ -84,5 +88,9 @@ class LearnedWeights:
                 return
             verdict = is_better(self._before, self._tally)
             if verdict is not None:
+                outcome = "kept" if verdict else "taken back"
+                rates = self._tally.rate, self._before.rate
+                text = "%s is %s: it had %.2f of its tokens accepted, those before %.2f"
+                log.info(text, label(self._name), outcome, *rates)
                 self._before = None
                 self._sets.settle(self._name, keep=verdict)

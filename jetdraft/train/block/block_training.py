@@ -116,9 +116,9 @@ class BlockTraining(PlaceTraining):
     def summary(self) -> str:
         """What is trained on how many sequences."""
         return (
-            f"training {self.parameters} weights of {self.product} with "
-            f"{self.config.num_layers} layers, for blocks of "
-            f"{self.settings.block_rows}, on {len(self.corpus.training)} sequences"
+            f"training {self.parameters} weights of {self.product}, layers: "
+            f"{self.config.num_layers}, for blocks of {self.settings.block_rows}, on "
+            f"{self.reading}"
         )
 
     def settings_of_run(self) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.taught.continuation import continuations
 from jetdraft.train.taught.muon import Muon
 from jetdraft.train.taught.taught_training import Stages, TaughtTraining
+from jetdraft.train.taught.tensor_cache import check_cache
 from jetdraft.train.taught.written_texts import prompt_size, seed_of
 from jetdraft.train.training import TrainingOptions
 
@@ -71,6 +72,8 @@ class ModelTraining(TaughtTraining):
         progress: Stages = lambda *state: None,
     ) -> None:
         self.settings = settings or ModelSettings()
+        if self.settings.cache is not None:
+            check_cache(self.settings.cache)
         folder = RunFolder(output, "model.safetensors", "config.json", "drafter")
         super().__init__(folder, options or TrainingOptions(steps=None))
         self.load_target(target, "drafters")
@@ -128,24 +131,27 @@ class ModelTraining(TaughtTraining):
         return sum(weight.numel() for weight in self.weights.values())
 
     def advised_steps(self) -> int:
-        """The steps that see as many tokens as the law of over-training advises."""
-        batch = self.options.batch_size * self.options.sequence_length
-        return max(1, advised_tokens(self.parameters) // batch)
+        """The steps that see as many tokens as the law of over-training advises.
+
+        They read no text more than `OFTEN` times.
+        """
+        size = self.options.batch_size
+        steps = advised_tokens(self.parameters) // (size * self.options.sequence_length)
+        return max(1, min(steps, OFTEN * len(self.corpus.training) // size))
 
     def summary(self) -> str:
         """The drafter's size and cost, and the tokens that it will see."""
         config = self.module.model.config.get_text_config(decoder=True)
         batch = self.options.batch_size * self.options.sequence_length
-        tokens, count = self.steps * batch, len(self.corpus.training)
-        read = self.steps * self.options.batch_size / max(1, count)
-        advice = "; give more texts or fewer --steps" if read > OFTEN else ""
+        tokens, least = self.steps * batch, len(self.corpus.training) * OFTEN
+        is_often = self.steps * self.options.batch_size > least
+        advice = "; give more texts or fewer --steps" if is_often else ""
         return (
             f"training a drafter of width {config.hidden_size}, layers: "
             f"{config.num_hidden_layers}, {self.parameters} weights{self._cost()}, on "
             "up to "
             f"{tokens} tokens ({tokens / self.parameters:.3g} a weight, advised "
-            f"{advised_tokens(1)}) in {self.steps} steps, from {count} sequences, each "
-            f"{round(read, 1):g} times{advice}"
+            f"{advised_tokens(1)}), from {self.reading}{advice}"
         )
 
     def _cost(self) -> str:

@@ -32,8 +32,8 @@ def new_config(target: Checkpoint, layers: int, hidden_size: int) -> LlamaConfig
     sizes = [size for size in HEAD_SIZES if hidden_size % size == 0]
     if not sizes:
         raise OptionError(
-            f"hidden size {hidden_size} is not a multiple of {HEAD_SIZES[-1]}; give a "
-            f"multiple of {STEP}"
+            f"hidden size {hidden_size} is not a multiple of {HEAD_SIZES[-1]}; give "
+            f"for example a multiple of {STEP}"
         )
     heads = hidden_size // sizes[0]
     shared = [n for n in range(1, max(1, heads // 3) + 1) if heads % n == 0]

@@ -148,8 +148,7 @@ class ExitTraining(TaughtTraining):
         count = sum(weight.numel() for weight in self.weights.values())
         return (
             f"training {count} weights of exits behind layers "
-            f"{', '.join(map(str, self.layers))} on {len(self.corpus.training)} "
-            "sequences"
+            f"{', '.join(map(str, self.layers))} on {self.reading}"
         )
 
     def told(self, figures: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from jetdraft.train.head.teacher import StateCache, Teacher
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.taught.place_training import PlaceTraining
 from jetdraft.train.taught.taught_training import Stages
+from jetdraft.train.taught.tensor_cache import check_cache
 from jetdraft.train.training import TrainingOptions
 
 KINDS = (EAGLE3, EAGLE1, MEDUSA)
@@ -89,6 +90,8 @@ class HeadTraining(PlaceTraining):
         progress: Stages = lambda *state: None,
     ) -> None:
         self.settings = settings or HeadSettings()
+        if cache is not None:
+            check_cache(cache)
         folder = RunFolder(output, "model.safetensors", "config.json", "head")
         super().__init__(folder, options or TrainingOptions())
         least = self.settings.unrolled + 2
@@ -145,8 +148,7 @@ class HeadTraining(PlaceTraining):
         """What is trained, over how many tokens, on how many sequences."""
         return (
             f"training {self.parameters} weights of an {self.settings.kind} head over "
-            f"{self.config.draft_vocab_size} tokens on {len(self.corpus.training)} "
-            "sequences"
+            f"{self.config.draft_vocab_size} tokens on {self.reading}"
         )
 
     def told(self, figures: Mapping[str, Any]) -> str:

@@ -173,8 +173,7 @@ class PromptTraining(TaughtTraining):
         share = 100 * self.parameters / self.target.parameters
         return (
             f"training {self.parameters} weights of {self.settings.gamma} "
-            f"{self.product}, {share:.2g}% of the target's, on "
-            f"{len(self.corpus.training)} sequences"
+            f"{self.product}, {share:.2g}% of the target's, on {self.reading}"
         )
 
     def told(self, figures: Mapping[str, Any]) -> str:

@@ -161,10 +161,7 @@ class NextTokenTraining(PlaceTraining):
 
     def summary(self) -> str:
         """What is trained on how many sequences."""
-        return (
-            f"training {self.parameters} weights of {self.product} on "
-            f"{len(self.corpus.training)} sequences"
-        )
+        return f"training {self.parameters} weights of {self.product} on {self.reading}"
 
     def settings_of_run(self) -> dict[str, Any]:
         """The settings of the drafter, and the target's hash."""

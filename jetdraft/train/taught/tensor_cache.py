@@ -12,10 +12,29 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from jetdraft.errors import DataError, OutputError
-from jetdraft.files import write_text
+from jetdraft.files import is_free, write_text
 
 SHARD = 64
 """Tensors in each file."""
+
+OWNER = "owner.txt"
+"""The file that says what the tensors were computed with."""
+
+
+def check_cache(folder: Path) -> None:
+    """Raise `OutputError` if a path is neither free nor a cache.
+
+    check_cache(Path("labels"))
+    """
+    try:
+        is_cache = (folder / OWNER).is_file() or is_free(folder)
+    except OSError:
+        is_cache = False
+    if not is_cache:
+        raise OutputError(
+            f"{folder} is neither an empty folder nor the cache of a training; choose "
+            "another folder"
+        )
 
 
 class TensorCache:
@@ -32,7 +51,7 @@ class TensorCache:
         self.process = process
         self._pending: dict[str, Tensor] = {}
         self._places: dict[str, Path] = {}
-        note = folder / "owner.txt"
+        note = folder / OWNER
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if note.exists() and note.read_text(encoding="utf-8") != owner:

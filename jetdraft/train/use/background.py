@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from jetdraft.kept.lessons import Lesson
+from jetdraft.kept.weight_sets import label
 from jetdraft.train.use.pace import Pace
 from jetdraft.train.use.use_training import Learned, UseTraining
 
@@ -16,7 +17,8 @@ LOOK_SECONDS = 5.0
 class Background:
     """Trains when there are enough new wrong places, and no weights are on trial.
 
-    It ends when the seconds of `pace` are spent; `wait` gets the seconds to sleep.
+    It ends when the seconds of `pace` are spent. `say` gets the reason of each wait
+    once, and `wait` the seconds to sleep.
 
         Background(training, Pace(seconds=600.0)).run(print)
     """
@@ -25,24 +27,35 @@ class Background:
         self,
         training: UseTraining,
         pace: Pace,
+        say: Callable[[str], None] = lambda reason: None,
         wait: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._training, self._pace, self._wait = training, pace, wait
+        self._training, self._pace = training, pace
+        self._say, self._wait = say, wait
         self._known: set[bytes] = set()
 
     def run(self, tell: Callable[[Learned], None]) -> None:
         """Train until the time is spent; `tell` gets the figures of each training."""
+        said = ""
         while self._pace.has_time:
             lessons = self._training.lessons.read()
-            if self._is_due(lessons):
+            reason = self._obstacle(lessons)
+            if reason:
+                if reason != said:
+                    self._say(reason)
+                self._wait(LOOK_SECONDS)
+            else:
                 self._known = {lesson.tokens.tobytes() for lesson in lessons}
                 tell(self._training.run(self._pace))
-            else:
-                self._wait(LOOK_SECONDS)
+            said = reason
 
-    def _is_due(self, lessons: list[Lesson]) -> bool:
-        if self._training.sets.choice().before is not None:
-            return False  # the running model has not judged yet
+    def _obstacle(self, lessons: list[Lesson]) -> str:
+        """Why no training can begin; empty if it can."""
+        choice = self._training.sets.choice()
+        if choice.before is not None:
+            return f"{label(choice.name)} is on trial until a model has used it"
         new = [x for x in lessons if x.tokens.tobytes() not in self._known]
-        places = sum(len(lesson.places) for lesson in new)
-        return places >= self._training.options.least
+        places, least = sum(len(o.places) for o in new), self._training.options.least
+        if places < least:
+            return f"there are fewer than {least} new wrong places to learn from"
+        return ""

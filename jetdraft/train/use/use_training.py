@@ -30,6 +30,9 @@ HELD_OUT, MOST_HELD_OUT = 8, 32
 LOOK_EVERY = 10
 """Steps between two looks at the lessons that are held out."""
 
+Report = Callable[[str, int, int], None]
+"""Gets a stage, and how much of it is done: (stage, done, total)."""
+
 WARM_UP = 10
 """Steps in which the learning rate rises."""
 
@@ -99,7 +102,7 @@ class UseTraining:
         self.sets.check()
 
     def run(
-        self, pace: Pace, report: Callable[[int, int], None] = lambda done, total: None
+        self, pace: Pace, report: Report = lambda stage, done, total: None
     ) -> Learned:
         """Train once, and put the weights on trial if the held-out loss has fallen.
 
@@ -122,8 +125,10 @@ class UseTraining:
         if after.loss < before.loss:
             changed = merge_lora(run.model)
             text = torch.cat([torch.from_numpy(lesson.tokens) for lesson in lessons])
+            report("export", 0, 1)
             arrays = self._student.arrays(changed, text)
             name = publish(self.sets, arrays, changed, cleared)
+            report("export", 1, 1)
         return Learned(done, places, before, after, name)
 
 
@@ -149,7 +154,7 @@ class _Run:
         held = set(map(id, self._held))
         self._training = [o for o in order if id(o) not in held] or order
 
-    def train(self, pace: Pace, report: Callable[[int, int], None]) -> int:
+    def train(self, pace: Pace, report: Report) -> int:
         """Train, and keep the LoRA of the least held-out loss; gives the steps."""
         optimizer = torch.optim.AdamW(self._lora, lr=0.0, weight_decay=0.0)
         least, best, step = math.inf, list[Tensor](), 0
@@ -157,7 +162,7 @@ class _Run:
             optimizer.param_groups[0]["lr"] = self._rate(step)
             self._step(optimizer)
             step += 1
-            report(step, self.options.steps)
+            report("train", step, self.options.steps)
             if step % LOOK_EVERY == 0 or step == self.options.steps:
                 loss = self.held_out().loss.item()
                 if loss < least:

@@ -9,6 +9,8 @@ import click
 
 from jetdraft.bundle import Bundle
 from jetdraft.errors import StoreError
+from jetdraft.files import is_free
+from jetdraft.kept.weight_sets import is_learned, label
 from jetdraft.terminal.command import Command, option, together
 from jetdraft.terminal.flags import PATH, bundle_argument, training_seed_option
 from jetdraft.terminal.progress import ProgressBars
@@ -75,7 +77,7 @@ _numbers = together(
     "training",
     "--seconds",
     type=click.FloatRange(0, min_open=True),
-    help="The most seconds of training; default: no limit.",
+    help="The most seconds of training, without waiting; default: no limit.",
 )
 @option(
     "training",
@@ -106,18 +108,27 @@ def command(
     them back if fewer of their tokens are accepted.
     """
     pace, settings = Pace(seconds, watts), UseOptions(**options)
+    if not is_learned(folder) and not (background and is_free(folder)):
+        raise StoreError(
+            f"no lessons are kept in {folder}; give the folder of serve --learn"
+        )
     if background:
         stand_back()
-    elif not folder.is_dir():
-        raise StoreError(f"no folder {folder}; give the folder of serve --learn")
     student = student_of(Bundle.open(bundle), source, target)
     training = UseTraining(student, folder, settings)
     if background:
-        Background(training, pace).run(_tell)
+        Background(training, pace, _say_waiting).run(_tell)
         return
+    choice = training.sets.choice()
+    if choice.before is not None:
+        click.echo(f"a new set will replace {label(choice.name)}, on trial", err=True)
     with ProgressBars() as bars:
-        learned = training.run(pace, lambda done, total: bars("train", done, total))
+        learned = training.run(pace, bars)
     _tell(learned)
+
+
+def _say_waiting(reason: str) -> None:
+    click.echo(f"waiting: {reason}", err=True)
 
 
 def _tell(learned: Learned) -> None:

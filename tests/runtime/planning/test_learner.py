@@ -142,7 +142,8 @@ def test_new_weights_wait_for_a_rate_before_them(toy, tmp_path, plain):
         assert model.parts.learning.weights._name == choice.name
 
 
-def test_bad_weights_are_taken_back(toy, tmp_path, plain):
+def test_bad_weights_are_taken_back(toy, tmp_path, plain, caplog):
+    caplog.set_level("INFO", "jetdraft.learning")
     with load(toy, tmp_path) as model:
         sets = model.parts.learning.weights._sets
         good = rounds(model, WINDOW, plain)
@@ -152,6 +153,10 @@ def test_bad_weights_are_taken_back(toy, tmp_path, plain):
         assert sets.choice().name == "", "the verdict needs no more tokens"
         assert not (tmp_path / name).exists()
         assert rounds(model, WINDOW, plain) == pytest.approx(good, abs=0.1)
+    learned, verdict, own = caplog.messages
+    assert learned == f"the learned set {name[:12]} drafts on trial"
+    assert verdict.startswith(f"the learned set {name[:12]} is taken back: it had 0.")
+    assert own == "the bundle's own drafter drafts"
 
 
 def test_a_swap_computes_the_drafters_buffers_again(toy, tmp_path):

@@ -143,7 +143,7 @@ def test_nothing_is_published_after_a_clear(toy, drafter, tmp_path, monkeypatch)
     training = UseTraining(student, tmp_path, UseOptions(steps=20, least=1))
     training.lessons.add(lesson())
 
-    def clear(done, total):
+    def clear(stage, done, total):
         training.sets.clear()
 
     learned = training.run(Pace(), clear)
@@ -156,9 +156,10 @@ def test_nothing_is_published_after_a_clear(toy, drafter, tmp_path, monkeypatch)
 def test_the_background_trains_when_there_is_enough(monkeypatch):
     """And not while a set is on trial; and not beyond its seconds."""
     lessons, pace, told, naps = [], Pace(seconds=10.0), [], []
+    said = []
 
     class Choice:
-        before = None
+        name, before = "5e7", None
 
     class Training:
         options = UseOptions(least=3)
@@ -182,6 +183,8 @@ def test_the_background_trains_when_there_is_enough(monkeypatch):
         if len(naps) == 8:
             Choice.before = None  # judged
 
-    Background(Training(), pace, nap).run(told.append)
+    Background(Training(), pace, said.append, nap).run(told.append)
+    few = "there are fewer than 3 new wrong places to learn from"
+    assert said == [few, "the learned set 5e7 is on trial until a model has used it"]
     assert [learned.places for learned in told] == [3, 8]
     assert set(naps) == {background_module.LOOK_SECONDS}
