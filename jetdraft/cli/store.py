@@ -100,7 +100,7 @@ def _list_learned(
     for count, words in lessons:
         click.echo(f"{count:4} wrong  {_shorten(words, 64)}")
     for name, count in others.items():
-        click.echo(f"{count} lessons of --user {printable(name)!r}")
+        click.echo(f"lessons of --user {printable(name)!r}: {count}")
 
 
 def _clear_learned(bundle: Bundle, folder: Path, user: str) -> int:

@@ -138,8 +138,13 @@ class Lessons:
     def users(self) -> dict[str, int]:
         """The number of lessons of each user. Raises `StoreError`."""
         with self._reading() as database:
-            counts = "select user, count(*) from lessons group by user order by user"
-            return dict(database.execute(counts).fetchall())
+            rows = database.execute(
+                "select user, count(*) from lessons"
+                " where kept between ? and ? and typeof(user) = 'text'"
+                " group by user order by user",
+                possible_times(MOST_DAYS),
+            )
+            return dict(rows.fetchall())
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
@@ -160,14 +165,15 @@ class Lessons:
         """
         checked_user(user)
         try:
-            self._file.remove_damaged()
             with self._file.connect() as database:
                 deletion = "delete from lessons where user = ?"
-                return database.execute(deletion, (user,)).rowcount
+                count = database.execute(deletion, (user,)).rowcount
+            self._file.remove_damaged()
         except (*DAMAGE, OSError) as error:
             raise StoreError(
                 f"cannot clear {self._file.path} ({error}); try again"
             ) from error
+        return count
 
 
 def _insert(database: sqlite3.Connection, lesson: Lesson, user: str) -> None:

@@ -96,8 +96,10 @@ class StoreFile:
 
         Raises `OSError`.
         """
-        for file in self.path.parent.glob(f"{escape(self.path.name)}{_ASIDE}*"):
-            file.unlink(missing_ok=True)
+        for numbers in ("", "-*"):
+            names = f"{escape(self.path.name)}{_ASIDE}{numbers}"
+            for file in self.path.parent.glob(names):
+                file.unlink(missing_ok=True)
 
     def _check_tokenizer(self, database: sqlite3.Connection) -> None:
         # One statement, since another process may be creating the file too.

@@ -117,28 +117,39 @@ class WeightSets:
                 raise refusal
         return arrays
 
-    def change(self, change: Callable[[Choice], Choice]) -> None:
+    def change(self, change: Callable[[Choice], Choice | None]) -> None:
         """Choose anew, alone among all processes; sets that lost their use are deleted.
 
-        `change` may write sets too. Raises `OutputError` or `OSError`.
+        `change` may write sets too; if it gives None, all stays as it was. Raises
+        `OutputError` or `OSError`.
         """
         with self._locked():
             after = change(self.choice())
+            if after is None:
+                return
             write_text(self.folder / CHOICE, json.dumps(asdict(after)) + "\n")
             self._sweep({after.name, after.before})
 
-    def settle(self, name: str, keep: bool) -> None:
-        """End the trial of a set; a failure only warns, since decoding goes on."""
+    def settle(self, name: str, keep: bool) -> bool:
+        """End the trial of a set; False if another process was faster.
 
-        def settled(now: Choice) -> Choice:
-            if now.name != name or now.before is None:
-                return now  # another process was faster
+        A failure only warns, since decoding goes on.
+        """
+        is_on_trial = False
+
+        def settled(now: Choice) -> Choice | None:
+            nonlocal is_on_trial
+            is_on_trial = now.name == name and now.before is not None
+            if now.before is None or not is_on_trial:
+                return None
             return replace(now, name=name if keep else now.before, before=None)
 
         try:
             self.change(settled)
         except (OSError, JetdraftError) as error:
             warnings.warn(f"no verdict on learned weights ({error})", stacklevel=2)
+            return False
+        return is_on_trial
 
     def clear(self) -> None:
         """Delete all sets; the bundle's own weights draft from now on."""

@@ -105,7 +105,11 @@ def _flags(
             default=steps,
             show_default=steps is not None,
             help="Steps of training"
-            + ("." if steps else "; default: what the drafter's size asks for."),
+            + (
+                "."
+                if steps
+                else "; default: what the drafter's size asks for, at most 50 readings."
+            ),
         ),
         option(
             "training",

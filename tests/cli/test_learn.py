@@ -8,7 +8,9 @@ import urllib.request
 import pytest
 
 import jetdraft as package
-from jetdraft.kept.lessons import FILE
+from jetdraft.bundle import Bundle
+from jetdraft.kept.lessons import FILE, Lessons
+from jetdraft.kept.weight_sets import WeightSets
 from jetdraft.testing import toy_bundle
 from tests.cli.running import assert_refused, jetdraft
 from tests.server.serving import started
@@ -37,6 +39,22 @@ def test_clear_erases_lessons_and_weights(toy, tmp_path):
     assert not (folder / name).exists()
     assert "1 entries removed" in jetdraft("store", "clear", toy, folder).stderr
     learn(toy, folder)
+
+
+def test_weights_are_cleared_after_the_lessons(toy, tmp_path, monkeypatch):
+    """A training may read lessons up to then, and publishes nothing of them."""
+    learn(toy, tmp_path)
+    clear, left = WeightSets.clear, []
+
+    def recorded(sets):
+        bundle = Bundle.open(toy)
+        lessons = Lessons(tmp_path, bundle.tokenizer_sha256, 384)
+        left.append(lessons.read())
+        clear(sets)
+
+    monkeypatch.setattr(WeightSets, "clear", recorded)
+    jetdraft("store", "clear", toy, tmp_path)
+    assert left == [[]]
 
 
 def test_a_folder_that_learned_nothing_is_not_cleared(toy, tmp_path):
@@ -69,7 +87,7 @@ def test_a_list_names_the_other_users(toy, tmp_path):
     listed = jetdraft("store", "list", toy, tmp_path)
     assert listed.stdout.splitlines() == [
         "weights: the bundle's own drafter",
-        "1 lessons of --user 'ann'",
+        "lessons of --user 'ann': 1",
     ]
     listed = jetdraft("store", "list", toy, tmp_path, "--json")
     assert json.loads(listed.stdout)["others"] == {"ann": 1}

@@ -48,8 +48,8 @@ def test_list_shows_what_is_learned(bundle, tmp_path):
     own = jetdraft("store", "list", bundle, tmp_path)
     assert own.stdout.splitlines() == [
         "weights: the bundle's own drafter",
-        "2 lessons of --user 'ann'",
-        "1 lessons of --user 'bo'",
+        "lessons of --user 'ann': 2",
+        "lessons of --user 'bo': 1",
     ]
     name = put_on_trial(tmp_path, bundle, {"matrix": np.ones((2, 2), np.float32)})
     shown = jetdraft("store", "list", bundle, tmp_path, "--user", "ann")
@@ -59,7 +59,7 @@ def test_list_shows_what_is_learned(bundle, tmp_path):
         f"weights: the learned set {name[:12]}, on trial against the bundle's own "
         "drafter"
     )
-    assert latest_first.pop() == "1 lessons of --user 'bo'"
+    assert latest_first.pop() == "lessons of --user 'bo': 1"
     text = TextCodec(opened.tokenizer).decode
     texts = [text(list(ids)) for ids in (range(40, 44), range(20, 25))]
     assert latest_first == [f"   2 wrong  {words}" for words in texts]

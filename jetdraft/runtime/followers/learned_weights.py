@@ -87,10 +87,10 @@ class LearnedWeights:
             if self._before is None:
                 return
             verdict = is_better(self._before, self._tally)
-            if verdict is not None:
+            if verdict is None:
+                return
+            rates, self._before = (self._tally.rate, self._before.rate), None
+            if self._sets.settle(self._name, keep=verdict):
                 outcome = "kept" if verdict else "taken back"
-                rates = self._tally.rate, self._before.rate
                 text = "%s is %s: it had %.2f of its tokens accepted, those before %.2f"
                 log.info(text, label(self._name), outcome, *rates)
-                self._before = None
-                self._sets.settle(self._name, keep=verdict)

@@ -190,10 +190,10 @@ class ResponseStore:
         Raises `StoreError`.
         """
         try:
-            self._store_file.remove_damaged()
             with self._store_file.connect() as database:
                 deletion = "delete from entries where user = ?"
                 count = database.execute(deletion, (self.user,)).rowcount
+            self._store_file.remove_damaged()
         except (sqlite3.Error, OSError) as error:
             raise StoreError(
                 f"cannot clear the store {self.file} ({error}); try again"

@@ -94,8 +94,8 @@ class SourceTeacher:
 class SourceObjective(BlockObjective):
     """A drafter that reads a source, and its loss; see `BlockObjective`.
 
-    In training it is told some tokens, and learns the rest (GLAT, 2008.07905): a share
-    `glancing` of as many as it guesses wrong, drawn from all that it guesses.
+    In training it is told some tokens, and learns the rest (GLAT, 2008.07905). They are
+    `glancing` times as many as it guesses wrong, drawn from right and wrong guesses.
 
         sums = SourceObjective(drafter)(lesson, blocks)
     """

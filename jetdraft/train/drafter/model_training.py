@@ -41,7 +41,7 @@ FIGURES = "drafter.json"
 """What was trained, for how long, and how often it was right."""
 
 OFTEN = 50
-"""The trainer warns of texts that are read more often."""
+"""The most readings of a text by default; the trainer warns of more."""
 
 VALIDATED = 64
 """The most texts of a validation; all of a large corpus would take longer than the
@@ -143,8 +143,8 @@ class ModelTraining(TaughtTraining):
         """The drafter's size and cost, and the tokens that it will see."""
         config = self.module.model.config.get_text_config(decoder=True)
         batch = self.options.batch_size * self.options.sequence_length
-        tokens, least = self.steps * batch, len(self.corpus.training) * OFTEN
-        is_often = self.steps * self.options.batch_size > least
+        tokens, most = self.steps * batch, len(self.corpus.training) * OFTEN
+        is_often = self.steps * self.options.batch_size > most
         advice = "; give more texts or fewer --steps" if is_often else ""
         return (
             f"training a drafter of width {config.hidden_size}, layers: "

@@ -33,12 +33,14 @@ class Background:
         self._training, self._pace = training, pace
         self._say, self._wait = say, wait
         self._known: set[bytes] = set()
+        self._cleared = ""
 
     def run(self, tell: Callable[[Learned], None]) -> None:
         """Train until the time is spent; `tell` gets the figures of each training."""
         said = ""
         while self._pace.has_time:
             lessons = self._training.lessons.read()
+            self._forget_if_cleared()
             reason = self._obstacle(lessons)
             if reason:
                 if reason != said:
@@ -48,6 +50,12 @@ class Background:
                 self._known = {lesson.tokens.tobytes() for lesson in lessons}
                 tell(self._training.run(self._pace))
             said = reason
+
+    def _forget_if_cleared(self) -> None:
+        """A clear has deleted all weights, so what is left is to be learned again."""
+        cleared = self._training.sets.choice().cleared
+        if cleared != self._cleared:
+            self._cleared, self._known = cleared, set()
 
     def _obstacle(self, lessons: list[Lesson]) -> str:
         """Why no training can begin; empty if it can."""

@@ -27,7 +27,7 @@ def stand_back() -> None:
 class Pace:
     """When a training may take its next step.
 
-    `seconds` bound the time of all steps, and `watts` the power of the module while a
+    `seconds` bound the time of training, and `watts` the power of the module while a
     step begins; None is no bound. `root` is where sysfs is found. Raises `DeviceError`
     for a bound of watts on a machine that does not tell its power.
 
@@ -66,7 +66,7 @@ class Pace:
         return self.has_time
 
     def rest(self) -> None:
-        """A step has ended, and other work follows that does not count."""
+        """The training pauses or has ended; what follows does not count."""
         if self._began is not None:
             self.spent += time.monotonic() - self._began
         self._began = None

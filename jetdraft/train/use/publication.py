@@ -38,10 +38,10 @@ def publish(
     """
     name = None
 
-    def written(now: Choice) -> Choice:
+    def written(now: Choice) -> Choice | None:
         nonlocal name
         if now.cleared != cleared:
-            return now
+            return None
         name = _write(sets.folder, arrays, trained)
         judged = judged_name(now)
         return now if name == judged else replace(now, name=name, before=judged)

@@ -137,19 +137,27 @@ def test_a_loss_that_is_no_number_publishes_nothing(
     assert training.sets.choice().name == ""
 
 
-def test_nothing_is_published_after_a_clear(toy, drafter, tmp_path, monkeypatch):
+def test_nothing_is_published_after_a_clear(toy, drafter, tmp_path):
     """Whose lessons were erased during a training must not meet them in weights."""
     student = student_of(Bundle.open(toy), str(drafter))
     training = UseTraining(student, tmp_path, UseOptions(steps=20, least=1))
     training.lessons.add(lesson())
 
-    def clear(stage, done, total):
-        training.sets.clear()
+    read = training.lessons.read
 
-    learned = training.run(Pace(), clear)
+    def read_and_clear():
+        lessons = read()
+        training.lessons.clear()
+        training.sets.clear()
+        return lessons
+
+    training.lessons.read = read_and_clear
+    learned = training.run(Pace())
     assert learned.after.loss < learned.before.loss
     assert learned.name is None
     assert training.sets.choice().name == ""
+    training.lessons.read = read
+    training.lessons.add(lesson())
     assert training.run(Pace()).name == training.sets.choice().name != ""
 
 
@@ -159,7 +167,7 @@ def test_the_background_trains_when_there_is_enough(monkeypatch):
     said = []
 
     class Choice:
-        name, before = "5e7", None
+        name, before, cleared = "5e7", None, ""
 
     class Training:
         options = UseOptions(least=3)
