@@ -25,10 +25,11 @@ except KeyboardInterrupt:
 """
 
 RECIPE = """
-import sys
-import time
+import signal, sys
 from pathlib import Path
 import recipes
+# A job in the background ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 work = Path(sys.argv[1])
 stage = recipes.Stage(work / "out", [sys.executable, work / "stage.py", work / "out"])
 recipes.run(stage, 1, work / "minutes.json")
