@@ -29,7 +29,7 @@ def check_name(file: Path) -> None:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether nothing is at a path but an empty folder. Raises `OSError`.
+    """Whether a path is an empty folder, or nothing is there. Raises `OSError`.
 
     is_free(Path("new"))
     """

@@ -26,7 +26,7 @@ _ID_OFFSET = 68
 """Where SQLite keeps the application id in the file's header."""
 
 _ASIDE = ".damaged"
-"""What a damaged file's name ends with, or a number behind it."""
+"""What is put behind a damaged file's name; a number may follow."""
 
 _ABOUT = "create table if not exists about (tokenizer text not null);"
 

@@ -12,7 +12,7 @@ EARLY = 64
 """Evaluated tokens after which a clear loss ends a trial."""
 
 CLEAR = 3.0
-"""A loss of so many standard errors is clear: chance alone makes one look in 700 so.
+"""A loss of so many standard errors is clear: chance brings it in one look of 700.
 A trial has several looks: with texts of 16 tokens one trial in 170 ends by chance."""
 
 

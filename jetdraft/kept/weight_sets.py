@@ -139,9 +139,9 @@ class WeightSets:
 
         def settled(now: Choice) -> Choice | None:
             nonlocal is_on_trial
-            is_on_trial = now.name == name and now.before is not None
-            if now.before is None or not is_on_trial:
+            if now.name != name or now.before is None:
                 return None
+            is_on_trial = True
             return replace(now, name=name if keep else now.before, before=None)
 
         try:

@@ -34,8 +34,9 @@ class Losses:
     def total(self, mode: str, weights: Tensor) -> Tensor:
         """The loss to minimise; in lossless mode the main rows cannot learn.
 
-        `weights` [1 + gamma] are those of the means over `places`: ones, or in a part
-        of a batch what makes the mean over the parts that of the batch.
+        `weights` [1 + gamma] multiply the means over main rows and over each stream. A
+        whole batch has ones. The parts of a batch have weights with which the mean of
+        their losses is the loss of the batch.
         """
         streams = (weights[1:] * self.streams).sum()
         total = STREAM_WEIGHT * streams + weights[0] * self.early

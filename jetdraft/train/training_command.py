@@ -96,6 +96,8 @@ def _flags(
     saved: str, steps: int | None, needs_data: bool, rate: float, prompts_alone: bool
 ) -> Decorator:
     """The options that all trainings take."""
+    advice = "; default: what the drafter's size asks for, at most 50 readings"
+    advised = "" if steps else advice
     return together(
         _data_option(needs_data, prompts_alone),
         option(
@@ -104,12 +106,7 @@ def _flags(
             type=int,
             default=steps,
             show_default=steps is not None,
-            help="Steps of training"
-            + (
-                "."
-                if steps
-                else "; default: what the drafter's size asks for, at most 50 readings."
-            ),
+            help=f"Steps of training{advised}.",
         ),
         option(
             "training",

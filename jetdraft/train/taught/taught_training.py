@@ -32,7 +32,7 @@ GPU_BYTES = 16 << 30
 """A GPU writes `TOGETHER` texts for every 16 GiB of its memory."""
 
 Stages = Callable[[str, int, int], None]
-"""Gets a stage, and how many of its texts are written: (stage, done, total)."""
+"""Gets a stage, and how much of it is done: (stage, done, total)."""
 
 
 class TaughtTraining(Training):

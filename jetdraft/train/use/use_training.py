@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from jetdraft.errors import DataError, OptionError, TrainingError
 from jetdraft.kept.lessons import Lesson, Lessons
 from jetdraft.kept.weight_sets import WeightSets, base_of
+from jetdraft.train.taught.taught_training import Stages
 from jetdraft.train.use.adapters import add_lora, merge_lora
 from jetdraft.train.use.pace import Pace
 from jetdraft.train.use.publication import judged_weights, publish
@@ -25,13 +26,10 @@ from jetdraft.train.use.student import Student
 from jetdraft.train.use.wrong_places import Missed, together
 
 HELD_OUT, MOST_HELD_OUT = 8, 32
-"""One lesson of so many is held out, and the most that are."""
+"""One lesson in `HELD_OUT` is held out, and at most `MOST_HELD_OUT` lessons are."""
 
 LOOK_EVERY = 10
 """Steps between two looks at the lessons that are held out."""
-
-Report = Callable[[str, int, int], None]
-"""Gets a stage, and how much of it is done: (stage, done, total)."""
 
 WARM_UP = 10
 """Steps in which the learning rate rises."""
@@ -102,7 +100,7 @@ class UseTraining:
         self.sets.check()
 
     def run(
-        self, pace: Pace, report: Report = lambda stage, done, total: None
+        self, pace: Pace, report: Stages = lambda stage, done, total: None
     ) -> Learned:
         """Train once, and put the weights on trial if the held-out loss has fallen.
 
@@ -154,7 +152,7 @@ class _Run:
         held = set(map(id, self._held))
         self._training = [o for o in order if id(o) not in held] or order
 
-    def train(self, pace: Pace, report: Report) -> int:
+    def train(self, pace: Pace, report: Stages) -> int:
         """Train, and keep the LoRA of the least held-out loss; gives the steps."""
         optimizer = torch.optim.AdamW(self._lora, lr=0.0, weight_decay=0.0)
         least, best, step = math.inf, list[Tensor](), 0

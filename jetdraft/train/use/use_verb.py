@@ -121,7 +121,8 @@ def command(
         return
     choice = training.sets.choice()
     if choice.before is not None:
-        click.echo(f"a new set will replace {label(choice.name)}, on trial", err=True)
+        trial = f"{label(choice.name)} is still on trial"
+        click.echo(f"{trial}; what is learned now will replace it", err=True)
     with ProgressBars() as bars:
         learned = training.run(pace, bars)
     _tell(learned)

@@ -155,7 +155,7 @@ def test_bad_weights_are_taken_back(toy, tmp_path, plain, caplog):
         assert rounds(model, WINDOW, plain) == pytest.approx(good, abs=0.1)
     learned, verdict, own = caplog.messages
     assert learned == f"the learned set {name[:12]} drafts on trial"
-    assert verdict.startswith(f"the learned set {name[:12]} is taken back: it had 0.")
+    assert verdict.startswith(f"the learned set {name[:12]} is taken back: 0.")
     assert own == "the bundle's own drafter drafts"
 
 
