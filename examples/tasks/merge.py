@@ -22,10 +22,10 @@ from jetdraft.staging import writing
 def main(streams: Path, output: Path) -> None:
     """Write the weights to which STREAMS, of mode shared, tune their base."""
     if output.exists():
-        raise click.ClickException(f"{output} exists; choose another folder")
+        raise click.UsageError(f"{output} exists; choose another folder")
     checkpoint = Checkpoint.load(str(streams), torch.float32)
     if checkpoint.streams is None or checkpoint.streams.mode != SHARED:
-        raise click.ClickException(f"{streams} has no streams of mode shared")
+        raise click.UsageError(f"{streams} has no streams of mode shared")
     tuned = checkpoint.with_streams(1.0).model.state_dict()
     plain = Checkpoint.load(str(streams), torch.float32).model
     plain.load_state_dict(tuned)

@@ -129,7 +129,7 @@ def main(
 ) -> None:
     """Tune DRAFTER and write it to OUTPUT."""
     if output.exists():
-        raise click.ClickException(f"{output} exists; choose another folder")
+        raise click.UsageError(f"{output} exists; choose another folder")
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(drafter)
     if config.is_encoder_decoder:

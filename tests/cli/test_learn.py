@@ -10,11 +10,11 @@ import pytest
 import jetdraft as package
 from jetdraft.bundle import Bundle
 from jetdraft.kept.lessons import FILE, Lessons
-from jetdraft.kept.weight_sets import WeightSets
+from jetdraft.kept.weight_sets import WeightSets, base_of
 from jetdraft.testing import toy_bundle
 from tests.cli.running import assert_refused, jetdraft
 from tests.server.serving import started
-from tests.toy_drafter import put_on_trial, random_arrays
+from tests.toy_drafter import arrays_of, put_on_trial, random_arrays
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,10 @@ def test_a_list_names_the_other_users(toy, tmp_path):
 def test_the_server_learns_for_each_client(toy, tmp_path):
     folder = tmp_path / "learned"
     body = {"prompt": "The robot sees", "method": "draft", "num_draft_tokens": 4}
-    with started(toy, "--learn", folder) as (_, url):
+    own = {n: array for n, array in arrays_of(toy).items() if array.ndim == 2}
+    name = put_on_trial(folder, toy, own)
+    WeightSets(folder, base_of(Bundle.open(toy))).settle(name, keep=True)
+    with started(toy, "--learn", folder) as (process, url):
         request = urllib.request.Request(
             f"{url}/v1/completions",
             json.dumps({**body, "max_tokens": 40, "temperature": 0}).encode(),
@@ -104,5 +107,7 @@ def test_the_server_learns_for_each_client(toy, tmp_path):
         )
         with urllib.request.urlopen(request) as reply:
             assert json.load(reply)["choices"][0]["text"]
+        process.terminate()
+        assert f"the learned set {name[:12]} drafts\n" in process.stderr.read()
     cleared = jetdraft("store", "clear", toy, folder, "--user", "127.0.0.1")
     assert "1 entries removed" in cleared.stderr

@@ -92,5 +92,5 @@ class LearnedWeights:
             rates, self._before = (self._tally.rate, self._before.rate), None
             if self._sets.settle(self._name, keep=verdict):
                 outcome = "kept" if verdict else "taken back"
-                text = "%s is %s: %.2f of its tokens were accepted, %.2f before it"
+                text = "%s is %s: %.3f of its tokens were accepted, %.3f before it"
                 log.info(text, label(self._name), outcome, *rates)
