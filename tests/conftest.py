@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import onnx
 import pytest
+from accelerate.state import AcceleratorState
 
 import jetdraft
 from jetdraft.devices.kernels.forecast import graph_forecasts
@@ -113,3 +114,17 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ExportOptions(Recipe("none"), max_width=16)
     export(str(checkpoint), folder / "bundle", str(checkpoint), options)
     return folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _new_precision_of_file() -> None:
+    """Let the fixtures of a file multiply in their own type; see `_new_precision`."""
+    AcceleratorState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def _new_precision() -> Iterator[None]:
+    """Let each test multiply in its own type; accelerate keeps that of the first."""
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
