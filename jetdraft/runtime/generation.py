@@ -27,7 +27,7 @@ import warnings
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jetdraft.errors import ConstraintError, OptionError
 from jetdraft.runtime.drafts.probes import NO_PROBING, Probing
@@ -104,12 +104,12 @@ class Generation:
         _check_options(options, parts)
         drafting, ending = options.drafting, options.ending
         self.parts, self.planner, self.options = parts, planner, options
+        ends = () if ending.ignore_eos else parts.bundle.eos_token_ids
         self.watcher = StopWatcher(
-            parts.text.stream(prompt),
-            () if ending.ignore_eos else parts.bundle.eos_token_ids,
-            ending.stops,
-            ending.max_seconds,
+            parts.text.stream(prompt, ends), ends, ending.stops, ending.max_seconds
         )
+        # It reads the same tokens as the watcher's, and names those that might come.
+        self._names = parts.text.stream(prompt, ends)
         self._matcher: Matcher | None = None
         if options.constraint is not None:
             self._matcher = parts.vocabulary.matcher(
@@ -290,7 +290,8 @@ class Generation:
                 watcher.take(),
                 tokens,
                 min(piece.from_draft, count),
-                piece.logprobs[:count],
+                [self._named(entry) for entry in piece.logprobs[:count]],
+                watcher.texts,
             )
 
     def _round(self, context: Sequence[int], limit: int) -> tuple[Round, Piece]:
@@ -401,6 +402,12 @@ class Generation:
             Logprob.of(answer, row, token, count)
             for row, token in zip(path, tokens, strict=True)
         ]
+
+    def _named(self, entry: Logprob) -> Logprob:
+        """The entry of the next token, with the names of its tokens."""
+        names = self._names.names([entry.token, *(token for token, _ in entry.top)])
+        self._names.push([entry.token])
+        return replace(entry, names=names)
 
     def _why_off(self, room: int, offer: Offer) -> str:
         """Why a round had no draft."""

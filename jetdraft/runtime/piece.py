@@ -14,13 +14,16 @@ class Piece:
     """What one round added; `text` may be empty while a character is incomplete.
 
     `from_draft` says how many of the `token_ids`, from the first on, had been drafted.
-    `logprobs` has an entry for each token if log probabilities were asked for.
+    `logprobs` has an entry for each token if log probabilities were asked for. `texts`
+    has the text that each token completed; a text that may become a stop string is in
+    `texts` before it is in `text`.
     """
 
     text: str
     token_ids: list[int]
     from_draft: int
     logprobs: list[Logprob] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Result:
     "stop" (end of text or a stop string), "length", "cancelled", "deadline",
     "interrupted" or "early stop" (a head of `Exiting`). If a stop string ended the
     text, the last token completed the string. `calls` are the calls in the text,
-    where `Model.chat` had tools.
+    where `Model.chat` had tools. `texts` has the text that each token completed, the
+    stop string too.
 
         model.generate("def fib(n):").text
     """
@@ -44,6 +48,7 @@ class Result:
     from_draft: list[bool]
     logprobs: list[Logprob] | None = None
     calls: list[ToolCall] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, pieces: list[Piece], stats: Stats, with_logprobs: bool) -> Self:
@@ -61,4 +66,5 @@ class Result:
                 for place in range(len(piece.token_ids))
             ],
             logprobs=logprobs if with_logprobs else None,
+            texts=[text for piece in pieces for text in piece.texts],
         )

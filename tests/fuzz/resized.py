@@ -1,4 +1,4 @@
-"""A bundle with other buffers, made of the toy bundle without an export."""
+"""Bundles with other buffers or another tokenizer, made of the toy bundle."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 from onnx import numpy_helper
+from tokenizers import Tokenizer
 
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.step_contract import StepContract
@@ -34,6 +35,15 @@ def resized(bundle: Path, output: Path, capacity: int, max_width: int) -> Path:
                 _resize(output / file, entry.contract, contract)
         graphs[name] = replace(entry, contract=contract)
     replace(opened, path=output, graphs=graphs, files={}).save()
+    return output
+
+
+def respelled(bundle: Path, output: Path, tokenizer: Tokenizer) -> Path:
+    """Copy a bundle to `output` with another tokenizer: other texts of the same ids."""
+    shutil.copytree(bundle, output, ignore=shutil.ignore_patterns("profiles"))
+    (output / "bundle.json").unlink()
+    tokenizer.save(str(output / "tokenizer.json"))
+    replace(Bundle.open(bundle), path=output, special_tokens={}, files={}).save()
     return output
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from jetdraft.errors import BundleError, OptionError, StoreError
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.piece import Result
+from jetdraft.runtime.text.stops import StopWatcher
 from jetdraft.train.table import count
 from tests.fuzz.disturbances import Disturbances
 from tests.fuzz.requests import TEXTS, draw_drafting, draw_options, draw_prompt, words
@@ -69,8 +70,33 @@ class SameText(Subject):
         except OptionError:
             return "refused"
         self._earlier = ids + plain.token_ids
+        self._read_again(draw, world, ids, options, plain)
         outcomes = [self._one(world, ids, options, way) for way in ways]
         return "same" if "same" in outcomes else "refused"
+
+    def _read_again(
+        self,
+        draw: Random,
+        world: World,
+        ids: list[int],
+        options: dict[str, Any],
+        plain: Result,
+    ) -> None:
+        """Compare the text with the text of the same tokens in drawn rounds."""
+        parts = world.model.parts
+        ends = () if options.get("ignore_eos") else parts.bundle.eos_token_ids
+        watcher = StopWatcher(
+            parts.text.stream(ids, ends), ends, options.get("stop", ())
+        )
+        text, at = "", 0
+        while at < len(plain.token_ids):
+            size = draw.randint(1, 6)
+            watcher.keep(plain.token_ids[at : at + size])
+            text += watcher.take()
+            at += size
+        text += watcher.rest()
+        if text != plain.text:
+            raise Fault(f"{ids}, {words(options)}: {text!r} instead of {plain.text!r}")
 
     def _one(
         self,

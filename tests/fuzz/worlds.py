@@ -16,7 +16,8 @@ from jetdraft.devices.providers import PROVIDERS, presence
 from jetdraft.errors import JetdraftError
 from jetdraft.runtime.piece import Result
 from jetdraft.testing import toy_bundle
-from tests.fuzz.resized import resized
+from tests.families import FAMILIES, made
+from tests.fuzz.resized import resized, respelled
 from tests.fuzz.streamed import streamed_bundle
 from tests.toy_block import METHODS, toy_block
 from tests.toy_eagle import toy_eagle
@@ -93,12 +94,18 @@ class World:
 
 
 def toy_worlds(folder: Path) -> Iterator[World]:
-    """The toy bundle and its siblings; only the toy has a store, and learns."""
+    """The toy bundle and its siblings; only the toy has a store, and learns.
+
+    Some have a tokenizer of another family, which lacks some of the ids.
+    """
     toy = toy_bundle(folder / "toy")
     yield World("toy", toy, folder / "store.sqlite", folder / LEARNED, share=40)
     for capacity, width in SIZES:
         name = f"toy-{capacity}-{width}"
         yield World(name, resized(toy, folder / name, capacity, width))
+    for family in FAMILIES:
+        name = f"toy-{family}"
+        yield World(name, respelled(toy, folder / name, made(family)))
 
 
 def head_worlds(folder: Path) -> Iterator[World]:

@@ -36,7 +36,7 @@ def pieces_of(
         options = Options(sampling, drafting=drafting, ending=Ending(tokens))
         ids = [int(token) for token in prompt]
         generation = Generation(model.parts, model.planner, ids, options)
-        generation.watcher = StopWatcher(TextStream(None, []), eos)
+        generation.watcher = StopWatcher(TextStream(None, [], eos), eos)
         generation.widths = widths or generation.widths
         generation.verifier = verifier or generation.verifier
         model.parts.prefix.forget()

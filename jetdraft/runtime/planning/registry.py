@@ -27,10 +27,8 @@ from jetdraft.runtime.proposers import (
     trigram,
 )
 from jetdraft.runtime.proposers.attached import (
-    chimera_method,
     exit_method,
     falcon_method,
-    glide_method,
     select_method,
 )
 from jetdraft.runtime.proposers.guessing import (
@@ -47,9 +45,14 @@ AUTO, NONE = "auto", "none"
 """Names in place of a method: the methods that promise most, and plain decoding."""
 
 _METHODS: tuple[Method[Any], ...] = (
-    *(m.METHOD for m in (lookup, draft, head_method, exit_method, glide_method)),
-    *(chimera_method.METHOD, falcon_method.METHOD, select_method.METHOD),
-    *(medusa_method.METHOD, block_methods.DFLASH, block_methods.DIFFUSION),
+    *(lookup.METHOD, draft.METHOD, head_method.EAGLE, exit_method.METHOD),
+    *(head_method.GLIDE, head_method.CHIMERA, falcon_method.METHOD),
+    *(
+        select_method.METHOD,
+        medusa_method.METHOD,
+        block_methods.DFLASH,
+        block_methods.DIFFUSION,
+    ),
     block_methods.BLOCK,
     *(m.METHOD for m in (stream, ppd, forecasts, recall, trigram, cascade)),
 )

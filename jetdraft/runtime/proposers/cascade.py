@@ -24,7 +24,7 @@ from jetdraft.runtime.followers.follower import Follower
 from jetdraft.runtime.followers.head_follower import HeadFollower
 from jetdraft.runtime.measured.trust import Trial, Trust
 from jetdraft.runtime.proposers.draft import DraftProposer, drafter_of, lacks_drafter
-from jetdraft.runtime.proposers.head_method import head_of, lacks_head
+from jetdraft.runtime.proposers.head_method import EAGLE, follower_for
 from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
 from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.parts import Parts
@@ -119,14 +119,16 @@ def _agreement(tokens: list[int], others: list[int]) -> int:
 
 
 def _lacks(bundle: Bundle) -> str:
-    return lacks_drafter(bundle) and lacks_head(bundle) and "export with --drafter"
+    return lacks_drafter(bundle) and EAGLE.lacks(bundle) and "export with --drafter"
 
 
 def _make(parts: Parts, options: MethodOptions) -> Proposer:
     store = parts.store_of(options.user)
     below = LookupProposer(store=store, source=lambda: parts.source)
-    has_head = not lacks_head(parts.bundle)
-    follower = head_of(parts, NAME) if has_head else drafter_of(parts, NAME)
+    if EAGLE.lacks(parts.bundle):
+        return CascadeProposer(drafter_of(parts, NAME), below, parts.curve.drafter)
+    follower = follower_for(parts, NAME, "a head", "")
+    assert isinstance(follower, HeadFollower)
     return CascadeProposer(follower, below, parts.curve.drafter)
 
 

@@ -239,12 +239,17 @@ def drafter_of(parts: Parts, method: str) -> Follower:
     """The drafter of a bundle; raises `OptionError` if there is no drafter."""
     follower = parts.follower
     if not isinstance(follower, Follower) or lacks_drafter(parts.bundle):
-        raise OptionError(
-            f"{method} needs a drafter; export with --drafter, and do not pass "
-            "--drafter-provider off",
-            "method",
-        )
+        raise needs_drafter(method, "a drafter", "--drafter")
     return follower
+
+
+def needs_drafter(method: str, needed: str, flag: str) -> OptionError:
+    """The error of a method without the graph that it drafts with."""
+    return OptionError(
+        f"{method} needs {needed}; export with {flag}, and do not pass "
+        "--drafter-provider off",
+        "method",
+    )
 
 
 def lacks_drafter(bundle: Bundle) -> str:

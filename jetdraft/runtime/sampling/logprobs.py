@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jetdraft.runtime.passes.answer import Answer
 
@@ -12,14 +12,18 @@ class Logprob:
     """The natural logarithm of a token's probability.
 
     It is the model's own, before temperature, filters, biases and penalties. `top` has
-    the (id, logprob) pairs of the best tokens, best first.
+    the (id, logprob) pairs of the best tokens, best first. `names` has the bytes that
+    each of these tokens stands for at its place in the text, None for a hidden token.
+    A token may be a part of a character; the bytes of all tokens together are the text.
 
-        Logprob.of(answer, row=0, token=42, top=5).logprob
+        entry = Logprob.of(answer, row=0, token=42, top=5)
+        entry.logprob, entry.names[42]
     """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    names: dict[int, bytes | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, answer: Answer, row: int, token: int, top: int) -> Logprob:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
 from jetdraft.errors import BundleError, OptionError
 from jetdraft.runtime.text.vocabulary import Vocabulary
@@ -25,13 +27,19 @@ class TextCodec:
         self._file = file
         self._tokenizer: Tokenizer | None = None
         self._vocabulary: Vocabulary | None = None
-        if file is not None:
-            try:
-                self._tokenizer = Tokenizer.from_file(str(file))
-            except Exception as error:  # the library raises bare exceptions
-                raise BundleError(
-                    f"{file} is not a tokenizer ({error}); export the bundle again"
-                ) from error
+        self._bytes: TokenBytes | None = None
+        if file is None:
+            return
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare exceptions
+            raise BundleError(
+                f"{file} is not a tokenizer ({error}); export the bundle again"
+            ) from error
+        # A training script may have left both in the file.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._bytes = TokenBytes(self._tokenizer)
 
     def vocabulary(self, size: int, ends: Sequence[int]) -> Vocabulary:
         """The `size` tokens as constraints need them, the same at each call."""
@@ -48,11 +56,6 @@ class TextCodec:
         """The name of a token; "" for an unknown id or without a tokenizer."""
         name = self._tokenizer.id_to_token(id) if self._tokenizer else None
         return name or ""
-
-    def _byte(self, id: int) -> int:
-        """The byte that a token like <0xE2> stands for; 0 for other tokens."""
-        name = _BYTE.fullmatch(self.token(id))
-        return int(name[1], 16) if name else 0
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a prompt; `special` adds tokens such as beginning-of-text.
@@ -78,89 +81,135 @@ class TextCodec:
             return " ".join(map(str, ids))
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
-    def stream(self, prompt: Sequence[int]) -> TextStream:
+    def stream(self, prompt: Sequence[int], ends: Iterable[int] = ()) -> TextStream:
         """An incremental decoder for the tokens after `prompt`.
 
-        The character that a prompt ends in belongs to the text after it.
+        It hides special tokens and the tokens in `ends`. The character that a prompt
+        ends in belongs to the text after it.
         """
-        tail = list(prompt[-_TAIL:])
-        tokens = [self._byte(token) for token in tail]
-        first = next((i for i, byte in enumerate(tokens) if not _goes_on(byte)), 0)
-        begun = _begun(tokens)
-        return TextStream(self._tokenizer, tail[-begun:] if begun else tail[first:])
+        return TextStream(self._bytes, prompt, ends)
 
 
-def _goes_on(byte: int) -> bool:
-    """Whether a byte is inside a character of UTF-8, not its first."""
-    return 0x80 <= byte < 0xC0
+class TokenBytes:
+    """The bytes that tokens stand for in a text.
+
+    A token may stand for a part of a character, so that only bytes can be exact.
+
+        TokenBytes(tokenizer).of([], 42)    # b"\\xf0\\x9f"
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self.special = {
+            id: token.content for id, token in added.items() if token.special
+        }
+        decode = tokenizer.decoder.decode if tokenizer.decoder else " ".join
+        self._is_byte_level = decode(["a\u0120"]) == "a "
+        self._has_byte_tokens = decode(["<0x41>"]) == "A"
+
+    def of(self, before: Sequence[int], id: int) -> bytes | None:
+        """The bytes of a token after the tokens `before`; None for an unknown id.
+
+        Decoders treat the first token of a text differently: for example they drop its
+        leading space.
+        """
+        name = self._tokenizer.id_to_token(id)
+        if name is None:
+            return None
+        if self._is_byte_level:
+            own = [_BYTES.get(letter, -1) for letter in name]
+            return bytes(own) if -1 not in own else name.encode()
+        byte = _BYTE.fullmatch(name) if self._has_byte_tokens else None
+        if byte and (before or int(byte[1], 16) >= 0x80):
+            return bytes([int(byte[1], 16)])
+        # Special tokens are hidden by the caller, and others must not be left out here.
+        old, new = (
+            self._tokenizer.decode(ids, skip_special_tokens=False)
+            for ids in (before, [*before, id])
+        )
+        return new[len(old) :].encode()
 
 
-def _begun(tokens: Sequence[int]) -> int:
-    """How many bytes at the end are the beginning of a character that lacks some."""
-    for count, byte in enumerate(reversed(tokens), start=1):
-        if not _goes_on(byte):
-            size = (byte >= 0xC0) + (byte >= 0xE0) + (byte >= 0xF0) + 1
-            return count if count < size else 0
-    return 0
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+"""The name of a token that is a byte."""
 
 
-_BYTE = re.compile("<0x([0-9A-F]{2})>")
-"""The name of a token that is a byte. Such tokens in a row are decoded together, and if
-a byte is missing at either end, none of them becomes a character."""
+def _byte_letters() -> dict[str, int]:
+    """The bytes by the letters that byte-level tokenizers write for them.
 
-_TAIL = 8
-"""Tokens of the prompt that are decoded with the output: some decoders treat the first
-token of a text differently, for example they drop its leading space."""
+    Printable bytes are their own letters; the others have the letters after 255, in
+    the same order.
+    """
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    own = {letter: ord(letter) for letter in letters if ord(letter) < 256}
+    others = (byte for byte in range(256) if byte not in own.values())
+    return own | dict(zip(letters[len(own) :], others, strict=True))
+
+
+_BYTES = _byte_letters()
+
+_CONTEXT = 4
+"""Tokens that are decoded before a token, so that it is not the first of a text."""
 
 
 class TextStream:
     """Turns tokens into text as they arrive, whole characters only.
 
-    `push` holds back bytes until they complete a character; `rest` gives the bytes that
-    never completed a character. Each push decodes the tokens since the last whole
-    character, and before them the tokens of the push before: without the text of those
-    it could not tell where the new text starts.
+    Each token is read alone, so the text does not depend on how many come at once. Its
+    bytes are UTF-8; bytes that cannot become a character are shown as U+FFFD. Bytes at
+    the end are held back until they complete a character, or until `rest`.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt: list[int]) -> None:
-        self._tokenizer = tokenizer
-        self._ids = prompt
-        # Tokens before `_shown` have become text; decoding starts at `_anchor`.
-        self._anchor, self._shown = 0, len(prompt)
+    def __init__(
+        self, tokens: TokenBytes | None, prompt: Sequence[int], ends: Iterable[int]
+    ) -> None:
+        self._tokens = tokens
+        self._special = tokens.special if tokens else {}
+        self._hidden = {*self._special, *ends}
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._before: list[int] = []
+        shown = (id for id in reversed(prompt) if self._name(id) is not None)
+        for id in reversed(list(islice(shown, _CONTEXT))):
+            self._utf8.decode(self._next(id))
+        self._began_in_prompt = bool(self._utf8.getstate()[0])
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these tokens complete; "" without a tokenizer."""
-        self._ids += ids
-        before, whole, start = self._texts()
-        if whole.endswith(_INCOMPLETE) or len(whole) <= start:
-            return ""
-        if start == len(before):  # else a character goes on there
-            self._anchor = self._shown
-        self._shown = len(self._ids)
-        return whole[start:]
+        return "".join(self._characters(self._next(id)) for id in ids)
 
     def rest(self) -> str:
         """The remaining text, when no more tokens come."""
-        _, whole, start = self._texts()
-        return whole[start:]
+        text = self._utf8.decode(b"", final=True)
+        return "" if self._began_in_prompt else text
 
-    def _texts(self) -> tuple[str, str, int]:
-        """The text from the anchor to `_shown`, and from the anchor to the end.
+    def special(self, id: int) -> str:
+        """The text of a special token, which `push` hides; "" for any other token."""
+        return self._special.get(id, "")
 
-        With them, the place in the latter where the new text starts.
+    def names(self, ids: Iterable[int]) -> dict[int, bytes | None]:
+        """The exact bytes of each token if it came next; None for a hidden token."""
+        return {id: self._name(id) for id in ids}
+
+    def _name(self, id: int) -> bytes | None:
+        if self._tokens is None or id in self._hidden:
+            return None
+        return self._tokens.of(self._before, id)
+
+    def _next(self, id: int) -> bytes:
+        """The bytes of the next token, b"" for a hidden token."""
+        data = self._name(id)
+        if data is not None:
+            self._before = [*self._before[1 - _CONTEXT :], id]
+        return data or b""
+
+    def _characters(self, data: bytes) -> str:
+        """The characters that some bytes complete.
+
+        What the prompt began in vain is not shown.
         """
-        if self._tokenizer is None:
-            return "", "", 0
-        shown = self._ids[self._anchor : self._shown]
-        before, whole = (
-            self._tokenizer.decode(ids, skip_special_tokens=True)
-            for ids in (shown, self._ids[self._anchor :])
-        )
-        if before.endswith(_INCOMPLETE):
-            pairs = enumerate(zip(before, whole, strict=False))
-            place = (at for at, (old, new) in pairs if old != new)
-            return before, whole, next(place, min(len(before), len(whole)))
-        return before, whole, len(before)
-
-
-_INCOMPLETE = "\ufffd"
+        text = self._utf8.decode(data[:1])
+        if self._began_in_prompt and data:
+            text = text.removeprefix("\ufffd")
+            self._began_in_prompt = False
+        return text + self._utf8.decode(data[1:])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from threading import Event
 
 from jetdraft.errors import OptionError
@@ -60,12 +61,14 @@ class Ending:
 class StopWatcher:
     """Watches one generation for end-of-text, stop strings, a deadline and `cancelled`.
 
-    It looks for stop strings token by token, so the text ends at the same token
-    whatever was drafted. It never shows a stop string, what follows it, or a text that
-    may become a stop string. The time limit `seconds` counts from the construction.
-    `reason` is "" while the generation goes on.
+    It reads token by token, so the text ends at the same token whatever was drafted. It
+    looks for stop strings in the text that is shown, and in the text with its special
+    tokens. It never shows a stop string, what follows the string, or a text that may
+    become a stop string. The time limit `seconds` counts from the construction.
+    `reason` is "" while the generation goes on. `texts` has the text that each token of
+    the last `keep` completed.
 
-        watcher = StopWatcher(codec.stream(prompt), eos_token_ids, ["\\n\\n"])
+        watcher = StopWatcher(codec.stream(prompt, ends), ends, ["\\n\\n"])
         watcher.keep([5, 8, 9])         # the tokens before the end
         watcher.take()                  # the text that is certain so far
     """
@@ -73,17 +76,19 @@ class StopWatcher:
     def __init__(
         self,
         text: TextStream,
-        eos_token_ids: Sequence[int],
+        ends: Sequence[int],
         stop: Sequence[str] = (),
         seconds: float | None = None,
     ) -> None:
         self.reason = ""
+        self.texts: list[str] = []
         self.cancelled = Event()
         self._text = text
-        self._eos = frozenset(eos_token_ids)
+        self._ends = frozenset(ends)
         self._stop = tuple(stop)
-        self._held = ""
-        self._shown = ""
+        # Text that may become a stop string, and whether each character may be shown.
+        self._held, self._may_show = "", bytearray()
+        self._shown, self._is_cut = "", False
         self._deadline = None if seconds is None else time.perf_counter() + seconds
 
     def must_end(self) -> bool:
@@ -100,15 +105,12 @@ class StopWatcher:
 
     def keep(self, tokens: list[int]) -> list[int]:
         """The tokens up to and including the token that ends the text, or all."""
-        if not self._stop:
-            end = next((i for i, t in enumerate(tokens, 1) if t in self._eos), None)
-            self.reason = self.reason if end is None else STOP
-            kept = tokens[:end]
-            self._shown += self._text.push(kept)
-            return kept
+        self.texts = []
         for end, token in enumerate(tokens, start=1):
-            self._hold(self._text.push([token]))
-            if token in self._eos:
+            self.texts.append(self._text.push([token]))
+            self._hold(self._text.special(token), False)
+            self._hold(self.texts[-1])
+            if token in self._ends:
                 self.reason = STOP
             if self.reason:
                 return tokens[:end]
@@ -121,30 +123,42 @@ class StopWatcher:
 
     def rest(self) -> str:
         """All text that was not taken yet, when no more tokens come."""
-        self._hold(self._text.rest())
-        shown, self._held = self._shown + self._held, ""
-        self._shown = ""
-        return shown
+        if not self._is_cut:
+            self._hold(self._text.rest())
+            self._show(len(self._held))
+        return self.take()
 
-    def _hold(self, text: str) -> None:
+    def _hold(self, text: str, may_show: bool = True) -> None:
         """Show all text but an ending that may become a stop string."""
-        held = self._held + text
-        starts = [at for stop in self._stop if (at := held.find(stop)) >= 0]
+        self._held += text
+        self._may_show += bytes([may_show]) * len(text)
+        starts, unsure = [], [len(self._held)]
+        for seen, places in self._views():
+            for stop in self._stop:
+                if (at := seen.find(stop)) >= 0:
+                    starts.append(places[at])
+                if begun := _overlap(seen, stop):
+                    unsure.append(places[-begun])
+        self._show(min(starts or unsure))
         if starts:
-            self.reason = STOP
-            self._shown, self._held = self._shown + held[: min(starts)], ""
-            self._text = _EMPTY
-            return
-        unsure = max((_overlap(held, stop) for stop in self._stop), default=0)
-        cut = len(held) - unsure
-        self._shown, self._held = self._shown + held[:cut], held[cut:]
+            self.reason, self._is_cut = STOP, True
+            self._held, self._may_show = "", bytearray()
+
+    def _views(self) -> Iterator[tuple[str, Sequence[int]]]:
+        """The held text with special tokens and without; the places of characters."""
+        yield self._held, range(len(self._held))
+        if not all(self._may_show):
+            places = [at for at, may_show in enumerate(self._may_show) if may_show]
+            yield "".join(self._held[at] for at in places), places
+
+    def _show(self, count: int) -> None:
+        """Show the first characters of the text that was held back."""
+        self._shown += "".join(compress(self._held[:count], self._may_show))
+        self._held = self._held[count:]
+        del self._may_show[:count]
 
 
 def _overlap(text: str, stop: str) -> int:
     """The length of the longest ending of a text that a stop string begins with."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
-
-
-_EMPTY = TextStream(None, [])
-"""Gives no text."""

@@ -30,6 +30,9 @@ class Letters:
     def push(self, ids):
         return "".join(map(chr, ids))
 
+    def special(self, id):
+        return ""
+
     def rest(self):
         return ""
 

@@ -22,6 +22,7 @@ from jetdraft.runtime.proposers.draft import (
     DraftProposer,
     TreeProposer,
     check_trees,
+    needs_drafter,
 )
 from jetdraft.runtime.proposers.draft_stops import Confidence
 from jetdraft.runtime.proposers.method import Method
@@ -66,11 +67,7 @@ def _lacks(bundle: Bundle) -> str:
 def _make(parts: Parts, options: ExitOptions) -> Proposer:
     follower = parts.follower
     if not isinstance(follower, ExitFollower) or _lacks(parts.bundle):
-        raise OptionError(
-            f"{NAME} needs a Kangaroo adapter; export with --head, and do not pass "
-            "--drafter-provider off",
-            "method",
-        )
+        raise needs_drafter(NAME, "a Kangaroo adapter", "--head")
     if refusal := cpu_only(HALVES, parts.provider, "choose --provider cpu"):
         raise OptionError(refusal, "method")
     entry = parts.bundle.target

@@ -8,7 +8,6 @@ rows of a level share a guess with all rows that have the same block before them
 from __future__ import annotations
 
 from jetdraft.bundle import Bundle
-from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.followers.falcon_follower import Block, FalconFollower
 from jetdraft.runtime.passes.answer import Answer
@@ -18,6 +17,7 @@ from jetdraft.runtime.proposers.draft import (
     DraftProposer,
     GrowingProposer,
     check_trees,
+    needs_drafter,
 )
 from jetdraft.runtime.proposers.draft_stops import draft_stop
 from jetdraft.runtime.proposers.method import Method
@@ -86,11 +86,7 @@ def _lacks(bundle: Bundle) -> str:
 def _make(parts: Parts, options: DraftOptions) -> Proposer:
     follower = parts.follower
     if not isinstance(follower, FalconFollower):
-        raise OptionError(
-            f"{NAME} needs a Falcon drafter; export with --head, and do not pass "
-            "--drafter-provider off",
-            "method",
-        )
+        raise needs_drafter(NAME, "a Falcon drafter", "--head")
     check_trees(follower.graph)
     ms = parts.curve.drafter / follower.size
     if not options.branched:

@@ -15,7 +15,8 @@ from jetdraft.runtime.proposers.guessing.block_proposer import (
     BlockOptions,
     BlockProposer,
 )
-from jetdraft.runtime.proposers.guessing.head_guesses import follower_for, head_traits
+from jetdraft.runtime.proposers.guessing.head_guesses import head_traits
+from jetdraft.runtime.proposers.head_method import follower_for
 from jetdraft.runtime.proposers.method import Method
 from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Proposer

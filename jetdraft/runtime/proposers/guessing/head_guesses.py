@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jetdraft.errors import OptionError
 from jetdraft.runtime.followers.block_follower import AnyFollower
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.draft import check_trees, observe
@@ -70,14 +69,3 @@ def head_traits(parts: Parts, options: TreeOptions, name: str) -> Traits:
         ms_per_token=parts.curve.drafter / count,
         branches=branches,
     )
-
-
-def follower_for(parts: Parts, name: str, needs: str, lacks: str) -> AnyFollower:
-    """The follower of a method's graph; raises `OptionError` if it `lacks` a graph."""
-    if parts.follower is None or lacks:
-        raise OptionError(
-            f"{name} needs {needs}; export with --head, and do not pass "
-            "--drafter-provider off",
-            "method",
-        )
-    return parts.follower

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from jetdraft.bundle import Bundle
 from jetdraft.runtime.proposers.draft import SAMPLES
-from jetdraft.runtime.proposers.guessing.head_guesses import (
-    HeadGuesses,
-    follower_for,
-    head_traits,
-)
+from jetdraft.runtime.proposers.guessing.head_guesses import HeadGuesses, head_traits
+from jetdraft.runtime.proposers.head_method import follower_for
 from jetdraft.runtime.proposers.method import Method
 from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Proposer

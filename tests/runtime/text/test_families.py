@@ -1,0 +1,154 @@
+"""The text of tokens is one text, however they come: all families of tokenizers."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetdraft.runtime.text.codec import TextCodec
+from jetdraft.runtime.text.stops import STOP, StopWatcher
+from tests.families import FAMILIES, SPECIAL, TAG, made
+
+CASES = settings(max_examples=300, deadline=None)
+
+
+@cache
+def opened(family):
+    """The tokenizer and its codec."""
+    file = Path(mkdtemp()) / "tokenizer.json"
+    tokenizer = made(family)
+    tokenizer.save(str(file))
+    return tokenizer, TextCodec(file)
+
+
+def draw_ids(data, tokenizer, least=0):
+    """Ids of tokens, some beyond the vocabulary, as of padded LM heads."""
+    size = tokenizer.get_vocab_size()
+    rare = st.sampled_from([size, *range(size - len(SPECIAL) - 1, size)])
+    return data.draw(
+        st.lists(st.one_of(st.integers(0, size - 1), rare), min_size=least, max_size=14)
+    )
+
+
+def draw_rounds(data, ids):
+    """The ids in rounds of one to five."""
+    rounds, at = [], 0
+    while at < len(ids):
+        size = data.draw(st.integers(1, 5))
+        rounds.append(ids[at : at + size])
+        at += size
+    return rounds
+
+
+def watched(codec, prompt, rounds, ends=(), stop=()):
+    """What is kept and shown of rounds, why the text ends, and the texts of tokens."""
+    watcher = StopWatcher(codec.stream(prompt, ends), ends, stop)
+    kept, text, texts = [], "", []
+    for tokens in rounds:
+        if watcher.reason:
+            break
+        kept += watcher.keep(tokens)
+        text += watcher.take()
+        texts += watcher.texts
+    return kept, text + watcher.rest(), watcher.reason, texts
+
+
+def hidden(tokenizer):
+    return {tokenizer.token_to_id(word) for word in SPECIAL}
+
+
+def one_by_one(ids):
+    return [[token] for token in ids]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@CASES
+@given(data=st.data())
+def test_the_text_does_not_depend_on_the_rounds(family, data):
+    tokenizer, codec = opened(family)
+    prompt, ids = draw_ids(data, tokenizer), draw_ids(data, tokenizer)
+    ends = data.draw(st.sampled_from([(), (ids or [0])[-1:], (0, 5)]))
+    whole = watched(codec, prompt, one_by_one(ids))[1]
+    start = data.draw(st.integers(0, len(whole)))
+    text = whole[start : start + data.draw(st.integers(1, 4))]
+    stop = data.draw(st.sampled_from([(), (text or "x",), (SPECIAL[2],)]))
+    plain = watched(codec, prompt, one_by_one(ids), ends, stop)
+    assert watched(codec, prompt, draw_rounds(data, ids), ends, stop) == plain
+    assert not any(word in plain[1] for word in stop)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@CASES
+@given(data=st.data())
+def test_the_text_is_the_tokenizers_own_where_that_has_whole_characters(family, data):
+    tokenizer, codec = opened(family)
+    prompt, ids = draw_ids(data, tokenizer), draw_ids(data, tokenizer)
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *ids])
+    text = watched(codec, prompt, draw_rounds(data, ids))[1]
+    if "\ufffd" not in before + whole:
+        assert before + text == whole
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@CASES
+@given(data=st.data())
+def test_the_names_of_tokens_join_to_the_text(family, data):
+    tokenizer, codec = opened(family)
+    prompt, ids = draw_ids(data, tokenizer), draw_ids(data, tokenizer)
+    stream, names = codec.stream(prompt), []
+    for token in ids:
+        names.append(stream.names([token])[token])
+        stream.push([token])
+    shown = set(range(tokenizer.get_vocab_size())) - hidden(tokenizer)
+    assert [name is not None for name in names] == [token in shown for token in ids]
+    kept, text, _, texts = watched(codec, prompt, one_by_one(ids))
+    if not tokenizer.decode(prompt).endswith("\ufffd"):
+        assert b"".join(name or b"" for name in names).decode(errors="replace") == text
+    assert text.startswith("".join(texts))
+    assert len(texts) == len(kept)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stop_text_may_be_a_special_token(family):
+    tokenizer, codec = opened(family)
+    user, tag = (tokenizer.token_to_id(word) for word in (SPECIAL[2], TAG))
+    ids = [5, 6, 5]
+    for stop in ((SPECIAL[2],), ("er|>",)):
+        kept, text, reason, _ = watched(codec, [], [[*ids, user, tag]], (), stop)
+        assert (kept, reason) == ([*ids, user], STOP)
+        assert text == watched(codec, [], [ids])[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_end_of_text_is_hidden_because_it_ends_the_text(family):
+    tokenizer, codec = opened(family)
+    tag = tokenizer.token_to_id(TAG)
+    assert TAG in watched(codec, [], [[tag]])[1]
+    assert watched(codec, [], [[tag, tag]], [tag]) == ([tag], "", STOP, [""])
+    assert codec.stream([], [tag]).names([tag]) == {tag: None}
+
+
+def test_byte_tokens_that_are_cut_are_shown_as_bytes_are():
+    """Invalid bytes of a run do not take its characters with them."""
+    tokenizer, codec = opened("sentencepiece")
+    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "\né🚀".encode()]
+    for count in range(1, len(ids) + 1):
+        text = "\né🚀".encode()[:count].decode(errors="replace")
+        assert watched(codec, [5], [ids[:count]])[1] == text
+
+
+def test_a_truncating_and_padding_tokenizer_takes_prompts_whole(tmp_path):
+    tokenizer = made("byte_level")
+    text = "the and a " * 8
+    count = len(tokenizer.encode(text).ids)
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=12)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    codec = TextCodec(tmp_path / "tokenizer.json")
+    assert len(codec.encode(text)) == count
+    assert len(codec.encode("a")) == 1
