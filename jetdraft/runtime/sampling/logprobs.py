@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jetdraft.runtime.passes.answer import Answer
 
 
@@ -31,12 +33,11 @@ class Logprob:
 
         `top` is at most the number of the answer's candidates.
         """
-        total = float(answer.logsumexp[row])
-        ids = answer.candidates[row].tolist()
-        values = answer.candidate_logits[row].tolist()
-        if token in ids:
-            logit = values[ids.index(token)]
-        else:
-            logit = float(answer.logits[row, token])
-        best = zip(ids[:top], values[:top], strict=True)
-        return cls(token, logit - total, tuple((i, value - total) for i, value in best))
+        # A kernel may sum the graph's own logsumexp in another order in another row.
+        whole = answer.logits[row]
+        peak = whole.max()
+        total = float(peak + np.log(np.exp(whole - peak).sum(dtype=np.float64)))
+        best = answer.candidates[row, :top].tolist()
+        values = (float(whole[id]) - total for id in best)
+        logprob = float(whole[token]) - total
+        return cls(token, logprob, tuple(zip(best, values, strict=True)))
