@@ -1,8 +1,9 @@
 """jetdraft and its peers on the same checkpoints, prompts and threads, in turns.
 
 Every round runs each contender once, one process after the other, so that a noisy
-minute hits all of them; the table gives medians over the rounds. Each peer runs in an
-environment of its own, see benchmarks/peers/README.md.
+minute hits all of them; the table gives medians over the rounds. Peak memory is of one
+more process for each way to decode, which loads nothing for other ways. Each peer runs
+in an environment of its own, see benchmarks/peers/README.md.
 
     python benchmarks/compare.py --bundle pair --target TARGET --drafter DRAFTER \
         --prompts prompts/mixed.jsonl --gguf target.gguf --drafter-gguf drafter.gguf \
@@ -96,7 +97,28 @@ def label(row: dict[str, Any]) -> str:
     return f"{method}{length}{exact}"
 
 
-def summarize(reports: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def peak_bytes(
+    commands: dict[str, list[str]], reports: dict[str, list[dict[str, Any]]]
+) -> dict[tuple[str, str], int]:
+    """The peak memory of each contender and method, in a process of its own."""
+    peaks: dict[tuple[str, str], int] = {}
+    for name, rounds in reports.items():
+        for method in dict.fromkeys(row["method"] for row in rounds[0]["rows"]):
+            click.echo(f"memory: {name}, {method}", err=True)
+            *command, output = commands[name]
+            if "--methods" in command:
+                command[command.index("--methods") + 1] = method
+            else:
+                command += ["--methods", method]
+            command[command.index("--max-new-tokens") + 1] = "16"
+            report = measure([*command, output])
+            peaks[name, method] = report["peak_memory_bytes"]
+    return peaks
+
+
+def summarize(
+    reports: dict[str, list[dict[str, Any]]], peaks: dict[tuple[str, str], int]
+) -> list[dict[str, Any]]:
     """One row per contender and method, with the median speed over the rounds."""
     rows = []
     for name, rounds in reports.items():
@@ -115,7 +137,7 @@ def summarize(reports: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
                     "first_seconds": statistics.median(
                         r["time_to_first_token"] for r in (row, *others)
                     ),
-                    "peak_mb": max(r["peak_memory_bytes"] for r in rounds) / 1e6,
+                    "peak_mb": peaks[name, row["method"]] / 1e6,
                     "load_seconds": statistics.median(
                         r.get("load_seconds") or 0.0 for r in rounds
                     ),
@@ -172,7 +194,7 @@ def main(rounds: int, output: Path | None, **options: Any) -> None:
             except subprocess.CalledProcessError as error:
                 click.echo(f"{name} ended with {error.returncode}", err=True)
     reports = {name: found for name, found in reports.items() if found}
-    rows = summarize(reports)
+    rows = summarize(reports, peak_bytes(commands(setup), reports))
     passes = {
         name: found[0]["pass_ms"].get("target", found[0]["pass_ms"])
         for name, found in reports.items()

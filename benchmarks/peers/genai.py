@@ -54,7 +54,7 @@ class GenAi:
     def methods(self) -> list[Method]:
         """Plain, both proposers at each K, and the adaptive width."""
         adaptive = [Method("adaptive", ADAPTIVE_START)] if self._pair else []
-        return protocol.methods(self._options) + adaptive
+        return protocol.methods(self._options, *adaptive)
 
     def decode(self, method: Method, prompt: list[int]) -> Decoding:
         """Run the public token loop; the first call may include a whole round."""

@@ -41,6 +41,7 @@ class Options:
     json: Path
     cache: Path
     temperature: float = 0.0
+    methods: str = "plain,draft,lookup,adaptive"
 
     def capacity(self) -> int:
         """Tokens that the longest prompt and its continuation need, with slack."""
@@ -125,6 +126,7 @@ def options(function: Command) -> Command:
             click.option("--num-draft-tokens", default="1,2,3,4", show_default=True),
             click.option("--repeats", default=3, show_default=True),
             click.option("--temperature", default=0.0, show_default=True),
+            click.option("--methods", default=Options.methods, show_default=True),
             click.option("--json", type=file, required=True),
             click.option(
                 "--cache",
@@ -137,11 +139,12 @@ def options(function: Command) -> Command:
     return function
 
 
-def methods(options: Options) -> list[Method]:
-    """Plain, and both proposers at each K; without a drafter lookup only."""
-    names = ["draft", "lookup"] if options.drafter is not None else ["lookup"]
-    widths = options.num_draft_tokens
-    return [Method("plain"), *(Method(n, width) for n in names for width in widths)]
+def methods(options: Options, *more: Method) -> list[Method]:
+    """Plain, both proposers at each K, and `more`, as far as they are asked for."""
+    names, widths = options.methods.split(","), options.num_draft_tokens
+    proposers = ["draft", "lookup"] if options.drafter is not None else ["lookup"]
+    drafting = [Method(name, width) for name in proposers for width in widths]
+    return [m for m in (Method("plain"), *drafting, *more) if m.name in names]
 
 
 def parse(num_draft_tokens: str, cache: Path, **values: Any) -> Options:
