@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import exp
+from statistics import fmean
 
 from jetdraft.contracts.source_contract import SourceContract
 from jetdraft.errors import OptionError
@@ -15,7 +17,7 @@ from jetdraft.runtime.hearing.segments import SECONDS_PER_SLOT, Segment, Window
 from jetdraft.runtime.hearing.sound import SHORTEST
 from jetdraft.runtime.hearing.speech_rules import OneOf, SpeechRules
 from jetdraft.runtime.measured.stats import Stats
-from jetdraft.runtime.piece import Result
+from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.planning.registry import NONE
@@ -28,6 +30,9 @@ from jetdraft.speech.speech_tokens import HOP, SAMPLE_RATE, Speech
 
 TRANSCRIBE = "transcribe"
 """The task of writing in the language that is spoken; the other is "translate"."""
+
+Scores = tuple[float | None, float | None]
+"""The mean log probability of a window's tokens, and the probability of no speech."""
 
 _SAMPLES_PER_SLOT = round(SECONDS_PER_SLOT * SAMPLE_RATE)
 
@@ -45,18 +50,14 @@ class Wanted:
 
     def check(self, speech: Speech) -> None:
         """Raise `OptionError` for a language or a task that the model does not have."""
-        if self.language is not None and self.language not in speech.languages:
-            raise OptionError(
-                f"the model has no language {self.language!r}; "
-                f"{_choices(list(speech.languages))}",
-                "language",
-            )
-        if self.task not in (speech.tasks or [TRANSCRIBE]):
-            raise OptionError(
-                f"the model has no task {self.task!r}; "
-                f"{_choices(list(speech.tasks) or [TRANSCRIBE])}",
-                "task",
-            )
+        for name, wanted, known in (
+            ("language", self.language, list(speech.languages)),
+            ("task", self.task, list(speech.tasks) or [TRANSCRIBE]),
+        ):
+            if wanted is not None and wanted not in known:
+                raise OptionError(
+                    f"the model has no {name} {wanted!r}; {_choices(known)}", name
+                )
 
 
 TRANSCRIPT = Wanted()
@@ -110,7 +111,8 @@ class Transcription:
             prompt_tokens=0,
         )
         self.language = wanted.language or ""
-        self._results: list[Result] = []
+        self._pieces: list[Piece] = []
+        self._window_pieces: list[Piece] = []
         self._past: list[Segment] = []
         self._stream: Stream | None = None
         self._cancelled = False
@@ -139,12 +141,12 @@ class Transcription:
         """Run the transcription to its end, and give all of it."""
         for _ in self._segments:
             pass
-        return Transcript.joined(
-            self._results,
-            self._past,
-            self.language,
-            len(self._samples) / SAMPLE_RATE,
-            self.stats,
+        return replace(
+            Transcript.of(self._pieces, self.stats, self._options.logprobs is not None),
+            text="".join(segment.text for segment in self._past).strip(),
+            language=self.language,
+            seconds=len(self._samples) / SAMPLE_RATE,
+            segments=self._past,
         )
 
     def _end(self, reason: str) -> None:
@@ -167,9 +169,10 @@ class Transcription:
                 if not self.language:
                     return self._end(reason)
             result = self._write(features)
-            self._results.append(result)
+            self._pieces += self._window_pieces
             window = self._cut(result)
-            for segment in self._placed(window, begin):
+            scores = self._scores(features, result)
+            for segment in self._placed(window, begin, scores):
                 self._past.append(segment)
                 yield segment
             if result.finish_reason not in (STOP, LENGTH):
@@ -185,24 +188,30 @@ class Transcription:
         Gives the finish reason, with which there may be no language.
         """
         codes = {id: code for code, id in self._speech.languages.items()}
-        options = Options.of(max_new_tokens=1, max_seconds=self._left, method=NONE)
-        start = list(self._parts.bundle.start_token_ids)
-        result = self._generated(features, start, options, OneOf(list(codes)))
+        result = self._first(features, list(codes))
         self.language = codes[result.token_ids[0]] if result.token_ids else ""
         return result.finish_reason
 
-    @property
-    def _left(self) -> float | None:
-        """The seconds that are left; None without a limit."""
-        seconds = self._options.ending.max_seconds
-        if seconds is None:
-            return None
-        # A limit must be above 0.
-        return max(seconds - (time.perf_counter() - self._started), 1e-9)
+    def _scores(self, features: Float32s, result: Result) -> Scores:
+        """How sure the model is of a window, if log probabilities were asked for."""
+        if not result.logprobs:
+            return None, None
+        silence = self._first(features, [self._speech.no_speech]).logprobs
+        mean = fmean(entry.logprob for entry in result.logprobs)
+        return mean, exp(silence[0].logprob) if silence else None
+
+    def _first(self, features: Float32s, ids: Sequence[int]) -> Result:
+        """The token of these that the model would write first."""
+        options = Options.of(max_new_tokens=1, method=NONE, logprobs=0)
+        start = list(self._parts.bundle.start_token_ids)
+        return self._generated(features, start, options, OneOf(ids))
 
     def _write(self, features: Float32s) -> Result:
         """The text of one window."""
-        ending = replace(self._options.ending, max_seconds=self._left)
+        seconds = self._options.ending.max_seconds
+        if seconds is not None:  # and a limit must be above 0
+            seconds = max(seconds - (time.perf_counter() - self._started), 1e-9)
+        ending = replace(self._options.ending, max_seconds=seconds)
         start, wanted = self._parts.bundle.start_token_ids, self._wanted
         prompt = self._speech.prompt(
             start, self.language, wanted.task, wanted.timestamps
@@ -213,7 +222,7 @@ class Transcription:
         options = replace(self._options, ending=ending)
         result = self._generated(features, prompt, options, rules)
         self.stats.merge(result.stats)
-        if len(self._results) == 0:
+        if not self._pieces:
             self.stats.time_to_first_token = result.stats.time_to_first_token
             self.stats.plain_ms = result.stats.plain_ms
         return result
@@ -228,7 +237,7 @@ class Transcription:
         generation = Generation(
             self._parts, self._planner, prompt, options, True, features, [rules]
         )
-        self._stream = Stream(generation)
+        self._stream, self._window_pieces = Stream(generation), generation.pieces
         if self._cancelled:
             self._stream.cancel()
         return self._stream.result()
@@ -246,7 +255,7 @@ class Transcription:
         slots = self._parts.target.contract.source_slots
         return Window.of(tokens, self._speech.first_timestamp, slots)
 
-    def _placed(self, window: Window, begin: int) -> Iterator[Segment]:
+    def _placed(self, window: Window, begin: int, scores: Scores) -> Iterator[Segment]:
         """A window's segments with their text, in seconds of the whole sound."""
         offset, seconds = begin / SAMPLE_RATE, len(self._samples) / SAMPLE_RATE
         for first, last, tokens in window.spans:
@@ -255,7 +264,8 @@ class Transcription:
                 for slot in (first, last)
             )
             text = self._parts.text.stream([])
-            yield Segment(start, end, text.push(tokens) + text.rest(), tokens)
+            said = text.push(tokens) + text.rest()
+            yield Segment(start, end, said, tokens, offset, *scores)
 
 
 def _check_options(options: Options) -> None:

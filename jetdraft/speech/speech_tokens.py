@@ -34,6 +34,11 @@ class Speech:
     latest_first: Count
 
     @property
+    def no_speech(self) -> int:
+        """The id whose probability says that nobody speaks; it is never written."""
+        return self.no_timestamps - 1
+
+    @property
     def first_timestamp(self) -> int:
         """The id of the timestamp 0.00; each next one is later by a slot."""
         return self.no_timestamps + 1

@@ -107,6 +107,35 @@ def test_a_window_is_that_of_transformers(model, own, timestamps, language):
     assert language in (None, found.language)
 
 
+def test_scores_of_a_window_are_those_of_transformers(model, own):
+    samples, asked = whispers.sound(1.0), {"language": "en", "timestamps": False}
+    found = model.transcribe(samples, logprobs=0, max_new_tokens=20, **asked)
+    prompt = [whispers.START, *whispers.LANGUAGES.values()][:2]
+    prompt += [whispers.TASKS["transcribe"], whispers.NO_TIMESTAMPS]
+    ids = torch.tensor([[*prompt, *found.token_ids]])
+    heard = torch.tensor(features(samples))[None]
+    with torch.no_grad():
+        logprobs = own(heard, decoder_input_ids=ids).logits[0].log_softmax(-1)
+    written = [
+        float(logprobs[place, token])
+        for place, token in enumerate(found.token_ids, len(prompt) - 1)
+    ]
+    (segment,) = found.segments
+    assert len(written) == len(found.logprobs) == 20
+    assert segment.avg_logprob == pytest.approx(np.mean(written), abs=1e-3)
+    # As in transformers, the token before "no timestamps" stands for silence.
+    silence = float(logprobs[0, whispers.NO_TIMESTAMPS - 1].exp())
+    assert segment.no_speech_prob == pytest.approx(silence, rel=1e-3)
+    plain = model.transcribe(samples, max_new_tokens=20, **asked)
+    assert (plain.token_ids, plain.logprobs) == (found.token_ids, None)
+    assert plain.segments[0].no_speech_prob is None
+
+
+def test_a_later_window_knows_its_beginning(model):
+    found = model.transcribe(whispers.sound(2.0), language="en", timestamps=False)
+    assert [segment.window for segment in found.segments] == [0.0, 1.0]
+
+
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=str)
 @pytest.mark.parametrize("timestamps", [True, False], ids=["timed", "untimed"])
 def test_every_method_gives_the_transcript_of_plain_decoding(

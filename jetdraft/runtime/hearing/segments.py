@@ -14,6 +14,10 @@ SECONDS_PER_SLOT = 0.02
 class Segment:
     """A part of a transcript: `text` from second `start` to `end` of the sound.
 
+    The window in which it was heard begins at second `window`. With log probabilities,
+    `avg_logprob` is the mean of the window's tokens, and `no_speech_prob` the
+    probability that nobody speaks in the window.
+
     Segment(0.0, 2.4, " Good morning.", [2205, 2446, 13])
     """
 
@@ -21,6 +25,9 @@ class Segment:
     end: float
     text: str
     token_ids: list[int]
+    window: float = 0.0
+    avg_logprob: float | None = None
+    no_speech_prob: float | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -70,6 +71,8 @@ class TranscriptionRequest:
         }
         if texts.get("method"):
             options["method"] = texts["method"]
+        if form == "verbose_json":
+            options["logprobs"] = 0
         Options.of(**options)  # refuses bad options
         return cls(
             fields["file"][0],
@@ -109,16 +112,25 @@ class TranscriptionRequest:
                 "segments": [
                     {
                         "id": number,
+                        "seek": round(100 * segment.window),  # frames of 10 ms
                         "start": segment.start,
                         "end": segment.end,
                         "text": segment.text,
                         "tokens": segment.token_ids,
                         "temperature": temperature,
+                        "avg_logprob": segment.avg_logprob,
+                        "compression_ratio": _repetition(segment.text.encode()),
+                        "no_speech_prob": segment.no_speech_prob,
                     }
                     for number, segment in enumerate(transcript.segments)
                 ],
             }
         return JSONResponse(fields)
+
+
+def _repetition(text: bytes) -> float:
+    """Return how many times smaller a text becomes when it is compressed."""
+    return len(text) / len(zlib.compress(text))
 
 
 def _text(name: str, values: Sequence[bytes]) -> str:
