@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
+import struct
 import warnings
-import wave
 from math import gcd
 from pathlib import Path
 from typing import IO
@@ -20,13 +20,15 @@ from jetdraft.untrusted.printable import printable
 SHORTEST, LONGEST = 0.1, 2 * 3600.0
 """Seconds of a sound that is read."""
 
-_UNKNOWN = 2**31 - 2**16
-"""Bytes of sound; a header that is written before the sound says more than these."""
+_UNKNOWN = 2**62
+"""Bytes of sound where the header was written before the sound, as into a pipe."""
 
-_HEADER = 4096
-"""Bytes in which the format of a sound lies."""
+_MOST_PARTS = 1000
+"""The most parts of a file up to its sound."""
 
-_EXTENSIBLE = b"\xfe\xff"
+_PCM, _FLOATS, _EXTENSIBLE = 1, 3, 0xFFFE
+_WIDTHS = {_PCM: (1, 2, 3, 4), _FLOATS: (4, 8)}
+"""Bytes of a sample in each format that is read."""
 
 _RATES = range(1000, 768_001)
 _ADVICE = "convert it with ffmpeg -i IN -ac 1 -ar 16000 -c:a pcm_s16le OUT.wav"
@@ -40,10 +42,11 @@ _MOST_WEIGHTS = 100_000
 def read_sound(file: str | Path | bytes) -> Float32s:
     """The samples of a WAV file, or of its bytes: float32 [samples] within -1 and 1.
 
-    The file must hold PCM of 8 to 32 bits. Several channels become their mean, and
-    rates other than 16,000 samples/s are resampled. Warns of a file that was cut off.
-    Raises `OptionError` for anything else, for a rate that is in no simple ratio to
-    16,000, and for a sound shorter than 0.1 s or longer than two hours.
+    The file must hold PCM of 8 to 32 bits, or floats of 32 or 64; it may be RF64, and
+    may not know its length. Several channels become their mean, and rates other than
+    16,000 samples/s are resampled. Warns of a file that was cut off. Raises
+    `OptionError` for anything else, for a rate that is in no simple ratio to 16,000,
+    and for a sound shorter than 0.1 s or longer than two hours.
 
         read_sound("question.wav")
     """
@@ -64,24 +67,70 @@ def read_sound(file: str | Path | bytes) -> Float32s:
 
 
 def _read(name: str, opened: IO[bytes]) -> Float32s:
-    header = opened.read(_HEADER)
-    if not header:
+    if not opened.read(1):
         raise _refusal(f"{name} is empty; give a WAV file")
-    place = header.find(b"fmt ") + 8
-    if header[place : place + 2] == _EXTENSIBLE:
-        # The kind of sound has a longer name, which Python 3.11 does not know.
-        short = header[:place] + header[place + 24 : place + 26] + header[place + 2 :]
-        opened = io.BytesIO(short + opened.read())
     opened.seek(0)
     try:
-        with wave.open(opened) as reader:
-            return _samples(name, reader)
-    except (wave.Error, EOFError, RuntimeError) as error:
-        # A RuntimeError without words: a part claims to be larger than the file.
-        reason = str(error) or "it ends too early"
+        header, size = _found(opened)
+        kind, channels, rate, bits = struct.unpack_from("<HHI6xH", header)
+        if kind == _EXTENSIBLE:
+            [kind] = struct.unpack_from("<H", header, 24)
+        width = (bits + 7) // 8
+        if width not in _WIDTHS.get(kind, ()) or not channels:
+            raise ValueError(f"format {kind}, {bits} bits, {channels} channels")
+    except (struct.error, ValueError) as error:
+        reason = error if isinstance(error, ValueError) else "a part is missing"
         raise _refusal(
-            f"{name} is not a WAV file of PCM ({reason}); {_ADVICE}"
+            f"{name} is not a WAV file of PCM or floats ({reason}); {_ADVICE}"
         ) from error
+    places, _, reach = _filters(rate)
+    if rate not in _RATES or places * 2 * reach > _MOST_WEIGHTS:
+        raise _refusal(
+            f"{name} has {rate} samples a second, which cannot be resampled to "
+            f"{SAMPLE_RATE} in few steps; {_ADVICE}"
+        )
+    data = _sound(name, opened, size, width * channels, rate)
+    samples = _floats(data, kind, width).reshape(-1, channels)
+    if np.isnan(samples).any():
+        raise _refusal(f"{name} has samples that are not numbers; {_ADVICE}")
+    return resampled(samples.mean(1, dtype=np.float32), rate)
+
+
+def _found(opened: IO[bytes]) -> tuple[bytes, int]:
+    """Go to the sound of a file; gives the format, and how many bytes are stated."""
+    kind, form = struct.unpack("<4s4x4s", opened.read(12))
+    if kind not in (b"RIFF", b"RF64", b"BW64") or form != b"WAVE":
+        raise ValueError("it begins otherwise")
+    header, long_size = b"", 0
+    for _ in range(_MOST_PARTS):
+        part, size = struct.unpack("<4sI", opened.read(8))
+        if part == b"data":
+            is_known = 0 < size < 2**32 - 1 and size >> 16 != 2**15 - 1  # as sox says
+            return header, size if is_known else long_size or _UNKNOWN
+        end = opened.tell() + size + size % 2
+        if part == b"fmt ":
+            header = opened.read(min(size, 40))
+        elif part == b"ds64":
+            [long_size] = struct.unpack("<8xQ", opened.read(16))
+        opened.seek(end)
+    raise ValueError(f"no sound after {_MOST_PARTS} parts")
+
+
+def _sound(
+    name: str, opened: IO[bytes], size: int, frame: int, rate: int
+) -> npt.NDArray[np.uint8]:
+    """The sound of a file in whole frames, at most `size` bytes, or what is there."""
+    second = frame * rate
+    data = opened.read(min(size, int(LONGEST * second) + frame))
+    data = data[: len(data) // frame * frame]
+    _check_seconds(name, len(data) / second)
+    if len(data) < size // frame * frame < _UNKNOWN:
+        warnings.warn(
+            f"{name} is cut off: its header says {size / second:.2f} s of sound, and "
+            f"it has {len(data) / second:.2f}; record it again",
+            stacklevel=2,
+        )
+    return np.frombuffer(data, np.uint8)
 
 
 def check_sound(samples: object) -> Float32s:
@@ -99,34 +148,6 @@ def check_sound(samples: object) -> Float32s:
     return array.astype(np.float32)
 
 
-def _samples(name: str, reader: wave.Wave_read) -> Float32s:
-    rate, width = reader.getframerate(), reader.getsampwidth()
-    if rate not in _RATES or not 1 <= width <= 4:
-        raise _refusal(
-            f"{name} has {rate} samples a second of {8 * width} bits, which cannot be "
-            f"speech; {_ADVICE}"
-        )
-    if _weights(rate) > _MOST_WEIGHTS:
-        raise _refusal(
-            f"{name} has {rate} samples a second, which cannot be resampled to "
-            f"{SAMPLE_RATE} in few steps; {_ADVICE}"
-        )
-    # The header counts what a damaged file may not have.
-    most = int(LONGEST * rate) + 1
-    data = reader.readframes(min(reader.getnframes(), most))
-    size = width * reader.getnchannels()
-    whole = np.frombuffer(data, np.uint8)[: len(data) // size * size]
-    _check_seconds(name, len(whole) / size / rate)
-    if len(whole) < size * reader.getnframes() < _UNKNOWN:
-        warnings.warn(
-            f"{name} is cut off: its header says {reader.getnframes() / rate:.2f} s of "
-            f"sound, and it has {len(whole) / size / rate:.2f}; record it again",
-            stacklevel=2,
-        )
-    channels = _floats(whole, width).reshape(-1, reader.getnchannels())
-    return resampled(channels.mean(1, dtype=np.float32), rate)
-
-
 def _check_seconds(name: str, seconds: float) -> None:
     if seconds < SHORTEST:
         raise _refusal(
@@ -139,19 +160,17 @@ def _check_seconds(name: str, seconds: float) -> None:
         )
 
 
-def _floats(data: npt.NDArray[np.uint8], width: int) -> Float32s:
-    """Integers of `width` bytes, the lowest first, as float32 within -1 and 1."""
+def _floats(data: npt.NDArray[np.uint8], kind: int, width: int) -> Float32s:
+    """Samples of `width` bytes, the lowest first, as float32 within -1 and 1."""
+    if kind == _FLOATS:
+        floats: Float32s = data.view(f"<f{width}").clip(-1, 1).astype(np.float32)
+        return floats
+    longer = np.zeros((len(data) // width, 4), np.uint8)
+    longer[:, 4 - width :] = data.reshape(-1, width)
     if width == 1:  # the only width without a sign
-        floats = data.astype(np.float32)
-        floats -= 128
-    elif width == 3:
-        padded = np.zeros((len(data) // 3, 4), np.uint8)
-        padded[:, 1:] = data.reshape(-1, 3)
-        floats = padded.view("<i4")[:, 0].astype(np.float32)
-        width = 4
-    else:
-        floats = data.view(f"<i{width}").astype(np.float32)
-    floats *= np.float32(2.0 ** (1 - 8 * width))
+        longer[:, 3] ^= 128
+    floats = longer.view("<i4")[:, 0].astype(np.float32)
+    floats *= np.float32(2.0**-31)
     return floats
 
 
@@ -162,12 +181,6 @@ def _filters(rate: int) -> tuple[int, int, int]:
     common = gcd(rate, SAMPLE_RATE)
     reach = int(np.ceil(_ZEROS * max(1.0, rate / SAMPLE_RATE)))
     return SAMPLE_RATE // common, rate // common, reach
-
-
-def _weights(rate: int) -> int:
-    """The weights of all filters of a rate."""
-    places, _, reach = _filters(rate)
-    return places * 2 * reach
 
 
 def resampled(samples: Float32s, rate: int) -> Float32s:
@@ -189,17 +202,14 @@ def resampled(samples: Float32s, rate: int) -> Float32s:
     filters = (cutoff * np.sinc(cutoff * distance) * window).astype(np.float32)
     padded = np.pad(samples, (reach - 1, reach + 1))
     count = len(samples) * SAMPLE_RATE // rate
-    result = np.empty(count, np.float32)
+    result = np.zeros(count, np.float32)
     for place in range(min(places, count)):
         own = result[place::places]
         starts = place * step // places + step * np.arange(len(own))
         # A place is where it falls between two samples, so the filters are in turn.
         filter_ = filters[place * step % places]
         for tap, weight in enumerate(filter_):
-            if tap:
-                own += weight * padded[starts + tap]
-            else:
-                own[:] = weight * padded[starts]
+            own += weight * padded[starts + tap]
     return result
 
 

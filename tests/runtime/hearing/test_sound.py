@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import tracemalloc
 
 import numpy as np
@@ -31,7 +32,84 @@ def test_the_long_name_of_pcm_is_read(as_bytes, tmp_path):
     np.testing.assert_allclose(found, samples, atol=1e-6)
     assert file.read_bytes() == data
     with pytest.raises(OptionError, match="not a WAV file of PCM"):
-        read_sound(whispers.extensible(whispers.wav(samples), kind=3))  # floats
+        read_sound(whispers.extensible(whispers.wav(samples), kind=3))  # short floats
+
+
+def part(name: bytes, data: bytes, size: int | None = None) -> bytes:
+    """A part of a file; `size` is what it states in place of its size."""
+    size = len(data) if size is None else size
+    return name + size.to_bytes(4, "little") + data + bytes(len(data) % 2)
+
+
+def riff(*parts: bytes, kind: bytes = b"RIFF", size: int | None = None) -> bytes:
+    return part(kind, b"WAVE" + b"".join(parts), size)
+
+
+def form(samples: np.ndarray, kind: int) -> bytes:
+    """The format of samples [n] or [n, channels] in their own type."""
+    channels, width = samples.reshape(len(samples), -1).shape[1], samples.itemsize
+    frame = width * channels
+    fields = kind, channels, 16_000, 16_000 * frame, frame, 8 * width
+    return part(b"fmt ", struct.pack("<HHIIHH", *fields))
+
+
+SHORT = (whispers.sound(0.3) * 32768).astype("<i2")
+WANTED = SHORT.astype(np.float32) / 32768
+PCM, DATA = form(SHORT, 1), SHORT.tobytes()
+NOTE = part(b"LIST", b"INFOISFT\x05\0\0\0Lavf\0")  # of an odd size
+FAR = 2**32 - 1
+
+
+def long_sizes(data: int) -> bytes:
+    """The sizes in a file of RF64: of all, of the sound, and of its samples."""
+    return part(b"ds64", struct.pack("<QQQI", 0, data, 0, 0))
+
+
+@pytest.mark.parametrize("type_", ["<f4", "<f8"])
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("longer", [False, True])
+def test_floats_are_read(type_, channels, longer):
+    samples = np.stack([whispers.sound(0.3), whispers.sound(0.3, hertz=300.0)], 1)
+    samples = samples[:, :channels].astype(type_)
+    samples[5:9] *= 1e30  # as loud as a file can hold
+    data = riff(form(samples, 3), part(b"data", samples.tobytes()))
+    found = read_sound(whispers.extensible(data, 3) if longer else data)
+    wanted = samples.clip(-1, 1).mean(1, dtype=np.float32)
+    np.testing.assert_allclose(found, wanted, atol=1e-7)
+    samples[100] = np.nan
+    with pytest.raises(OptionError, match="samples that are not numbers"):
+        read_sound(riff(form(samples, 3), part(b"data", samples.tobytes())))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        riff(NOTE, PCM, NOTE, part(b"data", DATA), NOTE),
+        riff(PCM, part(b"data", DATA), size=0),
+        riff(PCM, part(b"data", DATA, 0), size=0),
+        riff(PCM, part(b"data", DATA, FAR), size=FAR),
+        riff(PCM, part(b"data", DATA, 2**31 - 2**12), size=2**31 - 2**12 + 36),
+        riff(long_sizes(len(DATA)), PCM, part(b"data", DATA, FAR), NOTE, kind=b"RF64"),
+        riff(long_sizes(0), PCM, part(b"data", DATA, FAR), kind=b"BW64", size=FAR),
+        riff(long_sizes(2**64 - 1), PCM, part(b"data", DATA, FAR), kind=b"RF64"),
+        riff(part(b"JUNK", bytes(28)), PCM, part(b"data", DATA), kind=b"RF64"),
+    ],
+    ids=["parts", "no size", "no sizes", "pipe", "sox", "RF64", "BW64", "far", "short"],
+)
+def test_the_sound_is_found(data, tmp_path, recwarn):
+    """Also in files that begin before their length is known, and in RF64."""
+    file = tmp_path / "sound.wav"
+    file.write_bytes(data)
+    np.testing.assert_array_equal(read_sound(data), WANTED)
+    np.testing.assert_array_equal(read_sound(file), WANTED)
+    assert not recwarn
+
+
+def test_a_long_file_that_ends_early_says_so():
+    long = 3 * 2**31
+    data = riff(long_sizes(long), PCM, part(b"data", DATA, FAR), kind=b"RF64")
+    with pytest.warns(UserWarning, match=r"says 201326.59 s of sound, and it has 0.30"):
+        np.testing.assert_array_equal(read_sound(data), WANTED)
 
 
 @pytest.mark.parametrize("longer", [False, True])
@@ -85,11 +163,13 @@ BAD = {
     "no rate": (damaged(GOOD, 24, 0, 0, 0, 0), "samples a second"),
     "strange rate": (damaged(GOOD, 24, 0xFF, 0xB7, 0x0B), "767999 samples a second"),
     "rate without ratio": (damaged(GOOD, 24, 1, 125), "32001 samples a second"),
-    "huge format": (damaged(GOOD, 16, 255, 255, 255, 127), "it ends too early"),
-    "huge list": (
-        damaged(GOOD, 12, *b"LIST", 0xF0, 255, 255, 255),
-        "it ends too early",
-    ),
+    "a-law": (riff(form(SHORT, 6), part(b"data", DATA)), "format 6, 16 bits, 1 ch"),
+    "big-endian": (riff(PCM, part(b"data", DATA), kind=b"RIFX"), "begins otherwise"),
+    "no format": (riff(part(b"data", DATA), PCM), "a part is missing"),
+    "only parts": (riff(PCM, NOTE * 1001, part(b"data", DATA)), "after 1000 parts"),
+    "short format": (riff(part(b"fmt ", PCM[8:20]), part(b"data", DATA)), "is missing"),
+    "huge format": (damaged(GOOD, 16, 255, 255, 255, 127), "a part is missing"),
+    "huge list": (damaged(GOOD, 12, *b"LIST", 0xF0, 255, 255, 255), "is missing"),
     "header alone": (GOOD[:44], "0.00 s of sound, at least 0.1"),
     "too short": (whispers.wav(whispers.sound(0.05)), "0.05 s of sound"),
 }
