@@ -41,6 +41,9 @@ IGNORED = (
 )
 """Fields of OpenAI that mean nothing on a device; they are accepted and unused."""
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Who writes a message."""
+
 MOST_STOPS, LONGEST_STOP = 16, 1000
 """The most stop strings, and their most characters: each token is compared with all."""
 
@@ -266,47 +269,83 @@ def _prompt(body: Body) -> str | list[int]:
 
 def _messages(body: Body) -> list[Message]:
     """Return the messages in the form that chat templates read."""
-    return [_message(message) for message in check_messages(body.get("messages"))]
+    messages = check_messages(body.get("messages"))
+    return [_message(each, f"messages[{i}]") for i, each in enumerate(messages)]
 
 
-def _message(message: Message) -> Message:
-    changed = {**message, "content": _text(message.get("content"))}
-    if changed["role"] == "developer":
+def _message(message: Message, at: str) -> Message:
+    """Return a message for chat templates; `at` is its place in the body."""
+    role, content = message["role"], message.get("content")
+    if role not in ROLES:
+        raise _wrong(f"{at}.role", f"one of {', '.join(ROLES)}, not {role!r}")
+    for name, other in (("function_call", "tool_calls"), ("audio", "content")):
+        if message.get(name) is not None:
+            raise RequestError(
+                f"{at}.{name} is not supported; give {other}", f"{at}.{name}"
+            )
+    for name in ("name", "refusal", "tool_call_id"):
+        if not isinstance(message.get(name) or "", str):
+            raise _wrong(f"{at}.{name}", "a text")
+    if role == "tool" and message.get("tool_call_id") is None:
+        raise _wrong(f"{at}.tool_call_id", "the id of the call that is answered")
+    if content is None and role == "assistant":
+        content = ""
+    changed = {**message, "content": _text(content, f"{at}.content")}
+    if role == "developer":
         changed["role"] = "system"
-    calls = changed.get("tool_calls") or []
-    if not isinstance(calls, list):
-        raise RequestError("a message's tool_calls must be a list", "messages")
-    if calls:
-        changed["tool_calls"] = [_call(call) for call in calls]
+    calls = message.get("tool_calls")
+    if calls is not None:
+        changed["tool_calls"] = _calls(calls, f"{at}.tool_calls")
     return changed
 
 
-def _text(content: object) -> str:
+def _text(content: object, at: str) -> str:
     """Return the text of a content, which may come in parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    match content:
-        case [*parts]:
-            return "".join(_part(part) for part in parts)
-    raise RequestError("a message's content must be text", "messages")
+    if isinstance(content, list):
+        return "".join(_part(part, f"{at}[{i}]") for i, part in enumerate(content))
+    if isinstance(content, str):
+        return content
+    raise _wrong(at, "a text or a list of parts of type text")
 
 
-def _part(part: object) -> str:
+def _part(part: object, at: str) -> str:
     match part:
         case {"type": "text", "text": str(text)}:
             return text
-    raise RequestError("a message can only have parts of type text", "messages")
+        case {"type": "refusal", "refusal": str(text)}:
+            return text
+    raise _wrong(at, 'a part {"type": "text", "text": "..."}; the model reads no other')
 
 
-def _call(call: Any) -> Any:
+def _calls(calls: object, at: str) -> list[Any]:
+    if isinstance(calls, list):
+        return [_call(call, f"{at}[{i}]") for i, call in enumerate(calls)]
+    raise _wrong(at, "a list of calls")
+
+
+def _call(call: Any, at: str) -> Any:
     """Parse a call's arguments: OpenAI sends JSON text, templates read objects."""
     match call:
-        case {"function": {"name": str(), "arguments": str(arguments)} as function}:
-            try:
-                parsed = read_json(arguments or "{}")
-            except JsonError as error:
-                raise RequestError(
-                    f"the arguments of a tool call are not JSON ({error})", "messages"
-                ) from error
-            return {**call, "function": {**function, "arguments": parsed}}
-    return call
+        case {"function": {"name": str(), "arguments": arguments} as function} if (
+            isinstance(call.get("id") or "", str)
+        ):
+            place = f"{at}.function.arguments"
+        case _:
+            raise _wrong(
+                at,
+                '{"id": "...", "type": "function", "function": {"name": "...", '
+                '"arguments": "{...}"}}',
+            )
+    try:
+        if isinstance(arguments, str):
+            arguments = read_json(arguments or "{}")
+    except JsonError as error:
+        raise RequestError(f"{place} is not JSON ({error})", place) from error
+    if not isinstance(arguments, dict):
+        raise _wrong(place, "the text of a JSON object")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _wrong(at: str, rule: str) -> RequestError:
+    """Return the refusal of a field of a message."""
+    return RequestError(f"{at} must be {rule}", at)

@@ -103,9 +103,9 @@ def test_wrong_completions(address, body, words):
     [
         ({"messages": []}, "list of messages"),
         ({"messages": "hi"}, "list of messages"),
-        ({"messages": [{"content": "a"}]}, "message 1 has no role"),
-        ({"messages": [{"role": "user", "content": 3}]}, "must be text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type text"),
+        ({"messages": [{"content": "a"}]}, "messages[0] must be an object with a role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "must be a text or a list"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "no other"),
         ({"tools": "f"}, "give tools as"),
         ({"tools": [{"type": "function"}]}, "give tools as"),
         ({"tools": [TOOL], "tool_choice": "g"}, "none of f"),
@@ -114,16 +114,16 @@ def test_wrong_completions(address, body, words):
         ({"tools": [TOOL], "regex": "a"}, "exclude each other"),
         ({"tools": [TOOL], "json_schema": "{}"}, "must be an object"),
         ({"tools": [TOOL, WRONG]}, "tool 'g': the JSON schema is refused at /prop"),
-        ({"messages": [{"role": "user", "tool_calls": 5}]}, "must be a list"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "must be a list"),
         ({"messages": [{"role": "\ud800", "content": "a"}]}, "surrogate"),
         ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "lone"),
         (
-            {"messages": [{"role": "user", "tool_calls": [
+            {"messages": [{"role": "assistant", "tool_calls": [
                 {"function": {"name": "f", "arguments": '"\\ud800"'}}]}]},
             "surrogate",
         ),
         (
-            {"messages": [{"role": "user", "tool_calls": [
+            {"messages": [{"role": "assistant", "tool_calls": [
                 {"function": {"name": "f", "arguments": "[" * 9000}}]}]},
             "not JSON",
         ),
@@ -143,6 +143,81 @@ def test_wrong_completions(address, body, words):
 def test_wrong_chats(address, changes, words, stream):
     body = {**CHAT, "stream": stream, **changes}
     assert_error(post(address, body, "chat/completions"), 400, words)
+
+
+def call(**changes):
+    return {"function": {"name": "f", "arguments": "{}", **changes}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "place", "words"),
+    [
+        ({"role": "usr"}, "role", "must be one of system, developer, user, assistant,"),
+        ({"role": "function"}, "role", "must be one of"),
+        ({"role": 5}, "role", "with a role"),
+        ({"role": "user", "content": None}, "content", "must be a text or a list"),
+        ({"role": "system", "content": 7}, "content", "must be a text or a list"),
+        ({"content": ["a"]}, "content[0]", "must be a part"),
+        ({"content": [{"type": "text"}]}, "content[0]", "must be a part"),
+        (
+            {"content": [{"type": "text", "text": "a"}, {"type": "image_url"}]},
+            "content[1]",
+            'a part {"type": "text", "text": "..."}',
+        ),
+        ({"name": 5}, "name", "must be a text"),
+        ({"refusal": ["no"]}, "refusal", "must be a text"),
+        ({"role": "tool"}, "tool_call_id", "the id of the call that is answered"),
+        ({"role": "tool", "tool_call_id": 5}, "tool_call_id", "must be a text"),
+        ({"audio": {"id": "a"}}, "audio", "is not supported; give content"),
+        (
+            {"function_call": {"name": "f", "arguments": "{}"}},
+            "function_call",
+            "is not supported; give tool_calls",
+        ),
+        ({"tool_calls": {}}, "tool_calls", "must be a list of calls"),
+        ({"tool_calls": [5]}, "tool_calls[0]", 'must be {"id": "..."'),
+        ({"tool_calls": [call(name=None)]}, "tool_calls[0]", "must be {"),
+        ({"tool_calls": [{**call(), "id": 5}]}, "tool_calls[0]", "must be {"),
+        ({"tool_calls": [{"function": {"name": "f"}}]}, "tool_calls[0]", "must be {"),
+        (
+            {"tool_calls": [call(), call(arguments="{")]},
+            "tool_calls[1].function.arguments",
+            "is not JSON",
+        ),
+        (
+            {"tool_calls": [call(arguments="[1]")]},
+            "tool_calls[0].function.arguments",
+            "must be the text of a JSON object",
+        ),
+    ],
+)
+def test_a_wrong_message_is_named_with_its_field(address, fields, place, words):
+    wrong = {"role": "assistant", "content": "b", **fields}
+    body = {**CHAT, "messages": [*CHAT["messages"], wrong]}
+    answer = error(post(address, body, "chat/completions"))
+    assert answer["message"].startswith("messages[1]")
+    assert words in answer["message"]
+    assert answer["param"] == f"messages[1].{place}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_calls": []},
+        {"tool_calls": None, "content": None},
+        {"content": None, "tool_calls": [{**call(), "id": "call_1"}]},
+        {"content": [], "refusal": None, "audio": None, "function_call": None},
+        {"content": [{"type": "refusal", "refusal": "b"}], "annotations": []},
+        {"name": "ann", "refusal": "no", "tool_calls": [call(arguments={"a": 5})]},
+        {"role": "tool", "tool_call_id": "call_1", "content": ""},
+        {"role": "developer", "name": "ann"},
+    ],
+    ids=str,
+)
+def test_what_is_harmless_in_a_message_is_taken(address, fields):
+    taken = {"role": "assistant", "content": "b", **fields}
+    body = {**CHAT, "messages": [*CHAT["messages"], taken], "max_tokens": 1}
+    assert post(address, body, "chat/completions").status_code == 200
 
 
 def test_other_errors(address):

@@ -63,9 +63,10 @@ class ChatTemplate:
             if len(text) > MOST:
                 raise ValueError(f"the prompt has more than {MOST} characters")
         except Exception as error:  # a template may raise anything
+            roles = printable(", ".join(message["role"] for message in messages))
             raise OptionError(
-                f"the chat template refuses these messages ({_reason(error)}); change "
-                "their roles, order or length",
+                f"the model's chat template refuses these messages ({_reason(error)}); "
+                f"their roles are {roles}: change them, their order or their length",
                 "messages",
             ) from error
         return text
@@ -77,8 +78,11 @@ def _plain(value: Any) -> Any:
 
 
 def _as_transformers_does(message: Message) -> Message:
-    """The message without fields that are none, its reasoning under all names."""
-    fields = {name: value for name, value in message.items() if value is not None}
+    """The message without fields that are none, its reasoning under all names.
+
+    Lists that are empty go too: some templates count the calls in `tool_calls: []`.
+    """
+    fields = {name: value for name, value in message.items() if value not in (None, [])}
     reasoning = next((fields[name] for name in _REASONING if name in fields), None)
     if reasoning is None:
         return fields
@@ -95,12 +99,12 @@ def check_messages(messages: object) -> list[Message]:
         raise OptionError(
             "a chat needs a list of messages; give at least one", "messages"
         )
-    for number, message in enumerate(messages, start=1):
+    for place, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise OptionError(
-                f"message {number} has no role; give "
+                f"messages[{place}] must be an object with a role, for example "
                 '{"role": "user", "content": "..."}',
-                "messages",
+                f"messages[{place}].role",
             )
     return list(messages)
 

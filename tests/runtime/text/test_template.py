@@ -137,6 +137,31 @@ def test_of_several_templates_one_is_for_tools():
         assert chat_template(SimpleNamespace(chat_template=part)) == expected
 
 
+def test_a_refusal_has_the_templates_words_and_the_roles():
+    template = ChatTemplate(TEMPLATES["refusing"], {})
+    said = {"role": "assistant", "content": "a"}
+    with pytest.raises(OptionError) as refused:
+        template.render([user("a"), said, said])
+    assert str(refused.value) == (
+        "the model's chat template refuses these messages (roles must alternate); "
+        "their roles are user, assistant, assistant: change them, their order or "
+        "their length"
+    )
+    with pytest.raises(OptionError, match=r"user, user, .{0,20}…: change"):
+        template.render([user("a")] * 1000)
+
+
+def test_an_empty_list_of_calls_is_no_call():
+    """Llama 3.1's template counts the calls of a message that has the field."""
+    counting = (
+        "{% for m in messages %}{% if 'tool_calls' in m %}"
+        "{% if m.tool_calls | length != 1 %}{{ raise_exception('one call only') }}"
+        "{% endif %}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    said = {"role": "assistant", "content": "a", "tool_calls": []}
+    assert ChatTemplate(counting, {}).render([said]) == "a"
+
+
 GROWING = "{% set ns = namespace(v=X) %}{% for i in range(99) %}STEP{% endfor %}"
 
 
