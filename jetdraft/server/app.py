@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from jetdraft import __version__
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.pool import Pool
 from jetdraft.runtime.text.tools import BEGIN
@@ -84,6 +87,7 @@ class Service:
         template = pool.models[0].bundle.chat_template
         # Reading the template here refuses a broken one before the first request.
         self._defaults = pool.models[0].defaults
+        self._fingerprint = _fingerprint(parts.profiles.machine)
         self._marked = bool(template) and BEGIN in pool.models[0].template.source
 
     def app(self, host: str = "127.0.0.1") -> Starlette:
@@ -161,7 +165,8 @@ class Service:
         )
         seconds = wanted.options.get("max_seconds", self.limits.seconds)
         wanted.options["max_seconds"] = min(seconds, self.limits.seconds)
-        reply = Reply(wanted, self.name, self.pool.models[0].parts.text)
+        codec = self.pool.models[0].parts.text
+        reply = Reply(wanted, self.name, codec, self._fingerprint)
         client = request.client.host if request.client else ""
         if self._keeps:
             wanted.options["drafting"] = {"user": client}  # nobody else's responses
@@ -271,6 +276,12 @@ class Service:
         path = request.url.path
         label = path if path in COUNTED else "other"  # clients can invent paths
         self.metrics.answered[label, status] += 1
+
+
+def _fingerprint(machine: dict[str, Any]) -> str:
+    """Return a short name of this version, bundle and machine, as OpenAI has it."""
+    whole = json.dumps([__version__, machine], sort_keys=True)
+    return f"fp_{hashlib.sha256(whole.encode()).hexdigest()[:12]}"
 
 
 def _check_origin(request: Request) -> None:

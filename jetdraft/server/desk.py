@@ -13,6 +13,7 @@ from math import inf
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.piece import Piece, Result
+from jetdraft.runtime.text.stops import CANCELLED, INTERRUPTED
 from jetdraft.runtime.text_stream import Stream
 from jetdraft.runtime.transcription import Transcription
 from jetdraft.server.generation_request import GenerationRequest, RequestError
@@ -134,7 +135,8 @@ class Desk:
 class Job:
     """The generation of one request, in a thread; it goes on while nobody reads it.
 
-    `next` returns its pieces one by one and then its `Result`, or raises its error.
+    `next` returns its pieces one by one and then its `Result`, or raises its error,
+    also where the text was cut.
     `due` is when the text must have ended, in seconds of `time.monotonic`.
     """
 
@@ -175,7 +177,7 @@ class Job:
             (self._stream or self._model).cancel()
 
     def end(self) -> None:
-        """End the text, which is then the answer; refuse a request that waits."""
+        """End the text, which is then no whole answer; refuse a request that waits."""
         if self._model is None:
             self._events.put_nowait(RequestError("the server is ending", status=503))
         self.cancel()
@@ -223,6 +225,11 @@ class Job:
                     self._post(piece)
             result = stream.result()
         self._loop.call_soon_threadsafe(self._desk.total.merge, result.stats)
+        if result.finish_reason in (CANCELLED, INTERRUPTED):
+            # OpenAI has no finish reason for this.
+            raise RequestError(
+                "the server is ending, and has cut this text; ask again", status=503
+            )
         self._post(result)
 
     def _post(self, event: Piece | Result) -> None:

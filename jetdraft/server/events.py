@@ -70,7 +70,8 @@ class Events:
                 yield json.dumps(chunk)
             self._status = 200
         except JetdraftError as error:
-            self._status = 400 if isinstance(error, OptionError) else 500
+            usual = 400 if isinstance(error, OptionError) else 500
+            self._status = getattr(error, "status", usual)
             yield json.dumps(refusal_fields(error, self._status))
         yield "[DONE]"
 

@@ -19,12 +19,14 @@ Json = dict[str, Any]
 class Reply:
     """Turns the pieces and the result of one request into JSON objects.
 
-    `name` is the model's name.
+    `name` is the model's name, `fingerprint` a name of all that its texts depend on.
 
-        Reply(request, "robot", codec).whole(result)
+        Reply(request, "robot", codec, "fp_0").whole(result)
     """
 
-    def __init__(self, request: GenerationRequest, name: str, codec: TextCodec) -> None:
+    def __init__(
+        self, request: GenerationRequest, name: str, codec: TextCodec, fingerprint: str
+    ) -> None:
         self.request, self.codec = request, codec
         self.chat = request.prompt is None
         kind = "chatcmpl" if self.chat else "cmpl"
@@ -32,17 +34,21 @@ class Reply:
             "id": f"{kind}-{uuid4().hex}",
             "created": int(time.time()),
             "model": name,
+            "system_fingerprint": fingerprint,
+            **({"service_tier": "default"} if self.chat else {}),
         }
         self._text, self._sent = "", 0
         self._extras: dict[str, list[Any]] = {}
         self._tokens: TextStream | None = codec.stream([]) if request.drafted else None
+        self._places, self._place = codec.stream([]), 0
 
     def whole(self, result: Result) -> Json:
         """Return the reply in one object."""
         calls = self._calls(result.text)
         choice: Json = {"index": 0, "finish_reason": _reason(result, calls)}
         if self.chat:
-            message: Json = {"role": "assistant", "content": result.text}
+            message: Json = {"role": "assistant", "refusal": None}
+            message["content"] = result.text
             if calls:
                 before = result.text[: self._shown(result.text)].strip()
                 message |= {"content": before or None, "tool_calls": calls}
@@ -60,7 +66,7 @@ class Reply:
         """Return the chunks before the text."""
         if not self.chat:
             return []
-        return [self._chunk({"role": "assistant", "content": ""})]
+        return [self._chunk({"role": "assistant", "content": "", "refusal": None})]
 
     def piece(self, piece: Piece) -> list[Json]:
         """Return the chunks of a round's text, without text that may be a tool call."""
@@ -76,11 +82,13 @@ class Reply:
     def last(self, result: Result) -> list[Json]:
         """Return the chunks after the text."""
         calls = self._calls(self._text)
-        if calls:
-            indexed = [{"index": i, **call} for i, call in enumerate(calls)]
-            chunks = [self._chunk({"tool_calls": indexed}, **self._taken())]
-        else:
-            chunks = self._content(len(self._text))
+        chunks = [] if calls else self._content(len(self._text))
+        for index, call in enumerate(calls):
+            arguments = call["function"]["arguments"]
+            call["function"] = {**call["function"], "arguments": ""}
+            for part in (call, {"function": {"arguments": arguments}}):
+                delta = {"tool_calls": [{"index": index, **part}]}
+                chunks.append(self._chunk(delta, **self._taken()))
         chunks.append(self._chunk({}, finish_reason=_reason(result, calls)))
         if self.request.usage:
             chunks.append({**chunks[-1], "choices": [], "usage": _usage(result)})
@@ -112,7 +120,8 @@ class Reply:
         else:
             choice["text"] = delta.get("content", "")
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return {**self._head, "object": kind, "choices": [choice]}
+        usage = {"usage": None} if self.request.usage else {}
+        return {**self._head, "object": kind, "choices": [choice], **usage}
 
     def _calls(self, text: str) -> list[Json]:
         tools: Tools | None = self.request.tools
@@ -131,7 +140,8 @@ class Reply:
         if not logprobs or "logprobs" not in self.request.options:
             return None
         if self.chat:
-            return {"content": [self._with_top(entry) for entry in logprobs]}
+            content = [self._with_top(entry) for entry in logprobs]
+            return {"content": content, "refusal": None}
         return {
             "tokens": [self.codec.decode([entry.token]) for entry in logprobs],
             "token_logprobs": [entry.logprob for entry in logprobs],
@@ -139,7 +149,14 @@ class Reply:
                 {self.codec.decode([token]): value for token, value in entry.top}
                 for entry in logprobs
             ],
+            "text_offset": [self._offset(entry.token) for entry in logprobs],
         }
+
+    def _offset(self, token: int) -> int:
+        """Return where the next token's text begins, in characters of the text."""
+        place = self._place
+        self._place += len(self._places.push([token]))
+        return place
 
     def _with_top(self, entry: Logprob) -> Json:
         tops = [self._token(token, value) for token, value in entry.top]
@@ -161,14 +178,20 @@ def _reason(result: Result, calls: Sequence[Json]) -> str:
 
 def _usage(result: Result) -> Json:
     """Return the counts; drafted tokens have OpenAI's names for predicted outputs."""
-    stats, accepted = result.stats, sum(result.from_draft)
+    stats = result.stats
+    wrong = sum(stats.evaluated_by_position) - stats.accepted_tokens
     return {
         "prompt_tokens": stats.prompt_tokens,
         "completion_tokens": stats.new_tokens,
         "total_tokens": stats.prompt_tokens + stats.new_tokens,
-        "prompt_tokens_details": {"cached_tokens": stats.reused_tokens},
+        "prompt_tokens_details": {
+            "cached_tokens": stats.reused_tokens,
+            "audio_tokens": 0,
+        },
         "completion_tokens_details": {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": stats.drafted_tokens - accepted,
+            "accepted_prediction_tokens": sum(result.from_draft),
+            "rejected_prediction_tokens": wrong,
+            "audio_tokens": 0,
+            "reasoning_tokens": 0,
         },
     }

@@ -127,13 +127,19 @@ def test_a_tool_is_called(client, choice, stream):
         chunks = list(found)
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
         assert not any(chunk.choices[0].delta.content for chunk in chunks)
-        (call,) = [c for e in chunks for c in e.choices[0].delta.tool_calls or []]
+        parts = [c for e in chunks for c in e.choices[0].delta.tool_calls or []]
+        assert {part.index for part in parts} == {0}
+        assert parts[0].id
+        assert parts[0].type == "function"
+        name = parts[0].function.name
+        arguments = "".join(part.function.arguments for part in parts)
     else:
         assert found.choices[0].finish_reason == "tool_calls"
         (call,) = found.choices[0].message.tool_calls
-    assert call.function.name == "read_sensor"
+        name, arguments = call.function.name, call.function.arguments
+    assert name == "read_sensor"
     schema = READ_SENSOR["function"]["parameters"]
-    jsonschema.validate(json.loads(call.function.arguments), schema)
+    jsonschema.validate(json.loads(arguments), schema)
 
 
 def test_tools_may_be_left_alone_and_answered(client):
