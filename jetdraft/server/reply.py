@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.sampling.logprobs import Logprob
-from jetdraft.runtime.text.codec import TextCodec, TextStream
+from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.tools import Tools
 from jetdraft.server.generation_request import GenerationRequest
 
@@ -39,8 +39,8 @@ class Reply:
         }
         self._text, self._sent = "", 0
         self._extras: dict[str, list[Any]] = {}
-        self._tokens: TextStream | None = codec.stream([]) if request.drafted else None
-        self._places, self._place = codec.stream([]), 0
+        self._place = 0
+        """Where the next token's text begins, in characters of the text."""
 
     def whole(self, result: Result) -> Json:
         """Return the reply in one object."""
@@ -55,9 +55,10 @@ class Reply:
             choice["message"] = message
         else:
             choice["text"] = result.text
-        choice["logprobs"] = self._logprobs(result.logprobs)
+        entries = zip(result.logprobs or [], result.texts, strict=False)
+        choice["logprobs"] = self._logprobs(list(entries))
         if self.request.drafted:
-            choice["tokens"] = self._drafted(result.token_ids, result.from_draft)
+            choice["tokens"] = _drafted(result.texts, result.from_draft)
         kind = "chat.completion" if self.chat else "text_completion"
         usage = _usage(result)
         return {**self._head, "object": kind, "choices": [choice], "usage": usage}
@@ -72,10 +73,11 @@ class Reply:
         """Return the chunks of a round's text, without text that may be a tool call."""
         self._text += piece.text
         if "logprobs" in self.request.options:
-            self._extras.setdefault("logprobs", []).extend(piece.logprobs)
+            entries = zip(piece.logprobs, piece.texts, strict=True)
+            self._extras.setdefault("logprobs", []).extend(entries)
         if self.request.drafted:
             flags = [i < piece.from_draft for i in range(len(piece.token_ids))]
-            tokens = self._drafted(piece.token_ids, flags)
+            tokens = _drafted(piece.texts, flags)
             self._extras.setdefault("tokens", []).extend(tokens)
         return self._content(self._shown(self._text))
 
@@ -128,45 +130,61 @@ class Reply:
         calls = tools.calls(text) if self.chat and tools is not None else []
         return [call.for_openai() for call in calls]
 
-    def _drafted(self, ids: Sequence[int], flags: Sequence[bool]) -> list[Json]:
-        """Return the text that each token completed, and whether it was drafted."""
-        assert self._tokens is not None
-        return [
-            {"text": self._tokens.push([token]), "drafted": drafted}
-            for token, drafted in zip(ids, flags, strict=True)
-        ]
-
-    def _logprobs(self, logprobs: Sequence[Logprob] | None) -> Json | None:
-        if not logprobs or "logprobs" not in self.request.options:
+    def _logprobs(self, entries: Sequence[tuple[Logprob, str]]) -> Json | None:
+        """Return log probabilities, from pairs with the text that a token completed."""
+        if not entries or "logprobs" not in self.request.options:
             return None
         if self.chat:
-            content = [self._with_top(entry) for entry in logprobs]
+            content = [self._with_top(entry) for entry, _ in entries]
             return {"content": content, "refusal": None}
         return {
-            "tokens": [self.codec.decode([entry.token]) for entry in logprobs],
-            "token_logprobs": [entry.logprob for entry in logprobs],
-            "top_logprobs": [
-                {self.codec.decode([token]): value for token, value in entry.top}
-                for entry in logprobs
-            ],
-            "text_offset": [self._offset(entry.token) for entry in logprobs],
+            "tokens": [self._name(entry, entry.token) for entry, _ in entries],
+            "token_logprobs": [entry.logprob for entry, _ in entries],
+            "top_logprobs": [self._by_name(entry) for entry, _ in entries],
+            "text_offset": [self._offset(text) for _, text in entries],
         }
 
-    def _offset(self, token: int) -> int:
-        """Return where the next token's text begins, in characters of the text."""
+    def _offset(self, text: str) -> int:
+        """Return where the next token's text begins."""
         place = self._place
-        self._place += len(self._places.push([token]))
+        self._place += len(text)
         return place
 
-    def _with_top(self, entry: Logprob) -> Json:
-        tops = [self._token(token, value) for token, value in entry.top]
-        return {**self._token(entry.token, entry.logprob), "top_logprobs": tops}
+    def _by_name(self, entry: Logprob) -> dict[str, float]:
+        """Return the best tokens by name; one with another's name has its own."""
+        tops: dict[str, float] = {}
+        for token, value in entry.top:
+            name = self._name(entry, token)
+            tops[f"token_id:{token}" if name in tops else name] = value
+        return tops
 
-    def _token(self, token: int, value: float) -> Json:
-        text = self.codec.decode([token])
-        # The bytes of an incomplete character are not in the text.
-        data = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": value, "bytes": data}
+    def _with_top(self, entry: Logprob) -> Json:
+        tops = [self._token(entry, token, value) for token, value in entry.top]
+        chosen = self._token(entry, entry.token, entry.logprob)
+        return {**chosen, "top_logprobs": tops}
+
+    def _token(self, entry: Logprob, token: int, value: float) -> Json:
+        data = entry.names[token]
+        exact = None if data is None else list(data)
+        return {"token": self._name(entry, token), "logprob": value, "bytes": exact}
+
+    def _name(self, entry: Logprob, token: int) -> str:
+        """Return a token's text at its place; OpenAI writes parts of characters so."""
+        data = entry.names[token]
+        if data is None:
+            return self.codec.token(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _drafted(texts: Sequence[str], flags: Sequence[bool]) -> list[Json]:
+    """Return the text that each token completed, and whether it was drafted."""
+    return [
+        {"text": text, "drafted": drafted}
+        for text, drafted in zip(texts, flags, strict=True)
+    ]
 
 
 def _reason(result: Result, calls: Sequence[Json]) -> str:

@@ -11,6 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from jetdraft.cli import main
+from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.piece import Result
+from jetdraft.runtime.sampling.logprobs import Logprob
+from jetdraft.runtime.text.codec import TextCodec
+from jetdraft.server.generation_request import GenerationRequest
+from jetdraft.server.reply import Reply
 
 PROMPT = "The robot sees"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -266,3 +272,27 @@ def figures(address):
     lines = httpx.get(f"{address}/metrics").text.splitlines()
     pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
     return {name: float(value) for name, _, value in pairs}
+
+
+def test_the_names_of_tokens_join_to_the_text(client):
+    whole = client.chat.completions.create(
+        model="toy", messages=HELLO, temperature=1.5, seed=3, max_tokens=12,
+        logprobs=True, top_logprobs=5, extra_body={"regex": "[é😀]{9}"},
+    ).choices[0]  # fmt: skip
+    content = whole.logprobs.content
+    data = b"".join(bytes(each.bytes) for each in content)
+    assert data.decode(errors="replace") == whole.message.content
+    assert {"bytes:\\xc3"} & {each.token for each in content}
+    for each in content:
+        tops = [(top.token, top.bytes) for top in each.top_logprobs]
+        assert len(tops) == len({name for name, _ in tops}) == 5
+
+
+def test_two_best_tokens_with_one_text_stay_two():
+    entry = Logprob(1, -0.1, ((1, -0.1), (2, -3.0)), {1: b"a", 2: b"a"})
+    request = GenerationRequest.of({"prompt": "x", "logprobs": 2}, False, 9)
+    reply = Reply(request, "toy", TextCodec(None), "fp")
+    stats = Stats("none", True, 1)
+    result = Result("a", [1], 1, "stop", stats, [False], [entry], texts=["a"])
+    (tops,) = reply.whole(result)["choices"][0]["logprobs"]["top_logprobs"]
+    assert tops == {"a": -0.1, "token_id:2": -3.0}
