@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from jetdraft.bundle import Bundle
+from jetdraft.export import measures
 from jetdraft.quant.ladder import BOUND, TOP
 from jetdraft.recipe import FAST_DEFAULT, Recipe
 from tests.cli.running import jetdraft
@@ -83,8 +84,10 @@ def test_defaults_are_those_of_the_help(pair, output):
     assert said == f"target: {recipe.name}, KL {kl:.2g}", "measured by default"
 
 
-def test_fast_measures_nothing(pair, output):
-    drafter = ("--drafter", pair.drafter, "--capacity=64")
+@pytest.mark.parametrize("device", [(), ("--device", "orin-nano-4gb")])
+def test_fast_measures_nothing(pair, output, monkeypatch, device):
+    monkeypatch.delattr(measures, "own_text")
+    drafter = ("--drafter", pair.drafter, "--capacity=64", *device)
     result = jetdraft("export", pair.target, "-o", output, "--fast", *drafter)
     assert result.stderr.splitlines()[-2:] == [
         f"target: {FAST_DEFAULT}",
@@ -152,6 +155,11 @@ class TestRefused:
             "--flavour=standard --quantize=int4-head2",
             "--quantize=int4-best",
             "--drafter-provider=cuda --dtype=fp32",
+            "--fast --max-kl=0.1",
+            "--fast --quantize=int4-gptq",
+            "--fast --quantize=int8-kv8",
+            "--fast --quantize-drafter=int4-gptq",
+            "--fast --draft-vocab=100",
             "--colour=red",
         ],
     )
@@ -159,6 +167,7 @@ class TestRefused:
         result = jetdraft("export", pair.target, "-o", output, *flag.split())
         assert_refused(result)
         assert result.stderr.count("\n") == 1
+        assert ("a fast export" in result.stderr) == ("--fast" in flag)
 
     def test_no_output(self, pair, output):
         assert_refused(jetdraft("export", pair.target), "--output")
