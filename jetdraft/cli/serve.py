@@ -182,6 +182,7 @@ def command(
 
 def _log_learning() -> None:
     """Say on standard error when learned weights begin to draft, and the verdict."""
+    logging.disable(logging.NOTSET)  # other verbs drop all logs below errors
     log = logging.getLogger("jetdraft.learning")
     log.setLevel(logging.INFO)
     log.handlers = [logging.StreamHandler()]

@@ -52,6 +52,7 @@ from jetdraft.untrusted.printable import printable
 __all__ = ["ExportOptions", "Limit", "export"]
 
 
+@silenced(logging.WARNING)
 def export(
     target: str,
     output: str | Path,
@@ -82,12 +83,11 @@ def export(
     if reader is not None:
         checkpoints[TARGET] = replace(checkpoints[TARGET], taps=taps_of(reader))
     contracts = _check(checkpoints, options)
-    with silenced(logging.INFO):
-        carrying = reader if isinstance(reader, Head) else None
-        measures = Measures(checkpoints, contracts, options, report, carrying)
-        cut = _cut(measures, reader)
-        options = measures.settled()
-    with writing(output) as folder, silenced(logging.INFO):
+    carrying = reader if isinstance(reader, Head) else None
+    measures = Measures(checkpoints, contracts, options, report, carrying)
+    cut = _cut(measures, reader)
+    options = measures.settled()
+    with writing(output) as folder:
         checkpoints = dict(measures.checkpoints)
         jobs = {n: _job(folder, n, checkpoints[n], measures) for n in checkpoints}
         if cut is not None:
