@@ -46,7 +46,7 @@ from jetdraft.quant.blocks import Floats
 from jetdraft.quant.sensitivity import Limit
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import Recipe
-from jetdraft.staging import check_output, writing
+from jetdraft.staging import writing
 from jetdraft.untrusted.printable import printable
 
 __all__ = ["ExportOptions", "Limit", "export"]
@@ -71,7 +71,6 @@ def export(
     """
     options = options or ExportOptions()
     report = progress or (lambda stage, done, total: None)
-    check_output(Path(output).absolute())
     _check_drafter(options, drafter, head)
     sources = {TARGET: target} | ({} if drafter is None else {DRAFTER: drafter})
     if head is not None:

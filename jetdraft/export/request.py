@@ -15,6 +15,7 @@ from jetdraft.devices.planning.plan import Question, plan, refusal
 from jetdraft.devices.providers import AUTO, fastest
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.recipe import CALIBRATED_DEFAULT, DEFAULT_BLOCK_SIZE, FAST_DEFAULT, Recipe
+from jetdraft.staging import check_output
 
 _DRAFTER_BLOCK_SIZE = 32
 
@@ -68,6 +69,7 @@ def export(
 
         jetdraft.export("target/", "bundle", "drafter/", quantize="int8-rtn-b32")
     """
+    check_output(Path(output))
     limited = max_bytes is not None or max_kl is not None
     recipe = _recipe(quantize, block_size, limited, device, fast)
     if device is not None:
