@@ -74,7 +74,7 @@ def export(
     recipe = _recipe(quantize, block_size, limited, device, fast)
     if device is not None:
         scheme = (recipe or Recipe()).scheme
-        _check_fits(device, target, drafter, scheme, capacity)
+        _check_fits(device, target, drafter, scheme, capacity, provider)
     exporter = _exporter()
     options = exporter.ExportOptions(
         recipe=recipe,
@@ -162,6 +162,7 @@ def _check_fits(
     drafter: str | Path | None,
     scheme: str,
     capacity: int,
+    provider: str,
 ) -> None:
     """Raise `DeviceError` for a pair that does not fit the device."""
     folders = [Path(source) for source in (target, drafter) if source]
@@ -178,6 +179,7 @@ def _check_fits(
         folders[1] if drafter else None,
         scheme,
         capacity,
+        provider=provider,
     )
     answer = plan(question)
     if not answer.fits:
