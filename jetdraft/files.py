@@ -7,12 +7,16 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jetdraft.errors import JetdraftError, OutputError
+
+PROBE_BYTES = 4096
+"""A full disk may still take an empty file."""
 
 
 def check_name(file: Path) -> None:
@@ -36,6 +40,28 @@ def is_free(folder: Path) -> bool:
     if folder.is_dir():
         return not any(folder.iterdir())
     return not folder.exists()
+
+
+def check_place(path: Path) -> None:
+    """Raise `OutputError` unless a file or folder can be written at `path`.
+
+    It writes a file without a name beside it, or above missing folders.
+
+    check_place(Path("new/table.npz"))
+    """
+    try:
+        check_name(path)
+        final = Path(os.path.realpath(path))
+        above = next(folder for folder in final.parents if folder.exists())
+        (above / f".{final.name}.partial-12345678").exists()  # is it too long?
+        with TemporaryFile(dir=above) as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {path} ({error.strerror}); choose another place, or free "
+            "some space"
+        ) from error
 
 
 @contextmanager

@@ -15,14 +15,17 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from jetdraft.errors import OutputError
+from jetdraft.files import check_place
 from jetdraft.manifest import MANIFEST
 
 
 def check_output(output: Path) -> None:
-    """Raise `OutputError` unless `output` is free or a bundle to replace."""
-    if not output.exists():
-        return
-    if not output.is_dir() or not (output / MANIFEST).is_file():
+    """Raise `OutputError` unless a folder can be written at `output`.
+
+    The place must be free, or hold a bundle to replace.
+    """
+    check_place(output)
+    if output.exists() and not (output / MANIFEST).is_file():
         raise OutputError(
             f"{output} exists and is not a bundle; choose another output folder"
         )

@@ -16,8 +16,8 @@ def test_without_a_terminal_there_are_lines_also_in_a_long_step(monkeypatch, cap
             time.sleep(0.02)
             printed += capsys.readouterr().err
     first, second, *_ = printed.splitlines()
-    assert re.fullmatch(r"measure layers: 2 of 30, \d+ s in all", first)
-    assert second.startswith("measure layers: 2 of 30, ")
+    assert re.fullmatch(r"after \d+ s: measure layers, 2 of 30", first)
+    assert second.endswith("s: measure layers, 2 of 30")
 
 
 def test_a_stage_that_printed_a_line_prints_its_end(monkeypatch, capsys):
@@ -31,7 +31,9 @@ def test_a_stage_that_printed_a_line_prints_its_end(monkeypatch, capsys):
         bars("trace target", 1, 1)
         bars("quantize target", 0, 9)
     printed += capsys.readouterr().err
-    assert re.search(r"^trace target: 1 of 1, \d+ s in all$", printed, re.MULTILINE)
+    begun, ended = r"^after \d+ s: trace target$", r"^after \d+ s: trace target, done$"
+    assert re.search(begun, printed, re.MULTILINE), "not 0 of 1"
+    assert re.search(ended, printed, re.MULTILINE)
 
 
 def test_a_short_command_prints_no_line(capsys):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,24 @@ def test_output_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot write"), writing(tmp_path / "file/b"):
         pytest.fail("got as far as writing")
+
+
+def test_a_name_that_leaves_no_room_for_the_partial_name_is_noticed_first(tmp_path):
+    with pytest.raises(OutputError, match="File name too long"):
+        staging.check_output(tmp_path / "new" / ("x" * 240))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_without_room_is_noticed_first(tmp_path):
+    """A limit of file sizes refuses as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(OutputError, match=r"File too large.*free some space"):
+            staging.check_output(tmp_path / "new" / "bundle")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == []
 
 
 def test_leftovers_of_dead_processes_are_swept_and_others_kept(tmp_path):

@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import transformers
-
 
 @contextmanager
 def silenced(level: int) -> Iterator[None]:
@@ -28,6 +26,8 @@ def silenced(level: int) -> Iterator[None]:
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
     """Hide the loaders' progress bars while the block runs."""
+    import transformers  # which the command line does not wait for
+
     shown = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") is None
     transformers.utils.logging.disable_progress_bar()
     try:

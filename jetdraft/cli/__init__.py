@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 import click
 
 from jetdraft import __version__
+from jetdraft.checkpoints.silence import silenced
 from jetdraft.errors import JetdraftError
 from jetdraft.terminal.command import LazyGroup
 from jetdraft.terminal.spelling import as_typed
@@ -64,7 +66,8 @@ class Verbs(LazyGroup):
         # SIGTERM must clean up as Ctrl-C does.
         before = signal.signal(signal.SIGTERM, _terminate)
         try:
-            result = super().main(*args, **extra)
+            with silenced(logging.WARNING):  # libraries log, jetdraft prints
+                result = super().main(*args, **extra)
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             sys.exit(2)

@@ -130,7 +130,8 @@ from jetdraft.terminal.progress import ProgressBars
     "--fast",
     is_flag=True,
     help=f"Measure nothing and take {FAST_DEFAULT}, which suits large models, and "
-    "int8-rtn-b32 for the drafter.",
+    "int8-rtn-b32 for the drafter, with --device too; options that need a measure are "
+    "refused.",
 )
 @option(
     "quantization",
@@ -149,8 +150,8 @@ from jetdraft.terminal.progress import ProgressBars
 @option(
     "device",
     "--device",
-    help="Refuse a bundle that does not fit this device; jetdraft doctor --devices "
-    "lists the names.",
+    help="Refuse a bundle that does not fit this device, and take its recipe, which "
+    "measures; jetdraft doctor --devices lists the names.",
 )
 @option(
     "runtime",

@@ -15,6 +15,7 @@ from jetdraft.bundle import TOKENIZER
 from jetdraft.devices.device import Device
 from jetdraft.devices.planning.drafter_advice import Advisor, Drafter
 from jetdraft.devices.planning.plan import (
+    CPU,
     FREE,
     PROBES,
     Choice,
@@ -24,10 +25,12 @@ from jetdraft.devices.planning.plan import (
     plan,
     refusal,
 )
+from jetdraft.errors import OptionError
 from jetdraft.runtime.planning.registry import methods
 from jetdraft.terminal.command import Command, option
 from jetdraft.terminal.flags import json_option, picture_option, texts_option
 
+PLANNED = (CPU, "cuda", "tensorrt")
 DRAWN_ACCEPTANCES = (0.4, 0.6, 0.8)
 OTHER_BUDGETS = (20, 2000)
 """Tokens per weight that are compared with the advised number."""
@@ -37,6 +40,11 @@ NOTES = {
     FREE: "for a text that repeats itself that often; it drafts nothing else",
 }
 """What the assumed acceptance means for a method, by the cost of its drafts."""
+
+NO_METHODS = (
+    "methods    not predicted: what a further row costs on this CPU was never "
+    "measured; on the board: jetdraft tune BUNDLE, jetdraft bench BUNDLE"
+)
 
 
 @click.command("plan", cls=Command)
@@ -63,7 +71,8 @@ NOTES = {
     "--acceptance",
     default=0.6,
     show_default=True,
-    help="Assumed probability that the first drafted token is right.",
+    help="Assumed probability that the first drafted token is right; the default is "
+    "a guess.",
 )
 @option(
     "device",
@@ -75,6 +84,15 @@ NOTES = {
     "device",
     "--power-mode",
     help="A power mode of the device; default: the first, without Super.",
+)
+@option(
+    "runtime",
+    "--provider",
+    type=click.Choice(PLANNED),
+    default=CPU,
+    show_default=True,
+    help="What will run the target. Methods and a drafter's size are predicted for "
+    "the GPU only.",
 )
 @option(
     "drafting",
@@ -91,6 +109,7 @@ def command(
     drafter: str | None,
     device: str,
     power_mode: str | None,
+    provider: str,
     quantize: str,
     context: int,
     acceptance: float,
@@ -109,10 +128,16 @@ def command(
         acceptance,
         power_mode,
         method_costs(),
+        provider,
     )
+    if question.on_cpu and picture is not None:
+        raise OptionError(
+            "what a further row costs on this CPU is not known, so there is no curve "
+            "to draw; leave --picture out, or give --provider cuda"
+        )
     prediction = plan(question)
     figures = _text_figures(target, texts, draft_vocab)
-    drafters = _advised(question, draft_vocab, figures)
+    drafters = [] if question.on_cpu else _advised(question, draft_vocab, figures)
     if as_json:
         fields = prediction.to_json() | {
             "advised_drafters": [drafter.to_json() for drafter in drafters],
@@ -122,8 +147,12 @@ def command(
     if not prediction.fits:
         raise refusal(question, prediction)
     if not as_json:
-        _show(prediction, question.device)
-        _show_drafters(drafters)
+        _show(prediction, question)
+        if question.on_cpu:
+            click.echo(NO_METHODS)
+        else:
+            _show_methods(prediction)
+            _show_drafters(drafters)
         _show_texts(prediction, figures)
     if picture is not None:
         _draw(question, picture)
@@ -161,7 +190,8 @@ def method_costs() -> tuple[MethodCost, ...]:
     )
 
 
-def _show(prediction: Plan, device: Device) -> None:
+def _show(prediction: Plan, question: Question) -> None:
+    click.echo(f"predicted  {prediction.basis}")
     parts = " + ".join(f"{name} {mb:.0f}" for name, mb in prediction.memory_mb.items())
     click.echo(f"device     {prediction.device}, {prediction.power_mode}")
     click.echo(
@@ -169,11 +199,19 @@ def _show(prediction: Plan, device: Device) -> None:
         f"({parts})"
     )
     plain = prediction.rows[0].tokens_per_second
-    click.echo(f"plain      {plain:.1f} tokens/s, predicted")
+    word = "at most" if question.on_cpu else "about"
+    click.echo(f"plain      {word} {plain:.0f} tokens/s")
+    modes = [mode.name for mode in question.device.power_modes]
+    if others := [name for name in modes if name != prediction.power_mode]:
+        click.echo(f"  (--power-mode {', '.join(others)}: other rates)")
+
+
+def _show_methods(prediction: Plan) -> None:
+    """What a pass costs by its rows, and what each method would make of it."""
     click.echo("rows       " + "".join(f"{w:7}" for w in prediction.pass_ms_by_width))
     times = "".join(f"{ms:7.1f}" for ms in prediction.pass_ms_by_width.values())
     click.echo("ms         " + times)
-    click.echo(f"at acceptance {prediction.acceptance}:")
+    click.echo(f"at acceptance {prediction.acceptance}, which is assumed:")
     methods = dict.fromkeys((row.method, row.shape) for row in prediction.rows)
     for method, shape in methods:
         rows = [r for r in prediction.rows if (r.method, r.shape) == (method, shape)]
@@ -183,9 +221,6 @@ def _show(prediction: Plan, device: Device) -> None:
     for method, cost in dict.fromkeys((r.method, r.cost) for r in prediction.rows):
         if cost in NOTES:
             click.echo(f"  ({method}: {NOTES[cost]})")
-    others = [m.name for m in device.power_modes if m.name != prediction.power_mode]
-    if others:
-        click.echo(f"  (--power-mode {', '.join(others)}: other rates)")
 
 
 def _show_drafters(drafters: Sequence[Drafter]) -> None:

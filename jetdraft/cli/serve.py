@@ -172,7 +172,7 @@ def command(
             [] if uds is None else [listeners.enter_context(sockets.listening_at(uds))]
         )
         runtime["store"], runtime["learn"] = store, learn
-        _log_learning()
+        _log()
         pool = Pool(bundle, models, method, **runtime)
         service = app.Service(pool, name or bundle.resolve().name, limits, key or "")
         places = [sockets.url(listener), *([] if uds is None else [str(uds)])]
@@ -180,8 +180,9 @@ def command(
         server.run(service, [listener, *own], host, drain)
 
 
-def _log_learning() -> None:
-    """Say on standard error when learned weights begin to draft, and the verdict."""
-    log = logging.getLogger("jetdraft.learning")
+def _log() -> None:
+    """Write requests, the drain and the news of learned weights to standard error."""
+    logging.disable(logging.NOTSET)  # other verbs drop all logs below errors
+    log = logging.getLogger("jetdraft")
     log.setLevel(logging.INFO)
     log.handlers = [logging.StreamHandler()]

@@ -46,12 +46,13 @@ from jetdraft.quant.blocks import Floats
 from jetdraft.quant.sensitivity import Limit
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import Recipe
-from jetdraft.staging import check_output, writing
+from jetdraft.staging import writing
 from jetdraft.untrusted.printable import printable
 
 __all__ = ["ExportOptions", "Limit", "export"]
 
 
+@silenced(logging.WARNING)
 def export(
     target: str,
     output: str | Path,
@@ -70,7 +71,6 @@ def export(
     """
     options = options or ExportOptions()
     report = progress or (lambda stage, done, total: None)
-    check_output(Path(output).absolute())
     _check_drafter(options, drafter, head)
     sources = {TARGET: target} | ({} if drafter is None else {DRAFTER: drafter})
     if head is not None:
@@ -82,12 +82,11 @@ def export(
     if reader is not None:
         checkpoints[TARGET] = replace(checkpoints[TARGET], taps=taps_of(reader))
     contracts = _check(checkpoints, options)
-    with silenced(logging.INFO):
-        carrying = reader if isinstance(reader, Head) else None
-        measures = Measures(checkpoints, contracts, options, report, carrying)
-        cut = _cut(measures, reader)
-        options = measures.settled()
-    with writing(output) as folder, silenced(logging.INFO):
+    carrying = reader if isinstance(reader, Head) else None
+    measures = Measures(checkpoints, contracts, options, report, carrying)
+    cut = _cut(measures, reader)
+    options = measures.settled()
+    with writing(output) as folder:
         checkpoints = dict(measures.checkpoints)
         jobs = {n: _job(folder, n, checkpoints[n], measures) for n in checkpoints}
         if cut is not None:

@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jetdraft.bundle import Bundle
+from jetdraft.bundle import DRAFTER, TARGET, Bundle
 from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH
 from jetdraft.devices.device import Device
 from jetdraft.devices.planning.plan import Question, plan, refusal
 from jetdraft.devices.providers import AUTO, fastest
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.recipe import CALIBRATED_DEFAULT, DEFAULT_BLOCK_SIZE, FAST_DEFAULT, Recipe
+from jetdraft.staging import check_output
 
 _DRAFTER_BLOCK_SIZE = 32
 
@@ -49,15 +50,16 @@ def export(
 
     A `head` reads the states of its target; it takes the place of a `drafter`.
 
-    `quantize` and `quantize_drafter` are recipes, for example "int4-gptq-b64-head8";
-    by default the export measures which keep the target's text, or, if it must be
-    `fast`, takes a recipe that is safe for large models. `block_size` counts the
-    weights that share a scale. `calibration` is the text to measure on; by default the
-    target writes one, and a drafter can draft the `draft_vocab` tokens that are most
-    frequent in it. At most one of `max_bytes`, and `max_kl` in nats per token, gives
-    layers of the target more bits. `capacity` is the tokens of prompt and output
-    together, `max_width` the rows of the widest pass. `provider` will run the target;
-    "auto" is the fastest on this machine. A `device` refuses what would not fit it.
+    `quantize` and `quantize_drafter` are recipes, for example "int4-gptq-b64-head8"; by
+    default the export measures which keep the target's text, or, if it must be `fast`,
+    takes a recipe that is safe for large models, and refuses options that need a
+    measure. `block_size` counts the weights that share a scale. `calibration` is the
+    text to measure on; by default the target writes one, and a drafter can draft the
+    `draft_vocab` tokens that are most frequent in it. At most one of `max_bytes`, and
+    `max_kl` in nats per token, gives layers of the target more bits. `capacity` is the
+    tokens of prompt and output together, `max_width` the rows of the widest pass.
+    `provider` will run the target; "auto" is the fastest on this machine. A `device`
+    refuses what would not fit it.
     With `select_kv` the target can also read only that many of the committed rows,
     as a drafter of itself or, lossy, as the target.
     `progress` is called with the name of a stage, the steps done and the number of
@@ -67,11 +69,12 @@ def export(
 
         jetdraft.export("target/", "bundle", "drafter/", quantize="int8-rtn-b32")
     """
+    check_output(Path(output))
     limited = max_bytes is not None or max_kl is not None
     recipe = _recipe(quantize, block_size, limited, device, fast)
     if device is not None:
         scheme = (recipe or Recipe()).scheme
-        _check_fits(device, target, drafter, scheme, capacity)
+        _check_fits(device, target, drafter, scheme, capacity, provider)
     exporter = _exporter()
     options = exporter.ExportOptions(
         recipe=recipe,
@@ -92,6 +95,8 @@ def export(
         exit_layer=exit_layer,
         select_kv=select_kv,
     )
+    if fast:
+        _check_fast(options)
     bundle: Bundle = exporter.export(
         str(target),
         output,
@@ -115,13 +120,30 @@ def _recipe(
         return Recipe.parse(quantize, block_size or DEFAULT_BLOCK_SIZE)
     if limited:
         recipe = Recipe.parse(CALIBRATED_DEFAULT)
-    elif device is not None:
+    elif device is not None and not fast:
         recipe = Recipe.parse(Device.named(device).recipe)
     elif fast or block_size is not None:
         recipe = Recipe.parse(FAST_DEFAULT)
     else:
         return None
     return replace(recipe, block_size=block_size or recipe.block_size)
+
+
+def _check_fast(options: Any) -> None:
+    """Raise `OptionError` for `ExportOptions` that ask a fast export to measure."""
+    recipes = [options.recipe_of(name) for name in (TARGET, DRAFTER)]
+    measured = {
+        "a limit of bytes or KL": options.limit is not None,
+        **{f"the recipe {r.name}": r.needs_calibration for r in recipes},
+        "a draft vocabulary without --calibration": options.draft_vocab is not None
+        and options.calibration is None,
+    }
+    for what, is_measured in measured.items():
+        if is_measured:
+            raise OptionError(
+                f"a fast export measures nothing, and {what} takes measures; leave one "
+                "of the two out"
+            )
 
 
 def _exporter() -> Any:
@@ -140,6 +162,7 @@ def _check_fits(
     drafter: str | Path | None,
     scheme: str,
     capacity: int,
+    provider: str,
 ) -> None:
     """Raise `DeviceError` for a pair that does not fit the device."""
     folders = [Path(source) for source in (target, drafter) if source]
@@ -156,6 +179,7 @@ def _check_fits(
         folders[1] if drafter else None,
         scheme,
         capacity,
+        provider=provider,
     )
     answer = plan(question)
     if not answer.fits:

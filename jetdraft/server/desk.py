@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
+from contextvars import ContextVar
 from math import inf
 
 from jetdraft.runtime.measured.stats import Stats
@@ -20,6 +21,9 @@ from jetdraft.server.generation_request import GenerationRequest, RequestError
 from jetdraft.server.uploads.transcription_request import TranscriptionRequest
 
 AnyRequest = GenerationRequest | TranscriptionRequest
+
+WRITTEN: ContextVar[list[int] | None] = ContextVar("WRITTEN", default=None)
+"""Where the jobs of a request add how many tokens they have written."""
 
 
 class Desk:
@@ -146,7 +150,7 @@ class Job:
         self._desk, self._request, self._client = desk, request, client
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Piece | Result | BaseException] = asyncio.Queue()
-        self._cancelled = False
+        self._cancelled, self._written = False, WRITTEN.get()
         self._model: Model | None = None
         self._stream: Stream | Transcription | None = None
         self._task = asyncio.create_task(self._run())
@@ -224,6 +228,8 @@ class Job:
                 if isinstance(piece, Piece):
                     self._post(piece)
             result = stream.result()
+        if self._written is not None:
+            self._written.append(result.stats.new_tokens)
         self._loop.call_soon_threadsafe(self._desk.total.merge, result.stats)
         if result.finish_reason in (CANCELLED, INTERRUPTED):
             # OpenAI has no finish reason for this.

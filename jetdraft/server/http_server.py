@@ -1,22 +1,27 @@
-"""uvicorn's server with limits of its connections, and a watchdog."""
+"""uvicorn's server with limits of its connections, a log, and a watchdog."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jetdraft.server.app import Service
 from jetdraft.server.connection import Connection, Doorkeeper
+from jetdraft.server.desk import WRITTEN
 from jetdraft.server.systemd import Systemd
+from jetdraft.untrusted.printable import printable
 
 SPARE = 64
 """Connections of a client beyond those of waiting requests: idle ones, and /health."""
@@ -35,11 +40,19 @@ ACCEPTED = 8
 BACKLOG = 128
 """Connections that the kernel holds until they are accepted."""
 
+POLLED = ("/health", "/metrics")
+"""Paths that are asked all the time: their good answers are not logged."""
+
+LONGEST = 200
+"""The most characters of a path in the log."""
+
+log = logging.getLogger("jetdraft.server")
+
 
 class HttpServer(uvicorn.Server):
     """Serves until SIGTERM or Ctrl-C; then running texts have `drain` seconds to end.
 
-    `host` is the address that the server listens on.
+    `host` is the address that the server listens on. A second Ctrl-C ends the texts.
 
         HttpServer(service, "127.0.0.1", drain=30).run(sockets=[listener])
     """
@@ -49,9 +62,10 @@ class HttpServer(uvicorn.Server):
         self.doorkeeper = Doorkeeper(per_peer, CLIENTS * per_peer)
         self._service, self._drain = service, drain
         self._systemd, self._told = Systemd(os.environ), 0.0
+        self._is_cut = False
         protocol: Any = partial(Connection, self.doorkeeper)
         config = uvicorn.Config(
-            service.app(host),
+            logged(service.app(host)),
             http=protocol,
             ws="none",
             log_level="error",
@@ -75,13 +89,25 @@ class HttpServer(uvicorn.Server):
         """Finish the texts under way, and end them when their time is over."""
         self._systemd.tell("STOPPING=1")
         loop, desk = asyncio.get_running_loop(), self._service.desk
+        if texts := len(desk.jobs):
+            said = f"finishing {texts} text{'s' * (texts > 1)}, at most {self._drain} s"
+            log.info("%s; Ctrl-C cuts %s", said, "them" if texts > 1 else "it")
         end = loop.call_later(self._drain, desk.end)
         await super().shutdown(sockets)
         end.cancel()
         self._sweeping.cancel()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Let the texts under way end in good order, after one more Ctrl-C at once."""
+        if self.should_exit and sig == signal.SIGINT:
+            self._is_cut = True
+        else:
+            super().handle_exit(sig, frame)
+
     async def _sweep(self) -> None:
         while True:
+            if self._is_cut:
+                self._service.desk.end()
             self.doorkeeper.sweep(asyncio.get_running_loop().time())
             self._tell_alive()
             await asyncio.sleep(SWEEP_SECONDS)
@@ -94,6 +120,34 @@ class HttpServer(uvicorn.Server):
         if self._service.desk.overdue <= seconds:
             self._systemd.tell("WATCHDOG=1")
             self._told = now
+
+
+def logged(app: ASGIApp) -> ASGIApp:
+    """Return an application that logs each request when it ends, but not its texts.
+
+    POST /v1/chat/completions 200, 64 tokens, 812 ms
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        began, status, written = time.monotonic(), 500, list[int]()
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        WRITTEN.set(written)
+        try:
+            await app(scope, receive, note)
+        finally:
+            path = scope.get("path", "")
+            if scope["type"] == "http" and (path not in POLLED or status != 200):
+                tokens = f", {sum(written)} tokens" if written else ""
+                ms = 1e3 * (time.monotonic() - began)
+                request = printable(f"{scope['method']} {path}", LONGEST)
+                log.info("%s %d%s, %.0f ms", request, status, tokens, ms)
+
+    return answer
 
 
 class _Complaints:

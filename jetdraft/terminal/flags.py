@@ -12,7 +12,7 @@ from typing import Any, cast
 import click
 
 from jetdraft.devices.providers import PROVIDERS
-from jetdraft.files import write_text
+from jetdraft.files import check_place, write_text
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.load_options import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
@@ -239,6 +239,7 @@ def _new_file(context: Any, param: Any, value: Path | None) -> Path | None:
         )
     if value.exists() and not value.is_file():
         raise click.BadParameter(f"{value} is a device or a pipe; name a file")
+    check_place(value)
     return value
 
 

@@ -40,7 +40,10 @@ class ProgressBars:
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show that `done` of `total` steps of a stage are done."""
         if not sys.stderr.isatty():
-            self._stage, self._line = stage, f"{stage}: {done} of {total}"
+            # Of a single step, "0 of 1" would say nothing.
+            state = "" if total == 1 else f", {done} of {total}"
+            self._stage = stage
+            self._line = f"{stage}{', done' if done >= total else state}"
             if done >= total and stage == self._printed:
                 self._print_line()
                 self._printed = ""
@@ -62,7 +65,7 @@ class ProgressBars:
 
     def _print_line(self) -> None:
         seconds = time.monotonic() - self._started
-        click.echo(f"{self._line}, {seconds:.0f} s in all", err=True)
+        click.echo(f"after {seconds:.0f} s: {self._line}", err=True)
 
     def ticks(self, stage: str, total: int) -> Callable[[], None]:
         """Begin a stage; call the function that it returns after each step."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from jetdraft.checkpoints.reading.checkpoint_folder import weights_sha256
 from jetdraft.checkpoints.streamed import SETTINGS, UNFINISHED, WEIGHTS
 from jetdraft.errors import OutputError
-from jetdraft.files import replacing
+from jetdraft.files import check_place, replacing
 
 STATE = "training.pt"
 
@@ -54,6 +54,7 @@ class RunFolder:
                 else f"exists and has no {learned}"
             )
             raise OutputError(f"{path} {fact}; choose another folder")
+        check_place(path / weights)
 
     @property
     def has_weights(self) -> bool:

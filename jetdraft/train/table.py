@@ -9,6 +9,7 @@ import click
 
 from jetdraft.bundle import Bundle
 from jetdraft.errors import DataError, OutputError
+from jetdraft.files import check_place
 from jetdraft.runtime.history.trigrams import Counts
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.terminal.command import Command, option
@@ -25,6 +26,7 @@ def count(corpus: Sequence[Path], bundle: Bundle, output: Path) -> Counts:
     """
     if output.exists():
         raise OutputError(f"{output} exists; choose another file")
+    check_place(output)
     codec = TextCodec(bundle.tokenizer)
     table = Counts.of([codec.encode(read_text(file)) for file in corpus])
     if not len(table.pairs):

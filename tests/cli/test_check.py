@@ -6,6 +6,7 @@ import pytest
 
 from jetdraft.bench.verification import Comparison
 from jetdraft.cli import check
+from jetdraft.runtime.measured.widths import Widths
 from tests.cli.running import assert_refused, jetdraft
 
 
@@ -24,6 +25,18 @@ def test_says_that_files_and_contracts_are_right(report):
 def test_shows_the_exact_class_of_widths(report):
     shown = [line.split() for line in report if line.startswith("widths")]
     assert ["widths", "1..16", "exact"] in shown
+
+
+def test_another_class_of_widths_does_not_look_like_a_fault():
+    widths = Widths([[1], [2, 3, 4]], {1: 0.078, 2: 0.0, 3: 0.0, 4: 0.0})
+    other, exact = check._width_lines(widths)
+    assert other.split()[:5] == ["1", "left", "out", "when", "exact:"]
+    assert other.endswith("7.8e-02")
+    assert exact.split() == ["2..4", "exact"]
+
+
+def test_ends_with_the_verdict(report):
+    assert report[-1] == "verdict    pass: 60 texts as by plain decoding"
 
 
 @pytest.mark.parametrize(
@@ -88,6 +101,7 @@ def test_another_text_is_an_error(bundle, monkeypatch):
     result = jetdraft("check", bundle, "--threads", "1")
     assert result.exit_code == 2
     assert "differs at token 4" in result.stdout
+    assert "verdict" not in result.stdout
     as_json = jetdraft("check", bundle, "--threads", "1", "--json")
     assert as_json.exit_code == 2
     fields = json.loads(as_json.stdout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ LONG = {
     "model": "toy", "prompt": "The robot sees", "max_tokens": 380, "temperature": 0.9,
     "seed": 1, "method": "none", "ignore_eos": True,
 }  # fmt: skip
+ANSWERED = "POST /v1/completions 200"
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}]}
 
 
@@ -119,7 +121,52 @@ def test_sigterm_lets_texts_end(toy):
         counts = {a.json()["usage"]["completion_tokens"] for a in answers}
         assert counts == {60, 20}
         assert process.wait(60) == 0
-        assert process.stderr.read() == ""
+        drain, *requests = process.stderr.read().splitlines()
+        assert drain == "finishing 2 texts, at most 30 s; Ctrl-C cuts them"
+        lines = [
+            re.fullmatch(rf"{ANSWERED}, (\d+) tokens, \d+ ms", n) for n in requests
+        ]
+        assert [line and line[1] for line in lines] == ["60", "20"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_second_ctrl_c_cuts_the_text_and_answers(toy, stream):
+    with started(toy, slow=0.05) as (process, address):
+        answers = []
+        thread = asked(address, answers, {**LONG, "stream": stream})
+        until(lambda: httpx.get(f"{address}/health").json()["generating"] == 1)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline().endswith("30 s; Ctrl-C cuts it\n")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        thread.join(60)
+        assert '"server_error"' in answers[0].text
+        assert answers[0].text.rstrip().endswith("[DONE]") == stream
+        line = process.stderr.read()
+        answered = ANSWERED if stream else ANSWERED.replace("200", "503")
+        tokens = re.fullmatch(rf"{answered}, (\d+) tokens, \d+ ms\n", line)
+        assert tokens, line
+        assert int(tokens[1]) < LONG["max_tokens"]
+
+
+def test_the_log_has_every_request_and_no_text(toy):
+    with started(toy) as (process, address), httpx.Client(base_url=address) as client:
+        client.get("/health")
+        client.post("/v1/completions", json={**LONG, "max_tokens": 3})
+        client.post("/v1/completions", json={**LONG, "prompt": 5})
+        client.get("/v1/models")
+        client.get(f"/a%0ab{'c' * 999}", params={"prompt": LONG["prompt"]})
+        process.terminate()
+        lines = process.stderr.read().splitlines()
+    assert [re.sub(r"\d+ ms$", "ms", line) for line in lines[:3]] == [
+        "POST /v1/completions 200, 3 tokens, ms",
+        "POST /v1/completions 400, ms",
+        "GET /v1/models 200, ms",
+    ]
+    [strange] = lines[3:]
+    assert strange.startswith("GET /a\\nbccc")
+    assert " 404, " in strange
+    assert len(strange) < 250
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -145,7 +192,9 @@ def test_a_text_longer_than_the_drain_is_cut_and_answered(toy, stream):
         assert (error["type"], error["param"]) == ("server_error", None)
         assert (len(lines) > 2) == cut.text.endswith("[DONE]\n\n") == stream
         assert not any('"finish_reason": "' in line for line in lines)
-        assert process.stderr.read() == ""
+        lines = process.stderr.read()
+        assert lines.startswith("finishing 2 texts, at most 1 s")
+        assert lines.count("\n") == 3, lines
 
 
 def test_who_waits_too_long_is_refused(service, slow):

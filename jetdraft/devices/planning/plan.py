@@ -17,7 +17,15 @@ from jetdraft.contracts.constants import WIDEST
 from jetdraft.devices.best_tree import best_tree
 from jetdraft.devices.device import Device, PowerMode
 from jetdraft.devices.planning.dimensions import Dimensions
-from jetdraft.devices.planning.roofline import FITTED, RUNTIME_MB, Load
+from jetdraft.devices.planning.roofline import (
+    BOUND,
+    FITTED,
+    HALF,
+    RUNTIME_MB,
+    SINGLE,
+    Efficiency,
+    Load,
+)
 from jetdraft.errors import DeviceError, OptionError
 from jetdraft.recipe import Recipe
 
@@ -31,6 +39,17 @@ DRAFTER, PROBES, FREE = "drafter", "probes", "free"
 
 PLANNED = ("none", "int8", "int4")
 """Quantizations that can be exported; a device may have arithmetic for others."""
+
+CPU = "cpu"
+ON_CPU = (
+    "at most, for the CPU: the memory's bandwidth alone, and another engine's memory "
+    "of the runtime; jetdraft has never run on a Jetson"
+)
+ON_GPU = (
+    "for the GPU, by the constants of another engine, TensorRT Edge-LLM 0.10; jetdraft "
+    "has never run on a Jetson"
+)
+"""What a prediction is for, and what it is made of."""
 
 STREAM_LAYERS = 2
 """Top layers that probes pass through, by default in `jetdraft train streams`."""
@@ -73,9 +92,12 @@ class Plan:
     """A prediction; memory is in 10^6 bytes, times are in ms.
 
     `memory_mb` is the memory of the model's parts, `available_mb` the memory that the
-    device has for them. The first of `rows` is plain decoding.
+    device has for them. The first of `rows` is plain decoding, the only one for a CPU.
+    `basis` says in words what the prediction is for and whose constants it has.
     """
 
+    provider: str
+    basis: str
     device: str
     power_mode: str
     quantization: str
@@ -115,6 +137,8 @@ class Plan:
         """A JSON object."""
         parts = {name: round(mb, 1) for name, mb in self.memory_mb.items()}
         return {
+            "provider": self.provider,
+            "basis": self.basis,
             "device": self.device,
             "power_mode": self.power_mode,
             "quantization": self.quantization,
@@ -138,7 +162,8 @@ class Question:
     """The model, the device and the methods of a plan.
 
     `target` and `drafter` are config files or their folders; `context` is in tokens;
-    `quantization` names a recipe.
+    `quantization` names a recipe. For the provider "cpu" only a bound of plain decoding
+    is known; what is predicted for any other is for the GPU.
     Raises `OptionError` or `DeviceError` for values that cannot be planned.
 
         device = Device.named("orin-nx-16gb")
@@ -154,6 +179,7 @@ class Question:
     acceptance: float = 0.6
     power_mode: str | None = None
     methods: tuple[MethodCost, ...] = ()
+    provider: str = CPU
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.acceptance < 1.0:
@@ -176,6 +202,11 @@ class Question:
         """The recipe of the target's weights."""
         return Recipe.parse(self.quantization)
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the prediction is for the device's CPU."""
+        return self.provider == CPU
+
 
 def plan(question: Question) -> Plan:
     """Predict memory and speed from config files; nothing is run, no weights are read.
@@ -184,17 +215,22 @@ def plan(question: Question) -> Plan:
     """
     device = question.device
     mode = device.power_mode(question.power_mode)
-    recipe = question.recipe
-    target = Load(Dimensions.read(question.target), recipe)
+    recipe, on_cpu = question.recipe, question.on_cpu
+    float_bytes = SINGLE if on_cpu else HALF
+    target = Load(Dimensions.read(question.target), recipe, float_bytes)
     drafter = None
     if question.drafter is not None:
         sizes = Dimensions.read(question.drafter)
-        drafter = Load(sizes, Recipe.for_drafter(recipe))
-    board = Board(device, mode, question.context, target, drafter)
+        drafter = Load(sizes, Recipe.for_drafter(recipe), float_bytes)
+    efficiency = BOUND if on_cpu else FITTED
+    board = Board(device, mode, question.context, target, drafter, efficiency)
+    methods, widths = ((), (1,)) if on_cpu else (question.methods, WIDTHS)
     memory = {"target": target.memory_mb(question.context), "runtime": RUNTIME_MB}
     if drafter is not None:
         memory["drafter"] = drafter.memory_mb(question.context)
     return Plan(
+        provider=question.provider,
+        basis=ON_CPU if on_cpu else ON_GPU,
         device=device.name,
         power_mode=mode.name,
         quantization=question.quantization,
@@ -202,8 +238,8 @@ def plan(question: Question) -> Plan:
         acceptance=question.acceptance,
         memory_mb=memory,
         available_mb=device.memory_gb * 1.024**3 * 1e3 - SYSTEM_MB,
-        pass_ms_by_width={width: board.pass_ms(width) for width in WIDTHS},
-        rows=list(board.choices(question.methods, question.acceptance)),
+        pass_ms_by_width={width: board.pass_ms(width) for width in widths},
+        rows=list(board.choices(methods, question.acceptance)),
     )
 
 
@@ -216,6 +252,7 @@ class Board:
     context: int
     target: Load
     drafter: Load | None
+    efficiency: Efficiency = FITTED
 
     def pass_ms(self, width: int) -> float:
         """The time of a pass of the target."""
@@ -268,10 +305,10 @@ class Board:
 
     def _ms(self, load: Load, width: int) -> float:
         capability = self.device.compute_capability
-        return load.pass_ms(width, self.context, self.mode, capability, FITTED)
+        return load.pass_ms(width, self.context, self.mode, capability, self.efficiency)
 
     def _row_ms(self, load: Load) -> float:
-        return load.row_ms(self.mode, self.device.compute_capability, FITTED)
+        return load.row_ms(self.mode, self.device.compute_capability, self.efficiency)
 
 
 def expected_levels(

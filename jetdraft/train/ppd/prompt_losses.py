@@ -6,7 +6,6 @@ the prompt tokens of all places; those of a place see its context, and no other 
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.probing.prompted import RANKS, Prompts, PromptSettings
-from jetdraft.checkpoints.silence import silenced
 from jetdraft.train.block.block_places import Blocks
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.head.head_losses import DECAY
@@ -59,14 +57,12 @@ class PromptObjective(nn.Module):
             logits = self._guessed(places.anchors, batch.ids.shape[1], cache)
         return _compared(teacher, logits.float(), batch.labels, places)
 
-    @silenced(logging.WARNING)  # of `past_key_values`, which transformers 5.24 renames
     @torch.no_grad()
     def _read(self, ids: Tensor) -> tuple[Tensor, Any]:
         """The target's logits [b, T, vocab], and its keys and values."""
         outputs = self.model(input_ids=ids, use_cache=True)
         return outputs.logits, outputs.past_key_values
 
-    @silenced(logging.WARNING)
     def _guessed(self, anchors: Tensor, rows: int, cache: Any) -> Tensor:
         """The logits [b, n, gamma, vocab] of the prompt tokens behind n places."""
         settings, (size, count) = self.prompts.settings, anchors.shape

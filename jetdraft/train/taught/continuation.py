@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from jetdraft.checkpoints.silence import silenced
 
-
-@silenced(logging.WARNING)  # of `past_key_values`, which transformers 5.24 renames
 @torch.no_grad()
 def continuations(
     model: Any,

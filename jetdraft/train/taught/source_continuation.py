@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
-from jetdraft.checkpoints.silence import silenced
 from jetdraft.train.taught.continuation import GrowingTexts, chances_of, chosen
 
 
-@silenced(logging.WARNING)  # of `past_key_values`, which transformers 5.24 renames
 @torch.no_grad()
 def source_continuations(
     model: Any,

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from jetdraft.errors import DataError, OutputError
-from jetdraft.files import is_free, write_text
+from jetdraft.files import check_place, is_free, write_text
 
 SHARD = 64
 """Tensors in each file."""
@@ -35,6 +35,7 @@ def check_cache(folder: Path) -> None:
             f"{folder} is neither an empty folder nor the cache of a training; choose "
             "another folder"
         )
+    check_place(folder / OWNER)
 
 
 class TensorCache:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from jetdraft.errors import DataError, OptionError, TrainingError
+from jetdraft.files import check_place
 from jetdraft.kept.lessons import Lesson, Lessons
-from jetdraft.kept.weight_sets import WeightSets, base_of
+from jetdraft.kept.weight_sets import CHOICE, WeightSets, base_of
 from jetdraft.train.taught.taught_training import Stages
 from jetdraft.train.use.adapters import add_lora, merge_lora
 from jetdraft.train.use.pace import Pace
@@ -98,6 +99,7 @@ class UseTraining:
         self.lessons = Lessons(folder, bundle.tokenizer_sha256, vocab_size)
         self.sets = WeightSets(folder, base_of(bundle))
         self.sets.check()
+        check_place(folder / CHOICE)
 
     def run(
         self, pace: Pace, report: Stages = lambda stage, done, total: None

@@ -18,7 +18,7 @@ from tests.devices.planning.test_plan import CONFIG, SMALL
 def advisor(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))
-    return Advisor(Question(file, Device.named("orin-nx-16gb")))
+    return Advisor(Question(file, Device.named("orin-nx-16gb"), provider="cuda"))
 
 
 def test_at_20_tokens_a_weight_both_halves_of_the_loss_are_equal():
@@ -65,7 +65,8 @@ def test_a_draft_vocabulary_makes_steps_cheap_and_misses_what_it_lacks(advisor):
 
 
 def test_the_command_says_size_and_budgets(advisor):
-    lines = jetdraft("plan", advisor.question.target, "--device", "orin-nx-16gb")
+    flags = ("--device", "orin-nx-16gb", "--provider", "cuda")
+    lines = jetdraft("plan", advisor.question.target, *flags)
     at = lines.stdout.splitlines()
     first = next(i for i, line in enumerate(at) if line.startswith("advice"))
     assert [f"({n} a weight)" in at[first + 1 + i] for i, n in enumerate((200, 20))]

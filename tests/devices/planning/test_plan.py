@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -52,7 +53,9 @@ def config(tmp_path):
 
 
 def ask(target, device="orin-nx-16gb", **more):
-    return Question(target, Device.named(device), **more, methods=METHODS)
+    return Question(
+        target, Device.named(device), **more, methods=METHODS, provider="cuda"
+    )
 
 
 def brute_force(rows, acceptance):
@@ -88,11 +91,12 @@ def test_only_the_given_methods_are_compared_and_their_cost_counts(config):
     """Drafts of a method that is not built in, at every kind of cost."""
     device, target = Device.named("orin-nx-16gb"), config(CONFIG)
     drafter = config(SMALL, "drafter.json")
-    assert [row.method for row in plan(Question(target, device)).rows] == ["none"]
+    on_gpu = Question(target, device, provider="cuda")
+    assert [row.method for row in plan(on_gpu).rows] == ["none"]
     speeds = {}
     for cost, draft_config in (("free", None), ("probes", None), ("drafter", drafter)):
         own = (MethodCost("own", cost, trees=False),)
-        rows = plan(Question(target, device, draft_config, methods=own)).rows
+        rows = plan(replace(on_gpu, drafter=draft_config, methods=own)).rows
         assert {row.shape for row in rows if row.method == "own"} == {"chain"}
         speeds[cost] = rows[4].tokens_per_second
     assert speeds["free"] > max(speeds["probes"], speeds["drafter"])
@@ -135,11 +139,49 @@ def test_super_modes_are_faster(config):
     assert fast.rows[0].tokens_per_second > 1.3 * slow.rows[0].tokens_per_second
 
 
+def test_a_cpu_has_a_bound_of_plain_decoding_and_nothing_else(config):
+    """Every byte once, at the bandwidth of the memory, in floats of four bytes."""
+    asked = ask(config(CONFIG), "orin-nano-8gb", context=1000)
+    on_cpu, on_gpu = plan(replace(asked, provider="cpu")), plan(asked)
+    layer = 2048 * (2 * 16 + 2 * 8) * 128 + 3 * 2048 * 6144
+    weights = (28 * layer + 2048 * 151936) * (0.5 + 4 / 128)
+    cache = 1000 * 28 * 2 * 8 * 128 * 4
+    bound = 68.3e9 / (weights + cache)
+    assert on_cpu.rows[0].tokens_per_second == pytest.approx(bound)
+    assert on_cpu.rows[0].tokens_per_second > on_gpu.rows[0].tokens_per_second
+    assert on_cpu.memory_mb["target"] == pytest.approx((weights + cache) / 1e6)
+    assert [row.method for row in on_cpu.rows] == ["none"]
+    assert list(on_cpu.pass_ms_by_width) == [1]
+
+
+@pytest.mark.parametrize(
+    ("provider", "basis", "speed"),
+    [
+        ((), "at most, for the CPU", "at most"),
+        (("--provider", "cuda"), "for the GPU, by the constants of another", "about"),
+    ],
+)
+def test_the_first_line_says_what_is_predicted(config, provider, basis, speed):
+    result = jetdraft("plan", config(CONFIG), "--device", "orin-nano-8gb", *provider)
+    first, *others = result.stdout.splitlines()
+    assert first.startswith(f"predicted  {basis}")
+    assert first.endswith("jetdraft has never run on a Jetson")
+    assert any(line.startswith(f"plain      {speed} ") for line in others)
+    assumed = [line for line in others if line.startswith("at acceptance 0.6")]
+    assert assumed == (["at acceptance 0.6, which is assumed:"] if provider else [])
+    refusals = [line for line in others if line.startswith("methods    not predicted")]
+    assert len(refusals) == (not provider)
+    assert ("lookup" in result.stdout) == ("advice" in result.stdout) == bool(provider)
+
+
 def test_json(config):
-    result = jetdraft("plan", config(CONFIG), "--device", "orin-nx-16gb", "--json")
+    flags = ("--device", "orin-nx-16gb", "--provider", "cuda", "--json")
+    result = jetdraft("plan", config(CONFIG), *flags)
     assert result.exit_code == 0
     prediction = json.loads(result.stdout)
     assert prediction["device"] == "orin-nx-16gb"
+    assert prediction["provider"] == "cuda"
+    assert "TensorRT Edge-LLM" in prediction["basis"]
     assert prediction["fits"] is True
     assert prediction["plain_tokens_per_second"] > 0
     assert set(prediction["pass_ms_by_width"]) >= {"1", "2", "64"}
@@ -150,9 +192,9 @@ def test_json(config):
 
 def test_text_and_picture(config, tmp_path):
     picture = tmp_path / "plan.png"
-    result = jetdraft(
-        "plan", config(CONFIG), "--device", "agx-thor", "--picture", picture
-    )
+    flags = ("plan", config(CONFIG), "--device", "agx-thor", "--picture", picture)
+    assert_refused(jetdraft(*flags), "no curve to draw", "--provider cuda")
+    result = jetdraft(*flags, "--provider", "cuda")
     assert result.exit_code == 0, result.stderr
     assert "plain" in result.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
