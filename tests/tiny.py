@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -107,30 +108,39 @@ def save_prompts(folder: Path, settings: PromptSettings, seed: int = 0) -> Path:
     return folder
 
 
-def save_tokenizer(folder: Path, words: tuple[str, ...] = WORDS) -> Path:
+def save_tokenizer(
+    folder: Path, words: tuple[str, ...] = WORDS, added: Sequence[AddedToken] = ()
+) -> Path:
     """Write a byte-level BPE of `VOCAB_SIZE` entries that knows some of `words`."""
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer(words), eos_token=END_OF_TEXT
+        tokenizer_object=tokenizer(words, added), eos_token=END_OF_TEXT
     ).save_pretrained(folder)
     return folder
 
 
-def tokenizer(words: tuple[str, ...] = WORDS) -> Tokenizer:
-    """End-of-text is 0, the bytes follow, then merges that build up the words."""
+def tokenizer(
+    words: tuple[str, ...] = WORDS, added: Sequence[AddedToken] = ()
+) -> Tokenizer:
+    """End-of-text is 0, the bytes follow, then merges that build up the words.
+
+    The last tokens are those in `added`.
+    """
     vocab = [END_OF_TEXT, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     merges: list[tuple[str, str]] = []
     for word in words:
         # In the alphabet of byte-level BPE, "Ġ" stands for a space.
         left = "Ġ"
         for right in word:
-            if left + right not in vocab and len(vocab) < VOCAB_SIZE:
+            if left + right not in vocab and len(vocab) < VOCAB_SIZE - len(added):
                 merges.append((left, right))
                 vocab.append(left + right)
             left += right
-    assert len(vocab) == VOCAB_SIZE, "give more words"
+    assert len(vocab) == VOCAB_SIZE - len(added), "give more words"
     ids = {token: index for index, token in enumerate(vocab)}
     made = Tokenizer(models.BPE(vocab=ids, merges=merges))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([END_OF_TEXT])
+    for token in added:
+        (made.add_special_tokens if token.special else made.add_tokens)([token])
     return made

@@ -141,7 +141,7 @@ class Conversation:
     def load(self, file: str | Path) -> None:
         """Go on with the messages of a file that `save` wrote."""
         try:
-            messages = read_json_file(Path(file), most_bytes=1 << 26)
+            messages = read_json_file(Path(file), most_bytes=1 << 26, exact=True)
         except (OSError, ValueError) as error:
             raise OptionError(
                 f"{file} is not a saved conversation ({error}); give a file of `save`",

@@ -33,7 +33,7 @@ from jetdraft.runtime.text.template import (
     check_messages,
     read_template,
 )
-from jetdraft.runtime.text.tools import BEGIN, Tools
+from jetdraft.runtime.text.tools import BEGIN, END, Tools
 from jetdraft.runtime.text.vocabulary import Vocabulary
 from jetdraft.runtime.text_stream import Stream
 from jetdraft.runtime.transcript import Transcript
@@ -281,7 +281,19 @@ class Model:
 
         model.fitted(tools).calls(text)
         """
-        return replace(tools, marked=BEGIN in self.template.source)
+        return replace(tools, tags=self.call_tags)
+
+    @property
+    def call_tags(self) -> tuple[str, ...]:
+        """The tags around a call in Lark's notation; none if the template has none.
+
+        A model that has a token for a tag never read the tag in another spelling.
+
+        Tools(functions, tags=model.call_tags).calls(text)
+        """
+        if BEGIN not in self.template.source:
+            return ()
+        return tuple(map(self.parts.text.in_lark, (BEGIN, END)))
 
     def stream_calls(
         self,

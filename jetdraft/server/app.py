@@ -22,7 +22,6 @@ from starlette.types import ASGIApp
 from jetdraft import __version__
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.pool import Pool
-from jetdraft.runtime.text.tools import BEGIN
 from jetdraft.runtime.transcript import Transcript
 from jetdraft.runtime.transcription import check_hears
 from jetdraft.server.admission import Admission
@@ -88,7 +87,7 @@ class Service:
         # Reading the template here refuses a broken one before the first request.
         self._defaults = pool.models[0].defaults
         self._fingerprint = _fingerprint(parts.profiles.machine)
-        self._marked = bool(template) and BEGIN in pool.models[0].template.source
+        self._tags = pool.models[0].call_tags if template else ()
 
     def app(self, host: str = "127.0.0.1") -> Starlette:
         """Return the ASGI application for a server that listens on `host`."""
@@ -161,7 +160,7 @@ class Service:
         body = await self._body(request)
         self._check_name(body.get("model", self.name))
         wanted = GenerationRequest.of(
-            body, chat, self.limits.new_tokens, self._marked, self._defaults
+            body, chat, self.limits.new_tokens, self._tags, self._defaults
         )
         seconds = wanted.options.get("max_seconds", self.limits.seconds)
         wanted.options["max_seconds"] = min(seconds, self.limits.seconds)

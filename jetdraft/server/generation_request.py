@@ -90,12 +90,12 @@ class GenerationRequest:
         body: Body,
         chat: bool,
         most: int,
-        marked: bool = False,
+        tags: tuple[str, ...] = (),
         defaults: GenerateOptions | None = None,
     ) -> Self:
         """Read a JSON object; a text has at most `most` new tokens.
 
-        `marked` goes to `Tools`; `defaults` are options that the body may change.
+        `tags` go to `Tools`; `defaults` are options that the body may change.
         Raises `JetdraftError`.
         """
         unknown = [name for name in body if name not in (*OPTIONS, *READ, *IGNORED)]
@@ -112,7 +112,7 @@ class GenerationRequest:
         options: dict[str, Any] = {**(defaults or {}), **_options(body, chat, most)}
         options.setdefault("temperature", 1.0)  # OpenAI's default
         Options.of(**options)  # refuses bad options
-        tools = _tools(body, options, marked)
+        tools = _tools(body, options, tags)
         chunks = body.get("stream_options", {})
         return cls(
             prompt=None if chat else _prompt(body),
@@ -154,13 +154,13 @@ def _characters(value: object) -> int:
     return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
-def _tools(body: Body, options: dict[str, Any], marked: bool) -> Tools | None:
+def _tools(body: Body, options: dict[str, Any], tags: tuple[str, ...]) -> Tools | None:
     """Read the tools; takes the JSON schema out of the options, for their grammar."""
     _check_size("tools", body.get("tools", []))
     tools = Tools.of(
         body.get("tools", []),
         body.get("tool_choice", "auto"),
-        marked=marked,
+        tags=tags,
         parallel=_flag(body, "parallel_tool_calls", True),
         schema=options.get("json_schema"),
     )
@@ -338,7 +338,7 @@ def _call(call: Any, at: str) -> Any:
             )
     try:
         if isinstance(arguments, str):
-            arguments = read_json(arguments or "{}")
+            arguments = read_json(arguments or "{}", exact=True)
     except JsonError as error:
         raise RequestError(f"{place} is not JSON ({error})", place) from error
     if not isinstance(arguments, dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from jetdraft.untrusted.printable import printable
 _BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
 """A whole string, so that the brackets in it do not count, or one bracket."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_DIGITS = 20
-"""No integer of 64 bits has more characters."""
+_DIGITS, _EXACT_DIGITS = 20, 4000
+"""No integer of 64 bits has more characters, and Python reads few more of them."""
 _LEAST, _MOST = -(2**63), 2**64 - 1
 
 
@@ -23,14 +24,18 @@ class JsonError(ValueError):
 
 
 def read_json(
-    data: bytes | bytearray | str, *, most_bytes: int = 1_000_000, most_depth: int = 64
+    data: bytes | bytearray | str,
+    *,
+    most_bytes: int = 1_000_000,
+    most_depth: int = 64,
+    exact: bool = False,
 ) -> Any:
     r"""The value of a JSON text that may have been written to do harm.
 
     Raises `JsonError` for more than `most_bytes` of UTF-8, for arrays and objects
     nested deeper than `most_depth`, and for what JSON or other programs cannot
-    hold: NaN and infinite numbers, integers beyond 64 bits, lone surrogates, and
-    objects with the same key twice. Checks the depth before it parses.
+    hold: NaN and infinite numbers, integers beyond 64 bits unless `exact`, lone
+    surrogates, and objects with the same key twice. Checks the depth before it parses.
 
     read_json(b'{"n": [1, 2]}')    # {"n": [1, 2]}
     read_json("[1e999]")           # JsonError: a number is too large: 1e999
@@ -42,7 +47,7 @@ def read_json(
     try:
         value = json.loads(
             text,
-            parse_int=_integer,
+            parse_int=_exact_integer if exact else _integer,
             parse_float=_number,
             parse_constant=_constant,
             object_pairs_hook=_object,
@@ -58,7 +63,7 @@ def read_json(
     return value
 
 
-def read_json_file(file: Path, most_bytes: int = 1_000_000) -> Any:
+def read_json_file(file: Path, most_bytes: int = 1_000_000, exact: bool = False) -> Any:
     """The value in a JSON file, see `read_json`; raises `OSError` or `JsonError`.
 
     Reads no more than `most_bytes`, and no device or pipe, which might never end.
@@ -68,7 +73,34 @@ def read_json_file(file: Path, most_bytes: int = 1_000_000) -> Any:
     if file.exists() and not file.is_file():
         raise JsonError("no regular file")
     with file.open("rb") as handle:
-        return read_json(handle.read(most_bytes + 1), most_bytes=most_bytes)
+        data = handle.read(most_bytes + 1)
+    return read_json(data, most_bytes=most_bytes, exact=exact)
+
+
+_LIMITS = ("const", "enum", "minimum", "maximum", "multipleOf")
+_EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
+
+
+def rounded(part: Any, keyword: str = "") -> int | None:
+    """The first integer of a JSON schema that llguidance does not keep exactly.
+
+    It reads limits as float64 and then as int64, and adds 1 to exclusive ones.
+    `keyword` is what limits numbers by `part`, if anything does.
+
+    rounded({"maximum": 2**53 + 1})    # 9007199254740993
+    """
+    if isinstance(part, int) and keyword:
+        kept = min(int(float(part)), 2**63 - 1)
+        is_kept = abs(part) < 2**53 if keyword in _EXCLUSIVE else kept == part > _LEAST
+        return None if is_kept else part
+    inner: Iterable[tuple[str, Any]] = ()
+    if isinstance(part, dict):
+        known = (*_LIMITS, *_EXCLUSIVE)
+        inner = ((k if k in known else "", item) for k, item in part.items())
+    elif isinstance(part, list):
+        inner = (("", item) for item in part)
+    found = (rounded(item, keyword or key) for key, item in inner)
+    return next((number for number in found if number is not None), None)
 
 
 def _utf8(data: bytes | bytearray | str, most_bytes: int) -> str:
@@ -108,6 +140,12 @@ def _integer(digits: str) -> int:
     if len(digits) <= _DIGITS and _LEAST <= int(digits) <= _MOST:
         return int(digits)
     raise JsonError(f"an integer does not fit in 64 bits: {printable(digits, 40)}")
+
+
+def _exact_integer(digits: str) -> int:
+    if len(digits) > _EXACT_DIGITS:
+        raise JsonError(f"an integer has {len(digits)} digits")
+    return int(digits)
 
 
 def _number(digits: str) -> float:

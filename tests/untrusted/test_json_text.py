@@ -14,6 +14,12 @@ def test_reads_what_json_can_hold():
         assert read_json(data) == value
     assert read_json("18446744073709551615") == 2**64 - 1
     assert read_json("-9223372036854775808") == -(2**63)
+    assert read_json(f"[{10**3999}]", exact=True) == [10**3999]
+
+
+def test_exact_integers_have_a_limit_too():
+    with pytest.raises(JsonError, match="integer has 100000 digits"):
+        read_json("9" * 100_000, exact=True)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.measured.stats import Round, Stats
-from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits
-from jetdraft.runtime.sampling.chooser import Chooser
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
 from jetdraft.runtime.text.matcher import Matcher
 
 
@@ -40,23 +38,13 @@ class ConstrainedProposer(Proposer):
     def __init__(self, inner: Proposer, matcher: Matcher) -> None:
         self._inner, self._matcher = inner, matcher
         self.traits = inner.traits
+        for name in ("begin", "observe", "time", "end", "keep", "catch_up"):
+            setattr(self, name, getattr(inner, name))
 
     @property
     def session_seconds(self) -> float:
         """The inner proposer's time inside `session.run`."""
         return self._inner.session_seconds
-
-    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Start a new generation."""
-        self._inner.begin(prompt, chooser)
-
-    def keep(self, kept: int) -> int:
-        """As the inner proposer says."""
-        return self._inner.keep(kept)
-
-    def catch_up(self, context: Tokens) -> None:
-        """Let the inner proposer catch up."""
-        self._inner.catch_up(context)
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The forced tokens, and below them the inner rows that may come."""
@@ -70,20 +58,6 @@ class ConstrainedProposer(Proposer):
             rows = self._inner.propose(context, budget, parents)
             self.evidence = self._inner.evidence
         return self._matcher.allowed(rows, context)
-
-    def observe(self, seen: Seen) -> None:
-        """Let the inner proposer look at a pass."""
-        self._inner.observe(seen)
-
-    def time(self, round_: Round) -> None:
-        """Let the inner proposer learn from the times of a round."""
-        self._inner.time(round_)
-
-    def end(
-        self, prompt: Sequence[int], response: Sequence[int], user: str, stats: Stats
-    ) -> None:
-        """Tell the inner proposer that the generation has ended."""
-        self._inner.end(prompt, response, user, stats)
 
 
 def constrained(proposers: Sequence[Proposer], matcher: Matcher) -> list[Proposer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -56,6 +57,16 @@ class TextCodec:
         """The name of a token; "" for an unknown id or without a tokenizer."""
         name = self._tokenizer.id_to_token(id) if self._tokenizer else None
         return name or ""
+
+    def in_lark(self, text: str) -> str:
+        """A text in the notation of grammars: its token if there is one."""
+        id = self._tokenizer.token_to_id(text) if self._tokenizer else None
+        return json.dumps(text) if id is None else f"<[{id}]>"
+
+    def _byte(self, id: int) -> int:
+        """The byte that a token like <0xE2> stands for; 0 for other tokens."""
+        name = _BYTE.fullmatch(self.token(id))
+        return int(name[1], 16) if name else 0
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a prompt; `special` adds tokens such as beginning-of-text.

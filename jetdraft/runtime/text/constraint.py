@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jetdraft.errors import OptionError
-from jetdraft.untrusted.json_text import JsonError, read_json
+from jetdraft.untrusted.json_text import JsonError, read_json, rounded
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,11 @@ class Constraint:
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not _is_encodable(self.source):
+            texts = "text"
+            if self.kind == "JSON schema":
+                texts += " or a dict, for example model_json_schema() of a class"
             raise OptionError(
-                f"the {self.kind} {self.source!a:.80} is not a text; give a text",
+                f"the {self.kind} {self.source!a:.80} is not a text; give a {texts}",
                 self.field,
             )
         if self.kind == "JSON schema":
@@ -76,11 +79,22 @@ class Constraint:
                 "any JSON",
                 self.field,
             )
+        check_kept(schema, self.field)
         if not isinstance(schema.get("x-guidance", {}), dict):
             raise OptionError(
                 'the "x-guidance" of the JSON schema is not an object; fix it',
                 self.field,
             )
+
+
+def check_kept(schema: Any, field: str) -> None:
+    """Raise `OptionError` for a number that llguidance would not keep."""
+    if (found := rounded(schema)) is not None:
+        raise OptionError(
+            f"the schema's number {found} cannot be kept exactly; give a number below "
+            "2^53 or a text",
+            field,
+        )
 
 
 def _no_json(problem: object) -> OptionError:

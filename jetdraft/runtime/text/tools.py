@@ -14,7 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 from jetdraft.errors import OptionError
-from jetdraft.runtime.text.constraint import Constraint
+from jetdraft.runtime.text.constraint import Constraint, check_kept
 from jetdraft.runtime.text.matcher import COMPILE_SECONDS
 from jetdraft.runtime.text.vocabulary import Vocabulary
 from jetdraft.runtime.text.worker import SPACING
@@ -24,11 +24,14 @@ Schema = dict[str, Any]
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
+AS_TEXT = f'"{BEGIN}"', f'"{END}"'
+"""The tags in Lark's notation where the vocabulary has no tokens for them."""
+
 MARKED = f"""
 before[suffix="{BEGIN}"]: /(.|\\n)*/
-BEGIN: "{BEGIN}"
+begin: {{}}
 GAP: /\\n?/
-call: GAP one GAP "{END}"
+call: GAP one GAP {{}}
 """
 TEXT = {
     True: f"answer: TEXT\nTEXT: /(.|\\n)*/ & ~/(.|\\n)*{BEGIN}(.|\\n)*/",
@@ -69,8 +72,9 @@ class Tools:
 
     `functions` are in OpenAI's form; `choice` is "auto", "required" (it must call) or
     the name of the function that it must call. Where a chat template marks calls, a
-    text may have several unless `parallel` is false; `marked` is set by `Model`.
-    `schema` is the JSON schema of an answer without a call. Raises `OptionError`.
+    text may have several unless `parallel` is false. `Model` sets `tags`, the marks in
+    Lark's notation. `schema` is the JSON schema of an answer without a call. Raises
+    `OptionError`.
 
         tools = Tools([{"type": "function", "function": {"name": "stop"}}])
         model.chat(messages, tools=tools).calls
@@ -78,13 +82,13 @@ class Tools:
 
     functions: list[dict[str, Any]]
     choice: str = "auto"
-    marked: bool = False
+    tags: tuple[str, ...] = ()
     parallel: bool = True
     schema: Schema | None = None
 
     def __post_init__(self) -> None:
         try:
-            functions, _ = read_json(json.dumps([self.functions, self.schema]))
+            functions, schema = read_json(json.dumps([self.functions, self.schema]))
         except (TypeError, ValueError, RecursionError) as error:
             raise OptionError(
                 f"the tools are not JSON ({error}); give dicts, lists, texts and "
@@ -96,6 +100,7 @@ class Tools:
                 'give tools as [{"type": "function", "function": {"name": ...}}]',
                 "tools",
             )
+        check_kept([functions, schema], "tools")
         if not functions:
             raise OptionError(f"tool_choice {self.choice!r} needs tools; give some")
         if self.choice not in ("auto", "required", *self.names):
@@ -129,19 +134,22 @@ class Tools:
 
     def grammar(self) -> str:
         """Return the grammar of an answer, in Lark's notation."""
-        calls = "call"
-        if self.marked and self.parallel:
-            calls = "call (GAP BEGIN call)*"
-        if self.choice == "auto":
-            before = "BEGIN" if self.schema is not None else "before"
-            start = f"answer | {before} {calls}" if self.marked else "answer | call"
-        else:
-            start = f"BEGIN {calls}" if self.marked else "call"
-        answer = TEXT[self.marked]
+        before = ""
+        if self.tags:
+            # A text may lead to a tag in any spelling, and then a call must follow.
+            is_free = self.choice == "auto" and self.schema is None
+            before = "before" if is_free else "begin"
+        calls = "call (GAP begin call)*" if self.tags and self.parallel else "call"
+        answer = TEXT[bool(self.tags)]
         if self.schema is not None:
             answer = f"answer: {_json(self.schema)}"
-        rules = MARKED if self.marked else "call: one"
-        return f"start: {start}\n{answer}\n{rules}\none: {_json(self._schema())}\n"
+        start = f"start: {'answer | ' * (self.choice == 'auto')}{before} {calls}"
+        rules = MARKED.format(*self.tags) if self.tags else "call: one"
+        # A document for each: an id in one may be another's too.
+        ones = {f"one{n}": _call_schema(each) for n, each in enumerate(self._allowed)}
+        one = f"one: {' | '.join(ones)}"
+        documents = (f"{name}: {_json(schema)}" for name, schema in ones.items())
+        return "\n".join([start, answer, rules, one, *documents])
 
     def check(self, vocabulary: Vocabulary) -> None:
         """Raise `OptionError` for the first function with a refused schema.
@@ -168,7 +176,8 @@ class Tools:
         try:
             while at is not None:
                 _, end = decode(text, at)
-                call = read_json(text[at:end])  # infinite numbers are no JSON
+                # Infinite numbers are no JSON; integers are as exact as written.
+                call = read_json(text[at:end], exact=True)
                 if call["name"] not in self.names:
                     return []
                 calls.append(ToolCall(call["name"], call["arguments"]))
@@ -179,13 +188,13 @@ class Tools:
 
     def _next(self, text: str, start: int) -> int | None:
         """Return the place of the next call's JSON, or None."""
-        pattern = f"{BEGIN}\\s*" if self.marked else r"\A(?=\{)"
+        pattern = f"{BEGIN}\\s*" if self.tags else r"\A(?=\{)"
         match = re.compile(pattern).search(text, start)
         return match.end() if match else None
 
     def shown(self, text: str) -> int:
         """Return how many characters cannot become a call, whatever text follows."""
-        if not self.marked:
+        if not self.tags:
             return 0 if text.startswith("{") else len(text)
         at = text.find(BEGIN)
         if at >= 0:
@@ -194,27 +203,45 @@ class Tools:
         held = (n for n in range(most, 0, -1) if text.endswith(BEGIN[:n]))
         return len(text) - next(held, 0)
 
-    def _schema(self) -> Schema:
-        """Return the schema of a call of any allowed function."""
-        schemas = [
-            _call_schema(tool["function"])
+    @property
+    def _allowed(self) -> list[dict[str, Any]]:
+        """Return the functions that it may call."""
+        return [
+            tool["function"]
             for tool in self.functions
             if self.choice in ("auto", "required", tool["function"]["name"])
         ]
-        return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 def _call_schema(function: dict[str, Any]) -> Schema:
     """Return the schema of a call of one function."""
+    parameters = function.get("parameters", {"type": "object"})
+    draft = {}
+    if isinstance(parameters, dict):
+        draft = {key: parameters[key] for key in ("$schema",) if key in parameters}
+        parameters = _document(parameters)
     return {
+        **draft,
         "type": "object",
-        "properties": {
-            "name": {"const": function["name"]},
-            "arguments": function.get("parameters", {"type": "object"}),
-        },
+        "properties": {"name": {"enum": [function["name"]]}, "arguments": parameters},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
+
+
+def _document(schema: Schema) -> Schema:
+    """A schema whose references mean the same where it is a part of another schema.
+
+    With an id it stays a document, whose root is "#". Older drafts overlook an id
+    beside a reference.
+    """
+    key = "id" if "draft-04" in str(schema.get("$schema")) else "$id"
+    own = str(schema.get(key, "")).partition("#")[0]
+    document = {**schema, key: own or "json-schema:///arguments/"}
+    if "$ref" in document:
+        all_of = [{k: document.pop(k)} for k in ("$ref", "allOf") if k in document]
+        document["allOf"] = all_of
+    return document
 
 
 def _json(schema: Schema) -> str:

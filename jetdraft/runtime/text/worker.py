@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -46,6 +47,61 @@ class RefusalError(Exception):
     """What is wrong with a constraint or with the text so far, in one line."""
 
 
+class Words:
+    """The tokens of a vocabulary as the library reads them.
+
+    For the library an added token that is special or in <> has no text: it is a name,
+    `<name>` in a grammar. So that it may write its text too, it has an alias: a second
+    id behind the vocabulary, from `first` on, with the bytes of the text. Tokens that
+    end a text have no alias. `hidden` has the texts of special tokens.
+    """
+
+    is_tokenizer_wrapper, bos_token_id = True, None
+
+    def __init__(self, text: str, size: int, ends: list[int]) -> None:
+        from llguidance import LLTokenizer
+
+        self._inner = inner = LLTokenizer(text, size, ends, slices=[])
+        self.ends, self.eos_token_id = frozenset(ends), ends[0]
+        texts = [inner.decode_bytes([token]) for token in range(size)]
+        self.special_token_ids = list(filter(inner.is_special_token, range(size)))
+        added = json.loads(text).get("added_tokens") or []
+        special = {token["content"].encode(): token["special"] for token in added}
+        names = [t for t in self.special_token_ids if texts[t] in special]
+        self.first = -(-size // 8) * 8
+        free = (token for token in names if token not in self.ends)
+        self.aliases = {token: self.first + n for n, token in enumerate(free)}
+        self.hidden = {t: texts[t].decode() for t in names if special[texts[t]]}
+        aliased = [texts[token] for token in self.aliases]
+        self.tokens = [*texts, *[b""] * (self.first - size), *aliased]
+        self.tokenizer = LLTokenizer(self, eos_token=ends)  # type: ignore[arg-type]
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens that the library writes where only this text may come.
+
+        The tokenizer may find an end in the text, or drop spaces beside a token.
+        """
+        tokens, inner = self._inner.tokenize_str(text), self._inner
+        if self.ends.isdisjoint(tokens) and inner.decode_bytes(tokens) == text.encode():
+            return tokens
+        names = {alias: token for token, alias in self.aliases.items()}
+        return [names.get(t, t) for t in self.tokenizer.greedy_tokenize(text)]
+
+    def named(self, source: str) -> dict[int, int]:
+        """The aliases that may write a part of a constraint.
+
+        The text of a special token is hidden outside of constraints, so only a source
+        that has the text, with or without escapes, admits the token.
+        """
+        for _ in range(2):  # an expression in JSON is escaped twice
+            source += "\n" + _ESCAPE.sub(lambda e: e[2] or chr(int(e[1], 16)), source)
+        unnamed = {token for token, text in self.hidden.items() if text not in source}
+        return {t: alias for t, alias in self.aliases.items() if t not in unnamed}
+
+
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(\W))")
+
+
 class Reader:
     """Reads tokens of one text, and goes back when tokens are withdrawn.
 
@@ -53,8 +109,8 @@ class Reader:
     `RefusalError` if no text can follow or the library's limits are reached.
     """
 
-    def __init__(self, inner: LLMatcher, ends: frozenset[int]) -> None:
-        self._inner, self._ends = inner, ends
+    def __init__(self, inner: LLMatcher, words: Words, source: str) -> None:
+        self._inner, self._words, self._named = inner, words, words.named(source)
         self._path: list[int] = []
 
     def masks(self, fresh: list[int], tokens: list[int], parents: list[int]) -> Reply:
@@ -85,14 +141,18 @@ class Reader:
     def _mask(self, path: list[int]) -> bytes:
         if not self._reach(path):
             return FORBIDDEN
-        mask = self._inner.compute_bitmask()
+        mask = bytearray(self._inner.compute_bitmask())
         self._check()
-        return mask
+        for token, alias in self._named.items():
+            if mask[alias >> 3] & 1 << (alias & 7):
+                mask[token >> 3] |= 1 << (token & 7)
+        return bytes(mask[: self._words.first >> 3])
 
     def _allows(self, token: int) -> bool:
-        if token in self._ends:
+        if token in self._words.ends:
             return self._inner.is_accepting()
-        return bool(self._inner.validate_tokens([token]))
+        allows = self._inner.validate_tokens
+        return bool(allows([token]) or allows(self._alias(token)))
 
     def _reach(self, path: Sequence[int]) -> bool:
         """Read `path` after the committed tokens; whether the constraint allows it."""
@@ -104,12 +164,18 @@ class Reader:
             del read[same:]
             self._check()
         fresh = list(path[same:])
-        if not self._ends.isdisjoint(fresh):
+        if not self._words.ends.isdisjoint(fresh):
             return False  # nothing comes after the end
-        count = self._inner.try_consume_tokens(fresh) if fresh else 0
-        read += fresh[:count]
+        consume = self._inner.try_consume_tokens
+        while fresh and (count := consume(fresh) or consume(self._alias(fresh[0]))):
+            read += fresh[:count]
+            del fresh[:count]
         self._check()
-        return count == len(fresh)
+        return not fresh
+
+    def _alias(self, token: int) -> list[int]:
+        """The token as the library reads it where it writes its text."""
+        return [self._words.aliases.get(token, token)]
 
     def _check(self) -> None:
         """Its masks would end the text where the library has reached its limits."""
@@ -206,10 +272,8 @@ def _line(problem: str) -> str:
 class Worker:
     """Answers the requests of one text over a socket, within its limits."""
 
-    def __init__(
-        self, link: socket.socket, tokenizer: LLTokenizer, ends: list[int]
-    ) -> None:
-        self._link, self._tokenizer, self._ends = link, tokenizer, frozenset(ends)
+    def __init__(self, link: socket.socket, words: Words) -> None:
+        self._link, self._words = link, words
         self._reader: Reader | None = None
 
     def run(self) -> None:
@@ -228,9 +292,9 @@ class Worker:
 
     def _answer(self, name: str, request: list[Any]) -> Reply:
         if name == "compile":
-            limits, *constraint = request
-            inner = Compiler(self._tokenizer, limits).matcher(*constraint)
-            self._reader = Reader(inner, self._ends)
+            limits, kind, source = request
+            inner = Compiler(self._words.tokenizer, limits).matcher(kind, source)
+            self._reader = Reader(inner, self._words, source)
             return [], b""
         reply: Reply = getattr(self._reader, name)(*request)
         return reply
@@ -289,10 +353,7 @@ def main(control: socket.socket, tokenizer: str, size: int, ends: list[int]) -> 
     """Read the vocabulary, then fork a worker for each socket that comes."""
     _obey()
     try:
-        from llguidance import LLTokenizer
-
-        text = Path(tokenizer).read_text(encoding="utf-8")
-        vocabulary = LLTokenizer(text, size, ends)
+        words = Words(Path(tokenizer).read_text(encoding="utf-8"), size, ends)
     except (ImportError, OSError, ValueError) as error:
         _send(control, {"error": _short(str(error))})
         return
@@ -308,7 +369,7 @@ def main(control: socket.socket, tokenizer: str, size: int, ends: list[int]) -> 
                     control.close()
                     _end_with(life)
                     _confine(int.from_bytes(sent, "little"))
-                    Worker(link, vocabulary, ends).run()
+                    Worker(link, words).run()
                 finally:
                     os._exit(0)
 

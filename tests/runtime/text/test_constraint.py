@@ -238,7 +238,12 @@ def test_what_is_withdrawn_is_forgotten(vocabulary):
         ({"json_schema": '{"a":' * 9999}, OptionError, "not JSON"),
         ({"regex": "\udc80"}, OptionError, "not a text"),
         ({"regex": "a", "grammar": "b"}, OptionError, "regex and grammar exclude"),
-        ({"regex": 3}, OptionError, "not a text"),
+        ({"regex": 3}, OptionError, "not a text; give a text$"),
+        (
+            {"json_schema": dict},
+            OptionError,
+            r"give .* model_json_schema\(\) of a class",
+        ),
         ({"regex": "a", "ignore_eos": True}, OptionError, "ends by itself"),
     ],
 )
@@ -246,6 +251,40 @@ def test_wrong_constraints_are_refused_at_once(model, wrong, error, words):
     with pytest.raises(error, match=words) as found:
         model.stream("a", **wrong)
     assert "\n" not in str(found.value)
+
+
+NEAR = [2**53, 10**17, 10**18, 2**60, 2**63, 2**64]
+NUMBERS = {near + more for near in NEAR for more in (-2, -1, 0, 1, 2, 3)}
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("keyword", "right", "wrong"),
+    [
+        ("const", [0], [-1, 1]),
+        ("minimum", [0, 1], [-1]),
+        ("maximum", [-1, 0], [1]),
+        ("exclusiveMinimum", [1], [0, -1]),
+        ("exclusiveMaximum", [-1], [0, 1]),
+    ],
+)
+def test_a_number_is_exact_or_refused(vocabulary, keyword, sign, right, wrong):
+    refused = []
+    for number in (sign * number for number in sorted(NUMBERS)):
+        try:
+            constraint = Constraint.of(json_schema={"type": "integer", keyword: number})
+            matcher = vocabulary.matcher(constraint, start=1)
+            matcher.prepare()
+        except OptionError as error:
+            refused.append(str(error))
+            continue
+        for more in (*right, *wrong):
+            rows = Rows.chain([9, *ids(str(number + more)), 0])
+            may_come = len(matcher.allowed(rows, [9])) == len(rows)
+            assert may_come is (more in right)
+    words = "cannot be kept exactly|does not fit in 64 bits|for integer range"
+    assert all(re.search(words, line) for line in refused)
+    assert len(refused) < len(NUMBERS)
 
 
 def test_limits_of_the_library_are_said_in_our_words():

@@ -10,7 +10,7 @@ import jetdraft
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.text.constraint import Constraint
-from jetdraft.runtime.text.tools import Tools
+from jetdraft.runtime.text.tools import AS_TEXT, Tools
 from jetdraft.testing import toy_bundle
 
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -42,7 +42,7 @@ def allowed(model, tools, text):
         ({}, {"": True, "Hello": True, "<b>": True, CALL: True, "{": False}),
         ({"choice": "required"}, {CALL: True, "Hello": False, "": False}),
         (
-            {"marked": True},
+            {"tags": AS_TEXT},
             {
                 "": True, "Hello": True, "<think> {": True, CALL: True, MARKED: True,
                 f"I call.\n{MARKED}": True, f"{MARKED}\n{OTHER}": True,
@@ -50,12 +50,12 @@ def allowed(model, tools, text):
             },
         ),
         (
-            {"marked": True, "choice": "f", "parallel": False},
+            {"tags": AS_TEXT, "choice": "f", "parallel": False},
             {MARKED: True, f"{MARKED}{MARKED}": False, "Hello": False, OTHER: False},
         ),
         ({"schema": {"const": 5}}, {"5": True, CALL: True, "Hello": False}),
         (
-            {"schema": {"const": 5}, "marked": True},
+            {"schema": {"const": 5}, "tags": AS_TEXT},
             {"5": True, MARKED: True, f"Hi {MARKED}": False, "Hello": False},
         ),
     ],
@@ -79,7 +79,7 @@ def test_what_may_be_written(model, options, texts):
     ],
 )
 def test_what_is_a_call(marked, text, names):
-    calls = Tools([F, G], marked=marked).calls(text)
+    calls = Tools([F, G], tags=AS_TEXT if marked else ()).calls(text)
     assert [call.name for call in calls] == names
     assert len({call.id for call in calls}) == len(calls)
     for call in calls:
@@ -99,7 +99,7 @@ def test_what_is_a_call(marked, text, names):
     ],
 )
 def test_what_is_certainly_no_call(marked, text, shown):
-    assert text[: Tools([F], marked=marked).shown(text)] == shown
+    assert text[: Tools([F], tags=AS_TEXT if marked else ()).shown(text)] == shown
 
 
 def deep(levels):
@@ -134,8 +134,152 @@ def test_a_call_that_is_nested_too_deeply_is_none():
     assert Tools([F]).calls(text) == []
 
 
-@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "9" * 30])
+@pytest.mark.parametrize("number", [2**53 + 1, -(2**64), 10**30, 10**300])
+def test_the_integers_of_a_call_are_those_that_were_written(number):
+    text = f'{{"name": "f", "arguments": {{"x": {number}}}}}'
+    [call] = Tools([F]).calls(text)
+    assert call.arguments == {"x": number}
+    assert json.loads(call.for_openai()["function"]["arguments"]) == {"x": number}
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "9" * 5000])
 def test_a_call_with_a_number_that_json_cannot_hold_is_none(number):
     text = '{"name": "f", "arguments": {"x": %s}}'
     assert len(Tools([F]).calls(text % 5)) == 1
     assert Tools([F]).calls(text % number) == []
+
+
+NODE = {
+    "type": "object",
+    "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/Node"}},
+    "required": ["v"],
+    "additionalProperties": False,
+}
+KID = {"properties": {"kid": {"$ref": "#"}}, "additionalProperties": False}
+ID, DRAFT = "https://example.com/args", "http://json-schema.org/draft-0{}/schema#"
+X = {"properties": {"a": {"enum": ["x"]}}, "required": ["a"], "type": "object"}
+DOCUMENTS = {
+    "an enum of pydantic": (
+        {
+            "$defs": {"S": {"enum": ["battery"]}},
+            "properties": {"sensor": {"$ref": "#/$defs/S"}},
+            "required": ["sensor"],
+        },
+        {"sensor": "battery"}, {"sensor": "speed"},
+    ),
+    "a class of pydantic that holds itself": (
+        {"$defs": {"Node": NODE}, "$ref": "#/$defs/Node"},
+        {"v": 1, "next": {"v": 2}}, {"v": 1, "next": {}},
+    ),
+    "the root": (
+        {"type": "object", **KID},
+        {"kid": {"kid": {}}}, {"kid": {"name": "f", "arguments": {}}},
+    ),
+    "an older draft": (
+        {"$schema": DRAFT.format(7), "$ref": "#/definitions/X", "definitions": {"X": X},
+         "title": "T"},
+        {"a": "x"}, {"a": "y"},
+    ),
+    "the oldest draft": (
+        {"$schema": DRAFT.format(4), "id": f"{ID}#", "type": "object", **KID},
+        {"kid": {"kid": {}}}, {"kid": {"name": "f", "arguments": {}}},
+    ),
+    "an id of nothing": (
+        {"$id": "#", "type": "object", **KID},
+        {"kid": {"kid": {}}}, {"kid": {"name": "f", "arguments": {}}},
+    ),
+    "ids and anchors": (
+        {
+            "$id": ID,
+            "properties": {
+                "a": {"$ref": f"{ID}#/$defs/A"}, "b": {"$ref": "b"},
+                "c": {"$ref": "#here"},
+            },
+            "required": ["a", "b", "c"],
+            "$defs": {
+                "A": {"enum": ["x"]}, "B": {"$id": "b", "enum": ["y"]},
+                "C": {"$anchor": "here", "enum": ["z"]},
+            },
+        },
+        {"a": "x", "b": "y", "c": "z"}, {"a": "x", "b": "y", "c": "x"},
+    ),
+    "documents inside a document": (
+        {
+            "properties": {
+                "a": {
+                    "$id": "in", "properties": {"k": {"$ref": "#/$defs/K"}},
+                    "required": ["k"], "$defs": {"K": {"enum": ["inner"]}},
+                    "type": "object",
+                },
+                "b": {"$ref": "#/$defs/K"},
+            },
+            "required": ["a", "b"],
+            "$defs": {"K": {"enum": ["outer"]}},
+        },
+        {"a": {"k": "inner"}, "b": "outer"}, {"a": {"k": "outer"}, "b": "outer"},
+    ),
+    "names and data that look like references": (
+        {
+            "properties": {
+                "$ref": {"enum": ["#/x"]}, "$id": {"const": {"$ref": "#", "$id": "y"}}
+            },
+            "required": ["$ref", "$id"],
+            "type": "object",
+        },
+        {"$ref": "#/x", "$id": {"$ref": "#", "$id": "y"}}, {"$ref": "#", "$id": {}},
+    ),
+    "another document of that id": (
+        {"$id": ID, "properties": {"n": {"$ref": "#/$defs/N"}}, "required": ["n"],
+         "$defs": {"N": {"type": "integer"}}},
+        {"n": 5}, {"n": "x"},
+    ),
+    "anything": (True, {"n": [5]}, {"n": [5]}),
+}  # fmt: skip
+
+
+def written(name, arguments):
+    return json.dumps({"name": name, "arguments": arguments})
+
+
+@pytest.mark.parametrize("choice", ["required", "f5"])
+def test_a_reference_means_the_same_inside_the_schema_of_a_call(model, choice):
+    """All tools at once: no document may change another."""
+    schemas = [schema for schema, _, _ in DOCUMENTS.values()]
+    tools = Tools(
+        [
+            {"type": "function", "function": {"name": f"f{n}", "parameters": schema}}
+            for n, schema in enumerate(schemas)
+        ],
+        choice,
+    )
+    for n, (what, (schema, right, wrong)) in enumerate(DOCUMENTS.items()):
+        may_call = choice in ("required", f"f{n}")
+        assert allowed(model, tools, written(f"f{n}", right)) is may_call, what
+        if schema is not True:
+            assert not allowed(model, tools, written(f"f{n}", wrong)), what
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"$ref": "#/properties/name"}, "'f': .*'/properties/name' does not exist"),
+        ({"$ref": "https://example.com/other"}, "'f': .*example.com/other"),
+        ({"allOf": 5, "$ref": "#"}, "'f': .*allOf must be an array"),
+        ({"$dynamicRef": "#a"}, "'f': .*dynamicRef"),
+    ],
+)
+def test_a_reference_to_what_is_not_there_is_refused_by_name(model, schema, words):
+    function = {"name": "f", "parameters": schema}
+    tools = Tools([{"type": "function", "function": function}])
+    with pytest.raises(OptionError, match=words):
+        model.chat([{"role": "user", "content": "a"}], tools=tools)
+
+
+@pytest.mark.parametrize("key", ["parameters", "schema"])
+def test_numbers_that_would_be_rounded_are_refused(key):
+    schema = {"properties": {"n": {"enum": [1, [2**53 + 1]]}}}
+    functions, more = [F], {"schema": schema}
+    if key == "parameters":
+        functions, more = [{**F, "function": {"name": "f", "parameters": schema}}], {}
+    with pytest.raises(OptionError, match="9007199254740993 cannot be kept exactly"):
+        Tools(functions, **more)

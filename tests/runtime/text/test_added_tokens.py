@@ -1,0 +1,224 @@
+"""Texts that the vocabulary has as added tokens, wherever a constraint has them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.text.codec import TextCodec
+from jetdraft.runtime.text.constraint import Constraint
+from jetdraft.runtime.text.tools import AS_TEXT, Tools
+from tests.tiny import END_OF_TEXT, VOCAB_SIZE, tokenizer
+
+SIZE = VOCAB_SIZE + 13
+"""The head has more rows than the tokenizer has tokens, and no multiple of 8."""
+
+
+def sentencepiece(added):
+    """A BPE of bytes and letters with the decoder of Llama 2."""
+    names = [END_OF_TEXT, *(f"<0x{byte:02X}>" for byte in range(256)), LOW]
+    names += sorted(set("<tool_call>abcdefghijklmnopqrstuvwxyz[]"))
+    ids = {name: id for id, name in enumerate(names)}
+    made = Tokenizer(models.BPE(vocab=ids, merges=[], byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    made.decoder = decoders.Sequence(
+        [decoders.Replace(LOW, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    made.add_special_tokens([END_OF_TEXT])
+    for token in added:
+        (made.add_special_tokens if token.special else made.add_tokens)([token])
+    return made
+
+
+BAR, LOW = "\uff5c", "\u2581"
+HERMES = "<tool_call>", "</tool_call>"
+SHAPES = {
+    "Qwen2.5": (HERMES, {"special": False}),
+    "special": (HERMES, {"special": True}),
+    "stripping": (HERMES, {"lstrip": True, "rstrip": True, "special": False}),
+    "normalized": (HERMES, {"normalized": True, "special": False}),
+    "Phi-4": (("<|tool_call|>", "<|/tool_call|>"), {"special": False}),
+    "Granite": (("<|tool_call|>", "<|end_tool|>"), {"special": True}),
+    "Mistral": (("[TOOL_CALLS]", "[ARGS]"), {"special": True}),
+    "DeepSeek": (
+        tuple(f"<{BAR}tool{LOW}calls{LOW}{end}{BAR}>" for end in ("begin", "end")),
+        {"special": False},
+    ),
+    "MiniMax": (("<minimax:tool_call>", "</minimax:tool_call>"), {"special": False}),
+}  # fmt: skip
+ESCAPED = str.maketrans({char: "\\" + char for char in "|[]/"})
+
+
+def literals(text):
+    """Constraints that have a text, and what each allows before and after it."""
+    spelled = text.translate(ESCAPED)
+    data = {"const": f"a{text} b"}
+    pattern = {"type": "string", "pattern": f"^a{spelled} b$"}
+    schema = {"properties": {"x": data}, "required": ["x"], "type": "object"}
+    return {
+        "regex": (Constraint("regex", f"a{spelled} b|c"), "a", " b"),
+        "long regex": (Constraint("regex", f"(a|{spelled}| b)+"), "a", " b"),
+        "schema": (Constraint("JSON schema", json.dumps(data)), '"a', ' b"'),
+        "pattern": (Constraint("JSON schema", json.dumps(pattern)), '"a', ' b"'),
+        "tool": (
+            Constraint("grammar", Tools([of(schema)], "required").grammar()),
+            '{"name": "f", "arguments": {"x": "a', ' b"}}',
+        ),
+        "grammar": (
+            Constraint("grammar", f"start: \"a\" {json.dumps(text)} \" b\" | \"c\""),
+            "a", " b",
+        ),
+    }  # fmt: skip
+
+
+def of(parameters):
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+class Text:
+    """A vocabulary, and what of it a constraint allows."""
+
+    def __init__(self, made, folder):
+        made.save(str(folder / "tokenizer.json"))
+        self.tokenizer, self.codec = made, TextCodec(folder / "tokenizer.json")
+        self.vocabulary = self.codec.vocabulary(SIZE, [0])
+
+    def ids(self, text):
+        """The ids of a text, of which no token is more than a byte or a letter."""
+        return [id for char in text for id in self.tokenizer.encode(char).ids]
+
+    def allowed(self, constraint, ids):
+        """The tokens that may come after each of some tokens, which may come."""
+        matcher = self.vocabulary.matcher(constraint, 1)
+        counts, bits = matcher._masks(Rows.chain([7, *ids]), [7])
+        masks = np.frombuffer(bits, np.uint8).reshape(len(ids) + 1, -1)
+        found = [
+            set(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist())
+            for mask in masks
+        ]
+        assert [len(tokens) for tokens in found] == counts, "some may not come"
+        return found
+
+
+def byte_level(added):
+    return tokenizer(added=added)
+
+
+@pytest.fixture(params=[byte_level, sentencepiece])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(params=SHAPES)
+def text(request, tmp_path, kind):
+    tags, how = SHAPES[request.param]
+    added = [AddedToken(tag, **{"normalized": False, **how}) for tag in tags]
+    if kind is sentencepiece and LOW in tags[0]:
+        pytest.skip("its decoder shows a space for a part of the name")
+    return Text(kind(added), tmp_path), tags
+
+
+@pytest.mark.parametrize("name", literals(""))
+def test_a_literal_may_be_written_by_its_token(text, name):
+    text, tags = text
+    for tag in tags:
+        constraint, before, after = literals(tag)[name]
+        first, last = text.ids(before), text.ids(after)
+        token = text.tokenizer.token_to_id(tag)
+        found = text.allowed(constraint, [*first, token, *last])
+        assert token in found[len(first)]
+        assert 0 in found[-1], "the text may end here"
+        assert max(map(max, found)) < text.tokenizer.get_vocab_size()
+
+
+def test_a_text_that_nothing_else_can_be_is_written_by_its_token(text):
+    text, tags = text
+    token = text.tokenizer.token_to_id(tags[0])
+    constraint, before, _ = literals(tags[0])["pattern"]
+    assert text.allowed(constraint, text.ids(before))[-1] == {token}
+
+
+def test_a_text_may_still_be_spelled(text):
+    text, tags = text
+    constraint, before, after = literals(tags[1])["long regex"]
+    found = text.allowed(constraint, text.ids(f"{before}{tags[1]}{after}"))
+    assert 0 in found[-1]
+
+
+def test_a_special_token_needs_a_constraint_that_has_its_text(text):
+    """Elsewhere its text is hidden, so that it would write nothing."""
+    text, tags = text
+    tokens = {text.tokenizer.token_to_id(tag) for tag in tags}
+    added = text.tokenizer.get_added_tokens_decoder()
+    shown = {token for token in tokens if not added[token].special}
+    for free in ("(.|\n)+", "[^0]+"):
+        [found] = text.allowed(Constraint("regex", free), [])
+        assert found & tokens == shown
+        assert 0 not in found
+
+
+@pytest.mark.parametrize(
+    "source", ["a<\\|endoftext\\|>b", "a(<\\|endoftext\\|>)?b|a<.*>b"]
+)
+def test_an_end_is_never_a_part_of_a_text(tmp_path, kind, source):
+    text = Text(kind([]), tmp_path)
+    ids = text.ids(f"a{END_OF_TEXT}b")
+    *before, last = text.allowed(Constraint("regex", source), ids)
+    assert not any(0 in tokens for tokens in before)
+    assert 0 in last
+
+
+def test_a_grammar_may_name_a_token(tmp_path, kind):
+    tags, how = SHAPES["Qwen2.5"]
+    text = Text(kind([AddedToken(tag, **how) for tag in tags]), tmp_path)
+    begin, end = map(text.tokenizer.token_to_id, tags)
+    constraint = Constraint("grammar", f'start: <tool_call> "a" <[{end}]>')
+    a, *_ = text.ids("a")
+    assert text.allowed(constraint, [begin, a, end]) == [{begin}, {a}, {end}, {0}]
+    both = Constraint("grammar", 'start: "a" (<tool_call> "a" | "<tool_call>a")')
+    found = text.allowed(both, [a, begin, a])
+    assert begin in found[1]
+    assert found[2:] == [{a}, {0}]
+
+
+CALL = '{"name": "f", "arguments": {}}'
+
+
+@pytest.mark.parametrize("shape", ["Qwen2.5", "special", "stripping", None])
+@pytest.mark.parametrize("choice", ["auto", "required", "f"])
+@pytest.mark.parametrize("schema", [None, {"const": 5}])
+def test_a_tag_that_is_a_token_is_written_by_it(tmp_path, kind, shape, choice, schema):
+    tags, how = SHAPES[shape or "Qwen2.5"]
+    added = [AddedToken(tag, **how) for tag in tags] if shape else []
+    text = Text(kind(added), tmp_path)
+    in_lark = tuple(map(text.codec.in_lark, tags))
+    assert (in_lark == AS_TEXT) == (shape is None)
+    parameters = {"type": "object", "additionalProperties": False}
+    tools = Tools([of(parameters)], choice, in_lark, schema=schema)
+    constraint = Constraint("grammar", tools.grammar())
+    tokens = [[token] if token else text.ids(tag) for tag, token in zip(
+        tags, map(text.tokenizer.token_to_id, tags), strict=True)]  # fmt: skip
+    written = [*tokens[0], *text.ids(f"\n{CALL}\n"), *tokens[1]]
+    found = text.allowed(constraint, [*written, *text.ids("\n"), *written])
+    assert tokens[0][0] in found[0]
+    assert 0 in found[len(written)]
+    assert 0 in found[-1]
+    if shape and (choice != "auto" or schema):
+        # A model that has the token never read the tag in another spelling.
+        assert found[0] - set(text.ids("5")) == {tokens[0][0]}
+    if choice == "auto" and schema is None:
+        spelled = [*text.ids(f"Hi {tags[0]}{CALL}"), *tokens[1]]
+        assert 0 in text.allowed(constraint, spelled)[-1]
+
+
+def test_any_number_of_added_tokens_may_write_their_texts(tmp_path, kind):
+    """Bits of aliases begin at a byte, whatever the size of the vocabulary."""
+    added = [AddedToken(f"<t{n}>", special=False) for n in range(11)]
+    text = Text(kind(added), tmp_path)
+    ids = [text.tokenizer.token_to_id(token.content) for token in added]
+    constraint = Constraint("regex", "(<t[0-9]+>)+")
+    assert all(set(ids) <= tokens for tokens in text.allowed(constraint, ids))
