@@ -105,11 +105,12 @@ class Generation:
         drafting, ending = options.drafting, options.ending
         self.parts, self.planner, self.options = parts, planner, options
         ends = () if ending.ignore_eos else parts.bundle.eos_token_ids
-        self.watcher = StopWatcher(
-            parts.text.stream(prompt, ends), ends, ending.stops, ending.max_seconds
-        )
+        # The special tokens that a constraint admits write a part of it.
+        special = options.constraint is not None
+        text = parts.text.stream(prompt, ends, special)
+        self.watcher = StopWatcher(text, ends, ending.stops, ending.max_seconds)
         # It reads the same tokens as the watcher's, and names those that might come.
-        self._names = parts.text.stream(prompt, ends)
+        self._names = parts.text.stream(prompt, ends, special)
         self._matcher: Matcher | None = None
         if options.constraint is not None:
             self._matcher = parts.vocabulary.matcher(

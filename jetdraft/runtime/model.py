@@ -281,19 +281,8 @@ class Model:
 
         model.fitted(tools).calls(text)
         """
-        return replace(tools, tags=self.call_tags)
-
-    @property
-    def call_tags(self) -> tuple[str, ...]:
-        """The tags around a call in Lark's notation; none if the template has none.
-
-        A model that has a token for a tag never read the tag in another spelling.
-
-        Tools(functions, tags=model.call_tags).calls(text)
-        """
-        if BEGIN not in self.template.source:
-            return ()
-        return tuple(map(self.parts.text.in_lark, (BEGIN, END)))
+        tags = (BEGIN, END) if BEGIN in self.template.source else ()
+        return replace(tools, tags=tuple(map(self.parts.text.in_lark, tags)))
 
     def stream_calls(
         self,

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -83,11 +83,10 @@ class Service:
         parts = pool.models[0].parts
         self._sounds = asyncio.Semaphore(limits.sounds)
         self._keeps = parts.store is not None or parts.learning is not None
-        template = pool.models[0].bundle.chat_template
-        # Reading the template here refuses a broken one before the first request.
         self._defaults = pool.models[0].defaults
         self._fingerprint = _fingerprint(parts.profiles.machine)
-        self._tags = pool.models[0].call_tags if template else ()
+        if pool.models[0].bundle.chat_template:
+            _ = pool.models[0].template  # refuses a broken one before the first request
 
     def app(self, host: str = "127.0.0.1") -> Starlette:
         """Return the ASGI application for a server that listens on `host`."""
@@ -159,13 +158,13 @@ class Service:
         self._admission.check(request)
         body = await self._body(request)
         self._check_name(body.get("model", self.name))
-        wanted = GenerationRequest.of(
-            body, chat, self.limits.new_tokens, self._tags, self._defaults
-        )
-        seconds = wanted.options.get("max_seconds", self.limits.seconds)
-        wanted.options["max_seconds"] = min(seconds, self.limits.seconds)
-        codec = self.pool.models[0].parts.text
-        reply = Reply(wanted, self.name, codec, self._fingerprint)
+        limits, model = self.limits, self.pool.models[0]
+        wanted = GenerationRequest.of(body, chat, limits.new_tokens, self._defaults)
+        if chat and wanted.tools is not None:
+            wanted = replace(wanted, tools=model.fitted(wanted.tools))
+        seconds = wanted.options.get("max_seconds", limits.seconds)
+        wanted.options["max_seconds"] = min(seconds, limits.seconds)
+        reply = Reply(wanted, self.name, model.parts.text, self._fingerprint)
         client = request.client.host if request.client else ""
         if self._keeps:
             wanted.options["drafting"] = {"user": client}  # nobody else's responses

@@ -86,17 +86,11 @@ class GenerationRequest:
 
     @classmethod
     def of(
-        cls,
-        body: Body,
-        chat: bool,
-        most: int,
-        tags: tuple[str, ...] = (),
-        defaults: GenerateOptions | None = None,
+        cls, body: Body, chat: bool, most: int, defaults: GenerateOptions | None = None
     ) -> Self:
         """Read a JSON object; a text has at most `most` new tokens.
 
-        `tags` go to `Tools`; `defaults` are options that the body may change.
-        Raises `JetdraftError`.
+        `defaults` are options that the body may change. Raises `JetdraftError`.
         """
         unknown = [name for name in body if name not in (*OPTIONS, *READ, *IGNORED)]
         if unknown:
@@ -112,7 +106,7 @@ class GenerationRequest:
         options: dict[str, Any] = {**(defaults or {}), **_options(body, chat, most)}
         options.setdefault("temperature", 1.0)  # OpenAI's default
         Options.of(**options)  # refuses bad options
-        tools = _tools(body, options, tags)
+        tools = _tools(body, options)
         chunks = body.get("stream_options", {})
         return cls(
             prompt=None if chat else _prompt(body),
@@ -154,13 +148,12 @@ def _characters(value: object) -> int:
     return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
-def _tools(body: Body, options: dict[str, Any], tags: tuple[str, ...]) -> Tools | None:
+def _tools(body: Body, options: dict[str, Any]) -> Tools | None:
     """Read the tools; takes the JSON schema out of the options, for their grammar."""
     _check_size("tools", body.get("tools", []))
     tools = Tools.of(
         body.get("tools", []),
         body.get("tool_choice", "auto"),
-        tags=tags,
         parallel=_flag(body, "parallel_tool_calls", True),
         schema=options.get("json_schema"),
     )

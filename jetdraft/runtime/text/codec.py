@@ -63,11 +63,6 @@ class TextCodec:
         id = self._tokenizer.token_to_id(text) if self._tokenizer else None
         return json.dumps(text) if id is None else f"<[{id}]>"
 
-    def _byte(self, id: int) -> int:
-        """The byte that a token like <0xE2> stands for; 0 for other tokens."""
-        name = _BYTE.fullmatch(self.token(id))
-        return int(name[1], 16) if name else 0
-
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a prompt; `special` adds tokens such as beginning-of-text.
 
@@ -92,13 +87,15 @@ class TextCodec:
             return " ".join(map(str, ids))
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
-    def stream(self, prompt: Sequence[int], ends: Iterable[int] = ()) -> TextStream:
+    def stream(
+        self, prompt: Sequence[int], ends: Iterable[int] = (), special: bool = False
+    ) -> TextStream:
         """An incremental decoder for the tokens after `prompt`.
 
-        It hides special tokens and the tokens in `ends`. The character that a prompt
-        ends in belongs to the text after it.
+        It hides the tokens in `ends`, and special tokens unless `special`. The
+        character that a prompt ends in belongs to the text after it.
         """
-        return TextStream(self._bytes, prompt, ends)
+        return TextStream(self._bytes, prompt, ends, special)
 
 
 class TokenBytes:
@@ -173,7 +170,11 @@ class TextStream:
     """
 
     def __init__(
-        self, tokens: TokenBytes | None, prompt: Sequence[int], ends: Iterable[int]
+        self,
+        tokens: TokenBytes | None,
+        prompt: Sequence[int],
+        ends: Iterable[int],
+        special: bool = False,
     ) -> None:
         self._tokens = tokens
         self._special = tokens.special if tokens else {}
@@ -184,6 +185,8 @@ class TextStream:
         for id in reversed(list(islice(shown, _CONTEXT))):
             self._utf8.decode(self._next(id))
         self._began_in_prompt = bool(self._utf8.getstate()[0])
+        if special:
+            self._special, self._hidden = {}, {*ends}
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these tokens complete; "" without a tokenizer."""

@@ -137,7 +137,7 @@ class StopWatcher:
             for stop in self._stop:
                 if (at := seen.find(stop)) >= 0:
                     starts.append(places[at])
-                if begun := _overlap(seen, stop):
+                if begun := overlap(seen, stop):
                     unsure.append(places[-begun])
         self._show(min(starts or unsure))
         if starts:
@@ -158,7 +158,7 @@ class StopWatcher:
         del self._may_show[:count]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest ending of a text that a stop string begins with."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -16,6 +16,7 @@ from uuid import uuid4
 from jetdraft.errors import OptionError
 from jetdraft.runtime.text.constraint import Constraint, check_kept
 from jetdraft.runtime.text.matcher import COMPILE_SECONDS
+from jetdraft.runtime.text.stops import overlap
 from jetdraft.runtime.text.vocabulary import Vocabulary
 from jetdraft.runtime.text.worker import SPACING
 from jetdraft.untrusted.json_text import read_json
@@ -23,9 +24,6 @@ from jetdraft.untrusted.json_text import read_json
 Schema = dict[str, Any]
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-
-AS_TEXT = f'"{BEGIN}"', f'"{END}"'
-"""The tags in Lark's notation where the vocabulary has no tokens for them."""
 
 MARKED = f"""
 before[suffix="{BEGIN}"]: /(.|\\n)*/
@@ -199,9 +197,7 @@ class Tools:
         at = text.find(BEGIN)
         if at >= 0:
             return at
-        most = min(len(text), len(BEGIN) - 1)
-        held = (n for n in range(most, 0, -1) if text.endswith(BEGIN[:n]))
-        return len(text) - next(held, 0)
+        return len(text) - overlap(text, BEGIN)
 
     @property
     def _allowed(self) -> list[dict[str, Any]]:

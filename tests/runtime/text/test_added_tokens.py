@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.constraint import Constraint
-from jetdraft.runtime.text.tools import AS_TEXT, Tools
+from jetdraft.runtime.text.tools import BEGIN, END, Tools
 from tests.tiny import END_OF_TEXT, VOCAB_SIZE, tokenizer
 
 SIZE = VOCAB_SIZE + 13
@@ -185,6 +185,7 @@ def test_a_grammar_may_name_a_token(tmp_path, kind):
     assert found[2:] == [{a}, {0}]
 
 
+AS_TEXT = f'"{BEGIN}"', f'"{END}"'
 CALL = '{"name": "f", "arguments": {}}'
 
 

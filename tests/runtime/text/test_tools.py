@@ -10,7 +10,7 @@ import jetdraft
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.text.constraint import Constraint
-from jetdraft.runtime.text.tools import AS_TEXT, Tools
+from jetdraft.runtime.text.tools import BEGIN, END, Tools
 from jetdraft.testing import toy_bundle
 
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -18,6 +18,7 @@ G = {
     "type": "function",
     "function": {"name": "g", "parameters": {"const": {"mark": "</tool_call>"}}},
 }
+AS_TEXT = f'"{BEGIN}"', f'"{END}"'
 CALL = '{"name": "f", "arguments": {}}'
 MARKED = f"<tool_call>\n{CALL}\n</tool_call>"
 OTHER = '<tool_call>{"name": "g", "arguments": {"mark": "</tool_call>"}}</tool_call>'
