@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from jetdraft.runtime.hearing.segments import Segment
-from jetdraft.runtime.hearing.subtitles import clock
+from jetdraft.runtime.hearing.segments import Segment, clock
 from jetdraft.runtime.model import load
 from jetdraft.runtime.passes.load_options import LoadOptions
 from jetdraft.runtime.text.stops import INTERRUPTED

@@ -9,7 +9,7 @@ import numpy as np
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.selection import Reading
-from jetdraft.contracts.step_contract import SELECTING
+from jetdraft.contracts.step_contract import SELECTING, StepContract
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.probes import NO_PROBES, NO_PROBING, Probes, Probing
@@ -19,7 +19,6 @@ from jetdraft.runtime.passes.binding import Bound, VisibleSlots
 from jetdraft.runtime.passes.cache import Cache
 from jetdraft.runtime.passes.captures import Captures
 from jetdraft.runtime.passes.encoding.source import Source
-from jetdraft.runtime.passes.selected_rows import SelectedRows
 from jetdraft.runtime.passes.step_sessions import StepSession, StepSessions
 from jetdraft.runtime.passes.tensor import HOST, Memory
 
@@ -328,3 +327,24 @@ class _Binding(Bound):
         block = self.arrays["block"][0]
         block[:] = self.unknown
         block[: len(known)] = known
+
+
+class SelectedRows:
+    """Tensors that selecting passes read and write in place, on the host.
+
+    selected = SelectedRows(contract)
+    selected.forget()    # before another text
+    """
+
+    def __init__(self, contract: StepContract) -> None:
+        self._tensors = {
+            spec.name: HOST.tensor(spec.sized(), spec.dtype)
+            for spec in contract.selected("past")
+        }
+        self.buffers = {name: tensor.value for name, tensor in self._tensors.items()}
+        self.forget()
+
+    def forget(self) -> None:
+        """Let the next pass select anew: no query is like zeros."""
+        for tensor in self._tensors.values():
+            tensor.array[...] = np.zeros((), tensor.array.dtype)

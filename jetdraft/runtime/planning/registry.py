@@ -34,7 +34,7 @@ from jetdraft.runtime.proposers.attached import (
 from jetdraft.runtime.proposers.guessing import (
     block_methods,
     forecasts,
-    medusa_method,
+    head_guesses,
     ppd,
 )
 from jetdraft.runtime.proposers.method import Method
@@ -47,13 +47,8 @@ AUTO, NONE = "auto", "none"
 _METHODS: tuple[Method[Any], ...] = (
     *(lookup.METHOD, draft.METHOD, head_method.EAGLE, exit_method.METHOD),
     *(head_method.GLIDE, head_method.CHIMERA, falcon_method.METHOD),
-    *(
-        select_method.METHOD,
-        medusa_method.METHOD,
-        block_methods.DFLASH,
-        block_methods.DIFFUSION,
-    ),
-    block_methods.BLOCK,
+    *(select_method.METHOD, head_guesses.MEDUSA, block_methods.DFLASH),
+    *(block_methods.DIFFUSION, block_methods.BLOCK),
     *(m.METHOD for m in (stream, ppd, forecasts, recall, trigram, cascade)),
 )
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from jetdraft.runtime.hearing.subtitles import srt, vtt
+from jetdraft.runtime.hearing.segments import srt, vtt
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.text.stops import LENGTH, STOP

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from jetdraft.runtime.hearing.segments import Segment, Window
-from jetdraft.runtime.hearing.subtitles import srt, vtt
+from jetdraft.runtime.hearing.segments import Segment, Window, srt, vtt
 
 T = 100
 """The id of the timestamp 0.00."""

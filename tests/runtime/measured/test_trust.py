@@ -2,7 +2,7 @@
 
 import pytest
 
-from jetdraft.runtime.measured.trust import Trial, Trust
+from jetdraft.runtime.proposers.cascade import Trial, Trust
 
 RIGHT, WRONG = 4, 5
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jetdraft.runtime.passes.split.prune_threshold import CHOICES, Threshold
+from jetdraft.runtime.passes.split.pruned_halves import CHOICES, Threshold
 
 
 def settle(would, rounds=400):

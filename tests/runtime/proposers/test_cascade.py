@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from jetdraft.runtime.followers.follower import Follower
-from jetdraft.runtime.measured.trust import Trial
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import open_session
 from jetdraft.runtime.passes.step_sessions import StepSessions
-from jetdraft.runtime.proposers.cascade import REVIEWED, CascadeProposer, _trials
+from jetdraft.runtime.proposers.cascade import REVIEWED, CascadeProposer, Trial, _trials
 from jetdraft.runtime.proposers.draft import DraftProposer
 from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling

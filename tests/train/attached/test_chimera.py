@@ -16,7 +16,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.attached.chimera import GRAM
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import CheckpointError
-from jetdraft.runtime.followers.recent import Recent
+from jetdraft.runtime.followers.head_follower import Recent
 from jetdraft.train.chimera.chimera_training import ChimeraTraining, Seen
 from jetdraft.train.taught.layer_training import LayerSettings
 from jetdraft.train.taught.next_token_training import PLACES

@@ -9,15 +9,60 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetdraft.bundle import Bundle
+from jetdraft.contracts.selection import Reading
 from jetdraft.devices.providers import SELECTION, cpu_only
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Kind, Rows
-from jetdraft.runtime.followers.selecting_follower import SelectingFollower
 from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.cache import Cache
+from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+
+
+class SelectingFollower:
+    """Drafts over the target's own buffers, with the selected rows only.
+
+    It writes drafted rows past the committed rows, and the pass that verifies a draft
+    overwrites them. So this follower never lags behind the target.
+
+        follower = SelectingFollower(target.beside())
+        follower.follow(context)
+        follower.end()    # before the target verifies
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._committed = 0
+
+    @property
+    def _cache(self) -> Cache:
+        return self.graph.cache
+
+    def begin(self) -> None:
+        """Start a new sequence, whose rows are selected anew."""
+        self.graph.prepare(exact=False, reading=Reading.SELECTED)
+
+    def follow(self, context: Sequence[int]) -> Answer:
+        """The answer for the last row of `context`, over the committed rows."""
+        self._committed = self._cache.length
+        return self._run(context[self._committed :])
+
+    def step(self, token: int) -> Answer | None:
+        """The answer for a drafted token; None at the end of the buffers."""
+        return self._run([token]) if self._cache.room else None
+
+    def end(self) -> None:
+        """Take the drafted rows back."""
+        self._cache.rewind(self._committed)
+
+    def _run(self, tokens: Sequence[int]) -> Answer:
+        answer = self.graph.run(tokens, last_only=True)
+        self._cache.advance(len(tokens))
+        return answer
+
 
 NAME = "select"
 

@@ -1,15 +1,22 @@
-"""Drafts from what a head guesses after the last accepted row."""
+"""Drafting with heads that each guess one token further (Medusa, 2401.10774).
+
+All heads read the features of the target's last row, in one pass without a cache.
+Hydra's (2402.05109) also read the likeliest guesses before their own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jetdraft.bundle import Bundle
 from jetdraft.runtime.followers.block_follower import AnyFollower
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.proposers.draft import check_trees, observe
+from jetdraft.runtime.proposers.draft import SAMPLES, check_trees, observe
 from jetdraft.runtime.proposers.guessing.guess_proposer import GuessProposer
+from jetdraft.runtime.proposers.head_method import follower_for
+from jetdraft.runtime.proposers.method import Method
 from jetdraft.runtime.proposers.parts import Parts
-from jetdraft.runtime.proposers.proposer import Seen, Tokens, Traits
+from jetdraft.runtime.proposers.proposer import Proposer, Seen, Tokens, Traits
 from jetdraft.runtime.proposers.tree_options import TreeOptions
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.trees.shape import Shape
@@ -69,3 +76,35 @@ def head_traits(parts: Parts, options: TreeOptions, name: str) -> Traits:
         ms_per_token=parts.curve.drafter / count,
         branches=branches,
     )
+
+
+NAME = "medusa"
+
+
+def _lacks(bundle: Bundle) -> str:
+    entry = bundle.drafter
+    has_heads = (
+        entry is not None and entry.contract.guesses and not entry.contract.block
+    )
+    return "" if has_heads else "export with --head, and heads of Medusa or Hydra"
+
+
+def _make(parts: Parts, options: TreeOptions) -> Proposer:
+    follower = follower_for(
+        parts, NAME, "heads of Medusa or Hydra", _lacks(parts.bundle)
+    )
+    traits = head_traits(parts, options, NAME)
+    shape = options.shape if options.branched else None
+    return HeadGuesses(follower, traits, shape)
+
+
+MEDUSA = Method(
+    NAME,
+    "Medusa or Hydra heads on the target's last state",
+    _make,
+    TreeOptions,
+    lacks=_lacks,
+    trees=True,
+    samples=SAMPLES,
+    alone={},
+)
