@@ -1,4 +1,4 @@
-"""Heads that guess several tokens from the target's features: in a row, or in a block."""
+"""Heads that guess several tokens from the features of the target."""
 
 from __future__ import annotations
 
