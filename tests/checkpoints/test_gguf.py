@@ -55,7 +55,7 @@ CASES = {
     "gemma3 Q8_0": (
         "gemma3",
         transformers.Gemma3TextConfig(
-            **SIZES, head_dim=32, sliding_window=8, query_pre_attn_scalar=256
+            **SIZES, head_dim=32, sliding_window=8, query_pre_attn_scalar=32
         ),
         one(Type.Q8_0),
     ),
