@@ -37,6 +37,14 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 
 
+def read_defaults(source: str) -> Defaults:
+    """The defaults of a local folder or a hub id, see `Generation`.
+
+    read_defaults("target/")  # {"temperature": 0.6, "top_k": 50, "top_p": 0.95}
+    """
+    return Generation.read(source).defaults()
+
+
 @dataclass(frozen=True)
 class Generation:
     """The fields of a checkpoint that choose its text, and the file that has them.

@@ -102,6 +102,7 @@ def read_gguf(source: str) -> GgufContents:
     """Read a file; raises `CheckpointError`, or `UnsupportedModelError` by name."""
     with _as_checkpoint_error(source):
         file = GgufFile(source)
+        passed = file.passed_over()
         config = file.config()
         packed = file.weights(config)
         template = "tokenizer.chat_template"
@@ -116,7 +117,7 @@ def read_gguf(source: str) -> GgufContents:
             },
             special_tokens=special_tokens(file.field),
             generation=file.generation(),
-            passed_over=file.passed_over(),
+            passed_over=passed,
         )
 
 
@@ -269,7 +270,8 @@ class GgufFile:
             width = config.hidden_size // config.num_attention_heads
             config.query_pre_attn_scalar = width if is_27b else size
         period = self._own("attention.sliding_window_pattern")
-        windows = [kind == "sliding_attention" for kind in kinds or ()]
+        kinds = kinds or [""] * config.num_hidden_layers
+        windows = [kind == "sliding_attention" for kind in kinds]
         if isinstance(period, int):
             period = [(place + 1) % period != 0 for place in range(len(windows))]
         for name, expected, value in (

@@ -9,7 +9,7 @@ import torch
 
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.defaults import FILE, Generation
+from jetdraft.checkpoints.defaults import FILE, read_defaults
 from jetdraft.errors import CheckpointError
 from jetdraft.export.exporter import ExportOptions, export
 from tests.tiny import drafter_config, save_checkpoint
@@ -57,12 +57,12 @@ def written(folder, fields):
 )
 def test_defaults_are_those_that_would_be_used(tmp_path, fields, defaults):
     source = written(tmp_path / "checkpoint", fields)
-    assert Generation.read(source).defaults() == defaults
+    assert read_defaults(source) == defaults
 
 
 def test_a_checkpoint_without_the_file_has_no_defaults(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    assert Generation.read(str(tmp_path)).defaults() == {}
+    assert read_defaults(str(tmp_path)) == {}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_value_out_of_range_is_refused(tmp_path, name, value):
     with pytest.raises(
         CheckpointError, match=f"has {name} .*; correct or remove it|NaN is no number"
     ):
-        Generation.read(source)
+        read_defaults(source)
 
 
 @pytest.mark.parametrize("text", ["", "not json", "[1]", "5", "\x00"])
@@ -94,7 +94,7 @@ def test_a_damaged_file_is_refused(tmp_path, text):
     written(tmp_path / "checkpoint", {})
     (tmp_path / "checkpoint" / FILE).write_text(text)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        Generation.read(str(tmp_path / "checkpoint"))
+        read_defaults(str(tmp_path / "checkpoint"))
 
 
 def test_the_bundle_keeps_defaults_and_every_end_of_text_id(tmp_path):

@@ -177,7 +177,7 @@ HEARING = (
         "language task return_timestamps",
         WARNED,
         "`jetdraft transcribe` is told, or detects the language",
-        neutral("transcribe", False),
+        neutral("transcribe", False, True),
     ),
     Row("stop_strings", WARNED, "a transcript has no stop texts"),
     Row(

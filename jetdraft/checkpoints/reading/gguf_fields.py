@@ -37,7 +37,8 @@ MODEL = (
     Row(
         "attention.value_length attention.sliding_window_pattern use_parallel_residual",
         REFUSED,
-        "the family's model has another value",
+        "where the family's model has another value",
+        lambda value: True,  # the reader compares it with the model's
     ),
     Row(
         "attention.causal",
@@ -110,17 +111,12 @@ FILE = (
         neutral(1),
     ),
     Row(
-        "general.sampling.xtc_probability general.sampling.mirostat",
-        WARNED,
-        "no option does this",
-        neutral(0),
-    ),
-    Row(
         "general.sampling.xtc_threshold general.sampling.penalty_last_n "
         "general.sampling.mirostat_tau general.sampling.mirostat_eta",
         NO_TEXT,
-        "only the fields above use it",
+        "only the fields around them use it",
     ),
+    Row("general.sampling.*", WARNED, "no option does this", neutral(0)),
     Row("general.*", NO_TEXT, "where the file comes from"),
     Row("split.count", REFUSED, "the parts must be joined", neutral(0, 1)),
     Row("split.no split.tensors.count", NO_TEXT, "of a file that was split"),
