@@ -62,17 +62,30 @@ is no number would change the text, though it is multiplied by zero there."""
 SIMILARITY = "similarity.npy"
 TARGET = "target"
 DRAFTER = "drafter"
-GENERATION = ("temperature", "top_p", "top_k", "repetition_penalty")
-"""Options of a generation whose defaults a checkpoint may give."""
-SPECIAL_TOKENS = (
-    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
-    "mask_token",
-)
-"""The names of tokens that a chat template may use, as transformers names them."""
 
 Provider = Annotated[
     str, Rule("a provider's name", lambda n: bool(re.fullmatch("[a-z0-9-]{1,32}", n)))
 ]
+
+
+def is_token_name(name: str) -> bool:
+    """Whether a chat template may use a token by this name, such as bos_token.
+
+    is_token_name("messages")    # False, since it has another sense in a template
+    """
+    return bool(re.fullmatch("[a-z_]{1,32}_token", name))
+
+
+class Defaults(TypedDict, total=False):
+    """Options of a generation for which a checkpoint may have defaults."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    logit_bias: dict[int, float]
+    stop: list[str]
 
 
 class FileRecord(TypedDict):
@@ -89,11 +102,12 @@ class Bundle:
     `files` maps each file name to its bytes and sha256, and `tools` maps the exporting
     tools to their versions. `flavour` is one of `FLAVOURS`. `drafter_provider` is None
     if the drafter runs on the target's provider. `generation` has the checkpoint's
-    sampling defaults by option, see `GENERATION`; options without a default are left
-    out. `special_tokens` are the texts of the tokenizer's special tokens, see
-    `SPECIAL_TOKENS`, for the chat template. `start_token_ids` are the tokens that the
-    text of an encoder-decoder begins with, and empty for a decoder alone. `speech` has
-    the tokens of a model that hears, None for other models.
+    defaults by option; options without a default are left out. `passed_over` has a line
+    for each field of the checkpoint that would change the text, and does not.
+    `special_tokens` are the texts of the tokenizer's special tokens by their names, for
+    the chat template. `start_token_ids` are the tokens that the text of an
+    encoder-decoder begins with, and empty for a decoder alone. `speech` has the tokens
+    of a model that hears, None for other models.
 
         Bundle.open("bundle").generation  # {"temperature": 0.6, "top_p": 0.95}
     """
@@ -106,11 +120,10 @@ class Bundle:
     files: dict[FileName, FileRecord] = field(default_factory=dict)
     flavour: Annotated[str, one_of(*FLAVOURS)] = CONTRIB
     drafter_provider: Provider | None = None
-    generation: dict[Annotated[str, one_of(*GENERATION)], float] = field(
-        default_factory=dict
-    )
-    special_tokens: dict[Annotated[str, one_of(*SPECIAL_TOKENS)], str] = field(
-        default_factory=dict
+    generation: Defaults = field(default_factory=Defaults)
+    passed_over: tuple[str, ...] = ()
+    special_tokens: dict[Annotated[str, Rule("a token's name", is_token_name)], str] = (
+        field(default_factory=dict)
     )
     start_token_ids: tuple[Count, ...] = ()
     speech: Speech | None = None
@@ -236,6 +249,7 @@ class Bundle:
             "flavour": self.flavour,
             "drafter_provider": self.drafter_provider,
             "generation": self.generation,
+            "passed_over": list(self.passed_over),
             "special_tokens": self.special_tokens,
             "start_token_ids": list(self.start_token_ids),
             "speech": self.speech and asdict(self.speech),

@@ -25,7 +25,9 @@ VERSION, SEAL = "schema_version", "sha256"
 def seal_of(manifest: dict[str, Any]) -> str:
     """The hash of a manifest's other fields, which shows an edit."""
     rest = {name: value for name, value in manifest.items() if name != SEAL}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    # Keys that are numbers are sorted as the text that they become in the file.
+    text = json.dumps(json.loads(json.dumps(rest)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

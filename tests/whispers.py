@@ -14,7 +14,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from tests.tiny import END_OF_TEXT, VOCAB_SIZE, tokenizer
+from tests.tiny import VOCAB_SIZE, tokenizer
 
 SLOTS = 50
 """A window of one second."""
@@ -78,7 +78,7 @@ def save(folder: Path, settings: dict[str, object] = MULTILINGUAL, **changes) ->
     names = [f"<|{place}|>" for place in range(TOKENS - VOCAB_SIZE)]
     words.add_special_tokens(names)
     PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token=END_OF_TEXT
+        tokenizer_object=words, eos_token=names[END - VOCAB_SIZE]
     ).save_pretrained(folder)
     return folder
 

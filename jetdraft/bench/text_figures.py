@@ -101,7 +101,10 @@ def text_figures(
 
 def _opened(tokenizer: Path) -> Tokenizer:
     try:
-        return Tokenizer.from_file(str(tokenizer))
+        opened = Tokenizer.from_file(str(tokenizer))
+        opened.no_truncation()  # which a training may have left in the file
+        opened.no_padding()
+        return opened
     except Exception as error:  # the library raises bare exceptions
         raise DataError(
             f"{tokenizer} is not a tokenizer.json; give a folder that has one"

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetdraft.checkpoints.defaults import read_defaults
+from jetdraft.bundle import Defaults
+from jetdraft.checkpoints.defaults import Generation
 from jetdraft.checkpoints.draft_vocabulary import read_ids
 from jetdraft.checkpoints.gguf import is_gguf, read_gguf
 from jetdraft.checkpoints.packed import PackedWeights
@@ -32,9 +33,14 @@ from jetdraft.checkpoints.reading.model_reader import (
     load_model,
     read_packed,
 )
-from jetdraft.checkpoints.reading.tokenizer_reader import chat_template, load_tokenizer
+from jetdraft.checkpoints.reading.tokenizer_reader import (
+    chat_template,
+    load_tokenizer,
+    passed_over_by,
+    special_tokens,
+)
 from jetdraft.checkpoints.silence import no_progress_bars, silenced
-from jetdraft.checkpoints.sources.speech_reader import read_speech
+from jetdraft.checkpoints.sources.speech_reader import hears, read_speech
 from jetdraft.checkpoints.streamed import SHARED
 from jetdraft.checkpoints.taps import Taps
 from jetdraft.errors import CheckpointError
@@ -47,8 +53,8 @@ class Checkpoint:
     """A loaded language model, and the parts of its folder that a bundle keeps.
 
     `tokenizer` is the text of a tokenizer.json and `chat_template` a Jinja text; both
-    are None for a checkpoint without them. `generation` has sampling defaults, see
-    `read_defaults`, and `special_tokens` the tokenizer's, see `Bundle`. `taps` are what
+    are None for a checkpoint without them. `generation`, `passed_over` and
+    `special_tokens` are those of a `Bundle`. `taps` are what
     a head reads of the model's states. `draft_ids` int64 [n] are the tokens that a
     drafter was trained to draft, None for all. `start_token_ids` are the tokens that an
     encoder-decoder's text begins with, empty for a decoder alone. `speech` has the
@@ -64,7 +70,8 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...]
     packed: PackedWeights | None = None
     streams: ProbeSettings | None = None
-    generation: dict[str, float] = field(default_factory=dict)
+    generation: Defaults = field(default_factory=Defaults)
+    passed_over: tuple[str, ...] = ()
     special_tokens: dict[str, str] = field(default_factory=dict)
     taps: Taps | None = None
     draft_ids: Tensor | None = None
@@ -81,25 +88,29 @@ class Checkpoint:
             return cls._of_gguf(source, dtype)
         check_folder(source)
         with silenced(logging.WARNING), no_progress_bars():
-            generation = read_defaults(source)
             config = load_config(source)
+            generation = Generation.read(source)
             packed = read_packed(source, config)
             model = load_model(source, config, packed)
             compute_in(model, dtype)
             tokenizer = load_tokenizer(source)
+        ends, heard = _eos_token_ids(source, model), hears(config)
+        size = model.get_output_embeddings().weight.shape[0]
+        passed_over = generation.passed_over(config.is_encoder_decoder, heard)
+        if tokenizer:
+            passed_over += tuple(passed_over_by(tokenizer, ends))
         return cls(
             source=source,
             model=model,
             tokenizer=tokenizer and tokenizer.backend_tokenizer.to_str(),
-            chat_template=chat_template(tokenizer),
-            eos_token_ids=_eos_token_ids(source, model),
+            chat_template=chat_template(getattr(tokenizer, "chat_template", None)),
+            eos_token_ids=ends,
             packed=packed and replace(packed, floats={}),
             streams=read_settings(checkpoint_folder(source)),
-            generation=generation,
-            special_tokens=tokenizer.special_tokens_map if tokenizer else {},
-            draft_ids=read_ids(
-                checkpoint_folder(source), model.get_output_embeddings().weight.shape[0]
-            ),
+            generation=generation.defaults(size, ends, heard),
+            passed_over=passed_over,
+            special_tokens=special_tokens(tokenizer),
+            draft_ids=read_ids(checkpoint_folder(source), size),
             start_token_ids=_start_token_ids(source, model),
             speech=read_speech(source, model),
         )
@@ -112,15 +123,19 @@ class Checkpoint:
             packed = contents.packed
             model = load_model(source, contents.config, packed, contents.dtype)
             compute_in(model, dtype)
+        ends = _eos_token_ids(source, model)
+        size = model.get_output_embeddings().weight.shape[0]
         return cls(
             source=source,
             model=model,
             tokenizer=contents.tokenizer,
-            chat_template=contents.chat_template,
-            eos_token_ids=_eos_token_ids(source, model),
+            chat_template=chat_template(contents.chat_template),
+            eos_token_ids=ends,
             # Without integers it is a checkpoint of floats like any other.
             packed=replace(packed, floats={}) if packed.blocks else None,
             special_tokens=contents.special_tokens,
+            generation=contents.generation.defaults(size, ends),
+            passed_over=contents.passed_over,
         )
 
     @property

@@ -8,7 +8,8 @@ other tokens without any sign of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import (
@@ -49,10 +50,28 @@ _DEFAULT = (
 """What llama.cpp does for a file that names no rule."""
 
 _ENDS = (
-    *("<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"),
-    *("<end_of_turn>", "<|end|>", "<|return|>", "<|endofturn|>", "<|end_of_turn|>"),
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
+    *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>"),
+    *("_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>"),
+    *("<turn|>", "<|tool_response>", "<\uff5cend▁of▁sentence\uff5c>", "[e~["),
 )
-"""Tokens that end a turn or a text in the chat templates of known models."""
+"""Tokens that end a turn or a text, by llama.cpp's list."""
+
+_INFILLING = {
+    "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",
+    "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
+    "fim_sep": "<|file_sep|>",
+    "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim▁begin\uff5c> "
+    "<PRE> ▁<PRE> <|code_prefix|> <|prefix|>",
+    "fim_suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim▁hole\uff5c> "
+    "<SUF> ▁<SUF> <|code_suffix|> <|suffix|>",
+    "fim_mid": "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim▁end\uff5c> "
+    "<MID> ▁<MID> <|code_middle|> <|middle|>",
+}
+"""Marks for infilling, and their tokens where the file has no id; by the same list."""
+
+_ENDS_OF_FILE = ("fim_pad", "fim_rep", "fim_sep")
+"""The marks that end a text: behind them another file would begin."""
 
 _NAMES = {
     **{"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown"},
@@ -60,6 +79,13 @@ _NAMES = {
     **{"cls_token": "cls", "mask_token": "mask"},
 }
 """The special tokens of transformers, and their names in a file."""
+
+_LLAMA_IDS = {"unknown": 0, "bos": 1, "eos": 2}
+"""The special tokens of SentencePiece in a file that does not name them."""
+
+_PHI3 = re.compile("phi-?3", re.IGNORECASE)
+_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+"""In a model of this name, tokens but these take the spaces behind them."""
 
 Field = Callable[[str], Any]
 """The value of a field by its name; None for a field that the file lacks."""
@@ -74,8 +100,7 @@ def read_tokenizer(source: str, field: Field) -> str | None:
     tokens = field("tokenizer.ggml.tokens")
     if tokens is None:
         return None
-    kind = field("tokenizer.ggml.model")
-    types = field("tokenizer.ggml.token_type") or [1] * len(tokens)
+    kind, types = field("tokenizer.ggml.model"), _types(field)
     if len(types) != len(tokens):
         raise CheckpointError(
             f"{source} has {len(tokens)} tokens and {len(types)} types of tokens; "
@@ -92,11 +117,17 @@ def read_tokenizer(source: str, field: Field) -> str | None:
             f"{source} has a tokenizer of the kind {kind!r}, which cannot be read; "
             "export the model's Hugging Face folder"
         )
+    takes_spaces = bool(_PHI3.search(str(field("general.name"))))
     tokenizer.add_tokens(
         [
-            AddedToken(token, special=number == _CONTROL, normalized=False)
+            AddedToken(
+                token,
+                special=number != _USER_DEFINED,
+                normalized=False,
+                rstrip=takes_spaces and token not in _KEEP_SPACES,
+            )
             for token, number in zip(tokens, types, strict=True)
-            if number in (_CONTROL, _USER_DEFINED) and token
+            if number in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
         ]
     )
     wrong = (tokenizer.token_to_id(token) != i for token, i in ids.items() if token)
@@ -105,28 +136,80 @@ def read_tokenizer(source: str, field: Field) -> str | None:
             f"{source} has the same token twice; fetch it again, or export the "
             "model's Hugging Face folder"
         )
-    _add_beginning(tokenizer, tokens, field)
+    _add_around(tokenizer, tokens, field)
     return str(tokenizer.to_str())
 
 
+def _types(field: Field) -> list[int]:
+    """The types of all tokens: as in llama.cpp, some names rule over the file."""
+    tokens = field("tokenizer.ggml.tokens")
+    types = list(field("tokenizer.ggml.token_type") or [1] * len(tokens))
+    for id in _named(field, tokens, (m for m in _INFILLING if _id(field, m) is None)):
+        types[id : id + 1] = [_CONTROL]
+    ends = {tokens[id] for id in ends_of_text(field) if 0 <= id < len(tokens)}
+    for id in _ends_by_name(field, tokens):
+        if id < len(types) and types[id] != _UNUSED:
+            types[id] = _CONTROL if tokens[id] in ends else _USER_DEFINED
+    return types
+
+
+def _ends_by_name(field: Field, tokens: Sequence[str]) -> list[int]:
+    """The tokens with the name of an end.
+
+    A token that merges build is a piece of text, whatever its name: Qwen's </s> is one
+    of HTML. llama.cpp takes it for an end.
+    """
+    ids = [id for id, token in enumerate(tokens) if token in _ENDS]
+    merges = field("tokenizer.ggml.merges") or ()
+    built = {text for merge in merges if (text := merge.replace(" ", "", 1)) in _ENDS}
+    return [id for id in ids if tokens[id] not in built]
+
+
 def ends_of_text(field: Field) -> list[int]:
-    """The ids of all tokens that end a text or a turn, the file's own first."""
-    names = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = [field(f"tokenizer.ggml.{name}") for name in names]
+    """The ids of all tokens that end a text or a turn, the file's own first.
+
+    As in llama.cpp, they are found by their names too.
+    """
     tokens = field("tokenizer.ggml.tokens") or []
-    types = field("tokenizer.ggml.token_type") or []
-    for i, (token, number) in enumerate(zip(tokens, types, strict=False)):
-        if token in _ENDS and number in (_CONTROL, _USER_DEFINED):
-            ids.append(i)
-    return list(dict.fromkeys(int(i) for i in ids if i is not None))
+    ids = [_id(field, name) for name in ("eos", "eot", "eom")]
+    ids += _named(field, tokens, _ENDS_OF_FILE)
+    ids += _ends_by_name(field, tokens)
+    found = list(dict.fromkeys(int(id) for id in ids if id is not None))
+    texts = {tokens[id]: id for id in found if 0 <= id < len(tokens)}
+    # Where other tokens end a turn, these stand inside of it.
+    if texts.keys() & {"<|call|>", "<|calls|>"} and (
+        texts.keys() & {"<|return|>", "<|flush|>"}
+    ):
+        texts.setdefault("<|end|>", -1)
+        found = [id for id in found if id != texts["<|end|>"]]
+    if "<|tool_response>" in texts:
+        found = [id for id in found if id != texts.get("</s>")]
+    return found
+
+
+def _id(field: Field, name: str) -> int | None:
+    """The id of a special token; None for one that the file does not name."""
+    id = field(f"tokenizer.ggml.{name}_token_id")
+    if id is None and field("tokenizer.ggml.model") == "llama":
+        return _LLAMA_IDS.get(name)
+    return None if id is None else int(id)
+
+
+def _named(field: Field, tokens: Sequence[str], marks: Iterable[str]) -> Iterator[int]:
+    """The ids of marks for infilling: as the file says, or the first by its name."""
+    for mark in marks:
+        names = _INFILLING[mark].split()
+        id = _id(field, mark)
+        if id is None:
+            id = next((i for i, token in enumerate(tokens) if token in names), None)
+        if id is not None:
+            yield id
 
 
 def special_tokens(field: Field) -> dict[str, str]:
     """The texts of the special tokens that a file names, by transformers' names."""
     tokens = field("tokenizer.ggml.tokens") or []
-    ids = {
-        name: field(f"tokenizer.ggml.{own}_token_id") for name, own in _NAMES.items()
-    }
+    ids = {name: _id(field, own) for name, own in _NAMES.items()}
     return {
         name: tokens[i]
         for name, i in ids.items()
@@ -203,16 +286,19 @@ def _sentencepiece(
     return tokenizer
 
 
-def _add_beginning(tokenizer: Tokenizer, tokens: Sequence[str], field: Field) -> None:
-    """Let the tokenizer put BOS before a text if the file or its rule says so."""
-    rule, beginning = field("tokenizer.ggml.pre"), field("tokenizer.ggml.bos_token_id")
-    wanted = field("tokenizer.ggml.add_bos_token")
-    if wanted is None:
+def _add_around(tokenizer: Tokenizer, tokens: Sequence[str], field: Field) -> None:
+    """Let the tokenizer put BOS and EOS around a text, as the file or its rule says."""
+    rule, begins = field("tokenizer.ggml.pre"), field("tokenizer.ggml.add_bos_token")
+    if begins is None:
         by_rule = rule in _WHOLE_WORDS or rule == "tekken"
-        wanted = by_rule or field("tokenizer.ggml.model") == "llama"
-    if not wanted or beginning is None:
-        return
-    token = tokens[beginning]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=[token, "$A"], special_tokens=[(token, beginning)]
+        begins = by_rule or field("tokenizer.ggml.model") == "llama"
+    wanted = {"bos": begins, "eos": field("tokenizer.ggml.add_eos_token")}
+    ids = {name: _id(field, name) for name, is_wanted in wanted.items() if is_wanted}
+    first, last = (
+        [] if (id := ids.get(name)) is None else [(tokens[id], id)] for name in wanted
     )
+    if first or last:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*(t for t, _ in first), "$A", *(t for t, _ in last)],
+            special_tokens=list({*first, *last}),
+        )

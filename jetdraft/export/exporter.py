@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -82,6 +83,8 @@ def export(
     if reader is not None:
         checkpoints[TARGET] = replace(checkpoints[TARGET], taps=taps_of(reader))
     contracts = _check(checkpoints, options)
+    for line in checkpoints[TARGET].passed_over:
+        warnings.warn(f"passed over: {line}", stacklevel=2)
     carrying = reader if isinstance(reader, Head) else None
     measures = Measures(checkpoints, contracts, options, report, carrying)
     cut = _cut(measures, reader)
@@ -137,6 +140,7 @@ def _bundle(
         flavour=options.flavour_made,
         drafter_provider=options.drafter_provider,
         generation=target.generation,
+        passed_over=target.passed_over,
         special_tokens=target.special_tokens,
         start_token_ids=target.start_token_ids,
         speech=target.speech,

@@ -104,6 +104,9 @@ class GenerationRequest:
             if body.get(name):
                 raise RequestError(f"{name} is not supported; leave it out", name)
         options: dict[str, Any] = {**(defaults or {}), **_options(body, chat, most)}
+        own = (defaults or {}).get("logit_bias") or {}
+        if own and "logit_bias" in body:  # tokens that are never written stay so
+            options["logit_bias"] = {**options["logit_bias"], **own}
         options.setdefault("temperature", 1.0)  # OpenAI's default
         Options.of(**options)  # refuses bad options
         tools = _tools(body, options)

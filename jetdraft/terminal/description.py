@@ -37,6 +37,11 @@ def _lines(bundle: Bundle) -> Iterator[str]:
     yield f"flavour     {bundle.flavour}"
     yield f"vocabulary  {contract.vocab_size}, end of text {ends}"
     yield f"capacity    {contract.capacity} tokens, {contract.max_width} rows"
+    if bundle.generation:
+        options = bundle.generation.items()
+        yield f"defaults    {', '.join(f'{n} {value}' for n, value in options)}"
+    for line in bundle.passed_over:
+        yield f"passed over {line}"
     for name, entry in bundle.graphs.items():
         yield from _graph_lines(name, entry)
     yield ""

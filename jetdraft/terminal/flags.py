@@ -371,5 +371,6 @@ def generate_fields(
 ) -> GenerateOptions:
     """The options that were given, beside the defaults of a model's checkpoint."""
     defaults = {} if model is None else model.defaults
-    flags = {name: value for name, value in options.items() if value is not None}
+    # An option that may be given several times is empty without any.
+    flags = {n: value for n, value in options.items() if value not in (None, ())}
     return cast(GenerateOptions, {**defaults, **flags})

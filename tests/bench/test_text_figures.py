@@ -45,6 +45,15 @@ def test_every_character_and_token_counts_once(file, write):
     assert {script for _, script in rows} == {"latin", "cyrillic", SIGNS}
 
 
+def test_the_whole_text_counts_though_the_file_truncates(file, write, tmp_path):
+    made = tokenizer()
+    made.enable_truncation(2)
+    made.enable_padding(length=2)
+    made.save(str(tmp_path / "tokenizer.json"))
+    text = write("en", ENGLISH)
+    assert rows_of(tmp_path / "tokenizer.json", text) == rows_of(file, text)
+
+
 def test_a_script_without_merges_takes_a_token_for_each_byte(file, write):
     rows = rows_of(file, write("ru", RUSSIAN))
     assert rows["ru", "cyrillic"].tokens == 4

@@ -35,13 +35,20 @@ def written(folder, fields):
     ("fields", "defaults"),
     [
         ({}, {}),
-        (LLAMA, {"temperature": 0.6, "top_p": 0.9}),
+        (LLAMA, {"temperature": 0.6, "top_p": 0.9, "top_k": 50}),
         (QWEN, {name: QWEN[name] for name in QWEN if name != "do_sample"}),
-        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": True}, {"temperature": 1.0, "top_k": 50}),
         (
             {"do_sample": True, "top_k": None, "top_p": 1},
-            {"temperature": 1, "top_p": 1},
+            {"temperature": 1, "top_p": 1, "top_k": 50},
         ),
+        (
+            {"do_sample": True, "top_k": 0, "min_p": 0.15},
+            {"temperature": 1, "top_k": 0, "min_p": 0.15},
+        ),
+        ({"min_p": 0.15}, {}),
+        ({"stop_strings": "\n\n"}, {"stop": ["\n\n"]}),
+        ({"stop_strings": ["a", "", "b"]}, {"stop": ["a", "b"]}),
         ({**LLAMA, "do_sample": False}, {}),
         ({"temperature": 0.6, "top_k": "never read"}, {}),
         ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
@@ -49,11 +56,12 @@ def written(folder, fields):
     ],
 )
 def test_defaults_are_those_that_would_be_used(tmp_path, fields, defaults):
-    assert read_defaults(written(tmp_path / "checkpoint", fields)) == defaults
+    source = written(tmp_path / "checkpoint", fields)
+    assert read_defaults(source) == defaults
 
 
 def test_a_checkpoint_without_the_file_has_no_defaults(tmp_path):
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text("{}")
     assert read_defaults(str(tmp_path)) == {}
 
 
@@ -68,6 +76,7 @@ def test_a_checkpoint_without_the_file_has_no_defaults(tmp_path):
         ("top_p", 1.5),
         ("top_k", 2.5),
         ("top_k", -1),
+        ("min_p", 1.0),
         ("repetition_penalty", 0),
         ("repetition_penalty", [1.1]),
     ],
@@ -93,7 +102,8 @@ def test_the_bundle_keeps_defaults_and_every_end_of_text_id(tmp_path):
     fields = {**QWEN, "eos_token_id": [3, 4]}
     (source / FILE).write_text(json.dumps(fields))
     options = ExportOptions(capacity=64, max_width=16)
-    export(str(source), tmp_path / "bundle", options=options)
+    with pytest.warns(UserWarning, match="passed over: .* eos_token <.endoftext.>"):
+        export(str(source), tmp_path / "bundle", options=options)
     bundle = Bundle.open(tmp_path / "bundle")
     assert bundle.eos_token_ids == (3, 4)
     assert bundle.generation == {k: v for k, v in QWEN.items() if k != "do_sample"}

@@ -55,7 +55,7 @@ CASES = {
     "gemma3 Q8_0": (
         "gemma3",
         transformers.Gemma3TextConfig(
-            **SIZES, head_dim=32, sliding_window=8, query_pre_attn_scalar=256
+            **SIZES, head_dim=32, sliding_window=8, query_pre_attn_scalar=32
         ),
         one(Type.Q8_0),
     ),
@@ -235,19 +235,52 @@ def test_llama_3_scales_its_rotations(tmp_path):
         Checkpoint.load(str(file), torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["linear", "yarn", "longrope"])
-def test_other_scalings(tmp_path, kind):
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+ORIGINAL = {"original_context_length": 128}
+SCALINGS = {
+    "linear": ({"type": "linear", "factor": 4.0}, {"rope_type": "linear"}),
+    "no type": ({"factor": 4.0}, {"rope_type": "linear"}),
+    "old name": ({"scale_linear": 4.0}, {"rope_type": "linear"}),
+    "yarn": ({"type": "yarn", "factor": 4.0, **ORIGINAL}, YARN),
+    "yarn, the length of the texts": (
+        {"type": "yarn", "factor": 4.0},
+        {**YARN, "original_max_position_embeddings": 512},
+    ),
+    "yarn, stronger": (
+        {"type": "yarn", "factor": 4.0, **ORIGINAL, "attn_factor": 2.0},
+        {**YARN, "attention_factor": 2 * (1 + 0.1 * np.log(4))},
+    ),
+    "yarn, other bounds": (
+        {"type": "yarn", "factor": 4.0, **ORIGINAL, "yarn_beta_slow": 0.05},
+        {**YARN, "beta_slow": 0.05},
+    ),
+    "none": ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
+    "a factor of nothing": ({"factor": 0.0}, {"rope_type": "default"}),
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_rotations_are_scaled_as_llama_cpp_scales_them(tmp_path, name):
+    stored, meant = SCALINGS[name]
+
     def change(writer):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
-        writer.add_rope_scaling_factor(4.0)
-        writer.add_rope_scaling_orig_ctx_len(128)
+        for key, value in stored.items():
+            prefix = "" if key == "scale_linear" else "scaling."
+            kind = {str: "string", float: "float32", int: "uint32"}[type(value)]
+            getattr(writer, f"add_{kind}")(f"llama.rope.{prefix}{key}", value)
+
+    rope = {"rope_theta": 10000.0, "factor": 4.0, **meant}
+    config = llama_config(num_hidden_layers=1, rope_parameters=rope)
+    written = write_gguf(tmp_path / "model.gguf", config, one(Type.F32), change=change)
+    found = Checkpoint.load(str(written.path), torch.float32).model
+    np.testing.assert_allclose(logits_of(found), logits_of(written.model), atol=1e-4)
+
+
+def test_an_unknown_scaling_is_refused(tmp_path):
+    def change(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
 
     file = tmp_path / "model.gguf"
     write_gguf(file, llama_config(num_hidden_layers=1), change=change)
-    if kind == "longrope":
-        with pytest.raises(UnsupportedModelError, match="by 'longrope'"):
-            Checkpoint.load(str(file), torch.float32)
-        return
-    found = Checkpoint.load(str(file), torch.float32).model.config.rope_parameters
-    assert found["rope_type"] == kind
-    assert found["factor"] == 4.0
+    with pytest.raises(UnsupportedModelError, match="by 'longrope'"):
+        Checkpoint.load(str(file), torch.float32)

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.gguf_tokenizer import read_tokenizer
+from jetdraft.checkpoints.gguf_tokenizer import ends_of_text, read_tokenizer
 from tests.ggufs import write_gguf
 from tests.tiny import END_OF_TEXT, llama_config, tokenizer
 
@@ -116,3 +116,104 @@ def test_the_template_and_the_ends_of_a_turn(tmp_path):
     found = Checkpoint.load(str(file), torch.float32)
     assert found.chat_template == template
     assert found.eos_token_ids == (0, 7)
+
+
+def test_a_file_may_have_a_template_for_tools(tmp_path):
+    def change(writer):
+        writer.add_string("tokenizer.chat_template.tool_use", "{{ tools }}")
+
+    file = tmp_path / "model.gguf"
+    write_gguf(file, llama_config(num_hidden_layers=1), template="x", change=change)
+    found = Checkpoint.load(str(file), torch.float32).chat_template
+    assert found == "{% if tools is not none %}{{ tools }}{% else %}x{% endif %}"
+
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+
+
+def fields_of(tokens, kind=NORMAL, merges=(), **more):
+    """A vocabulary of letters, and tokens of one type behind them."""
+    fields = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": [*"ab</s>", *tokens],
+        "token_type": [NORMAL] * 6 + [kind] * len(tokens),
+        "merges": list(merges),
+        **more,
+    }
+    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+
+
+@pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED])
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|eot_id|>", "</s>", "<|fim_pad|>"])
+def test_an_end_by_its_name_is_one_whatever_its_type(end, kind):
+    """As in llama.cpp, which calls such types a bug of the model."""
+    field = fields_of(["<x>", end], kind, eos_token_id=0).get
+    assert ends_of_text(field) == [0, 7]
+    made = Tokenizer.from_str(read_tokenizer("file", field))
+    assert made.encode(f"a{end}b").ids == [0, 7, 1]
+    assert made.decode([0, 7, 1]) == "ab", "ends are not shown"
+    is_shown = made.decode([6], skip_special_tokens=True) == "<x>"
+    assert is_shown == (kind != CONTROL)
+
+
+def test_marks_of_infilling_are_control_tokens():
+    """Without an id in the file the first by its name, as in llama.cpp."""
+    tokens = ["<|fim_prefix|>", "<PRE>", "<|file_sep|>"]
+    field = fields_of(tokens, USER_DEFINED).get
+    made = Tokenizer.from_str(read_tokenizer("file", field))
+    assert made.decode([6, 7, 8]) == "<PRE>"
+    assert ends_of_text(field) == [8]
+    named = fields_of(tokens, USER_DEFINED, fim_sep_token_id=0, fim_pre_token_id=0).get
+    assert ends_of_text(named) == [0]
+
+
+def test_a_token_that_merges_build_is_no_end():
+    """Qwen's </s> is a tag of HTML."""
+    merges = ["< /", "</ s", "</s >"]
+    field = fields_of(["</", "</s", "</s>", "<|im_end|>"], merges=merges).get
+    assert ends_of_text(field) == [9]
+    made = Tokenizer.from_str(read_tokenizer("file", field))
+    assert made.decode([8]) == "</s>"
+
+
+def test_an_end_inside_of_a_turn_is_shown():
+    """OpenAI's harmony: <|end|> ends a message of several, <|return|> the turn."""
+    field = fields_of(["<|end|>", "<|return|>", "<|call|>"], CONTROL).get
+    assert ends_of_text(field) == [7, 8]
+    made = Tokenizer.from_str(read_tokenizer("file", field))
+    assert made.decode([6, 7]) == "<|end|>"
+    alone = fields_of(["<|end|>", "<|return|>"], CONTROL).get
+    assert ends_of_text(alone) == [6, 7]
+
+
+def test_a_file_may_ask_for_an_end_behind_each_text():
+    field = fields_of(["<s>"], CONTROL, bos_token_id=6, eos_token_id=0)
+    for begins, ends, expected in (
+        (True, True, [6, 1, 0]),
+        (False, True, [1, 0]),
+        (None, False, [1]),
+    ):
+        field["tokenizer.ggml.add_bos_token"] = begins
+        field["tokenizer.ggml.add_eos_token"] = ends
+        made = Tokenizer.from_str(read_tokenizer("file", field.get))
+        assert made.encode("b").ids == expected
+
+
+def test_sentencepiece_has_ids_where_the_file_has_none():
+    tokens = ["<unk>", "<s>", "<end>", "▁", "a"]
+    fields = {"model": "llama", "tokens": tokens, "scores": [0.0] * 5}
+    fields["token_type"] = [2, 3, 3, 1, 1]
+    field = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}.get
+    made = Tokenizer.from_str(read_tokenizer("file", field))
+    assert made.encode("a").ids[0] == 1
+    assert ends_of_text(field) == [2]
+
+
+def test_tokens_of_phi_3_take_the_spaces_behind_them():
+    field = fields_of(["<|user|>", "<|endoftext|>"], CONTROL)
+    for name, taken in (("Phi 3 Mini", False), ("Phi-3 Mini", True)):
+        field["general.name"] = name
+        made = Tokenizer.from_str(read_tokenizer("file", field.get))
+        found = made.encode("<|user|> a<|endoftext|>").offsets[0]
+        assert found == ((0, 9) if taken else (0, 8))

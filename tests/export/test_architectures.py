@@ -44,7 +44,35 @@ LONG_ROPE = {
 }
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
 CONFIGS = {
+    "llama with biases, yarn": llama_config(
+        num_hidden_layers=2,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters=YARN_ROPE,
+    ),
+    "gemma2, soft caps": transformers.Gemma2Config(
+        **SIZES,
+        head_dim=16,
+        query_pre_attn_scalar=20,
+        sliding_window=8,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=1.0,
+    ),
+    "granite, scales": transformers.GraniteConfig(
+        **SIZES,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.3,
+        logits_scaling=2.0,
+    ),
     "llama grouped tied": llama_config(num_hidden_layers=2),
     "llama multi-head untied, head_dim not hidden/heads, "
     "dynamic rope within its limit": llama_config(

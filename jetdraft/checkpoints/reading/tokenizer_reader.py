@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import transformers
+from tokenizers.models import BPE
 
+from jetdraft.bundle import is_token_name
 from jetdraft.checkpoints.gguf import is_gguf, read_gguf_tokenizer
 from jetdraft.checkpoints.reading.checkpoint_folder import check_folder
 from jetdraft.checkpoints.reading.loading_errors import OWN_CODE, first_line
 from jetdraft.checkpoints.silence import no_progress_bars, silenced
 from jetdraft.errors import CheckpointError
+from jetdraft.untrusted.printable import printable
 
 
 def load_tokenizer(source: str) -> Any:
-    """The fast tokenizer; None for a checkpoint without a tokenizer."""
+    """The fast tokenizer; None for a checkpoint without a tokenizer.
+
+    As in transformers, truncation and padding are a matter of each call, whatever a
+    training left in the file.
+    """
     path = Path(source)
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if path.is_dir() and not any((path / name).is_file() for name in names):
@@ -32,6 +40,8 @@ def load_tokenizer(source: str) -> Any:
         raise CheckpointError(
             f"the tokenizer of {source} has no tokenizer.json form; convert it first"
         )
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     return tokenizer
 
 
@@ -45,11 +55,39 @@ def read_tokenizer(source: str) -> str | None:
     return tokenizer and str(tokenizer.backend_tokenizer.to_str())
 
 
-def chat_template(tokenizer: Any) -> str | None:
+def special_tokens(tokenizer: Any) -> dict[str, str]:
+    """The texts of the special tokens that a chat template may name."""
+    tokens = tokenizer.special_tokens_map if tokenizer else {}
+    return {name: token for name, token in tokens.items() if is_token_name(name)}
+
+
+def passed_over_by(tokenizer: Any, ends: Collection[int]) -> Iterator[str]:
+    """A line for each setting of a tokenizer that its tokenizer.json cannot have.
+
+    `ends` are the ids that end a text.
+    """
+    file = "tokenizer_config.json"
+    backend = tokenizer.backend_tokenizer
+    if tokenizer.split_special_tokens:
+        yield f"{file}: split_special_tokens True: special tokens are never split"
+    # transformers ignores it for BPE
+    if tokenizer.clean_up_tokenization_spaces and not isinstance(backend.model, BPE):
+        yield (
+            f"{file}: clean_up_tokenization_spaces True: spaces before punctuation are "
+            "shown"
+        )
+    end = tokenizer.eos_token
+    if ends and end is not None and tokenizer.eos_token_id not in ends:
+        yield (
+            f"{file}: eos_token {printable(end, 40)}: as in transformers, the "
+            "eos_token_id of generation_config.json or config.json rules"
+        )
+
+
+def chat_template(template: Any) -> str | None:
     """The chat template; of several, the default and beside it that for tools."""
-    template = getattr(tokenizer, "chat_template", None)
     if not isinstance(template, dict):
-        return template
+        return template if isinstance(template, str) else None
     default, tools = template.get("default"), template.get("tool_use")
     if default is None or tools is None:
         return default

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from jetdraft.bundle import SPECIAL_TOKENS
+from jetdraft.bundle import is_token_name
 from jetdraft.checkpoints.gguf import GgufFile
 from jetdraft.checkpoints.gguf_tokenizer import special_tokens
 from tests.runtime.text.chats import CHATS, own_prompt, transformers_prompt
@@ -36,7 +36,11 @@ def published(file):
     template = config.get("chat_template")
     if (beside := file.with_name("chat_template.jinja")).is_file():
         template = beside.read_text()
-    stored = {name: config[name] for name in SPECIAL_TOKENS if config.get(name)}
+    stored = {
+        name: token
+        for name, token in config.items()
+        if is_token_name(name) and isinstance(token, (str, dict))
+    }
     tokens = {
         name: token["content"] if isinstance(token, dict) else token
         for name, token in stored.items()

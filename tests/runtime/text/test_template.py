@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -129,12 +127,12 @@ def test_the_special_tokens_of_a_gguf_file():
 
 def test_of_several_templates_one_is_for_tools():
     several = {"default": "{{ 1 }}\n", "tool_use": "{{ tools | length }}s\n"}
-    template = ChatTemplate(chat_template(SimpleNamespace(chat_template=several)), {})
+    template = ChatTemplate(chat_template(several), {})
     assert template.render([user("a")]) == "1"
     assert template.render([user("a")], **TOOLS) == "1s"
     for names, expected in (("default", "{{ 1 }}\n"), ("tool_use", None)):
         part = {name: several[name] for name in [names]}
-        assert chat_template(SimpleNamespace(chat_template=part)) == expected
+        assert chat_template(part) == expected
 
 
 def test_a_refusal_has_the_templates_words_and_the_roles():

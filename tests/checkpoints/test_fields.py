@@ -1,0 +1,560 @@
+"""No field of a checkpoint that may change its text is passed over in silence."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import shutil
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.constants import Keys
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+import jetdraft
+from jetdraft.bundle import Bundle
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.defaults import FILE, Generation
+from jetdraft.checkpoints.gguf import GgufFile
+from jetdraft.checkpoints.reading.fields import (
+    GENERATION,
+    HEARING,
+    REFUSED,
+    SAMPLED,
+    SOURCES,
+    WARNED,
+    by_name,
+    row_of,
+)
+from jetdraft.checkpoints.reading.gguf_fields import FILE as GGUF_FILE
+from jetdraft.checkpoints.reading.gguf_fields import MODEL as GGUF_MODEL
+from jetdraft.checkpoints.reading.tokenizer_reader import load_tokenizer
+from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from jetdraft.server.generation_request import GenerationRequest
+from tests import manifests
+from tests.checkpoints.test_defaults import written
+from tests.cli.running import jetdraft as command
+from tests.documents import ROOT
+from tests.ggufs import write_gguf
+from tests.sources import CONFIGS
+from tests.sources import save as save_source
+from tests.tiny import drafter_config, llama_config, save_checkpoint, save_tokenizer
+
+PAGE = ROOT / "docs" / "checkpoints.md"
+TABLES = {
+    "generation_config.json": GENERATION,
+    "with `do_sample`": SAMPLED,
+    "of an encoder-decoder": SOURCES,
+    "of a model that hears": HEARING,
+    "GGUF, behind the name of the architecture": GGUF_MODEL,
+    "GGUF": GGUF_FILE,
+}
+"""The tables of the page, by the heads of their first columns."""
+
+
+def table(head, rows):
+    """A table of the page."""
+    yield f"| {head} | is | |"
+    yield "| --- | --- | --- |"
+    for row in rows:
+        names = ", ".join(f"`{name}`" for name in row.names.split())
+        yield f"| {names} | {row.fate} | {row.why} |"
+
+
+@pytest.mark.parametrize("head", TABLES)
+def test_the_page_has_all_rows(head):
+    expected = "\n".join(table(head, TABLES[head]))
+    assert expected in PAGE.read_text(), f"docs/checkpoints.md needs:\n{expected}"
+
+
+# --- generation_config.json -----------------------------------------------------------
+
+
+def test_every_field_of_transformers_has_a_row():
+    rows, config = by_name(GENERATION), GenerationConfig()
+    documented = re.findall(r"^ +(\w+) ?\(`", inspect.getdoc(GenerationConfig), re.M)
+    assert len(documented) > 50
+    names = {*vars(config), *config.to_dict(), *documented}
+    assert names - rows.keys() == set(), "name them in reading/fields.py"
+
+
+def test_what_transformers_does_by_itself_is_no_reason_to_warn(tmp_path):
+    fields = GenerationConfig._get_default_generation_params()
+    for sampled in (False, True):
+        source = written(tmp_path / "it", {**fields, "do_sample": sampled})
+        assert Generation.read(source).passed_over(True, False) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_beams", 4),
+        ("no_repeat_ngram_size", 3),
+        ("encoder_no_repeat_ngram_size", 3),
+        ("encoder_repetition_penalty", 1.2),
+        ("min_length", 5),
+        ("min_new_tokens", 5),
+        ("max_length", 400),
+        ("max_new_tokens", 5),
+        ("max_time", 2.0),
+        ("exponential_decay_length_penalty", [5, 1.1]),
+        ("forced_bos_token_id", 5),
+        ("forced_eos_token_id", 5),
+        ("begin_suppress_tokens", [5]),
+        ("bad_words_ids", [[5, 6], [7]]),
+        ("sequence_bias", [[[5], 1.0]]),
+        ("guidance_scale", 1.5),
+        ("watermarking_config", {"bias": 2.0}),
+        ("token_healing", True),
+        ("penalty_alpha", 0.6),
+        ("dola_layers", "high"),
+        ("constraints", [5]),
+        ("force_words_ids", [[5]]),
+        ("typical_p", 0.9),
+        ("top_h", 0.4),
+        ("epsilon_cutoff", 3e-4),
+        ("eta_cutoff", 3e-4),
+        ("a_field_of_next_year", 5),
+    ],
+)
+def test_what_is_not_honoured_is_warned_of_by_name(tmp_path, name, value):
+    source = written(tmp_path / "it", {"do_sample": True, name: value})
+    [line] = Generation.read(source).passed_over(False, False)
+    assert line.startswith(f"{FILE}: {name} ")
+
+
+def test_all_of_these_names_are_tried_above():
+    [tried] = test_what_is_not_honoured_is_warned_of_by_name.pytestmark
+    rows = by_name(GENERATION, SAMPLED)
+    warned = {name for name, row in rows.items() if row.fate == WARNED}
+    assert warned == {name for name, _ in tried.args[1]} & rows.keys()
+
+
+def test_filters_count_only_where_something_is_drawn(tmp_path):
+    source = written(tmp_path / "it", {"typical_p": 0.9, "top_h": 0.4})
+    assert Generation.read(source).passed_over(False, False) == ()
+
+
+def test_config_json_is_read_where_generation_config_json_is_missing(tmp_path):
+    """As transformers reads BART's; other fields of it are the model's."""
+    fields = {"num_beams": 4, "hidden_size": 5, "bad_words_ids": [[6]], "min_p": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    found = Generation.read(str(tmp_path))
+    [line] = found.passed_over(True, False)
+    assert line.startswith("config.json: num_beams 4: ")
+    assert found.defaults(vocab_size=9) == {"logit_bias": {6: -1e30}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"suppress_tokens": 5},
+        {"suppress_tokens": ["a"]},
+        {"bad_words_ids": [5]},
+        {"bad_words_ids": {"a": 1}},
+        {"stop_strings": [5]},
+        {"stop_strings": {}},
+    ],
+)
+def test_a_malformed_list_is_refused(tmp_path, fields):
+    source = written(tmp_path / "it", fields)
+    with pytest.raises(CheckpointError, match=r"is malformed .*; correct or remove it"):
+        Generation.read(source)
+
+
+SETTINGS = {
+    "suppress_tokens": [-1, 40, 41, 10**6],
+    "bad_words_ids": [[42], [0], [43]],
+    "repetition_penalty": 1.3,
+    "num_beams": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def settled(tmp_path_factory):
+    """A checkpoint whose greedy text its own settings change, and its bundle."""
+    folder = tmp_path_factory.mktemp("settled")
+    source = save_checkpoint(folder / "checkpoint", drafter_config())
+    (source / FILE).write_text(
+        json.dumps({"eos_token_id": 0, "no_repeat_ngram_size": 2})
+    )
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    config["image_token"] = "<|endoftext|>"
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    options = ExportOptions(Recipe("none"), capacity=64, max_width=16)
+    # Tokens that the text has without the settings, so that they change it.
+    with pytest.warns(UserWarning, match="passed over: .* no_repeat_ngram_size 2: "):
+        export(str(source), folder / "free", options=options)
+    with jetdraft.load(folder / "free") as model:
+        free = model.generate("def", max_new_tokens=20, ignore_eos=True).token_ids
+    never = list(dict.fromkeys(free))[:3]
+    fields = SETTINGS | {
+        "suppress_tokens": [-1, never[0], 10**6],
+        "bad_words_ids": [[never[1]], [0], [never[2]]],
+        "eos_token_id": 0,
+    }
+    (source / FILE).write_text(json.dumps(fields))
+    export(str(source), folder / "bundle", options=options)
+    return source, folder, never
+
+
+def test_a_text_with_the_defaults_is_the_one_of_transformers(settled):
+    source, folder, never = settled
+    model = Checkpoint.load(str(source), torch.float32).model
+    model.set_attn_implementation("eager")
+    with jetdraft.load(folder / "bundle") as bundle:
+        assert sorted(bundle.defaults["logit_bias"]) == sorted(never)
+        ids = bundle.prompt("def the").tolist()
+        written_ids = model.generate(
+            torch.tensor([ids]), max_new_tokens=20, pad_token_id=0
+        )
+        expected = written_ids[0, len(ids) :].tolist()
+        for method in ("none", "lookup"):
+            found = bundle.generate(
+                token_ids=ids, max_new_tokens=20, method=method, **bundle.defaults
+            )
+            assert found.token_ids == expected
+        plain = bundle.generate(token_ids=ids, max_new_tokens=20).token_ids
+        assert plain != expected, "the settings change the text"
+
+
+def test_check_shows_what_is_honoured_and_what_is_passed_over(settled):
+    _, folder, _ = settled
+    told = command("check", folder / "free", "--no-run").stdout
+    assert f"passed over {FILE}: no_repeat_ngram_size 2: the text may repeat" in told
+    told = command("check", folder / "bundle", "--no-run").stdout
+    assert "passed over" not in told
+    assert re.search(r"^defaults +repetition_penalty 1.3, logit_bias \{", told, re.M)
+    fields = json.loads(command("check", folder / "free", "--no-run", "--json").stdout)
+    assert [line.split(":")[0] for line in fields["passed_over"]] == [FILE]
+
+
+def test_a_bundle_without_the_record_still_opens(settled, tmp_path):
+    _, folder, _ = settled
+    old = shutil.copytree(folder / "free", tmp_path / "old")
+    fields = manifests.read(old)
+    del fields["passed_over"]
+    manifests.write(old, fields)
+    assert Bundle.open(old).passed_over == ()
+
+
+def test_a_token_of_the_model_has_its_name_in_the_template(settled):
+    """An image_token made a bundle that could not be opened."""
+    _, folder, _ = settled
+    assert Bundle.open(folder / "free").special_tokens["image_token"] == "<|endoftext|>"
+
+
+def test_an_encoder_decoders_settings_may_lie_in_config_json(tmp_path):
+    """As in BART's and Marian's older files: no beams, but never padding."""
+    save_source(tmp_path, CONFIGS["marian"])
+    (tmp_path / FILE).unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings = {"num_beams": 4, "bad_words_ids": [[1]], "forced_bos_token_id": 7}
+    (tmp_path / "config.json").write_text(json.dumps(config | settings))
+    found = Checkpoint.load(str(tmp_path), torch.float32)
+    assert found.generation == {"logit_bias": {1: -1e30}}
+    assert [line.split()[1] for line in found.passed_over] == ["num_beams"]
+    assert found.start_token_ids == (2, 7)
+
+
+def test_a_request_cannot_bring_back_what_is_never_written():
+    defaults = {"logit_bias": {5: -1e30}, "stop": ["x"], "temperature": 0.5}
+    for given, biases in (({}, [5]), ({"logit_bias": {"5": 100, "6": 1}}, [5, 6])):
+        body = {"model": "m", "prompt": "a", **given}
+        found = GenerationRequest.of(body, False, 16, defaults=defaults).options
+        assert sorted(found["logit_bias"]) == biases
+        assert found["logit_bias"][5] == -1e30
+        assert found["stop"] == ["x"]
+
+
+def test_stop_texts_of_the_checkpoint_count_unless_a_flag_gives_others(
+    settled, tmp_path
+):
+    _, folder, _ = settled
+    bundle = shutil.copytree(folder / "free", tmp_path / "bundle")
+
+    def text(*more):
+        how = ["-n", 20, "--ignore-eos", "--repetition-penalty", 2, "--json"]
+        said = command("generate", bundle, "def", *how, *more).stdout
+        return json.loads(said)["text"]
+
+    whole = text()
+    letters = [letter for letter in dict.fromkeys(whole) if letter.isalpha()]
+    first, second = letters[1:3]
+    manifests.edit(bundle, generation={"stop": [second]})
+    assert text() == whole[: whole.index(second)]
+    assert text("--stop", first) == whole[: whole.index(first)]
+
+
+# --- the tokenizer --------------------------------------------------------------------
+
+TEXT = "def the <|endoftext|> self .\nreturn 12"
+
+
+def trained(folder):
+    """A tokenizer as a training leaves it: it cuts to 8 tokens, and pads to 8."""
+    save_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = "<|endoftext|>"
+    tokenizer(["a", "b"], truncation=True, max_length=8, padding="max_length")
+    tokenizer.save_pretrained(folder)
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    assert fields["truncation"]["max_length"] == fields["padding"]["strategy"]["Fixed"]
+    return folder
+
+
+def test_truncation_and_padding_of_a_training_are_reset(tmp_path):
+    expected = AutoTokenizer.from_pretrained(save_tokenizer(tmp_path / "plain"))
+    source = trained(tmp_path / "trained")
+    save_checkpoint(source, drafter_config(), tokenizer=False)
+    found = Tokenizer.from_str(Checkpoint.load(str(source), torch.float32).tokenizer)
+    for text in ("def", TEXT):
+        assert found.encode(text).ids == expected(text).input_ids
+
+
+TOKEN = {"content": "def", "special": False, "normalized": False}
+TOKENIZER_FIELDS = {
+    "add_bos_token": True,
+    "add_eos_token": True,
+    "add_prefix_space": True,
+    "added_tokens_decoder": {"70": TOKEN | {"lstrip": True, "rstrip": False}},
+    "additional_special_tokens": ["self"],
+    "bos_token": "<|endoftext|>",
+    "chat_template": "{{ messages }}",
+    "clean_up_tokenization_spaces": True,
+    "do_lower_case": True,
+    "eos_token": "self",
+    "extra_special_tokens": {"image_token": "self"},
+    "legacy": False,
+    "model_max_length": 4,
+    "padding_side": "left",
+    "spaces_between_special_tokens": False,
+    "split_special_tokens": True,
+    "truncation_side": "left",
+    "use_default_system_prompt": True,
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZER_FIELDS)
+@pytest.mark.filterwarnings("ignore")
+def test_ids_and_texts_are_those_of_transformers(tmp_path, name):
+    """The fields of tokenizer_config.json: honoured, or the next test finds a line."""
+    save_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    changed = json.loads(file.read_text()) | {name: TOKENIZER_FIELDS[name]}
+    file.write_text(json.dumps(changed))
+    expected = AutoTokenizer.from_pretrained(tmp_path)
+    found = Tokenizer.from_str(load_tokenizer(str(tmp_path)).backend_tokenizer.to_str())
+    ids = expected(TEXT).input_ids
+    assert (found.encode(TEXT).ids == ids) == (name != "split_special_tokens")
+    assert found.decode(ids, skip_special_tokens=False) == expected.decode(ids)
+    assert f"`{name}`" in PAGE.read_text()
+
+
+def test_the_page_has_the_settings_of_every_tokenizer():
+    source = inspect.getsource(PreTrainedTokenizerBase.__init__)
+    names = set(re.findall(r'kwargs\.pop\(\s*"(\w+)"', source))
+    assert len(names) > 10
+    internal = {"name_or_path", "verbose", "backend", "files_loaded", "max_len"}
+    for name in names - internal:
+        assert f"`{name}`" in PAGE.read_text(), name
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"split_special_tokens": True}, "split_special_tokens True: "),
+        ({"clean_up_tokenization_spaces": True}, None),
+        ({"eos_token": "self"}, "eos_token self: "),
+        ({}, None),
+    ],
+)
+def test_settings_that_no_tokenizer_json_has_are_warned_of(tmp_path, field, said):
+    save_checkpoint(tmp_path, drafter_config())
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | field))
+    found = Checkpoint.load(str(tmp_path), torch.float32).passed_over
+    assert len(found) == (said is not None)
+    assert all(line.startswith(f"tokenizer_config.json: {said}") for line in found)
+
+
+# --- GGUF -----------------------------------------------------------------------------
+
+
+def keys(group=Keys):
+    """All keys that llama.cpp's package names."""
+    for name, value in vars(group).items():
+        if not name.startswith("_"):
+            yield from [value] if isinstance(value, str) else keys(value)
+
+
+def test_every_key_of_llama_cpp_has_a_row():
+    model, file = by_name(GGUF_MODEL), by_name(GGUF_FILE)
+    found = list(keys())
+    assert len(found) > 200
+    for key in found:
+        own = key.removeprefix("{arch}.")
+        assert row_of(own, file if own == key else model), f"name {key} in gguf_fields"
+
+
+def header(path, family, change):
+    """A file of a family with hardly any weights."""
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_block_count(2)
+    writer.add_context_length(4096)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_vocab_size(288)
+    change(writer)
+    for name in ("output_norm.weight", "blk.0.attn_norm.weight"):
+        writer.add_tensor(name, np.ones(64, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GgufFile(str(path))
+
+
+def refused_keys():
+    for rows, prefix in ((GGUF_MODEL, "llama."), (GGUF_FILE, "")):
+        for row in rows:
+            if row.fate == REFUSED:
+                yield from ((prefix + name, row) for name in row.names.split())
+
+
+def read(path, change, family="llama"):
+    """Read all metadata of such a file."""
+    file = header(path, family, change)
+    return file.passed_over(), file.config()
+
+
+@pytest.mark.parametrize(
+    ("name", "row"), [*refused_keys()], ids=lambda it: str(it)[:40]
+)
+def test_a_key_that_no_model_computes_with_is_refused(tmp_path, name, row):
+    name = name.replace("*", "other")
+    value = "adapter" if name == "general.type" else 7
+
+    def change(writer):
+        add = writer.add_string if isinstance(value, str) else writer.add_uint32
+        add(name, value)
+
+    with pytest.raises((UnsupportedModelError, CheckpointError)) as refused:
+        read(tmp_path / "a.gguf", change)
+    assert name in str(refused.value) or name == "split.count"
+    if row.neutral(0) and not row.neutral(value):
+        value = 0
+        assert read(tmp_path / "b.gguf", change)[0] == ()
+
+
+def test_keys_that_are_not_honoured_are_warned_of(tmp_path):
+    def change(writer):
+        writer.add_float32("general.sampling.xtc_probability", 0.5)
+        writer.add_float32("general.sampling.penalty_repeat", 1.0)
+        writer.add_uint32("llama.next_years_field", 5)
+        writer.add_string("tokenizer.ggml.next_year", "x")
+        writer.add_string("quantize.imatrix.file", "calibration.dat")
+        writer.add_string("somebody.version", "5")
+
+    lines, _ = read(tmp_path / "a.gguf", change)
+    assert [line.split()[1] for line in lines] == [
+        "general.sampling.xtc_probability",
+        "next_years_field",
+        "tokenizer.ggml.next_year",
+    ]
+
+
+def test_sampling_and_suppressed_tokens_become_defaults(tmp_path):
+    def change(writer):
+        writer.add_float32("general.sampling.temp", 0.5)
+        writer.add_float32("general.sampling.min_p", 0.25)
+        writer.add_array("tokenizer.ggml.suppress_tokens", [7, 9, 400])
+
+    file = write_gguf(
+        tmp_path / "model.gguf", llama_config(num_hidden_layers=1), change=change
+    )
+    found = Checkpoint.load(str(file.path), torch.float32).generation
+    assert found == {
+        **{"temperature": 0.5, "top_k": 0, "min_p": 0.25},
+        "logit_bias": {7: -1e30, 9: -1e30},
+    }
+    plain = header(tmp_path / "b.gguf", "llama", lambda writer: None)
+    assert plain.generation().defaults() == {}
+    only = header(
+        tmp_path / "c.gguf",
+        "llama",
+        lambda writer: writer.add_int32("general.sampling.top_k", 40),
+    )
+    assert only.generation().defaults() == {"temperature": 0.8, "top_k": 40}
+
+
+def theta(config):
+    """The base of rotations."""
+    return config.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "expected"),
+    [
+        ("starcoder2", "rope.freq_base", 1e6, theta),
+        ("stablelm", "rope.freq_base", 5e5, theta),
+        ("starcoder2", "attention.layer_norm_epsilon", 0.125, lambda c: c.norm_epsilon),
+        ("nemotron", "attention.layer_norm_epsilon", 0.125, lambda c: c.norm_eps),
+        ("falcon", "attention.layer_norm_epsilon", 0.5, lambda c: c.layer_norm_epsilon),
+        ("phi3", "attention.sliding_window", 8, lambda c: c.sliding_window),
+        ("gemma2", "final_logit_softcapping", 5.0, lambda c: c.final_logit_softcapping),
+        ("gemma2", "attn_logit_softcapping", 5.0, lambda c: c.attn_logit_softcapping),
+        ("gemma3", "final_logit_softcapping", 5.0, lambda c: c.final_logit_softcapping),
+        (
+            *("gemma3", "rope.freq_base_swa", 5e4),
+            lambda c: c.rope_parameters["sliding_attention"]["rope_theta"],
+        ),
+        ("gemma3", "attention.key_length", 32, lambda c: c.query_pre_attn_scalar),
+        (
+            *("stablelm", "rope.dimension_count", 8),
+            lambda c: 16 * c.rope_parameters["partial_rotary_factor"],
+        ),
+    ],
+)
+def test_numbers_that_transformers_passes_over_are_set(
+    tmp_path, family, key, value, expected
+):
+    def change(writer):
+        is_whole = isinstance(value, int)
+        add = writer.add_uint32 if is_whole else writer.add_float32
+        add(f"{family}.{key}", value)
+
+    lines, config = read(tmp_path / "a.gguf", change, family)
+    assert lines == ()
+    assert expected(config) == value
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("llama", "attention.sliding_window", 8),
+        ("qwen2", "attention.sliding_window", 8),
+        ("llama", "attn_logit_softcapping", 30.0),
+        ("llama", "rope.freq_base_swa", 5e4),
+        ("qwen2", "rope.dimension_count", 8),
+        ("llama", "rope.scaling.attn_factor", 0.5),
+        ("llama", "attention.value_length", 32),
+        ("gemma3", "attention.sliding_window_pattern", 2),
+    ],
+)
+def test_numbers_that_a_family_does_not_have_are_refused(tmp_path, family, key, value):
+    def change(writer):
+        is_whole = isinstance(value, int)
+        add = writer.add_uint32 if is_whole else writer.add_float32
+        add(f"{family}.{key}", value)
+
+    with pytest.raises(UnsupportedModelError, match=f"{family}.{key} {value}"):
+        read(tmp_path / "a.gguf", change, family)
