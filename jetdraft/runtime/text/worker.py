@@ -75,6 +75,7 @@ class Words:
         aliased = [texts[token] for token in self.aliases]
         self.tokens = [*texts, *[b""] * (self.first - size), *aliased]
         self.tokenizer = LLTokenizer(self, eos_token=ends)  # type: ignore[arg-type]
+        self.tokens.clear()  # the library has a copy
 
     def __call__(self, text: str) -> list[int]:
         """The tokens that the library writes where only this text may come.
