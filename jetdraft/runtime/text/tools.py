@@ -69,9 +69,9 @@ class Tools:
     """Functions that a model may call, for `Conversation`, `Model.chat` and the server.
 
     `functions` are in OpenAI's form; `choice` is "auto", "required" (it must call) or
-    the name of the function that it must call. Where a chat template marks calls, a
-    text may have several unless `parallel` is false. `Model` sets `tags`, the marks in
-    Lark's notation. `schema` is the JSON schema of an answer without a call. Raises
+    the name of the function that it must call, once. Where a chat template marks calls,
+    other texts may have several unless `parallel` is false. `Model` sets `tags`, the
+    marks in Lark's notation. `schema` is the JSON schema of an answer without a call. Raises
     `OptionError`.
 
         tools = Tools([{"type": "function", "function": {"name": "stop"}}])
@@ -137,7 +137,9 @@ class Tools:
             # A text may lead to a tag in any spelling, and then a call must follow.
             is_free = self.choice == "auto" and self.schema is None
             before = "before" if is_free else "begin"
-        calls = "call (GAP begin call)*" if self.tags and self.parallel else "call"
+        # A function that is named must be called, once.
+        is_several = self.tags and self.parallel and self.choice not in self.names
+        calls = "call (GAP begin call)*" if is_several else "call"
         answer = TEXT[bool(self.tags)]
         if self.schema is not None:
             answer = f"answer: {_json(self.schema)}"
@@ -167,7 +169,7 @@ class Tools:
                 raise OptionError(f"tool {name!r}: {error}", "constraint") from error
 
     def calls(self, text: str) -> list[ToolCall]:
-        """Return the calls in a text; none if a call is incomplete."""
+        """Return the calls in a text; an incomplete call at its end is left out."""
         calls: list[ToolCall] = []
         decode = json.JSONDecoder().raw_decode
         at = self._next(text, 0)
@@ -181,7 +183,7 @@ class Tools:
                 calls.append(ToolCall(call["name"], call["arguments"]))
                 at = self._next(text, end)
         except (ValueError, TypeError, KeyError, RecursionError):
-            return []
+            pass
         return calls
 
     def _next(self, text: str, start: int) -> int | None:

@@ -76,7 +76,8 @@ def test_what_may_be_written(model, options, texts):
         (False, '{"age": 5}', []),
         (True, CALL, []),
         (True, f"I call.\n{MARKED}\n{OTHER}", ["f", "g"]),
-        (True, f"{MARKED}\n<tool_call>{{", []),
+        (True, f"{MARKED}\n<tool_call>{{", ["f"]),
+        (True, "<tool_call>{", []),
     ],
 )
 def test_what_is_a_call(marked, text, names):
@@ -284,3 +285,9 @@ def test_numbers_that_would_be_rounded_are_refused(key):
         functions, more = [{**F, "function": {"name": "f", "parameters": schema}}], {}
     with pytest.raises(OptionError, match="9007199254740993 cannot be kept exactly"):
         Tools(functions, **more)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "f"])
+def test_a_named_function_is_called_once(choice):
+    grammar = Tools([F, G], choice, tags=AS_TEXT).grammar()
+    assert ("(GAP begin call)*" in grammar) == (choice != "f")
