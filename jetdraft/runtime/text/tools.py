@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -71,8 +72,8 @@ class Tools:
     `functions` are in OpenAI's form; `choice` is "auto", "required" (it must call) or
     the name of the function that it must call, once. Where a chat template marks calls,
     other texts may have several unless `parallel` is false. `Model` sets `tags`, the
-    marks in Lark's notation. `schema` is the JSON schema of an answer without a call. Raises
-    `OptionError`.
+    marks in Lark's notation. `schema` is the JSON schema of an answer without a call.
+    Raises `OptionError`.
 
         tools = Tools([{"type": "function", "function": {"name": "stop"}}])
         model.chat(messages, tools=tools).calls
@@ -137,18 +138,17 @@ class Tools:
             # A text may lead to a tag in any spelling, and then a call must follow.
             is_free = self.choice == "auto" and self.schema is None
             before = "before" if is_free else "begin"
-        # A function that is named must be called, once.
         is_several = self.tags and self.parallel and self.choice not in self.names
         calls = "call (GAP begin call)*" if is_several else "call"
         answer = TEXT[bool(self.tags)]
         if self.schema is not None:
             answer = f"answer: {_json(self.schema)}"
-        start = f"start: {'answer | ' * (self.choice == 'auto')}{before} {calls}"
         rules = MARKED.format(*self.tags) if self.tags else "call: one"
         # A document for each: an id in one may be another's too.
         ones = {f"one{n}": _call_schema(each) for n, each in enumerate(self._allowed)}
         one = f"one: {' | '.join(ones)}"
         documents = (f"{name}: {_json(schema)}" for name, schema in ones.items())
+        start = f"start: {'answer | ' * (self.choice == 'auto')}{before} {calls}"
         return "\n".join([start, answer, rules, one, *documents])
 
     def check(self, vocabulary: Vocabulary) -> None:
@@ -170,10 +170,9 @@ class Tools:
 
     def calls(self, text: str) -> list[ToolCall]:
         """Return the calls in a text; an incomplete call at its end is left out."""
-        calls: list[ToolCall] = []
+        calls, at = list[ToolCall](), self._next(text, 0)
         decode = json.JSONDecoder().raw_decode
-        at = self._next(text, 0)
-        try:
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
             while at is not None:
                 _, end = decode(text, at)
                 # Infinite numbers are no JSON; integers are as exact as written.
@@ -182,8 +181,6 @@ class Tools:
                     return []
                 calls.append(ToolCall(call["name"], call["arguments"]))
                 at = self._next(text, end)
-        except (ValueError, TypeError, KeyError, RecursionError):
-            pass
         return calls
 
     def _next(self, text: str, start: int) -> int | None:
