@@ -36,7 +36,7 @@ from jetdraft.export.kv import cache_scales
 from jetdraft.export.measures import Measures
 from jetdraft.export.pair.cut_head import CutHead, cut_head, write_vocabulary
 from jetdraft.export.pair.draft_acceptance import with_acceptance
-from jetdraft.export.pair.pair_tokenizers import check_tokenizers, compare_tokenizers
+from jetdraft.export.pair.pair_tokenizers import check_tokens, compare_tokenizers
 from jetdraft.export.seams import warn_of_length
 from jetdraft.export.source.family import Family
 from jetdraft.export.step import Step
@@ -160,12 +160,13 @@ def _check_draft_vocabulary(
     reader: AnyHead | None,
 ) -> None:
     """Raise `OptionError` for a draft vocabulary that is none."""
-    count, most = options.draft_vocab, checkpoints[TARGET].vocab_size - 1
+    count = options.draft_vocab
+    most = min(checkpoint.vocab_size for checkpoint in checkpoints.values()) - 1
     if count is None:
         return
     if count > most:
         raise OptionError(
-            f"a draft vocabulary of {count} tokens is not a part of the target's "
+            f"a draft vocabulary of {count} tokens is not a part of the pair's "
             f"{most + 1}; give 1 to {most}, or leave it out"
         )
     if isinstance(reader, BlockDrafter) and reader.reads_text:
@@ -227,7 +228,11 @@ def _load(
     for number, (name, source) in enumerate(sources.items()):
         report("load", number, len(sources))
         dtype = getattr(torch, DTYPES[options.dtype_of(name)])
-        checkpoints[name] = Checkpoint.load(source, dtype)
+        checkpoint = Checkpoint.load(source, dtype)
+        if name == DRAFTER:
+            check_tokens(checkpoints[TARGET], checkpoint)
+            checkpoint = checkpoint.beside(checkpoints[TARGET].vocab_size)
+        checkpoints[name] = checkpoint
     report("load", len(sources), len(sources))
     return checkpoints
 
@@ -247,10 +252,6 @@ def _check(
         Family.of(checkpoint).check_seams(checkpoint.model, contracts[name])
         warn_of_length(checkpoint.model, contracts[name].capacity)
     if DRAFTER in checkpoints:
-        check_tokenizers(
-            {name: checkpoint.source for name, checkpoint in checkpoints.items()},
-            {name: checkpoint.tokenizer for name, checkpoint in checkpoints.items()},
-        )
         check_pair(contracts[TARGET], contracts[DRAFTER])
     return contracts
 
