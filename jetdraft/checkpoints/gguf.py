@@ -34,6 +34,7 @@ from jetdraft.checkpoints.gguf_tokenizer import (
 from jetdraft.checkpoints.gguf_types import TYPES
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.preview.config_bounds import SPARE, Bounds, skeleton
+from jetdraft.checkpoints.preview.unsupported_kinds import check_kinds
 from jetdraft.errors import CheckpointError, JetdraftError, UnsupportedModelError
 from jetdraft.quant.blocks import Blocks
 from jetdraft.untrusted.printable import printable
@@ -131,6 +132,7 @@ class GgufFile:
                 f"{self.source} is one of {parts} parts; join them with "
                 "llama-gguf-split --merge"
             )
+        check_kinds(self.source, lambda name: self.field(f"{self.family}.{name}"))
         if self.family not in GGUF_SUPPORTED_ARCHITECTURES:
             raise UnsupportedModelError(
                 f"{self.source} is a {self.family!r} model, which transformers cannot "
@@ -143,12 +145,6 @@ class GgufFile:
             raise CheckpointError(
                 f"{self.source} has {len(self.tensors)} weights for {layers} layers; "
                 "fetch it again"
-            )
-        experts = [name for name in self.tensors if "_exps." in name]
-        if experts:
-            raise UnsupportedModelError(
-                f"{self.source} is a mixture of experts ({experts[0]}), which cannot "
-                "be read from a GGUF file; export its Hugging Face folder"
             )
 
     def tokenizer(self) -> str | None:

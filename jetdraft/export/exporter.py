@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,6 +26,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_reader import AnyHead, check_head
+from jetdraft.checkpoints.reading.model_reader import check_exportable
 from jetdraft.checkpoints.silence import silenced
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import OptionError
@@ -223,6 +225,8 @@ def _load(
     sources: Mapping[str, str], options: ExportOptions, report: Progress
 ) -> dict[str, Checkpoint]:
     """The checkpoints by their names in the bundle."""
+    for source in sources.values():
+        check_exportable(source)
     compare_tokenizers(sources)
     checkpoints: dict[str, Checkpoint] = {}
     for number, (name, source) in enumerate(sources.items()):
@@ -234,6 +238,12 @@ def _load(
             checkpoint = checkpoint.beside(checkpoints[TARGET].vocab_size)
         checkpoints[name] = checkpoint
     report("load", len(sources), len(sources))
+    if checkpoints[TARGET].tokenizer is None:
+        warnings.warn(
+            f"{sources[TARGET]} has no tokenizer, so the bundle takes and gives token "
+            "ids only; put its tokenizer.json into the folder for texts",
+            stacklevel=2,
+        )
     return checkpoints
 
 
