@@ -278,14 +278,15 @@ def check_pair(
 ) -> None:
     """Raise `PairError` unless the graph `name` can draft for the target.
 
-    Both must have the same capacity and the same vocabulary, though a head may choose
-    among a part of it. The features that a head reads must have the width of the
-    features that the target gives, and buffers that it reads those of the target.
+    Both must have the same capacity, and the graph must choose among the target's
+    tokens, of which it may lack some. The features that a head reads must have the
+    width of the features that the target gives, and buffers that it reads those of the
+    target.
     """
-    if target.vocab_size != drafter.vocab_size:
+    if target.vocab_size < drafter.vocab_size:
         raise PairError(
-            f"the {name}'s vocabulary has {drafter.vocab_size} tokens, the target's "
-            f"{target.vocab_size}; choose a drafter trained with the same tokenizer"
+            f"the {name} chooses among {drafter.vocab_size} tokens, the target has "
+            f"{target.vocab_size}; export both together"
         )
     if target.capacity != drafter.capacity:
         raise PairError(

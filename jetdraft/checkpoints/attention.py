@@ -25,6 +25,9 @@ from jetdraft.errors import UnsupportedModelError
 IMPLEMENTATION = "jetdraft"
 """The name under which the attention is registered with transformers."""
 
+_WORDS = {"s_aux": "attention sinks (s_aux)"}
+"""What users call arguments."""
+
 _HARMLESS = {"dropout", "position_ids", "is_causal", "use_cache", "cache_position"}
 """Arguments that do not change what attention computes here."""
 
@@ -108,7 +111,7 @@ def attend(
         raise UnsupportedModelError(
             f"{type(module).__name__} needs more than GroupQueryAttention computes "
             f"({', '.join(unknown) or 'its own mask or head size'}); "
-            "export another architecture"
+            "see docs/models.md"
         )
     if not getattr(module, "is_causal", True):
         raise UnsupportedModelError(
@@ -118,8 +121,7 @@ def attend(
     state, layer = active_state(), int(module.layer_idx)  # type: ignore[arg-type]
     if layer in state.present:
         raise UnsupportedModelError(
-            f"{type(module).__name__} attends twice in one layer; "
-            "export another architecture"
+            f"{type(module).__name__} attends twice in one layer; see docs/models.md"
         )
     state.windows.add(sliding_window or 0)
     prefix = None if state.prefix is None else state.prefix[layer]
@@ -164,7 +166,7 @@ def _with_prefix(
 def unknown_arguments(extra: dict[str, Any]) -> list[str]:
     """The names of arguments that change attention in a way we do not compute."""
     return [
-        name
+        _WORDS.get(name, name)
         for name, value in extra.items()
         if name not in _HARMLESS and value is not None and value is not False
     ]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jetdraft.bundle import Defaults
 from jetdraft.checkpoints.defaults import Generation
-from jetdraft.checkpoints.draft_vocabulary import read_ids
+from jetdraft.checkpoints.draft_vocabulary import limit, read_ids
 from jetdraft.checkpoints.gguf import is_gguf, read_gguf
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.parameters import compute_in, convert
@@ -56,7 +56,8 @@ class Checkpoint:
     are None for a checkpoint without them. `generation`, `passed_over` and
     `special_tokens` are those of a `Bundle`. `taps` are what
     a head reads of the model's states. `draft_ids` int64 [n] are the tokens that a
-    drafter was trained to draft, None for all. `start_token_ids` are the tokens that an
+    drafter was trained to draft, None for all; `target_rows` counts the tokens of the
+    target that it is `beside`. `start_token_ids` are the tokens that an
     encoder-decoder's text begins with, empty for a decoder alone. `speech` has the
     tokens of a model that hears, None for other models.
 
@@ -75,6 +76,7 @@ class Checkpoint:
     special_tokens: dict[str, str] = field(default_factory=dict)
     taps: Taps | None = None
     draft_ids: Tensor | None = None
+    target_rows: int | None = None
     start_token_ids: tuple[int, ...] = ()
     speech: Speech | None = None
 
@@ -194,8 +196,22 @@ class Checkpoint:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens that the LM head can choose."""
-        return int(self.model.get_output_embeddings().weight.shape[0])
+        """The number of tokens that the LM head can choose.
+
+        A drafter beside a target chooses none that the target lacks.
+        """
+        rows = int(self.model.get_output_embeddings().weight.shape[0])
+        return min(rows, self.target_rows or rows)
+
+    def beside(self, target_rows: int) -> Checkpoint:
+        """This drafter beside a target whose LM head has that many rows.
+
+        Its model reads all of the target's ids, and says no others; see `limit`.
+        """
+        limit(self.model, self.vocab_size, target_rows)
+        ids = self.draft_ids
+        known = None if ids is None else ids[ids < target_rows]
+        return replace(self, target_rows=target_rows, draft_ids=known)
 
     @property
     def parameters(self) -> int:

@@ -1,4 +1,6 @@
-"""The map from the rows of a drafter's LM head to the target's tokens.
+"""The rows of a drafter's matrices, and the target's tokens that they stand for.
+
+Publishers pad embeddings and LM heads, so models with one tokenizer differ in rows.
 
 EAGLE-3's authors store it as two tensors: `d2t` int64 [n] has the target's id less the
 row, and `t2d` bool [vocabulary] marks the ids. A drafter that `jetdraft train drafter`
@@ -9,14 +11,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from jetdraft.errors import CheckpointError
 
 D2T, T2D = "d2t", "t2d"
+
+MOST_PADDING = 4096
+"""The most rows by which paddings of one vocabulary differ; DeepSeek has 2,385 rows
+without a token. Where no tokenizer tells, matrices that differ by more are of two."""
+
+
+def limit(model: Any, own: int, rows: int) -> None:
+    """Let a drafter's model of `own` tokens read all ids below `rows`, and say no more.
+
+    It reads an id that it lacks as its last.
+
+        limit(drafter.model, 151936, 152064)
+    """
+
+    def known(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (inputs[0].clamp(max=own - 1), *inputs[1:])
+
+    def cut(_: Any, inputs: Any, output: Any) -> None:
+        output.logits = output.logits[..., :rows]
+
+    for module in model.modules() if own < rows else ():
+        if isinstance(module, nn.Embedding) and module.num_embeddings == own:
+            module.register_forward_pre_hook(known)
+    if own > rows:
+        model.register_forward_hook(cut)
 
 
 def map_of(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
@@ -44,7 +72,9 @@ def ids_of(
             f"the d2t of {source} does not map {rows} rows to different ids below "
             f"{vocab_size}; fetch it again"
         )
-    if marked is not None and not _agree(ids, marked, vocab_size):
+    if marked is not None and not torch.equal(
+        marked.nonzero().flatten(), ids.sort().values
+    ):
         raise CheckpointError(
             f"d2t and t2d of {source} name different tokens, so the map was perhaps "
             "never set; fetch it again"
@@ -68,9 +98,3 @@ def read_ids(folder: Path, vocab_size: int) -> Tensor | None:
         raise CheckpointError(f"the d2t of {folder} is no list; fetch it again")
     ids = ids_of(str(folder), tensors, len(tensors[D2T]), vocab_size)
     return ids.sort().values
-
-
-def _agree(ids: Tensor, marked: Tensor, vocab_size: int) -> bool:
-    expected = torch.zeros(vocab_size, dtype=torch.bool)
-    expected[ids] = True
-    return len(marked) == vocab_size and torch.equal(marked.bool(), expected)

@@ -36,6 +36,7 @@ from jetdraft.checkpoints.gguf_tokenizer import (
 from jetdraft.checkpoints.gguf_types import TYPES
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.preview.config_bounds import SPARE, Bounds, skeleton
+from jetdraft.checkpoints.preview.unsupported_kinds import check_kinds
 from jetdraft.checkpoints.reading.fields import REFUSED, by_name, passed_over, row_of
 from jetdraft.checkpoints.reading.gguf_fields import FILE, MODEL
 from jetdraft.errors import CheckpointError, JetdraftError, UnsupportedModelError
@@ -157,6 +158,7 @@ class GgufFile:
                 f"{self.source} is one of {parts} parts; join them with "
                 "llama-gguf-split --merge"
             )
+        check_kinds(self.source, lambda name: self.field(f"{self.family}.{name}"))
         if self.family not in GGUF_SUPPORTED_ARCHITECTURES:
             raise UnsupportedModelError(
                 f"{self.source} is a {self.family!r} model, which transformers cannot "
@@ -169,12 +171,6 @@ class GgufFile:
             raise CheckpointError(
                 f"{self.source} has {len(self.tensors)} weights for {layers} layers; "
                 "fetch it again"
-            )
-        experts = [name for name in self.tensors if "_exps." in name]
-        if experts:
-            raise UnsupportedModelError(
-                f"{self.source} is a mixture of experts ({experts[0]}), which cannot "
-                "be read from a GGUF file; export its Hugging Face folder"
             )
 
     def tokenizer(self) -> str | None:

@@ -104,7 +104,7 @@ def attend_to_source(
     if attention_mask is not None or unknown:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends to a source with "
-            f"{', '.join(unknown) or 'a mask of its own'}; export another architecture"
+            f"{', '.join(unknown) or 'a mask of its own'}; see docs/models.md"
         )
     bias = position_bias
     if getattr(module, "is_decoder", False):

@@ -17,5 +17,8 @@ MIN_SELECTED = 16
 HIDDEN = -1e4
 """Added to the score of a slot that a row may not see; fits float16."""
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The fields of configs that count experts."""
+
 FRAMES_PER_SLOT = 2
 """Frames of a spectrum that Whisper's encoder makes one slot of."""

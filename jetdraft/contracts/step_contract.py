@@ -34,7 +34,8 @@ class StepContract:
     """The sizes that fix every shape of a step graph.
 
     `kv_shapes` holds (kv_heads, head_dim) per layer; `dtype`, "float32" or "float16",
-    is the type of the KV buffers. A `tree` graph verifies branching drafts too. A row
+    is the type of the KV buffers. A drafter reads all ids of its target, and may choose
+    among fewer, its `vocab_size`. A `tree` graph verifies branching drafts too. A row
     can carry `streams` probes, which draft as many tokens; each takes `members` slots,
     and all of them see a `prefix` of that many slots. With `kv_bits` 8 the buffers hold
     int8, with 0 they hold `dtype`.

@@ -26,6 +26,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_reader import AnyHead, check_head
+from jetdraft.checkpoints.reading.model_reader import check_exportable
 from jetdraft.checkpoints.silence import silenced
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import OptionError
@@ -37,7 +38,7 @@ from jetdraft.export.kv import cache_scales
 from jetdraft.export.measures import Measures
 from jetdraft.export.pair.cut_head import CutHead, cut_head, write_vocabulary
 from jetdraft.export.pair.draft_acceptance import with_acceptance
-from jetdraft.export.pair.pair_tokenizers import check_tokenizers, compare_tokenizers
+from jetdraft.export.pair.pair_tokenizers import check_tokens, compare_tokenizers
 from jetdraft.export.seams import warn_of_length
 from jetdraft.export.source.family import Family
 from jetdraft.export.step import Step
@@ -163,12 +164,13 @@ def _check_draft_vocabulary(
     reader: AnyHead | None,
 ) -> None:
     """Raise `OptionError` for a draft vocabulary that is none."""
-    count, most = options.draft_vocab, checkpoints[TARGET].vocab_size - 1
+    count = options.draft_vocab
+    most = min(checkpoint.vocab_size for checkpoint in checkpoints.values()) - 1
     if count is None:
         return
     if count > most:
         raise OptionError(
-            f"a draft vocabulary of {count} tokens is not a part of the target's "
+            f"a draft vocabulary of {count} tokens is not a part of the pair's "
             f"{most + 1}; give 1 to {most}, or leave it out"
         )
     if isinstance(reader, BlockDrafter) and reader.reads_text:
@@ -225,13 +227,25 @@ def _load(
     sources: Mapping[str, str], options: ExportOptions, report: Progress
 ) -> dict[str, Checkpoint]:
     """The checkpoints by their names in the bundle."""
+    for source in sources.values():
+        check_exportable(source)
     compare_tokenizers(sources)
     checkpoints: dict[str, Checkpoint] = {}
     for number, (name, source) in enumerate(sources.items()):
         report("load", number, len(sources))
         dtype = getattr(torch, DTYPES[options.dtype_of(name)])
-        checkpoints[name] = Checkpoint.load(source, dtype)
+        checkpoint = Checkpoint.load(source, dtype)
+        if name == DRAFTER:
+            check_tokens(checkpoints[TARGET], checkpoint)
+            checkpoint = checkpoint.beside(checkpoints[TARGET].vocab_size)
+        checkpoints[name] = checkpoint
     report("load", len(sources), len(sources))
+    if checkpoints[TARGET].tokenizer is None:
+        warnings.warn(
+            f"{sources[TARGET]} has no tokenizer, so the bundle takes and gives token "
+            "ids only; put its tokenizer.json into the folder for texts",
+            stacklevel=2,
+        )
     return checkpoints
 
 
@@ -250,10 +264,6 @@ def _check(
         Family.of(checkpoint).check_seams(checkpoint.model, contracts[name])
         warn_of_length(checkpoint.model, contracts[name].capacity)
     if DRAFTER in checkpoints:
-        check_tokenizers(
-            {name: checkpoint.source for name, checkpoint in checkpoints.items()},
-            {name: checkpoint.tokenizer for name, checkpoint in checkpoints.items()},
-        )
         check_pair(contracts[TARGET], contracts[DRAFTER])
     return contracts
 

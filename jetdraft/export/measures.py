@@ -78,8 +78,13 @@ class Measures:
         return self.options
 
     def draft_vocabulary(self, count: int) -> Tensor:
-        """The `count` tokens that the target writes most often, int64, ascending."""
-        return frequent_tokens(self.checkpoints[TARGET].model, self.windows, count)
+        """The `count` tokens that the target writes most often, int64, ascending.
+
+        A drafter has all of them.
+        """
+        known = min(checkpoint.vocab_size for checkpoint in self.checkpoints.values())
+        target = self.checkpoints[TARGET].model
+        return frequent_tokens(target, self.windows, count, known)
 
     @property
     def prompts(self) -> list[list[int]]:

@@ -87,8 +87,8 @@ def check_seams(model: Any, contract: StepContract) -> None:
     if not gap <= TOLERANCE[dtype_of(contract)] or too_wide:
         raise UnsupportedModelError(
             f"{type(model).__name__} attends in a way that does not reach "
-            f"AttentionInterface (its logits differ by {gap:.0%}); export another "
-            "architecture"
+            f"AttentionInterface (its logits differ by {gap:.0%}); see "
+            "docs/models.md"
         )
     _check_last_position(model, contract)
 

@@ -114,8 +114,8 @@ class Step(torch.nn.Module):
             logits = self.logits(state, input_ids, position_ids, answer_rows)
         if logits.shape[1] != answer_rows.shape[0]:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} ignores logits_to_keep; export another "
-                "architecture"
+                f"{type(self.model).__name__} ignores logits_to_keep; see "
+                "docs/models.md"
             )
         self.windows = state.windows
         if len(state.present) != len(state.past):
@@ -305,6 +305,5 @@ def refusal(model: Any, error: BaseException) -> UnsupportedModelError:
         innermost, cause = cause, cause.__cause__ or cause.__context__
     reason = (str(innermost).splitlines() or [type(innermost).__name__])[0]
     return UnsupportedModelError(
-        f"{type(model).__name__} cannot be exported ({reason}); "
-        "export another architecture"
+        f"{type(model).__name__} cannot be exported ({reason}); see docs/models.md"
     )

@@ -53,6 +53,17 @@ def add_a_weight(writer):
     writer.add_tensor("blk.0.attn_q.bias", np.zeros(64, np.float32))
 
 
+def of(family, *names, **counts):
+    """Calls a file one of that family, and gives it the family's fields."""
+
+    def change(writer):
+        rename(writer, family)
+        for name, count in (counts | dict.fromkeys(names, 4)).items():
+            writer.add_uint32(f"{family}.{name}", count)
+
+    return change
+
+
 def repeat_a_token(writer):
     tokens = writer.kv_data[0]["tokenizer.ggml.tokens"].value
     tokens.append(tokens[20])
@@ -87,10 +98,12 @@ def repeat_a_token(writer):
             {"change": lambda writer: writer.add_uint16("split.count", 3)},
             "one of 3 parts",
         ),
-        (
-            {"change": lambda writer: writer.add_tensor("x_exps.w", np.zeros(9, "f4"))},
-            "is a mixture of experts",
-        ),
+        ({"change": of("qwen3moe", expert_count=8)}, "is a mixture of experts (expert"),
+        ({"change": of("deepseek2", "attention.kv_lora_rank")}, "latent attention"),
+        ({"change": of("lfm2", "shortconv.l_cache")}, "has convolution layers (short"),
+        ({"change": of("rwkv6", "wkv.head_size")}, "has recurrent layers (wkv"),
+        ({"change": of("falcon-h1", "ssm.state_size")}, "has recurrent layers (ssm"),
+        ({"change": of("gemma3n", "attention.shared_kv_layers")}, "share keys and val"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(tmp_path, changes, said):

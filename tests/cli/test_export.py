@@ -157,17 +157,26 @@ class TestRefused:
         )
         source = save_checkpoint(tmp_path / "mamba", config)
         result = jetdraft("export", source, "-o", output)
-        assert_refused(result, "AttentionInterface", "export another architecture")
+        assert_refused(result, "has recurrent layers", "see docs/models.md")
 
     def test_drafter_with_another_vocabulary(self, pair, output, tmp_path):
-        other = save_checkpoint(tmp_path / "other", drafter_config(vocab_size=300))
+        config = drafter_config(vocab_size=9999)
+        other = save_checkpoint(tmp_path / "other", config, tokenizer=False)
         result = jetdraft("export", pair.target, "--drafter", other, "-o", output)
-        assert_refused(result, "vocabulary has 300", "choose a drafter")
+        assert_refused(result, "has 9999 tokens", "choose a drafter")
 
     def test_empty_names(self, pair, output):
         for flag in ("--drafter", "--head", "--quantize-drafter"):
             result = jetdraft("export", pair.target, "-o", output, flag, "")
             assert_refused(result)
+
+    def test_a_drafter_of_a_kind_that_no_graph_is_written_for(
+        self, pair, output, tmp_path
+    ):
+        transformers.MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "m")
+        flags = ("--drafter", tmp_path / "m", "-o", output)
+        result = jetdraft("export", pair.target, *flags)
+        assert_refused(result, f"{tmp_path / 'm'} has recurrent layers")
 
     def test_drafter_with_another_tokenizer(self, pair, output, tmp_path):
         other = shutil.copytree(pair.drafter, tmp_path / "other")

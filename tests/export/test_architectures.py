@@ -104,6 +104,29 @@ CONFIGS = {
         sliding_window=8,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    # With the published size of the embedding that each layer has.
+    "gemma3n, embeddings of each layer": transformers.Gemma3nTextConfig(
+        **SIZES,
+        head_dim=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        num_kv_shared_layers=0,
+        activation_sparsity_pattern=[0.0, 0.0],
+        altup_num_inputs=2,
+        laurel_rank=8,
+        hidden_size_per_layer_input=4,
+        vocab_size_per_layer_input=262_144,
+    ),
+    "gemma4, embeddings of each layer": transformers.Gemma4TextConfig(
+        **SIZES,
+        head_dim=16,
+        global_head_dim=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=4,
+        vocab_size_per_layer_input=262_144,
+    ),
 }
 
 
@@ -299,7 +322,7 @@ def test_model_without_attention_interface_is_refused(tmp_path):
 def test_attention_sinks_are_refused(tmp_path):
     config = transformers.GptOssConfig(**SIZES, head_dim=16, num_local_experts=2)
     save_checkpoint(tmp_path, config, tokenizer=False)
-    assert "s_aux" in refusal(tmp_path)
+    assert "attention sinks" in refusal(tmp_path)
 
 
 def test_two_attentions_in_a_layer_are_refused(tmp_path):
@@ -341,7 +364,7 @@ def test_an_encoder_decoder_beside_the_seams_is_refused(tmp_path):
         decoder_start_token_id=0,
     )  # fmt: skip
     transformers.ProphetNetForConditionalGeneration(config).save_pretrained(tmp_path)
-    assert "export another architecture" in refusal(tmp_path)
+    assert "see docs/models.md" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSeq2SeqLM
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
@@ -314,6 +315,23 @@ def test_a_drafter_knows_its_target_by_the_words(pair, tmp_path):
     assert fields.pop("target_words") in hashes
     (old / "config.json").write_text(json.dumps(fields))
     load_head(str(old), Checkpoint.load(str(other), torch.float32), torch.float32)
+
+
+def test_a_drafter_knows_its_target_in_another_padding(pair, tmp_path):
+    """Older drafters have a hash of all rows."""
+    target, drafter = pair
+    wide = shutil.copytree(target, tmp_path / "wide")
+    model = AutoModelForSeq2SeqLM.from_pretrained(wide)
+    model.resize_token_embeddings(VOCAB_SIZE + 32, mean_resizing=False)
+    model.save_pretrained(wide)
+    checkpoint = Checkpoint.load(str(wide), torch.float32)
+    load_head(str(drafter), checkpoint, torch.float32)
+    old = shutil.copytree(drafter, tmp_path / "old")
+    fields = json.loads((old / "config.json").read_text())
+    fields["target_words"] = words_sha256(checkpoint, padded=True)
+    assert fields["target_words"] != words_sha256(checkpoint)
+    (old / "config.json").write_text(json.dumps(fields))
+    load_head(str(old), checkpoint, torch.float32)
 
 
 def test_a_tensor_of_another_size_is_refused(pair, tmp_path):

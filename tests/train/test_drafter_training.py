@@ -202,11 +202,15 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(target, text, tmp_path):
         ModelTraining(
             target, tmp_path / "o", [text], ModelSettings(start=str(other)), QUICK
         )
-    wide = save_checkpoint(tmp_path / "wide", llama_config(vocab_size=320))
-    with pytest.raises(PairError, match="another tokenizer"):
-        ModelTraining(
-            target, tmp_path / "o", [text], ModelSettings(start=str(wide)), QUICK
-        )
+
+
+@pytest.mark.parametrize("rows", [VOCAB_SIZE - 8, VOCAB_SIZE + 32])
+def test_a_start_of_another_padding_gets_the_target_s(target, text, tmp_path, rows):
+    config = llama_config(vocab_size=rows, num_hidden_layers=1)
+    start = save_checkpoint(tmp_path / "start", config, seed=1)
+    train(target, tmp_path / "o", text, ModelSettings(start=str(start)))
+    loaded = Checkpoint.load(str(tmp_path / "o"), torch.float32)
+    assert loaded.vocab_size == loaded.model.config.vocab_size == VOCAB_SIZE
 
 
 def test_it_resumes_where_it_stopped(target, text, tmp_path):

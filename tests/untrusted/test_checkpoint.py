@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.preview.config_bounds import LAYERS
 from jetdraft.errors import CheckpointError
 
 EVIL = """
@@ -141,6 +142,19 @@ def test_what_a_config_asks_for_beyond_its_files_is_not_built(folder, changes, s
     edit(folder, **changes)
     with pytest.raises(CheckpointError, match=said):
         load(folder)
+
+
+@pytest.mark.parametrize("name", sorted(LAYERS))
+def test_absurdly_many_layers_of_any_name_are_not_counted(folder, name):
+    edit(folder, text_config={name: 10**9})
+    with pytest.raises(CheckpointError, match=f"has {name} 1000000000, and at most"):
+        load(folder)
+
+
+def test_a_number_that_counts_no_layers_is_not_bounded(folder):
+    """As Gemma 3n and Gemma 4 have it."""
+    edit(folder, vocab_size_per_layer_input=262_144, hidden_size_per_layer_input=10**5)
+    assert load(folder).vocab_size == 32
 
 
 def test_a_pipe_is_not_waited_for(folder):

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.draft_vocabulary import D2T, T2D
 from jetdraft.checkpoints.heads.head_config import DFLASH, DIFFUSION, HeadConfig
 from jetdraft.checkpoints.heads.head_fields import (
+    EMBEDDING,
     layer_fields,
     mapped_ids,
+    padded,
     target_size,
     vocabulary_size,
 )
@@ -82,7 +85,7 @@ def _dflash(
     taps = _taps(files, config, layer["num_layers"], len(decoder_layers(target.model)))
     width = target_size(source, config, target)
     _check_fc(source, tensors, len(taps) * width)
-    ids = mapped_ids(source, config, tensors, target.vocab_size)
+    ids = mapped_ids(source, config, tensors, target)
     fields = {
         "config": config,
         "family": DFLASH,
@@ -98,9 +101,13 @@ def _dflash(
 def _diffusion(
     files: HeadFiles, tensors: dict[str, Tensor], target: Checkpoint
 ) -> tuple[dict[str, Any], Tensor | None]:
-    """The fields of a diffusion drafter but those of its vocabulary."""
+    """The fields of a diffusion drafter but those of its vocabulary, and the ids."""
     source, config = files.source, files.config
     check_keys(source, config, DIFFUSION_KEYS)
+    own, rows = number(source, config, "vocab_size"), target.vocab_size
+    table = tensors.get(EMBEDDING)
+    if table is not None and len(table) == own:
+        tensors[EMBEDDING] = padded(table, rows)
     fields = {
         "config": config,
         "family": DIFFUSION,
@@ -108,7 +115,7 @@ def _diffusion(
         "slots": _block_size(source, config, least=1),
         **layer_fields(source, config, tensors),
     }
-    return fields, None
+    return fields, torch.arange(own) if own < rows else None
 
 
 def _plain_config(files: HeadFiles) -> dict[str, Any]:

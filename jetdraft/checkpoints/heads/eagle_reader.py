@@ -79,7 +79,7 @@ def read_eagle(
     family, config, fields = eagle_layer(files)
     fields["target_hidden_size"] = target_size(files.source, config, target)
     fields["vocab_size"] = vocabulary_size(files.source, config, target)
-    ids = mapped_ids(files.source, config, tensors, target.vocab_size)
+    ids = mapped_ids(files.source, config, tensors, target)
     fields["draft_vocab_size"] = target.vocab_size if ids is None else len(ids)
     if family == EAGLE3:
         layers = len(decoder_layers(target.model))

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 EAGLE1, EAGLE3, MTP, MEDUSA, HYDRA = "eagle1", "eagle3", "mtp", "medusa", "hydra"
 DFLASH, DIFFUSION = "dflash", "diffusion"
 KANGAROO, GLIDE, CHIMERA = "kangaroo", "glide", "chimera"
@@ -87,6 +90,12 @@ class HeadConfig:
     def feature_size(self) -> int:
         """The width of a row of features, and of a carried row."""
         return self.hidden_size if self.taps else self.target_hidden_size
+
+    @property
+    def first_ids(self) -> Tensor | None:
+        """The ids of LM heads that lack the last tokens, int64; None if none lacks."""
+        drafted = self.draft_vocab_size
+        return None if drafted == self.vocab_size else torch.arange(drafted)
 
     @property
     def carries(self) -> bool:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.draft_vocabulary import D2T, ids_of
+from jetdraft.checkpoints.draft_vocabulary import D2T, MOST_PADDING, ids_of
 from jetdraft.checkpoints.heads.head_keys import activation, number, positive, rope_of
 from jetdraft.errors import CheckpointError
 
 FIRST_LAYER = "layers.0."
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def layer_fields(
@@ -72,26 +75,80 @@ def target_size(source: str, config: dict[str, Any], target: Checkpoint) -> int:
 
 
 def vocabulary_size(source: str, config: dict[str, Any], target: Checkpoint) -> int:
-    """The size of the vocabulary, which must be the target's."""
-    size = number(source, config, "vocab_size")
-    if size != target.vocab_size:
+    """The size of the target's vocabulary; the head's may have another padding."""
+    check_size(source, number(source, config, "vocab_size"), target)
+    return target.vocab_size
+
+
+def check_size(source: str, size: int, target: Checkpoint) -> None:
+    """Raise `CheckpointError` for a head of another vocabulary than the target's."""
+    if abs(size - target.vocab_size) > MOST_PADDING:
         raise CheckpointError(
             f"{source} is for a vocabulary of {size} tokens, but {target.source} has "
             f"{target.vocab_size}; give the head of this target"
         )
-    return size
 
 
 def mapped_ids(
-    source: str, config: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int
+    source: str, config: dict[str, Any], tensors: dict[str, Tensor], target: Checkpoint
 ) -> Tensor | None:
-    """The target's id of each row of the LM head; the file has offsets to the row."""
-    rows = config.get("draft_vocab_size") or vocab_size
-    if D2T not in tensors:
-        if rows != vocab_size:
-            raise CheckpointError(
-                f"{source} drafts from {rows} of {vocab_size} tokens but has no d2t "
-                "that names them; fetch it again"
-            )
+    """The target's id of each row of the LM head; the file has offsets to the row.
+
+    None if the rows are the target's. An embedding and an LM head with another padding
+    get the target's, and those of the target itself are left out.
+    """
+    own, size = number(source, config, "vocab_size"), target.vocab_size
+    rows = config.get("draft_vocab_size") or own
+    if D2T not in tensors and rows != own:
+        raise CheckpointError(
+            f"{source} drafts from {rows} of {own} tokens but has no d2t that names "
+            "them; fetch it again"
+        )
+    if own != size:
+        _fit(tensors, EMBEDDING, own, target.model.get_input_embeddings().weight)
+    if D2T in tensors:
+        return _known(tensors, ids_of(source, tensors, rows, own), size)
+    if own != size:
+        _fit(tensors, HEAD, own, target.model.get_output_embeddings().weight)
+    if own >= size or HEAD not in tensors:
         return None
-    return ids_of(source, tensors, rows, vocab_size)
+    return _known(tensors, torch.arange(size), own)
+
+
+def fit_heads(source: str, tensors: dict[str, Tensor], target: Checkpoint) -> int:
+    """The number of tokens that LM heads choose among, the first of the target's.
+
+    Heads in `tensors` lose the rows beyond them.
+    """
+    own, rows = len(tensors["lm_heads.0.weight"]), target.vocab_size
+    check_size(source, own, target)
+    for name, rows_of_head in tensors.items():
+        if name.startswith("lm_heads.") and len(rows_of_head) > rows:
+            tensors[name] = rows_of_head[:rows]
+    return min(own, rows)
+
+
+def padded(table: Tensor, rows: int) -> Tensor:
+    """A table of that many rows: without its last, or with zeros behind them."""
+    known = table[:rows]
+    return F.pad(known, (0, 0, 0, rows - len(known)))
+
+
+def _fit(tensors: dict[str, Tensor], name: str, own: int, theirs: Tensor) -> None:
+    """Give a table of `own` rows as many as the target's `theirs`."""
+    table = tensors.get(name)
+    if table is None or len(table) != own:
+        return  # filling the head says what is wrong
+    shared = theirs.detach()[:own].float()
+    if torch.equal(table[: len(theirs)].float(), shared):
+        del tensors[name]
+    else:
+        tensors[name] = padded(table, len(theirs))
+
+
+def _known(tensors: dict[str, Tensor], ids: Tensor, size: int) -> Tensor:
+    """The ids below `size`; an LM head in `tensors` loses the rows of the others."""
+    known = ids < size
+    if HEAD in tensors and len(tensors[HEAD]) == len(ids):
+        tensors[HEAD] = tensors[HEAD][known]
+    return ids[known]

@@ -42,7 +42,7 @@ from jetdraft.checkpoints.heads.eagle_reader import (
 )
 from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_config import DFLASH, EAGLE3
-from jetdraft.checkpoints.heads.head_fields import FIRST_LAYER
+from jetdraft.checkpoints.heads.head_fields import EMBEDDING, FIRST_LAYER, HEAD
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.hydra import Hydra, check_hydra, is_hydra, read_hydra
 from jetdraft.checkpoints.heads.medusa import (
@@ -161,6 +161,7 @@ def _refusal(files: HeadFiles, target: str) -> str:
 def _medusa(files: HeadFiles, target: Checkpoint) -> AnyHead:
     config, tensors = read_medusa(files, target)
     medusa = Medusa(config)
+    medusa.ids = config.first_ids
     _fill(files, medusa, tensors)
     return medusa
 
@@ -168,6 +169,7 @@ def _medusa(files: HeadFiles, target: Checkpoint) -> AnyHead:
 def _hydra(files: HeadFiles, target: Checkpoint) -> AnyHead:
     config, tensors = read_hydra(files, target)
     hydra = Hydra(config, target.model.get_input_embeddings())
+    hydra.ids = config.first_ids
     _fill(files, hydra, tensors, taken=("embed_tokens.",))
     return hydra
 
@@ -179,6 +181,8 @@ def _block_drafter(files: HeadFiles, target: Checkpoint) -> AnyHead:
         return _with_matrices(files, drafter, tensors, ids)
     _fill(files, drafter, tensors, taken=("lm_head.",))
     drafter.lm_head.weight = drafter.embed_tokens.weight
+    if ids is not None:
+        drafter.lm_head, drafter.ids = _cut(drafter.lm_head, ids), ids
     return drafter
 
 
@@ -257,11 +261,11 @@ def _with_matrices(
     config = head.config
     head.ids = ids
     taken = ["embed_tokens.", "lm_head."]
-    embedding = tensors.get("embed_tokens.weight")
+    embedding = tensors.get(EMBEDDING)
     if embedding is not None and not _equal(embedding, head.embed_tokens.weight):
         head.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         taken.remove("embed_tokens.")
-    rows = tensors.get("lm_head.weight")
+    rows = tensors.get(HEAD)
     if rows is not None and (ids is not None or not _equal(rows, head.lm_head.weight)):
         size = config.draft_vocab_size
         head.lm_head = nn.Linear(config.hidden_size, size, bias=False)

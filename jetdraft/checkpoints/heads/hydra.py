@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_config import HYDRA, HeadConfig
+from jetdraft.checkpoints.heads.head_fields import fit_heads
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_keys import check_keys
 from jetdraft.errors import CheckpointError
@@ -127,20 +128,20 @@ def read_hydra(
             f"{files.source} has no tensors like hydra_mlp.0.0.linear.weight and "
             "hydra_lm_head.0.weight; fetch it again"
         )
-    width = target.model.config.get_text_config(decoder=True).hidden_size
-    head = HeadConfig(
-        family=HYDRA,
-        hidden_size=width,
-        target_hidden_size=width,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=target.vocab_size,
-        slots=len(heads),
-        blocks=len({match[2] for match in layers}),
-    )
     renamed = {
         name.replace("hydra_mlp.", "mlps.").replace(
             "hydra_lm_head.", "lm_heads."
         ): value
         for name, value in files.tensors.items()
     }
+    width = target.model.config.get_text_config(decoder=True).hidden_size
+    head = HeadConfig(
+        family=HYDRA,
+        hidden_size=width,
+        target_hidden_size=width,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=fit_heads(files.source, renamed, target),
+        slots=len(heads),
+        blocks=len({match[2] for match in layers}),
+    )
     return head, renamed

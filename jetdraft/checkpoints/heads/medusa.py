@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_config import MEDUSA, HeadConfig
+from jetdraft.checkpoints.heads.head_fields import fit_heads
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_keys import check_keys
 from jetdraft.errors import CheckpointError
@@ -107,15 +108,16 @@ def read_medusa(
     """
     source = files.source
     check_medusa(files)
+    tensors = _named(files)
+    blocks = {name for name in tensors if name.startswith("blocks.")}
+    slots = _slots(source, tensors.keys() - blocks)
+    drafted = fit_heads(source, tensors, target)
     rows = files.config.get("truncated_vocab_size")
-    if rows not in (None, target.vocab_size):
+    if rows not in (None, target.vocab_size, drafted):
         raise CheckpointError(
             f"the config of {source} has truncated_vocab_size={printable(rows, 60)}; "
             "jetdraft reads Medusa heads that choose among all tokens"
         )
-    tensors = _named(files)
-    blocks = {name for name in tensors if name.startswith("blocks.")}
-    slots = _slots(source, tensors.keys() - blocks)
     if not any(name.endswith(".bias") for name in blocks):  # vLLM's have none
         for name in blocks:
             bias = name.removesuffix("weight") + "bias"
@@ -126,7 +128,7 @@ def read_medusa(
         hidden_size=width,
         target_hidden_size=width,
         vocab_size=target.vocab_size,
-        draft_vocab_size=target.vocab_size,
+        draft_vocab_size=drafted,
         slots=slots,
         blocks=len({name.split(".")[2] for name in blocks}),
     )

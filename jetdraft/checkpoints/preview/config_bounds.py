@@ -22,6 +22,14 @@ from jetdraft.errors import CheckpointError
 from jetdraft.untrusted.json_text import JsonError, read_json_file
 from jetdraft.untrusted.printable import printable
 
+LAYERS = {
+    *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "layers", "depth"),
+    *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
+    *("decoder_num_hidden_layers", "num_encoder_blocks", "num_stages"),
+    *("num_mtp_layers", "num_nextn_predict_layers", "num_residual_layers"),
+}
+"""The fields in which configs of transformers count layers."""
+
 MOST_LAYERS = 10_000
 """Of any kind; the deepest published models have some hundreds."""
 
@@ -78,7 +86,7 @@ def check_layers(source: str) -> None:
     except (OSError, JsonError):
         return  # transformers says what is wrong
     for name, value in _numbers(config):
-        if "layer" in name and value > MOST_LAYERS:
+        if name in LAYERS and value > MOST_LAYERS:
             raise CheckpointError(
                 f"{printable(file)} has {printable(name, 60)} {value}, and at most "
                 f"{MOST_LAYERS} layers are built; fetch it again"

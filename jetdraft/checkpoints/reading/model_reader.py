@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from jetdraft.checkpoints.gguf import is_gguf
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.preview.config_bounds import Bounds, check_layers, skeleton
 from jetdraft.checkpoints.preview.unread_layers import check_unread
-from jetdraft.checkpoints.reading.checkpoint_folder import stored_dtype
+from jetdraft.checkpoints.preview.unsupported_kinds import check_kinds
+from jetdraft.checkpoints.reading.checkpoint_folder import check_folder, stored_dtype
 from jetdraft.checkpoints.reading.loading_errors import OWN_CODE, as_checkpoint_error
+from jetdraft.checkpoints.silence import no_progress_bars, silenced
 from jetdraft.checkpoints.source_attention import (
     IMPLEMENTATION as SOURCE_IMPLEMENTATION,
 )
@@ -43,6 +46,24 @@ def load_config(source: str) -> Any:
         )
         check_config(source, config)
     return config
+
+
+def check_exportable(source: str) -> None:
+    """Raise `UnsupportedModelError` for a kind of model that no graph is written for.
+
+    No weight is read. Reading a GGUF file checks that.
+    """
+    if is_gguf(source):
+        return
+    check_folder(source)
+    with silenced(logging.WARNING), no_progress_bars():
+        text = load_config(source).get_text_config(decoder=True)
+    fields = text.to_dict()
+    # Some configs compute the types of their layers.
+    check_kinds(
+        source,
+        lambda name: fields[name] if name in fields else getattr(text, name, None),
+    )
 
 
 def _read_as(source: str) -> Any:
@@ -119,6 +140,14 @@ def load_model(
             f"{source} is a {kind!r} model, which optimum cannot load for text "
             "generation; export a language model"
         ) from error
+    mapping = getattr(model_class, "_model_mapping", None)
+    if mapping is not None and type(config) not in mapping:
+        more = config.get_text_config(decoder=True) is not config
+        raise UnsupportedModelError(
+            f"{source} is a {kind!r} model, which "
+            f"{'reads more than text' if more else 'writes no text'}, and jetdraft "
+            "exports language models alone; see docs/models.md"
+        )
     with as_checkpoint_error(source):
         empty = skeleton(source, model_class, config, Bounds.of(source))
         if packed is not None:
@@ -169,6 +198,6 @@ def _check_loaded(source: str, model: Any, info: dict[str, Any]) -> None:
     # What an encoder-decoder does beside the interface, `check_source_seams` sees.
     if not (model._supports_attention_backend or model.config.is_encoder_decoder):
         raise UnsupportedModelError(
-            f"the attention of {type(model).__name__} does not go through "
-            "transformers' AttentionInterface; export another architecture"
+            f"{type(model).__name__} attends by code of its own, or not at all, in "
+            "place of transformers' AttentionInterface; see docs/models.md"
         )

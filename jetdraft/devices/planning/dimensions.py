@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jetdraft.contracts.constants import EXPERTS
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.untrusted.json_text import read_json_file
 
@@ -88,7 +89,7 @@ class Dimensions:
             )
         tied = config.get("tie_word_embeddings")
         config = config.get("text_config", config)
-        if config.get("num_experts") or config.get("num_local_experts"):
+        if any(config.get(name) for name in EXPERTS):
             raise UnsupportedModelError(
                 "a mixture of experts reads only some weights per pass, which a plan "
                 "cannot predict; give a dense model"

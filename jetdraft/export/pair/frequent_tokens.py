@@ -13,8 +13,12 @@ TOKENS = 512
 """Tokens of the text after which the target is asked what else it expects, about."""
 
 
-def frequent_tokens(model: Any, windows: Windows, count: int) -> Tensor:
+def frequent_tokens(
+    model: Any, windows: Windows, count: int, known: int | None = None
+) -> Tensor:
     """The `count` most frequent tokens of a text, int64 [count], ascending.
+
+    All are below `known`, by default the size of the vocabulary.
 
     Tokens that are equally frequent, for example all that the text lacks, are in the
     order of the probability that the model gives them in the text.
@@ -25,7 +29,7 @@ def frequent_tokens(model: Any, windows: Windows, count: int) -> Tensor:
     # Below 1, so that it decides only among equal counts.
     share = expected / (1 + expected.sum())
     score = torch.bincount(windows.tokens, minlength=len(share)) + share
-    return score.argsort(descending=True, stable=True)[:count].sort().values
+    return score[:known].argsort(descending=True, stable=True)[:count].sort().values
 
 
 def _expected(model: Any, windows: Windows) -> Tensor:

@@ -1,61 +1,58 @@
-"""The tokenizers of a target and its drafter, which must be one tokenizer."""
+"""The tokens of a target and its drafter, which must agree; their matrices may not."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Any
+
+from tokenizers import Tokenizer
 
 from jetdraft.bundle import DRAFTER, TARGET
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.draft_vocabulary import MOST_PADDING
 from jetdraft.checkpoints.reading.tokenizer_reader import read_tokenizer
 from jetdraft.errors import CheckpointError, PairError
+from jetdraft.untrusted.printable import printable
 
 
 def compare_tokenizers(sources: Mapping[str, str]) -> None:
     """Refuse a pair with two tokenizers before any weight is read, which takes long."""
     if DRAFTER not in sources:
         return
+    pair = sources[TARGET], sources[DRAFTER]
     try:
-        tokenizers = {name: read_tokenizer(source) for name, source in sources.items()}
+        texts = [read_tokenizer(source) for source in pair]
     except CheckpointError:
         return  # loading says it in better words
-    check_tokenizers(sources, tokenizers)
+    _compare(*pair, *texts)
 
 
-def check_tokenizers(
-    sources: Mapping[str, str], tokenizers: Mapping[str, str | None]
-) -> None:
-    """Refuse a drafter whose token ids have another meaning than the target's."""
-    target, drafter = tokenizers[TARGET], tokenizers[DRAFTER]
-    if target is None or drafter is None:
-        return  # ids only; the vocabularies are compared by their sizes
-    if _vocabulary(target) != _vocabulary(drafter):
+def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
+    """Raise `PairError` for a drafter whose ids are other tokens than the target's.
+
+    Where a checkpoint has no tokenizer, matrices of about as many rows must do.
+    """
+    _compare(target.source, drafter.source, target.tokenizer, drafter.tokenizer)
+    rows = target.vocab_size, drafter.vocab_size
+    known = target.tokenizer is not None and drafter.tokenizer is not None
+    if not known and abs(rows[0] - rows[1]) > MOST_PADDING:
         raise PairError(
-            f"{sources[DRAFTER]} has another tokenizer than {sources[TARGET]}; choose "
-            "a drafter with the same tokenizer"
+            f"{drafter.source} has {rows[1]} tokens, {target.source} has {rows[0]}, "
+            "and no tokenizer tells them; choose a drafter with the same tokenizer"
         )
 
 
-def _vocabulary(tokenizer: str) -> object:
-    """The parts of a tokenizer.json that decide which ids a text becomes.
-
-    Files of one tokenizer may differ in other parts: whether special tokens are in the
-    vocabulary too, and how merges are written.
-    """
-    fields = json.loads(tokenizer, object_hook=_without_offsets)
-    model = fields["model"]
-    tokens, merges = model.get("vocab"), model.get("merges") or []
-    if isinstance(tokens, dict):
-        added = fields.get("added_tokens") or []
-        tokens = tokens | {token["content"]: token["id"] for token in added}
-    options = [bool(model.get(name)) for name in ("ignore_merges", "byte_fallback")]
-    return [
-        *(model.get("type"), tokens, options),
-        [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
-        *(fields.get(key) for key in ("normalizer", "pre_tokenizer")),
-    ]
-
-
-def _without_offsets(fields: dict[str, Any]) -> dict[str, Any]:
-    """Offsets into the text change no ids."""
-    return {name: value for name, value in fields.items() if name != "trim_offsets"}
+def _compare(target: str, drafter: str, ours: str | None, theirs: str | None) -> None:
+    """Raise `PairError` unless each id that both tokenizers have is one token."""
+    if ours is None or theirs is None:
+        return
+    one, other = (
+        {i: token for token, i in Tokenizer.from_str(text).get_vocab().items()}
+        for text in (ours, theirs)
+    )
+    for i in sorted(one.keys() & other.keys()):
+        if one[i] != other[i]:
+            tokens = (printable(repr(token), 60) for token in (other[i], one[i]))
+            raise PairError(
+                f"{drafter} has another tokenizer than {target}: token {i} is "
+                f"{', not '.join(tokens)}; choose a drafter with the same tokenizer"
+            )

@@ -39,7 +39,7 @@ def source_shapes(model: Any) -> tuple[tuple[int, int], ...]:
     if shapes != across:
         raise UnsupportedModelError(
             f"{type(model).__name__} attends to the source with other heads than to "
-            "its own text; export another architecture"
+            "its own text; see docs/models.md"
         )
     return shapes
 
@@ -66,7 +66,7 @@ def check_source_seams(model: Any, contract: StepContract) -> None:
     if not gap <= TOLERANCE[dtype_of(contract)]:
         raise UnsupportedModelError(
             f"{type(model).__name__} computes something that does not reach the seams "
-            f"(its logits differ by {gap:.0%}); export another architecture"
+            f"(its logits differ by {gap:.0%}); see docs/models.md"
         )
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.draft_vocabulary import map_of
 from jetdraft.checkpoints.parameters import convert
 from jetdraft.checkpoints.reading.checkpoint_folder import checkpoint_folder
-from jetdraft.errors import CheckpointError, OptionError, PairError, TrainingError
+from jetdraft.errors import CheckpointError, OptionError, TrainingError
+from jetdraft.export.pair.pair_tokenizers import check_tokens
 from jetdraft.train.data import Batch, Example, collate, examples_of
 from jetdraft.train.drafter.advice import SHARE, advised_tokens, cost_share
 from jetdraft.train.drafter.divergences import BETA, DIVERGENCES
@@ -109,15 +109,19 @@ class ModelTraining(TaughtTraining):
     def _started(self, source: str) -> Any:
         """The checkpoint that the drafter starts from, with its draft vocabulary.
 
-        Raises `PairError` for another tokenizer, `OptionError` for two vocabularies.
+        It gets as many rows as its target. Raises `PairError` for another tokenizer,
+        `OptionError` for two vocabularies.
         """
-        checkpoint = Checkpoint.load(source, torch.float32)
-        if _tokens(checkpoint) != _tokens(self.target):
-            raise PairError(
-                f"{source} has another tokenizer than {self.target.source}; start from "
-                "a checkpoint with the target's"
-            )
+        rows, checkpoint = (
+            self.target.vocab_size,
+            Checkpoint.load(source, torch.float32),
+        )
+        check_tokens(self.target, checkpoint)
+        if checkpoint.vocab_size != rows:
+            checkpoint.model.resize_token_embeddings(rows, mean_resizing=False)
         self.ids = checkpoint.draft_ids
+        if self.ids is not None:
+            self.ids = self.ids[self.ids < rows]
         if self.ids is not None and self.settings.draft_vocab is not None:
             raise OptionError(
                 f"{source} has its own draft vocabulary of {len(self.ids)} tokens, "
@@ -345,10 +349,3 @@ class ModelTraining(TaughtTraining):
         self.folder.save(tensors, fields, state, self.finished)
         if self.finished:
             self.forget_texts()
-
-
-def _tokens(checkpoint: Checkpoint) -> Any:
-    """What must agree between a drafter and its target: rows, and what ids mean."""
-    text = checkpoint.tokenizer
-    vocabulary = None if text is None else Tokenizer.from_str(text).get_vocab()
-    return checkpoint.vocab_size, vocabulary

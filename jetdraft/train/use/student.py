@@ -104,11 +104,12 @@ class ModelStudent(Student):
 
     def _checkpoint(self) -> Checkpoint:
         try:
-            return Checkpoint.load(self.source, self.dtype)
+            checkpoint = Checkpoint.load(self.source, self.dtype)
         except CheckpointError as error:
             raise CheckpointError(
                 f"cannot read the drafter's checkpoint ({error}); name it with --from"
             ) from error
+        return checkpoint.beside(self.bundle.target.contract.vocab_size)
 
     def _with(self, weights: Mapping[str, Tensor]) -> Checkpoint:
         checkpoint = self._checkpoint()
@@ -118,9 +119,10 @@ class ModelStudent(Student):
 
 
 def _can_draft(bundle: Bundle) -> Tensor | None:
-    ids = bundle.draft_vocabulary()
-    if ids is None:
+    ids, known = bundle.draft_vocabulary(), bundle.graphs[DRAFTER].contract.vocab_size
+    size = bundle.target.contract.vocab_size
+    if ids is None and known == size:
         return None
-    can_draft = torch.zeros(bundle.target.contract.vocab_size).bool()
-    can_draft[torch.from_numpy(ids)] = True
+    can_draft = torch.zeros(size).bool()
+    can_draft[slice(known) if ids is None else torch.from_numpy(ids)] = True
     return can_draft

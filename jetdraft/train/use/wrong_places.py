@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from jetdraft.kept.lessons import Lesson
@@ -76,14 +77,16 @@ class Missed:
 
 
 def missed(logits: Tensor, batch: LessonBatch, can_draft: Tensor | None) -> Missed:
-    """Compare a drafter's logits float [w, vocabulary] at wrong places with the target.
+    """Compare a drafter's logits float [w, tokens] at wrong places with the target.
 
     The mean over wrong places of CE(softmax(target), drafter). `can_draft` bool
     [vocabulary] are the tokens that the drafter can draft, None for all: both
     distributions are taken within them, and a place without any of them does not count.
+    A drafter may lack the target's last tokens.
     """
     ours, wanted = logits.float(), batch.logits
     if can_draft is not None:
+        ours = F.pad(ours, (0, len(can_draft) - ours.shape[-1]))
         ours = ours.masked_fill(~can_draft, -torch.inf)
         wanted = wanted.masked_fill(~can_draft[batch.ids], -torch.inf)
     counts = wanted.isfinite().any(-1)

@@ -210,7 +210,7 @@ WRONG = {
     ),
     "no block": (other(changes={"block_size": 1}), "block_size=1; .* 2 to 64"),
     "a block that is no number": (other(changes={"block_size": "6"}), "block_size='6'"),
-    "vocabulary": (other(changes={"vocab_size": 999}), "vocabulary of 999 tokens"),
+    "vocabulary": (other(changes={"vocab_size": 9999}), "vocabulary of 9999 tokens"),
     "hidden size": (other(changes={"hidden_size": 96}), "states of 96 numbers"),
     "missing norm": (other(drop=["hidden_norm.weight"]), "lacks weight 'hidden_norm"),
     "diffusion, unknown key": (
@@ -218,8 +218,8 @@ WRONG = {
         "noise='uniform'",
     ),
     "diffusion, vocabulary": (
-        other(layouts.diffusion, changes={"vocab_size": 999}),
-        "vocabulary of 999 tokens",
+        other(layouts.diffusion, changes={"vocab_size": 9999}),
+        "vocabulary of 9999 tokens",
     ),
     "diffusion without a mask": (
         other(layouts.diffusion, drop=["mask"]),

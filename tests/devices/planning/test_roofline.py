@@ -109,3 +109,5 @@ def test_files_that_are_not_configs(tmp_path, content, match):
 def test_a_mixture_of_experts_is_refused():
     with pytest.raises(UnsupportedModelError, match="dense model"):
         Dimensions.of({**LLAMA, "num_experts": 8})
+    with pytest.raises(UnsupportedModelError, match="mixture of experts"):
+        Dimensions.of({**LLAMA, "n_routed_experts": 64})

@@ -193,7 +193,7 @@ def test_the_command_says_what_is_wrong_in_one_line(target, text, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"vocab_size": 300}, "vocabulary of 300 tokens"),
+        ({"vocab_size": 9999}, "vocabulary of 9999 tokens"),
         ({"hidden_size": 32}, "reads states of 32 numbers"),
         ({"num_attention_heads": 7}, "no q_proj of 7 heads"),
         ({"gate": 1}, "has gate=1, which jetdraft does not know"),

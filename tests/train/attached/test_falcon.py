@@ -283,7 +283,7 @@ def test_the_command_says_what_is_wrong_in_one_line(target, text, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"vocab_size": 300}, "vocabulary of 300 tokens"),
+        ({"vocab_size": 9999}, "vocabulary of 9999 tokens"),
         ({"hidden_size": 32}, "reads states of 32 numbers"),
         ({"num_attention_heads": 7}, "no q_proj of 7 heads"),
         ({"block_size": 1}, "blocks of 2 to 8"),

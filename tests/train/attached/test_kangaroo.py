@@ -332,7 +332,7 @@ def test_the_command_says_what_is_wrong_in_one_line(target, text, tmp_path):
     [
         ({"exit_layer": 4}, "below layer 4, but .* has 4 layers"),
         ({"exit_layer": None}, "exit_layer=None; it needs a whole number"),
-        ({"vocab_size": 300}, "vocabulary of 300 tokens"),
+        ({"vocab_size": 9999}, "vocabulary of 9999 tokens"),
         ({"hidden_size": 32}, "reads states of 32 numbers"),
         ({"gate": 1}, "has gate=1, which jetdraft does not know"),
     ],

@@ -46,6 +46,22 @@ def test_an_export_of_the_same_weights_changes_nothing(toy, drafter):
     assert drafter_arrays(Bundle.open(toy), checkpoint, TEXT) == {}
 
 
+@pytest.mark.parametrize("rows", [288, 352])
+def test_a_drafter_of_another_padding_learns(tmp_path, rows):
+    """Also where the target wrote, or might have written, a token that it lacks."""
+    small = {"num_hidden_layers": 1}
+    target = save_checkpoint(tmp_path / "t", llama_config(vocab_size=320, **small))
+    drafter = save_checkpoint(tmp_path / "d", drafter_config(vocab_size=rows), seed=1)
+    options = ExportOptions(Recipe("none"), capacity=64, max_width=32, fast=True)
+    bundle = export(str(target), tmp_path / "bundle", str(drafter), options)
+    student = student_of(bundle)
+    assert student.arrays({}, TEXT) == {}
+    lost = student.missed(student.load({}), [lesson(best=287), lesson(4, best=7)])
+    assert (lost.places, lost.loss.isfinite().item()) == (2, True)
+    unknown = student.missed(student.load({}), [lesson(best=318)])
+    assert unknown.places == (1 if rows > 318 else 0)
+
+
 def test_another_checkpoint_is_refused(toy, tmp_path):
     other = save_checkpoint(tmp_path / "other", drafter_config())
     with pytest.raises(PairError, match="does not have the form"):

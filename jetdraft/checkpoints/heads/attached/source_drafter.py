@@ -12,6 +12,7 @@ import hashlib
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
@@ -160,12 +161,15 @@ def source_fields(target: Checkpoint, config: HeadConfig) -> dict[str, Any]:
     }
 
 
-def words_sha256(target: Checkpoint) -> str:
-    """A hash of the target's embedding, by which a drafter knows its target.
+def words_sha256(target: Checkpoint, padded: bool = False) -> str:
+    """A hash of the tokens' embeddings, by which a drafter knows its target.
 
-    It is the same in each type that the target may be loaded in.
+    It is the same in each type that the target may be loaded in. A `padded` hash has
+    all rows, as in the folders of older drafters.
     """
     words = target.model.get_input_embeddings().weight.detach()
+    if target.tokenizer is not None and not padded:
+        words = words[: Tokenizer.from_str(target.tokenizer).get_vocab_size()]
     return hashlib.sha256(words.to("cpu", torch.float16).numpy().tobytes()).hexdigest()
 
 
@@ -182,11 +186,14 @@ def read_source_drafter(
     layers = number(source, fields, "num_hidden_layers")
     config = source_config(target, layers, slots)
     own = target.model.config.model_type
-    words = words_sha256(target)
+    words = [words_sha256(target, padded) for padded in (False, True)]
     most = len(decoder_list(target.model)[1])
     for is_wrong, fact in (
         (fields.get("target_type") != own, f"is not for a {own}"),
-        (fields.get("target_words", words) != words, "was trained for other weights"),
+        (
+            fields.get("target_words", words[0]) not in words,
+            "was trained for other weights",
+        ),
         (layers > most, f"has {layers} layers, but the target's decoder {most}"),
         (
             slots > MOST_SLOTS,

@@ -1,0 +1,75 @@
+"""Kinds of models that no graph is written for yet, known by fields of their configs.
+
+A new kind of graph takes its row out of `KINDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jetdraft.contracts.constants import EXPERTS
+from jetdraft.errors import UnsupportedModelError
+from jetdraft.untrusted.printable import printable
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a user calls a kind, the fields that count its parts, and its layers' types.
+
+    Names of fields are those of transformers, and those of GGUF behind the family.
+
+        Kind("has convolution layers", fields=("shortconv.l_cache",), types=("conv",))
+    """
+
+    words: str
+    fields: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
+
+    def found(self, field: Callable[[str], Any]) -> Iterator[str]:
+        """The fields and types that say that a model is of this kind."""
+        for name in self.fields:
+            value = field(name)
+            most = max(value, default=0) if isinstance(value, list) else value
+            if isinstance(most, int) and most > 0:
+                yield f"{name} {printable(most, 20)}"
+        for name in ("layer_types", "layers_block_type", "block_types"):
+            types = field(name)
+            if isinstance(types, (list, tuple)):
+                yield from (f"{name} {t}" for t in self.types if t in types)
+
+
+KINDS = (
+    Kind("is a mixture of experts", (*EXPERTS, "expert_count"), ("moe",)),
+    Kind(
+        "has recurrent layers",
+        ("ssm.state_size", "wkv.head_size"),
+        (
+            *("linear_attention", "hybrid", "hybrid_sliding", "recurrent"),
+            *("mamba", "mamba2"),
+        ),
+    ),
+    Kind("has convolution layers", ("shortconv.l_cache",), ("conv",)),
+    Kind(
+        "has layers that share keys and values",
+        ("num_kv_shared_layers", "attention.shared_kv_layers"),
+    ),
+    Kind("has latent attention (MLA)", ("kv_lora_rank", "attention.kv_lora_rank")),
+)
+
+
+def check_kinds(source: str, field: Callable[[str], Any]) -> None:
+    """Raise `UnsupportedModelError` for a model of these kinds, by all their names.
+
+    `field` gives the value of a config's field, None for a field that it lacks.
+
+        check_kinds("qwen3-moe/", {"num_experts": 128}.get)
+    """
+    found = [(kind.words, next(kind.found(field), None)) for kind in KINDS]
+    said = [f"{words} ({sign})" for words, sign in found if sign is not None]
+    if said:
+        raise UnsupportedModelError(
+            f"{source} {' and '.join(said)}, which jetdraft does not export yet; it "
+            "exports dense decoders like Llama, Qwen3 and Gemma 3, see docs/models.md"
+        )
