@@ -7,13 +7,12 @@ changes those by the order of their rows only, if at all.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +36,14 @@ from jetdraft.checkpoints.gguf_types import TYPES
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.preview.config_bounds import SPARE, Bounds, skeleton
 from jetdraft.checkpoints.preview.unsupported_kinds import check_kinds
-from jetdraft.checkpoints.reading.fields import REFUSED, by_name, passed_over, row_of
+from jetdraft.checkpoints.reading.fields import (
+    REFUSED,
+    WARNED,
+    by_name,
+    passed_over,
+    row_of,
+)
+from jetdraft.checkpoints.reading.gguf_config import FamilyFields, head_size, refusal
 from jetdraft.checkpoints.reading.gguf_fields import FILE, MODEL
 from jetdraft.errors import CheckpointError, JetdraftError, UnsupportedModelError
 from jetdraft.quant.blocks import Blocks
@@ -47,20 +53,6 @@ _MAGIC = b"GGUF"
 
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 ROTATIONS = "rope_freqs.weight"
-
-_NUMBERS = {
-    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
-    "attention.layer_norm_epsilon": (
-        *("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
-    ),
-    "attn_logit_softcapping": ("attn_logit_softcapping",),
-    "final_logit_softcapping": ("final_logit_softcapping",),
-}
-"""Fields behind the family's name, and the names that configs have for them."""
-
-_NO_NUMBER = "the models of this family have no such number"
-
-_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
 _ALIKE = 0.98
 """The cosine above which head and embedding are two copies of one matrix. Two random
@@ -205,22 +197,20 @@ class GgufFile:
         Raises `UnsupportedModelError` for a field with which no model here computes.
         """
         lines: list[str] = []
+        file, model = by_name(FILE), by_name(MODEL)
         for name in self.reader.fields:
             own = name.removeprefix(f"{self.family}.")
-            rows = by_name(FILE if own == name else MODEL)
-            row, value = row_of(own, rows), self.field(name)
+            rows = file if own == name else model
+            row = row_of(own, rows)
+            if row is None and own == name and not name.startswith("tokenizer."):
+                continue  # other programs have fields of their own
+            if row is not None and row.fate not in (REFUSED, WARNED):
+                continue
+            value = self.field(name)
             if row is not None and row.fate == REFUSED and not row.neutral(value):
-                self._refuse(name, value, row.why)
-            mine = own != name or name.startswith("tokenizer.")
-            if row is not None or mine:  # other programs have fields of their own
-                lines += passed_over("metadata", {own: value}, rows)
+                raise refusal(self.source, name, value, row.why)
+            lines += passed_over("metadata", {own: value}, rows)
         return tuple(lines)
-
-    def _refuse(self, name: str, value: Any, why: str) -> NoReturn:
-        raise UnsupportedModelError(
-            f"{self.source} has {name} {printable(value, 40)}, and {why}; export its "
-            "Hugging Face folder"
-        )
 
     # --- the config -------------------------------------------------------------------
 
@@ -230,112 +220,15 @@ class GgufFile:
         config = transformers.AutoConfig.from_pretrained(
             str(folder), gguf_file=self.path.name, trust_remote_code=False
         )
-        size = self._own("attention.key_length")
-        if size is not None and getattr(config, "head_dim", size) is not None:
-            config.head_dim = size
-        self._set_numbers(config)
-        if getattr(config, "rope_parameters", None):
-            self._set_rotations(config)
+        fields = FamilyFields(self.source, self.family, self.field)
+        fields.set_numbers(config)
+        if ROTATIONS in self.tensors:
+            fields.set_rotations(config, self._llama3_scaling(config))
+        elif getattr(config, "rope_parameters", None):
+            fields.set_rotations(config)
         config.tie_word_embeddings = self.tied
         config.eos_token_id = ends_of_text(self.field) or None
         return config
-
-    def _own(self, name: str) -> Any:
-        """The value of a field of the family; None for one that the file lacks."""
-        return self.field(f"{self.family}.{name}")
-
-    def _set_numbers(self, config: Any) -> None:
-        """Set what transformers reads for some families only, or not at all."""
-        for name, attributes in _NUMBERS.items():
-            value = self._own(name)
-            known = [each for each in attributes if hasattr(config, each)]
-            if value is not None and known:
-                setattr(config, known[0], value or None)
-            elif value and "epsilon" not in name:  # a model has one kind of norms
-                self._refuse(f"{self.family}.{name}", value, _NO_NUMBER)
-        size, window = _head_size(config), self._own("attention.sliding_window")
-        kinds = getattr(config, "layer_types", None)
-        has_windows = not kinds or "sliding_attention" in kinds
-        if window and has_windows and hasattr(config, "sliding_window"):
-            config.sliding_window = window
-        elif window and window < config.max_position_embeddings:
-            self._refuse(f"{self.family}.attention.sliding_window", window, _NO_NUMBER)
-        if hasattr(config, "query_pre_attn_scalar"):
-            # So does llama.cpp: the models of 27 B scale by another size.
-            is_27b = _LAYERS_OF_27B.get(self.family) == config.num_hidden_layers
-            width = config.hidden_size // config.num_attention_heads
-            config.query_pre_attn_scalar = width if is_27b else size
-        period = self._own("attention.sliding_window_pattern")
-        kinds = kinds or [""] * config.num_hidden_layers
-        windows = [kind == "sliding_attention" for kind in kinds]
-        if isinstance(period, int):
-            period = [(place + 1) % period != 0 for place in range(len(windows))]
-        for name, expected, value in (
-            ("attention.value_length", size, self._own("attention.value_length")),
-            ("attention.sliding_window_pattern", windows, period),
-            (
-                "use_parallel_residual",
-                getattr(config, "use_parallel_residual", False),
-                self._own("use_parallel_residual"),
-            ),
-        ):
-            if value is not None and value != expected:
-                self._refuse(
-                    f"{self.family}.{name}", self._own(name), f"the model {expected}"
-                )
-
-    def _set_rotations(self, config: Any) -> None:
-        """Set the base and the scaling of rotations as llama.cpp reads them."""
-        parameters = config.rope_parameters
-        full = parameters.get("full_attention", parameters)
-        base = self._own("rope.freq_base") or 10000.0
-        local = self._own("rope.freq_base_swa")
-        full["rope_theta"] = base
-        if "sliding_attention" in parameters:
-            parameters["sliding_attention"]["rope_theta"] = local or 10000.0
-        elif local not in (None, base):
-            self._refuse(f"{self.family}.rope.freq_base_swa", local, _NO_NUMBER)
-        self._set_rotated(full, config)
-        kind = self._own("rope.scaling.type") or "linear"
-        factor = self._own("rope.scaling.factor") or self._own("rope.scale_linear") or 1
-        strength = self._own("rope.scaling.attn_factor") or 1.0
-        scaling: dict[str, Any] = {}
-        if ROTATIONS in self.tensors:
-            scaling = self._llama3_scaling(config)
-        elif kind == "yarn":
-            original = self._own("rope.scaling.original_context_length")
-            scaling = {
-                "rope_type": "yarn",
-                "factor": factor,
-                "original_max_position_embeddings": original
-                or config.max_position_embeddings,
-                "attention_factor": strength * (0.1 * math.log(factor) + 1),
-            }
-            for name in ("beta_fast", "beta_slow"):
-                value = self._own(f"rope.scaling.yarn_{name}")
-                scaling |= {} if value is None else {name: value}
-        elif kind == "linear" and factor != 1:
-            scaling = {"rope_type": "linear", "factor": factor}
-        elif kind not in ("none", "linear"):
-            raise UnsupportedModelError(
-                f"{self.source} scales its rotations by {kind!r}, which is not known; "
-                "export its Hugging Face folder"
-            )
-        if kind != "yarn" and strength != 1:
-            self._refuse(
-                f"{self.family}.rope.scaling.attn_factor", strength, _NO_NUMBER
-            )
-        full.update(scaling)
-
-    def _set_rotated(self, rope: dict[str, Any], config: Any) -> None:
-        """Set how much of a head turns; refuse a family that turns another part."""
-        size, turned = _head_size(config), self._own("rope.dimension_count")
-        share = rope.get("partial_rotary_factor")
-        if turned is None or turned == int(size * (share or 1)):
-            return
-        if share is None:
-            self._refuse(f"{self.family}.rope.dimension_count", turned, _NO_NUMBER)
-        rope["partial_rotary_factor"] = turned / size
 
     def _llama3_scaling(self, config: Any) -> dict[str, Any]:
         """Llama 3's scaling; llama.cpp stores the factor of each frequency only."""
@@ -495,15 +388,9 @@ def _bits(tensor: ReaderTensor) -> float:
     return float(8 * size / weights)
 
 
-def _head_size(config: Any) -> int:
-    """The numbers in a head's query."""
-    size = getattr(config, "head_dim", None)
-    return int(size or config.hidden_size // config.num_attention_heads)
-
-
 def _frequencies(config: Any) -> Floats:
     """The frequencies of rotations, in turns of 2 pi per token times 2 pi."""
-    size = _head_size(config)
+    size = head_size(config)
     powers = np.arange(0, size, 2) / size
     theta = config.rope_parameters["rope_theta"]
     return np.asarray(theta**-powers)
