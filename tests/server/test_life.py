@@ -126,7 +126,8 @@ def test_sigterm_lets_texts_end(toy):
         lines = [
             re.fullmatch(rf"{ANSWERED}, (\d+) tokens, \d+ ms", n) for n in requests
         ]
-        assert [line and line[1] for line in lines] == ["60", "20"]
+        assert all(lines), requests
+        assert {line[1] for line in lines} == {"60", "20"}  # either came first
 
 
 @pytest.mark.parametrize("stream", [False, True])
