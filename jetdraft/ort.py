@@ -6,6 +6,7 @@ is opened, and it names the extra to install.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from jetdraft.errors import ProviderError
@@ -22,6 +23,9 @@ class _Missing:
 
 
 def _import() -> Any:
+    # From 1.29 on its wheels tell Microsoft of each session, and warn on the terminal
+    # where the home cannot be written. Who wants that sets the variable to 0.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
     except ImportError:

@@ -11,7 +11,12 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ["README.md", *(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))]
+BOARD = "deploy/jetson/README.md"
+DOCUMENTS = [
+    "README.md",
+    BOARD,
+    *(f"docs/{page.name}" for page in ROOT.glob("docs/*.md")),
+]
 PROGRAM = re.compile(r"([A-Z_]+=\S+ )*(jetdraft|python3?|pip|scripts/\w+)\b")
 SHELL, PYTHON = "shell", "python"
 

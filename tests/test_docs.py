@@ -26,6 +26,7 @@ from jetdraft.testing import toy_bundle
 from tests.cli.running import jetdraft as run_jetdraft
 from tests.cli.test_help import COMMANDS
 from tests.documents import (
+    BOARD,
     DOCUMENTS,
     PYTHON,
     ROOT,
@@ -79,10 +80,11 @@ ONLY_PARSED = {
 }
 """How commands begin that are held against the real parser but not run, and why."""
 
-OF_THE_SHELL = {"python3 -m venv", "source"}
-"""What no program of ours reads. `pip` and `scripts/` have tests of their own below."""
+OF_THE_SHELL = {"python3 -m venv", "source", "pip wheel", "scp"}
+"""What no program of ours reads. `pip install` and `scripts/` have tests below."""
 
 NO_COMMAND = {
+    BOARD: ["sudo "],  # tests/test_packaging.py installs by them
     "docs/architecture.md": ["cli/generate.py ", "row = root", "[project.entry-points"],
     "docs/devices.md": ["ms(width) = ", "bandwidth 0.818"],
     "docs/quantization.md": ["target: int8-rtn-b64"],
@@ -95,7 +97,11 @@ NO_COMMAND = {
 PEERS = ["xllamacpp"]
 """Packages that a benchmark compares with; its options need none of them."""
 
-OTHER_OPTIONS = {"--extra-index-url": "pip", "--text": "benchmarks/human_eval.py"}
+OTHER_OPTIONS = {
+    "--extra-index-url": "pip",
+    "--force-reinstall": "pip",
+    "--text": "benchmarks/human_eval.py",
+}
 """Options in sentences that belong to other programs."""
 
 ROBOT = {"type": "object", "properties": {"go": {"type": "boolean"}}}
@@ -197,7 +203,7 @@ def starts(words, beginnings):
 
 def check_scripts(words):
     """A script of the repository, or an extra that pip installs, is there."""
-    if words[0] == "pip":
+    if words[:2] == ["pip", "install"]:
         [wanted] = re.findall(r"\[(.*)\]", words[-1])
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         assert {*wanted.split(",")} <= {*project["optional-dependencies"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import jetdraft
+from tests.documents import BOARD, blocks
 
 ROOT = Path(__file__).parents[1]
 PROJECT = """
@@ -91,6 +93,52 @@ with jetdraft.load(jetdraft.testing.toy_bundle(), threads=1) as model:
     file, text = done.stdout.split("\n", 1)
     assert Path(file).is_relative_to(tmp_path)
     assert text.strip()
+
+
+ONE_USER = """
+set -e
+sudo() { test "$1" = -u && shift 2; "$@"; }
+useradd() { mkdir "$OPT"; }
+chown() { test "$*" = "-R jetdraft: $OPT"; }
+"""
+"""The user of the service and the root are this user here."""
+
+
+def test_the_guide_to_a_board_installs_the_wheel_alone(wheel, tmp_path):
+    """The commands of step 5, in a home without the sources, below another folder.
+
+    They once installed from a checkout, into which the service's user cannot write.
+    """
+    home, opt = tmp_path / "home", tmp_path / "opt"
+    laptop, board = (
+        next(block.text for block in blocks(BOARD) if word in block.text)
+        for word in ("pip wheel", "useradd")
+    )
+    assert f"--wheel-dir dist .\nscp -r mine dist/{wheel.name} " in laptop
+    (home / "mine").mkdir(parents=True)
+    shutil.copytree(ROOT / "deploy/jetson", home / "jetson")
+    shutil.copy(wheel, home)
+    (home / "bin").mkdir()
+    (home / "bin/python3").symlink_to(sys.executable)
+    done = subprocess.run(
+        ["bash", "-c", ONE_USER + board.replace("/opt/jetdraft", str(opt))],
+        cwd=home,
+        env={
+            **{n: v for n, v in os.environ.items() if n != "PYTHONPATH"},
+            "OPT": str(opt),
+            "PATH": f"{home / 'bin'}:{os.environ['PATH']}",
+            "PIP_NO_DEPS": "1",
+            "PIP_NO_INDEX": "1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (opt / "bundles/mine").is_dir()
+    [package] = opt.glob("venv/lib/python3*/site-packages/jetdraft")
+    assert (package / "server/page.html").is_file()
+    assert (opt / "venv/bin/jetdraft").is_file()
 
 
 def resolve(project, **environment):

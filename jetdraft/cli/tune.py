@@ -9,6 +9,7 @@ import click
 
 from jetdraft.bench.picture import draw_curves
 from jetdraft.bench.tuning import steps, tune
+from jetdraft.files import check_place
 from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.passes.load_options import LoadOptions
@@ -32,6 +33,7 @@ def command(
 ) -> None:
     """Measure pass times by width and every proposer, and keep them in BUNDLE."""
     model = load(bundle, **runtime)
+    check_place(model.parts.profiles.tuning_file)
     with ProgressBars() as bars:
         curve = tune(model, bars.ticks("tune", steps(model)))
     if as_json:

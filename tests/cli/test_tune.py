@@ -30,6 +30,12 @@ def test_json_is_one_object(own):
     assert found["machine"]["threads"] == 1
 
 
+def test_where_the_times_cannot_be_kept_none_are_measured(own):
+    shutil.rmtree(own / "profiles")
+    (own / "profiles").write_text("a file in the place of the folder")
+    assert_refused(jetdraft("tune", own, "-t", "1"), "cannot write", "cpu-1-tuning")
+
+
 def test_a_picture(own, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "curve.png"

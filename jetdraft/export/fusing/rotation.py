@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 from onnxscript.rewriter import pattern
 
+from jetdraft.ort import ort
 from jetdraft.quant.edits import initializer, producer
 
 _CONTRIB = "com.microsoft"
@@ -94,7 +94,7 @@ class RotaryTables:
     def _evaluate(self, part: ir.Graph, source: ir.Value, name: str) -> ir.Value:
         """Run `part` of the graph for all positions; its result is a constant."""
         proto = ir.serde.serialize_model(ir.Model(part, ir_version=10))
-        session = onnxruntime.InferenceSession(
+        session = ort.InferenceSession(
             proto.SerializeToString(), providers=["CPUExecutionProvider"]
         )
         positions = np.arange(self.capacity)[None]
