@@ -151,9 +151,12 @@ class Reply:
         return place
 
     def _by_name(self, entry: Logprob) -> dict[str, float]:
-        """Return the best tokens by name; one with another's name has its own."""
+        """Return the best tokens by name, and the chosen token if it is not the best.
+
+        A token with the name of a better token is named by its id.
+        """
         tops: dict[str, float] = {}
-        for token, value in entry.top:
+        for token, value in dict([*entry.top, (entry.token, entry.logprob)]).items():
             name = self._name(entry, token)
             tops[f"token_id:{token}" if name in tops else name] = value
         return tops
