@@ -85,7 +85,7 @@ def export(
         checkpoints[TARGET] = replace(checkpoints[TARGET], taps=taps_of(reader))
     contracts = _check(checkpoints, options)
     for line in checkpoints[TARGET].passed_over:
-        warnings.warn(f"passed over: {line}", stacklevel=2)
+        warnings.warn(f"passed over: {line}", stacklevel=3)
     carrying = reader if isinstance(reader, Head) else None
     measures = Measures(checkpoints, contracts, options, report, carrying)
     cut = _cut(measures, reader)
@@ -163,7 +163,7 @@ def _check_draft_vocabulary(
     checkpoints: Mapping[str, Checkpoint],
     reader: AnyHead | None,
 ) -> None:
-    """Raise `OptionError` for a draft vocabulary that is none."""
+    """Raise `OptionError` for a draft vocabulary that is no part of the vocabulary."""
     count = options.draft_vocab
     most = min(checkpoint.vocab_size for checkpoint in checkpoints.values()) - 1
     if count is None:

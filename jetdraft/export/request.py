@@ -70,6 +70,7 @@ def export(
         jetdraft.export("target/", "bundle", "drafter/", quantize="int8-rtn-b32")
     """
     check_output(Path(output))
+    provider = fastest() if provider == AUTO else provider
     limited = max_bytes is not None or max_kl is not None
     recipe = _recipe(quantize, block_size, limited, device, fast)
     if device is not None:
@@ -86,7 +87,7 @@ def export(
         dtype=dtype,
         capacity=capacity,
         max_width=min(max_width, capacity),
-        provider=fastest() if provider == AUTO else provider,
+        provider=provider,
         flavour=flavour,
         adapter_scale=adapter_scale,
         drafter_provider=drafter_provider,

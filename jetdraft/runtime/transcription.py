@@ -194,7 +194,7 @@ class Transcription:
 
     def _scores(self, features: Float32s, result: Result) -> Scores:
         """How sure the model is of a window, if log probabilities were asked for."""
-        if not result.logprobs:
+        if not result.logprobs or result.finish_reason not in (STOP, LENGTH):
             return None, None
         silence = self._first(features, [self._speech.no_speech]).logprobs
         mean = fmean(entry.logprob for entry in result.logprobs)
@@ -202,16 +202,23 @@ class Transcription:
 
     def _first(self, features: Float32s, ids: Sequence[int]) -> Result:
         """The token of these that the model would write first."""
-        options = Options.of(max_new_tokens=1, method=NONE, logprobs=0)
+        options = Options.of(
+            max_new_tokens=1, method=NONE, logprobs=0, max_seconds=self._left
+        )
         start = list(self._parts.bundle.start_token_ids)
         return self._generated(features, start, options, OneOf(ids))
 
+    @property
+    def _left(self) -> float | None:
+        """The seconds that are left, None without a limit; a limit is above 0."""
+        seconds = self._options.ending.max_seconds
+        if seconds is None:
+            return None
+        return max(seconds - (time.perf_counter() - self._started), 1e-9)
+
     def _write(self, features: Float32s) -> Result:
         """The text of one window."""
-        seconds = self._options.ending.max_seconds
-        if seconds is not None:  # and a limit must be above 0
-            seconds = max(seconds - (time.perf_counter() - self._started), 1e-9)
-        ending = replace(self._options.ending, max_seconds=seconds)
+        ending = replace(self._options.ending, max_seconds=self._left)
         start, wanted = self._parts.bundle.start_token_ids, self._wanted
         prompt = self._speech.prompt(
             start, self.language, wanted.task, wanted.timestamps

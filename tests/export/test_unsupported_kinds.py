@@ -6,6 +6,7 @@ import pytest
 import transformers
 from transformers import Gemma3nTextConfig, Gemma4TextConfig, GraniteMoeHybridConfig
 
+from jetdraft.checkpoints.preview.unsupported_kinds import check_kinds
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.exporter import export
 from tests.tiny import SIZES, llama_config, save_checkpoint
@@ -106,6 +107,15 @@ def test_what_is_refused_is_said_with_the_way_on(tmp_path):
 def test_fields_of_parts_that_a_model_lacks_refuse_nothing(tmp_path, config):
     folder = save_checkpoint(tmp_path / "model", config)
     export(str(folder), tmp_path / "bundle")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_experts": 1}, {"num_experts": 16_384, "is_moe": False}]
+)
+def test_one_expert_is_no_mixture(fields):
+    check_kinds("doge/", fields.get)
+    with pytest.raises(UnsupportedModelError, match="mixture of experts"):
+        check_kinds("doge/", {"num_experts": 2, "is_moe": True}.get)
 
 
 def test_attention_of_its_own_is_said(tmp_path):

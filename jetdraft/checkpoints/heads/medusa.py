@@ -111,9 +111,10 @@ def read_medusa(
     tensors = _named(files)
     blocks = {name for name in tensors if name.startswith("blocks.")}
     slots = _slots(source, tensors.keys() - blocks)
+    own = len(tensors["lm_heads.0.weight"])
     drafted = fit_heads(source, tensors, target)
     rows = files.config.get("truncated_vocab_size")
-    if rows not in (None, target.vocab_size, drafted):
+    if rows not in (None, target.vocab_size, own):
         raise CheckpointError(
             f"the config of {source} has truncated_vocab_size={printable(rows, 60)}; "
             "jetdraft reads Medusa heads that choose among all tokens"

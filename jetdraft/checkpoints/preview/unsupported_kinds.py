@@ -18,7 +18,8 @@ from jetdraft.untrusted.printable import printable
 class Kind:
     """What a user calls a kind, the fields that count its parts, and its layers' types.
 
-    Names of fields are those of transformers, and those of GGUF behind the family.
+    A model has `least` parts or more, unless the field `unless` is false. Fields have
+    the names of transformers, or those of GGUF without the family.
 
         Kind("has convolution layers", fields=("shortconv.l_cache",), types=("conv",))
     """
@@ -26,13 +27,15 @@ class Kind:
     words: str
     fields: tuple[str, ...] = ()
     types: tuple[str, ...] = ()
+    least: int = 1
+    unless: str = ""
 
     def found(self, field: Callable[[str], Any]) -> Iterator[str]:
         """The fields and types that say that a model is of this kind."""
-        for name in self.fields:
+        for name in self.fields if field(self.unless) is not False else ():
             value = field(name)
             most = max(value, default=0) if isinstance(value, list) else value
-            if isinstance(most, int) and most > 0:
+            if isinstance(most, int) and most >= self.least:
                 yield f"{name} {printable(most, 20)}"
         for name in ("layer_types", "layers_block_type", "block_types"):
             types = field(name)
@@ -41,7 +44,13 @@ class Kind:
 
 
 KINDS = (
-    Kind("is a mixture of experts", (*EXPERTS, "expert_count"), ("moe",)),
+    Kind(
+        "is a mixture of experts",
+        (*EXPERTS, "expert_count"),
+        ("moe",),
+        least=2,
+        unless="is_moe",
+    ),
     Kind(
         "has recurrent layers",
         ("ssm.state_size", "wkv.head_size"),

@@ -20,11 +20,11 @@ MOST = 60
 
 
 def neutral(*values: Any) -> Callable[[Any], bool]:
-    """Whether a value is None or one of these, which change no text.
+    """Whether a value is None, empty or one of these, which change no text.
 
     neutral(0, 1)(1.0)    # True
     """
-    return lambda value: value is None or value in values
+    return lambda value: value in (None, "", [], {}, ()) or value in values
 
 
 @dataclass(frozen=True)

@@ -98,14 +98,16 @@ def _read(name: str, opened: IO[bytes]) -> Float32s:
 
 def _found(opened: IO[bytes]) -> tuple[bytes, int]:
     """Go to the sound of a file; gives the format, and how many bytes are stated."""
-    kind, form = struct.unpack("<4s4x4s", opened.read(12))
+    kind, whole, form = struct.unpack("<4sI4s", opened.read(12))
     if kind not in (b"RIFF", b"RF64", b"BW64") or form != b"WAVE":
         raise ValueError("it begins otherwise")
     header, long_size = b"", 0
     for _ in range(_MOST_PARTS):
         part, size = struct.unpack("<4sI", opened.read(8))
         if part == b"data":
-            is_known = 0 < size < 2**32 - 1 and size >> 16 != 2**15 - 1  # as sox says
+            is_known = size < 2**32 - 1 and size >> 16 != 2**15 - 1  # as sox says
+            if size == 0:  # nothing, if other parts follow
+                is_known = opened.tell() < whole + 8 < 2**32 - 1
             return header, size if is_known else long_size or _UNKNOWN
         end = opened.tell() + size + size % 2
         if part == b"fmt ":
@@ -121,7 +123,10 @@ def _sound(
 ) -> npt.NDArray[np.uint8]:
     """The sound of a file in whole frames, at most `size` bytes, or what is there."""
     second = frame * rate
-    data = opened.read(min(size, int(LONGEST * second) + frame))
+    place = opened.tell()
+    rest = opened.seek(0, 2) - place  # memory is taken for all that is asked for
+    opened.seek(place)
+    data = opened.read(min(size, rest, int(LONGEST * second) + frame))
     data = data[: len(data) // frame * frame]
     _check_seconds(name, len(data) / second)
     if len(data) < size // frame * frame < _UNKNOWN:

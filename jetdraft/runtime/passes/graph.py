@@ -17,9 +17,8 @@ from jetdraft.runtime.drafts.rows import Rows, without_gaps
 from jetdraft.runtime.passes.answer import Answer, answer_of
 from jetdraft.runtime.passes.binding import Bound, VisibleSlots
 from jetdraft.runtime.passes.cache import Cache
-from jetdraft.runtime.passes.captures import Captures
 from jetdraft.runtime.passes.encoding.source import Source
-from jetdraft.runtime.passes.step_sessions import StepSession, StepSessions
+from jetdraft.runtime.passes.step_sessions import Captures, StepSession, StepSessions
 from jetdraft.runtime.passes.tensor import HOST, Memory
 
 MOST_WIDE = 8

@@ -22,11 +22,10 @@ from jetdraft.devices.providers import (
 from jetdraft.devices.tensorrt import WIDTHS, engine_folder, engine_options
 from jetdraft.graph_entry import GraphEntry
 from jetdraft.ort import import_onnx, ort
-from jetdraft.runtime.passes.captures import Captures
 from jetdraft.runtime.passes.encoding.source import Source
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import Threads, open_session
-from jetdraft.runtime.passes.step_sessions import StepSessions
+from jetdraft.runtime.passes.step_sessions import Captures, StepSessions
 from jetdraft.runtime.passes.tensor import HOST, Memory
 
 Weights = Mapping[str, npt.NDArray[np.generic]]

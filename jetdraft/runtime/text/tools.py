@@ -231,7 +231,7 @@ def _document(schema: Schema) -> Schema:
     beside a reference.
     """
     key = "id" if "draft-04" in str(schema.get("$schema")) else "$id"
-    own = str(schema.get(key, "")).partition("#")[0]
+    own = str(schema.get(key) or "").partition("#")[0]
     document = {**schema, key: own or "json-schema:///arguments/"}
     if "$ref" in document:
         all_of = [{k: document.pop(k)} for k in ("$ref", "allOf") if k in document]

@@ -144,10 +144,11 @@ class Reader:
             return FORBIDDEN
         mask = bytearray(self._inner.compute_bitmask())
         self._check()
-        for token, alias in self._named.items():
+        first = self._words.first >> 3
+        for token, alias in self._named.items() if any(mask[first:]) else ():
             if mask[alias >> 3] & 1 << (alias & 7):
                 mask[token >> 3] |= 1 << (token & 7)
-        return bytes(mask[: self._words.first >> 3])
+        return bytes(mask[:first])
 
     def _allows(self, token: int) -> bool:
         if token in self._words.ends:

@@ -321,6 +321,12 @@ def test_medusa_as_vllm_names_it(target, states, tmp_path, biased):
     with torch.no_grad():
         logits = head.logits(head(states.final[None]))[0]
     torch.testing.assert_close(logits, reference.medusa(tensors, states.final), **CLOSE)
+    spare = torch.zeros(32, layouts.H)
+    wide = {
+        n: torch.cat([t, spare]) if "lm_heads" in n else t for n, t in stored.items()
+    }
+    config["truncated_vocab_size"] = VOCAB_SIZE + 32
+    load_head(write(tmp_path, config, wide), target, torch.float32)
     config["truncated_vocab_size"] = 100
     with pytest.raises(CheckpointError, match="truncated_vocab_size=100"):
         load_head(write(tmp_path, config, stored), target, torch.float32)

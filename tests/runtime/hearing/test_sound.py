@@ -112,6 +112,23 @@ def test_a_long_file_that_ends_early_says_so():
         np.testing.assert_array_equal(read_sound(data), WANTED)
 
 
+def test_what_follows_an_empty_sound_is_no_sound():
+    note = part(b"LIST", bytes(40_000))
+    with pytest.raises(OptionError, match=r"has 0.00 s of sound"):
+        read_sound(riff(PCM, part(b"data", b""), note))
+
+
+def test_a_file_that_knows_no_length_takes_the_memory_of_what_is_there(tmp_path):
+    file = tmp_path / "sound.wav"
+    file.write_bytes(riff(PCM, part(b"data", DATA, FAR), size=FAR))
+    tracemalloc.start()
+    try:
+        read_sound(file)
+        assert tracemalloc.get_traced_memory()[1] < 20 * len(DATA)
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("longer", [False, True])
 def test_samples_take_the_memory_of_their_floats(longer):
     """A sound of two hours must not need twice its size for a moment."""

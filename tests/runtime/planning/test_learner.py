@@ -103,8 +103,8 @@ def test_plain_decoding_teaches_nothing(toy, tmp_path):
 
 
 def test_long_texts_keep_their_end(toy, tmp_path, monkeypatch):
-    monkeypatch.setattr("jetdraft.runtime.planning.learner.MOST_TOKENS", 24)
-    monkeypatch.setattr("jetdraft.runtime.planning.learner.MOST_PLACES", 3)
+    monkeypatch.setattr("jetdraft.runtime.planning.planner.MOST_TOKENS", 24)
+    monkeypatch.setattr("jetdraft.runtime.planning.planner.MOST_PLACES", 3)
     with load(toy, tmp_path) as model:
         result = model.generate("The robot sees", **DRAFTED)
         [lesson] = read(tmp_path, model)
