@@ -280,8 +280,8 @@ def check_pair(
 
     Both must have the same capacity, and the graph must choose among the target's
     tokens, of which it may lack some. The features that a head reads must have the
-    width of the features that the target gives, and buffers that it reads those of the
-    target.
+    width of the features that the target gives, and the buffers that it reads must have
+    the shapes of the target's.
     """
     if target.vocab_size < drafter.vocab_size:
         raise PairError(

@@ -54,12 +54,12 @@ class Checkpoint:
 
     `tokenizer` is the text of a tokenizer.json and `chat_template` a Jinja text; both
     are None for a checkpoint without them. `generation`, `passed_over` and
-    `special_tokens` are those of a `Bundle`. `taps` are what
-    a head reads of the model's states. `draft_ids` int64 [n] are the tokens that a
-    drafter was trained to draft, None for all; `target_rows` counts the tokens of the
-    target that it is `beside`. `start_token_ids` are the tokens that an
-    encoder-decoder's text begins with, empty for a decoder alone. `speech` has the
-    tokens of a model that hears, None for other models.
+    `special_tokens` are as in a `Bundle`. `taps` are what a head reads of the model's
+    states. `draft_ids` int64 [n] are the tokens that a drafter was trained to draft,
+    None for all; `target_rows` counts the tokens of the target that it is `beside`.
+    `start_token_ids` are the tokens that an encoder-decoder's text begins with, empty
+    for a decoder alone. `speech` has the tokens of a model that hears, None for other
+    models.
 
         checkpoint = Checkpoint.load("examples/pycode/target", torch.float32)
     """

@@ -1,4 +1,4 @@
-"""Reads how a checkpoint wants its text to be chosen, from generation_config.json."""
+"""Reads how a checkpoint says that its text is chosen: generation_config.json."""
 
 from __future__ import annotations
 

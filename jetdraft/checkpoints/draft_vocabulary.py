@@ -23,11 +23,12 @@ D2T, T2D = "d2t", "t2d"
 
 MOST_PADDING = 4096
 """The most rows by which paddings of one vocabulary differ; DeepSeek has 2,385 rows
-without a token. Where no tokenizer tells, matrices that differ by more are of two."""
+without a token. Where a tokenizer is missing, matrices that differ by more belong to
+two vocabularies."""
 
 
 def limit(model: Any, own: int, rows: int) -> None:
-    """Let a drafter's model of `own` tokens read all ids below `rows`, and say no more.
+    """Let a drafter's model of `own` tokens read and choose the ids below `rows` only.
 
     It reads an id that it lacks as its last.
 
@@ -85,7 +86,7 @@ def ids_of(
 def read_ids(folder: Path, vocab_size: int) -> Tensor | None:
     """The draft vocabulary of a drafter's folder, ascending; None without a map.
 
-    Raises `CheckpointError` for a map that is none.
+    Raises `CheckpointError` for a map that is no permutation of tokens.
     """
     tensors: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):

@@ -178,7 +178,7 @@ class GgufFile:
             ) from error
 
     def generation(self) -> Generation:
-        """How the file wants its text to be chosen, by transformers' names."""
+        """How the file says that its text is chosen, by transformers' names."""
         names = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}
         names["min_p"] = "min_p"
         fields = {n: self.field(f"general.sampling.{own}") for n, own in names.items()}

@@ -38,8 +38,10 @@ def _lines(bundle: Bundle) -> Iterator[str]:
     yield f"vocabulary  {contract.vocab_size}, end of text {ends}"
     yield f"capacity    {contract.capacity} tokens, {contract.max_width} rows"
     if bundle.generation:
-        options = bundle.generation.items()
-        yield f"defaults    {', '.join(f'{n} {value}' for n, value in options)}"
+        options = dict[str, object](bundle.generation)
+        if "logit_bias" in options:
+            options["logit_bias"] = f"of {len(bundle.generation['logit_bias'])} tokens"
+        yield f"defaults    {', '.join(f'{n} {value}' for n, value in options.items())}"
     for line in bundle.passed_over:
         yield f"passed over {line}"
     for name, entry in bundle.graphs.items():

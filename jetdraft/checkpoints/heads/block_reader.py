@@ -101,7 +101,7 @@ def _dflash(
 def _diffusion(
     files: HeadFiles, tensors: dict[str, Tensor], target: Checkpoint
 ) -> tuple[dict[str, Any], Tensor | None]:
-    """The fields of a diffusion drafter but those of its vocabulary, and the ids."""
+    """The fields of a diffusion drafter without its vocabulary's, and the ids."""
     source, config = files.source, files.config
     check_keys(source, config, DIFFUSION_KEYS)
     own, rows = number(source, config, "vocab_size"), target.vocab_size

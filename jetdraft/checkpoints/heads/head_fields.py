@@ -95,7 +95,7 @@ def mapped_ids(
     """The target's id of each row of the LM head; the file has offsets to the row.
 
     None if the rows are the target's. An embedding and an LM head with another padding
-    get the target's, and those of the target itself are left out.
+    get the target's padding, and copies of the target's own matrices are left out.
     """
     own, size = number(source, config, "vocab_size"), target.vocab_size
     rows = config.get("draft_vocab_size") or own

@@ -16,10 +16,9 @@ TOKENS = 512
 def frequent_tokens(
     model: Any, windows: Windows, count: int, known: int | None = None
 ) -> Tensor:
-    """The `count` most frequent tokens of a text, int64 [count], ascending.
+    """The `count` most frequent tokens of a text that are below `known`, ascending.
 
-    All are below `known`, by default the size of the vocabulary.
-
+    The result is int64 [count]; `known` is the vocabulary's size by default.
     Tokens that are equally frequent, for example all that the text lacks, are in the
     order of the probability that the model gives them in the text.
 

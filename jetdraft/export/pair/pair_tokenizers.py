@@ -37,7 +37,8 @@ def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
     if not known and abs(rows[0] - rows[1]) > MOST_PADDING:
         raise PairError(
             f"{drafter.source} has {rows[1]} tokens, {target.source} has {rows[0]}, "
-            "and no tokenizer tells them; choose a drafter with the same tokenizer"
+            "and without both tokenizers the tokens cannot be compared; add them, or "
+            "choose a drafter with the same tokenizer"
         )
 
 

@@ -78,7 +78,7 @@ def _plain(value: Any) -> Any:
 
 
 def _as_transformers_does(message: Message) -> Message:
-    """The message without fields that are none, its reasoning under all names.
+    """The message without fields that are null, its reasoning under all names.
 
     Lists that are empty go too: some templates count the calls in `tool_calls: []`.
     """

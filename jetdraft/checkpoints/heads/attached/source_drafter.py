@@ -162,7 +162,7 @@ def source_fields(target: Checkpoint, config: HeadConfig) -> dict[str, Any]:
 
 
 def words_sha256(target: Checkpoint, padded: bool = False) -> str:
-    """A hash of the tokens' embeddings, by which a drafter knows its target.
+    """A hash of the tokens' embeddings, which shows a drafter's target.
 
     It is the same in each type that the target may be loaded in. A `padded` hash has
     all rows, as in the folders of older drafters.
