@@ -13,6 +13,7 @@ from jetdraft.runtime.planning.registry import AUTO, methods
 from jetdraft.runtime.proposers.draft_stops import DRAFT_STOPS
 from jetdraft.runtime.proposers.tree_options import SIBLINGS, TREES
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
+from tests.families import TAG
 
 TEXTS = (
     *("The robot sees", '{"name": "', "def fib(n):\n", "Hello", "A man takes the"),
@@ -27,6 +28,10 @@ CONSTRAINTS: tuple[dict[str, Any], ...] = (
     {"json_schema": LIST},
     {"grammar": 'start: "a" start | "b"'},
     {"grammar": 'start: (WORD " ")+ WORD\nWORD: /[a-zA-Z]+/'},
+    # Texts that some vocabularies have as added tokens.
+    {"regex": f"({TAG}|[a-d ]){{1,9}}\\."},
+    {"json_schema": {"enum": [TAG, "<|user|>", "the"]}},
+    {"grammar": f'start: "{TAG}" /[a-z]+/ ("<|user|>" | ".")'},
 )
 
 
