@@ -110,7 +110,12 @@ def test_fields_of_parts_that_a_model_lacks_refuse_nothing(tmp_path, config):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"num_experts": 1}, {"num_experts": 16_384, "is_moe": False}]
+    "fields",
+    [
+        {"num_experts": 1},
+        {"num_experts": 16_384, "is_moe": False},
+        {"num_experts": [1, "two", None]},
+    ],
 )
 def test_one_expert_is_no_mixture(fields):
     check_kinds("doge/", fields.get)

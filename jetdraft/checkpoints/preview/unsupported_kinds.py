@@ -34,8 +34,9 @@ class Kind:
         """The fields and types that say that a model is of this kind."""
         for name in self.fields if field(self.unless) is not False else ():
             value = field(name)
-            most = max(value, default=0) if isinstance(value, list) else value
-            if isinstance(most, int) and most >= self.least:
+            counts = value if isinstance(value, list) else [value]
+            most = max((n for n in counts if isinstance(n, int)), default=0)
+            if most >= self.least:
                 yield f"{name} {printable(most, 20)}"
         for name in ("layer_types", "layers_block_type", "block_types"):
             types = field(name)
