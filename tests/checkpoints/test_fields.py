@@ -230,7 +230,9 @@ def test_check_shows_what_is_honoured_and_what_is_passed_over(settled):
     assert f"passed over {FILE}: no_repeat_ngram_size 2: the text may repeat" in told
     told = command("check", folder / "bundle", "--no-run").stdout
     assert "passed over" not in told
-    assert re.search(r"^defaults +repetition_penalty 1.3, logit_bias of \d+ tokens", told, re.M)
+    assert re.search(
+        r"^defaults +repetition_penalty 1.3, logit_bias of \d+ tokens", told, re.M
+    )
     fields = json.loads(command("check", folder / "free", "--no-run", "--json").stdout)
     assert [line.split(":")[0] for line in fields["passed_over"]] == [FILE]
 
