@@ -67,6 +67,10 @@ _DAMAGED = (ValueError, IndexError, KeyError, TypeError, OverflowError, RuntimeE
 Floats = npt.NDArray[np.floating[Any]]
 
 
+_SAMPLING = {"temp": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+"""What llama.cpp takes where a file has some of these fields."""
+
+
 @dataclass(frozen=True)
 class GgufContents:
     """Everything that a bundle takes from a GGUF file.
@@ -179,13 +183,13 @@ class GgufFile:
 
     def generation(self) -> Generation:
         """How the file says that its text is chosen, by transformers' names."""
-        names = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}
-        names["min_p"] = "min_p"
-        fields = {n: self.field(f"general.sampling.{own}") for n, own in names.items()}
-        if any(value is not None for value in fields.values()):
-            fields["do_sample"], fields["top_k"] = True, fields["top_k"] or 0
-            if fields["temperature"] is None:
-                fields["temperature"] = 0.8  # of llama.cpp
+        fields: dict[str, Any] = {}
+        given = {name: self.field(f"general.sampling.{name}") for name in _SAMPLING}
+        if any(value is not None for value in given.values()):
+            given = _SAMPLING | {n: v for n, v in given.items() if v is not None}
+            if given["top_k"] == -1:
+                given["top_k"] = 0  # in llama.cpp both take all tokens
+            fields = {"do_sample": True, "temperature": given.pop("temp"), **given}
         fields["suppress_tokens"] = self.field("tokenizer.ggml.suppress_tokens")
         found = Generation(self.source, "the metadata", fields)
         found.defaults()  # refuses bad values

@@ -16,6 +16,9 @@ from jetdraft.server.generation_request import RequestError
 from jetdraft.server.refusal import refusal_fields
 from jetdraft.server.reply import Reply
 
+STATUS = "jetdraft.status"
+"""Where the scope of a request has how its stream ended, which began with 200."""
+
 T = TypeVar("T")
 
 
@@ -43,7 +46,9 @@ class Events:
             gone.cancel()
             sending.cancel()
             sent, _ = await asyncio.gather(sending, gone, return_exceptions=True)
-            self._done(500 if isinstance(sent, Exception) else self._status)
+            status = 500 if isinstance(sent, Exception) else self._status
+            scope[STATUS] = status
+            self._done(status)
         if isinstance(sent, Exception):
             raise sent
 

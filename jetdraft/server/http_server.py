@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jetdraft.server.app import Service
 from jetdraft.server.connection import Connection, Doorkeeper
 from jetdraft.server.desk import WRITTEN
+from jetdraft.server.events import STATUS
 from jetdraft.server.systemd import Systemd
 from jetdraft.untrusted.printable import printable
 
@@ -140,7 +141,7 @@ def logged(app: ASGIApp) -> ASGIApp:
         try:
             await app(scope, receive, note)
         finally:
-            path = scope.get("path", "")
+            path, status = scope.get("path", ""), scope.get(STATUS, status)
             if scope["type"] == "http" and (path not in POLLED or status != 200):
                 tokens = f", {sum(written)} tokens" if written else ""
                 ms = 1e3 * (time.monotonic() - began)

@@ -79,13 +79,16 @@ def read_json_file(file: Path, most_bytes: int = 1_000_000, exact: bool = False)
 
 _LIMITS = ("const", "enum", "minimum", "maximum", "multipleOf")
 _EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords of a JSON schema whose objects have names for keys."""
 
 
-def rounded(part: Any, keyword: str = "") -> int | None:
+def rounded(part: Any, keyword: str = "", is_named: bool = False) -> int | None:
     """The first integer of a JSON schema that llguidance does not keep exactly.
 
     It reads limits as float64 and then as int64, and adds 1 to exclusive ones.
-    `keyword` is what limits numbers by `part`, if anything does.
+    `keyword` is what limits numbers by `part`, if anything does; the keys of `part`
+    are names and not keywords if `is_named`.
 
     rounded({"maximum": 2**53 + 1})    # 9007199254740993
     """
@@ -95,12 +98,15 @@ def rounded(part: Any, keyword: str = "") -> int | None:
         return None if is_kept else part
     inner: Iterable[tuple[str, Any]] = ()
     if isinstance(part, dict):
-        known = (*_LIMITS, *_EXCLUSIVE)
-        inner = ((k if k in known else "", item) for k, item in part.items())
+        inner = (("" if is_named else key, item) for key, item in part.items())
     elif isinstance(part, list):
         inner = (("", item) for item in part)
-    found = (rounded(item, keyword or key) for key, item in inner)
-    return next((number for number in found if number is not None), None)
+    for key, item in inner:
+        limit = keyword or (key if key in (*_LIMITS, *_EXCLUSIVE) else "")
+        number = rounded(item, limit, not limit and key in _NAMED)
+        if number is not None:
+            return number
+    return None
 
 
 def _utf8(data: bytes | bytearray | str, most_bytes: int) -> str:

@@ -486,7 +486,7 @@ def test_sampling_and_suppressed_tokens_become_defaults(tmp_path):
     )
     found = Checkpoint.load(str(file.path), torch.float32).generation
     assert found == {
-        **{"temperature": 0.5, "top_k": 0, "min_p": 0.25},
+        **{"temperature": 0.5, "top_k": 40, "top_p": 0.95, "min_p": 0.25},
         "logit_bias": {7: -1e30, 9: -1e30},
     }
     plain = header(tmp_path / "b.gguf", "llama", lambda writer: None)
@@ -494,9 +494,10 @@ def test_sampling_and_suppressed_tokens_become_defaults(tmp_path):
     only = header(
         tmp_path / "c.gguf",
         "llama",
-        lambda writer: writer.add_int32("general.sampling.top_k", 40),
+        lambda writer: writer.add_int32("general.sampling.top_k", -1),
     )
-    assert only.generation().defaults() == {"temperature": 0.8, "top_k": 40}
+    others = {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.05}
+    assert only.generation().defaults() == others
 
 
 def theta(config):

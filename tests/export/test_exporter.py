@@ -192,7 +192,7 @@ def test_failure_halfway_leaves_nothing(source, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("no_tracing")
 def test_a_drafter_of_unknown_tokens_has_about_as_many(source, tmp_path):
     other = checkpoint(tmp_path / "other", tokenizer=False, vocab_size=9999)
-    with pytest.raises(PairError, match=r"has 9999 tokens, .* has 288, and no"):
+    with pytest.raises(PairError, match=r"has 9999 tokens, .* has 288, and without"):
         export(source, tmp_path / "bundle", other)
     assert not (tmp_path / "bundle").exists()
 

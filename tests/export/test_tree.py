@@ -38,7 +38,7 @@ def test_sliding_windows_leave_chains_only(tmp_path):
     config = transformers.Gemma3TextConfig(
         vocab_size=288, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=1, head_dim=8, sliding_window=16,
-        query_pre_attn_scalar=8,
+        query_pre_attn_scalar=8, eos_token_id=0,
         layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
     target = save_checkpoint(tmp_path / "target", config, seed=0)

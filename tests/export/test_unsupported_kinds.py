@@ -24,6 +24,7 @@ CASES = {
     "phimoe": (transformers.PhimoeConfig(), [EXPERTS]),
     "gpt_oss": (transformers.GptOssConfig(), [EXPERTS]),
     "glm4_moe": (transformers.Glm4MoeConfig(), [EXPERTS]),
+    "dbrx": (transformers.DbrxConfig(), [EXPERTS]),
     "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig(), [EXPERTS]),
     "deepseek_v3": (transformers.DeepseekV3Config(), [EXPERTS, LATENT]),
     "minicpm3": (transformers.MiniCPM3Config(), [LATENT]),

@@ -144,7 +144,7 @@ def test_a_second_ctrl_c_cuts_the_text_and_answers(toy, stream):
         assert '"server_error"' in answers[0].text
         assert answers[0].text.rstrip().endswith("[DONE]") == stream
         line = process.stderr.read()
-        answered = ANSWERED if stream else ANSWERED.replace("200", "503")
+        answered = ANSWERED.replace("200", "503")
         tokens = re.fullmatch(rf"{answered}, (\d+) tokens, \d+ ms\n", line)
         assert tokens, line
         assert int(tokens[1]) < LONG["max_tokens"]

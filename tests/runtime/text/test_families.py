@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.stops import STOP, StopWatcher
-from tests.families import FAMILIES, SPECIAL, TAG, made
+from tests.families import FAMILIES, SPECIAL, TAG, WORDS, made
 
 CASES = settings(max_examples=300, deadline=None)
 
@@ -30,8 +30,13 @@ def draw_ids(data, tokenizer, least=0):
     """Ids of tokens, some beyond the vocabulary, as of padded LM heads."""
     size = tokenizer.get_vocab_size()
     rare = st.sampled_from([size, *range(size - len(SPECIAL) - 1, size)])
+    token = st.one_of(st.integers(0, size - 1), rare)
+    words = st.lists(st.sampled_from(WORDS), min_size=least, max_size=4)
     return data.draw(
-        st.lists(st.one_of(st.integers(0, size - 1), rare), min_size=least, max_size=14)
+        st.one_of(
+            st.lists(token, min_size=least, max_size=14),
+            words.map(lambda text: tokenizer.encode(" ".join(text)).ids),
+        )
     )
 
 

@@ -287,6 +287,11 @@ def test_numbers_that_would_be_rounded_are_refused(key):
         Tools(functions, **more)
 
 
+def test_a_property_may_be_called_like_a_limit():
+    schema = {"properties": {"const": {"default": 2**53 + 1}}}
+    Tools([{**F, "function": {"name": "f", "parameters": schema}}])
+
+
 @pytest.mark.parametrize("choice", ["auto", "required", "f"])
 def test_a_named_function_is_called_once(choice):
     grammar = Tools([F, G], choice, tags=AS_TEXT).grammar()
