@@ -12,31 +12,12 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any
 
 from jetdraft.bundle import Bundle
-from jetdraft.runtime.proposers import (
-    cascade,
-    draft,
-    head_method,
-    lookup,
-    recall,
-    stream,
-    trigram,
-)
-from jetdraft.runtime.proposers.attached import (
-    exit_method,
-    falcon_method,
-    select_method,
-)
-from jetdraft.runtime.proposers.guessing import (
-    block_methods,
-    forecasts,
-    head_guesses,
-    ppd,
-)
 from jetdraft.runtime.proposers.method import Method
 
 GROUP = "jetdraft.methods"
@@ -44,18 +25,34 @@ GROUP = "jetdraft.methods"
 AUTO, NONE = "auto", "none"
 """Names in place of a method: the methods that promise most, and plain decoding."""
 
-_METHODS: tuple[Method[Any], ...] = (
-    *(lookup.METHOD, draft.METHOD, head_method.EAGLE, exit_method.METHOD),
-    *(head_method.GLIDE, head_method.CHIMERA, falcon_method.METHOD),
-    *(select_method.METHOD, head_guesses.MEDUSA, block_methods.DFLASH),
-    *(block_methods.DIFFUSION, block_methods.BLOCK),
-    *(m.METHOD for m in (stream, ppd, forecasts, recall, trigram, cascade)),
+_OWN = (
+    *("runtime.proposers.lookup:METHOD", "runtime.proposers.draft:METHOD"),
+    *("runtime.proposers.head_method:EAGLE",),
+    *("runtime.proposers.attached.exit_method:METHOD",),
+    *("runtime.proposers.head_method:GLIDE", "runtime.proposers.head_method:CHIMERA"),
+    *("runtime.proposers.attached.falcon_method:METHOD",),
+    *("runtime.proposers.attached.select_method:METHOD",),
+    *("runtime.proposers.guessing.head_guesses:MEDUSA",),
+    *("runtime.proposers.guessing.block_methods:DFLASH",),
+    *("runtime.proposers.guessing.block_methods:DIFFUSION",),
+    *("runtime.proposers.guessing.block_methods:BLOCK",),
+    *("runtime.proposers.stream:METHOD", "runtime.proposers.guessing.ppd:METHOD"),
+    *("runtime.proposers.guessing.forecasts:METHOD", "runtime.proposers.recall:METHOD"),
+    *("runtime.proposers.trigram:METHOD", "runtime.proposers.cascade:METHOD"),
 )
+"""The records of jetdraft's own methods, in the order of all tables."""
+
+
+def load_object(name: str) -> Any:
+    """The object of a name like "jetdraft.methods.ppd.method:METHOD"."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 @cache
 def _registered() -> dict[str, Method[Any]]:
-    registered: dict[str, Method[Any]] = {m.name: m for m in _METHODS}
+    own: list[Method[Any]] = [load_object(f"jetdraft.{name}") for name in _OWN]
+    registered = {method.name: method for method in own}
     for entry in entry_points(group=GROUP):
         try:
             method = entry.load()

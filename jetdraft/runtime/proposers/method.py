@@ -178,6 +178,9 @@ class Method(Generic[OptionsT]):
     fills_target    whether its proposer writes drafts into the target's buffers, past
                     the committed rows, where another target may keep rows of a draft
     samples         options that `jetdraft check` tries beside the defaults
+    module          its drafter as a torch module, "package.module:NAME", or several of
+                    them; an export loads it when it reads a checkpoint
+    task            how it is trained, "package.module:NAME"; `jetdraft train` loads it
     alone           the options with which an export measures how often the bundle's
                     drafter is right; None for a method that drafts without the drafter,
                     or not with it alone
@@ -198,6 +201,8 @@ class Method(Generic[OptionsT]):
     fills_target: bool = False
     samples: tuple[Mapping[str, object], ...] = ()
     alone: Mapping[str, object] | None = None
+    module: tuple[str, ...] = ()
+    task: str = ""
 
     def __post_init__(self) -> None:
         self.options()  # refuses options whose defaults are refused

@@ -1,0 +1,1 @@
+"""SpecDiff (2408.05636): a small diffusion model fills a block of masks."""

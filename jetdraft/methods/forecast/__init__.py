@@ -1,0 +1,1 @@
+"""Forecasts of the target, which see a learned prefix."""

@@ -1,0 +1,1 @@
+"""Drafts are responses to similar requests, out of a store."""

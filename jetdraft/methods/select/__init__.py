@@ -1,0 +1,1 @@
+"""The target itself drafts, and reads only selected rows of its KV buffers."""
