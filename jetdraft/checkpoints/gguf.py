@@ -187,8 +187,7 @@ class GgufFile:
         given = {name: self.field(f"general.sampling.{name}") for name in _SAMPLING}
         if any(value is not None for value in given.values()):
             given = _SAMPLING | {n: v for n, v in given.items() if v is not None}
-            if given["top_k"] == -1:
-                given["top_k"] = 0  # in llama.cpp both take all tokens
+            given["top_k"] = max(given["top_k"], 0)  # takes all tokens from 0 down
             fields = {"do_sample": True, "temperature": given.pop("temp"), **given}
         fields["suppress_tokens"] = self.field("tokenizer.ggml.suppress_tokens")
         found = Generation(self.source, "the metadata", fields)
@@ -214,6 +213,11 @@ class GgufFile:
             if row is not None and row.fate == REFUSED and not row.neutral(value):
                 raise refusal(self.source, name, value, row.why)
             lines += passed_over("metadata", {own: value}, rows)
+        if self.generation().defaults().get("temperature", 1.0) != 1.0:
+            lines.append(
+                "metadata: general.sampling.temp: the temperature comes before top_p "
+                "and min_p, in llama.cpp behind them"
+            )
         return tuple(lines)
 
     # --- the config -------------------------------------------------------------------

@@ -192,9 +192,9 @@ def _drafted(texts: Sequence[str], flags: Sequence[bool]) -> list[Json]:
 
 def _reason(result: Result, calls: Sequence[Json]) -> str:
     """Return OpenAI's finish reason; a deadline becomes "length"."""
-    if calls:
-        return "tool_calls"
-    return "stop" if result.finish_reason == "stop" else "length"
+    if result.finish_reason != "stop":
+        return "length"
+    return "tool_calls" if calls else "stop"
 
 
 def _usage(result: Result) -> Json:

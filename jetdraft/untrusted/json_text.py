@@ -79,12 +79,16 @@ def read_json_file(file: Path, most_bytes: int = 1_000_000, exact: bool = False)
 
 _LIMITS = ("const", "enum", "minimum", "maximum", "multipleOf")
 _EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_NAMED = (
+    *("properties", "patternProperties", "$defs", "definitions"),
+    *("dependentSchemas", "dependencies"),
+)
 """Keywords of a JSON schema whose objects have names for keys."""
+_DATA = ("default", "examples")
 
 
-def rounded(part: Any, keyword: str = "", is_named: bool = False) -> int | None:
-    """The first integer of a JSON schema that llguidance does not keep exactly.
+def rounded(part: Any, keyword: str = "", is_named: bool = False) -> float | None:
+    """The first whole number of a JSON schema that llguidance does not keep exactly.
 
     It reads limits as float64 and then as int64, and adds 1 to exclusive ones.
     `keyword` is what limits numbers by `part`, if anything does; the keys of `part`
@@ -96,12 +100,16 @@ def rounded(part: Any, keyword: str = "", is_named: bool = False) -> int | None:
         kept = min(int(float(part)), 2**63 - 1)
         is_kept = abs(part) < 2**53 if keyword in _EXCLUSIVE else kept == part > _LEAST
         return None if is_kept else part
+    if isinstance(part, float) and keyword and part.is_integer():
+        return None if abs(part) < 2**53 else part  # its last digits are lost already
     inner: Iterable[tuple[str, Any]] = ()
     if isinstance(part, dict):
         inner = (("" if is_named else key, item) for key, item in part.items())
     elif isinstance(part, list):
         inner = (("", item) for item in part)
     for key, item in inner:
+        if key in _DATA:
+            continue
         limit = keyword or (key if key in (*_LIMITS, *_EXCLUSIVE) else "")
         number = rounded(item, limit, not limit and key in _NAMED)
         if number is not None:

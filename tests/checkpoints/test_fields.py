@@ -101,6 +101,7 @@ def test_what_transformers_does_by_itself_is_no_reason_to_warn(tmp_path):
         ("min_length", 5),
         ("min_new_tokens", 5),
         ("max_length", 400),
+        ("max_new_tokens", 20),
         ("max_new_tokens", 5),
         ("max_time", 2.0),
         ("exponential_decay_length_penalty", [5, 1.1]),
@@ -368,11 +369,18 @@ def test_the_page_has_the_settings_of_every_tokenizer():
         assert f"`{name}`" in PAGE.read_text(), name
 
 
+_FOR_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+
+
 @pytest.mark.parametrize(
     ("field", "said"),
     [
         ({"split_special_tokens": True}, "split_special_tokens True: "),
         ({"clean_up_tokenization_spaces": True}, None),
+        (
+            {"clean_up_tokenization_spaces": True, _FOR_BPE: True},
+            "clean_up_tokenization_spaces True: ",
+        ),
         ({"eos_token": "self"}, "eos_token self: "),
         ({}, None),
     ],
@@ -473,6 +481,16 @@ def test_keys_that_are_not_honoured_are_warned_of(tmp_path):
         "next_years_field",
         "tokenizer.ggml.next_year",
     ]
+
+
+def test_a_temperature_before_the_filters_is_warned_of(tmp_path):
+    """llama.cpp filters first, so that it keeps other tokens."""
+
+    def change(writer):
+        writer.add_float32("general.sampling.temp", 2.0)
+
+    [line] = read(tmp_path / "a.gguf", change)[0]
+    assert line.startswith("metadata: general.sampling.temp: the temperature comes")
 
 
 def test_sampling_and_suppressed_tokens_become_defaults(tmp_path):

@@ -85,9 +85,9 @@ class SameText(Subject):
         """Compare the text with the text of the same tokens in drawn rounds."""
         parts = world.model.parts
         ends = () if options.get("ignore_eos") else parts.bundle.eos_token_ids
-        watcher = StopWatcher(
-            parts.text.stream(ids, ends), ends, options.get("stop", ())
-        )
+        constrained = not {"regex", "json_schema", "grammar"}.isdisjoint(options)
+        stream = parts.text.stream(ids, ends, constrained)
+        watcher = StopWatcher(stream, ends, options.get("stop", ()))
         text, at = "", 0
         while at < len(plain.token_ids):
             size = draw.randint(1, 6)

@@ -120,7 +120,10 @@ def fit_heads(source: str, tensors: dict[str, Tensor], target: Checkpoint) -> in
 
     Heads in `tensors` lose the rows beyond them.
     """
-    own, rows = len(tensors["lm_heads.0.weight"]), target.vocab_size
+    first, rows = tensors.get("lm_heads.0.weight"), target.vocab_size
+    if first is None or first.ndim != 2:
+        raise CheckpointError(f"{source} has no first LM head; fetch it again")
+    own = len(first)
     check_size(source, own, target)
     for name, rows_of_head in tensors.items():
         if name.startswith("lm_heads.") and len(rows_of_head) > rows:
@@ -137,7 +140,7 @@ def padded(table: Tensor, rows: int) -> Tensor:
 def _fit(tensors: dict[str, Tensor], name: str, own: int, theirs: Tensor) -> None:
     """Give a table of `own` rows as many as the target's `theirs`."""
     table = tensors.get(name)
-    if table is None or len(table) != own:
+    if table is None or table.ndim != 2 or len(table) != own:
         return  # filling the head says what is wrong
     shared = theirs.detach()[:own].float()
     if torch.equal(table[: len(theirs)].float(), shared):

@@ -72,10 +72,16 @@ GENERATION = (
         "only beams have it",
     ),
     Row(
-        "max_length max_new_tokens max_time",
+        "max_length",
         WARNED,
-        "`--max-new-tokens`, `max_seconds` and `--capacity` say how long a text is",
+        "`--max-new-tokens` and `--capacity` say how long a text is",
         neutral(20),
+    ),
+    Row(
+        "max_new_tokens max_time",
+        WARNED,
+        "`--max-new-tokens` and `max_seconds` say how long a text is",
+        neutral(),
     ),
     Row(
         "min_length min_new_tokens exponential_decay_length_penalty",

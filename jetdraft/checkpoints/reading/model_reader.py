@@ -59,7 +59,8 @@ def check_exportable(source: str) -> None:
     with silenced(logging.WARNING), no_progress_bars():
         text = load_config(source).get_text_config(decoder=True)
     fields = text.to_dict()
-    fields |= fields.get("ffn_config") or {}  # of DBRX
+    if isinstance(of_dbrx := fields.get("ffn_config"), dict):
+        fields = of_dbrx | fields
     # Some configs compute the types of their layers.
     check_kinds(
         source,

@@ -61,6 +61,9 @@ def special_tokens(tokenizer: Any) -> dict[str, str]:
     return {name: token for name, token in tokens.items() if is_token_name(name)}
 
 
+_FOR_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+
+
 def passed_over_by(tokenizer: Any, ends: Collection[int]) -> Iterator[str]:
     """A line for each setting of a tokenizer that its tokenizer.json cannot have.
 
@@ -70,8 +73,9 @@ def passed_over_by(tokenizer: Any, ends: Collection[int]) -> Iterator[str]:
     backend = tokenizer.backend_tokenizer
     if tokenizer.split_special_tokens:
         yield f"{file}: split_special_tokens True: special tokens are never split"
-    # transformers ignores it for BPE
-    if tokenizer.clean_up_tokenization_spaces and not isinstance(backend.model, BPE):
+    # transformers ignores it for BPE, unless another flag says otherwise
+    heeded = not isinstance(backend.model, BPE) or getattr(tokenizer, _FOR_BPE, False)
+    if tokenizer.clean_up_tokenization_spaces and heeded:
         yield (
             f"{file}: clean_up_tokenization_spaces True: spaces before punctuation are "
             "shown"

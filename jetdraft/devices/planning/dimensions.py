@@ -89,7 +89,9 @@ class Dimensions:
             )
         tied = config.get("tie_word_embeddings")
         config = config.get("text_config", config)
-        if any(config.get(name) for name in EXPERTS):
+        experts = [config.get(name) for name in EXPERTS]
+        most = max((n for n in experts if isinstance(n, int)), default=0)
+        if most > 1 and config.get("is_moe") is not False:
             raise UnsupportedModelError(
                 "a mixture of experts reads only some weights per pass, which a plan "
                 "cannot predict; give a dense model"

@@ -129,7 +129,7 @@ def _sound(
     data = opened.read(min(size, rest, int(LONGEST * second) + frame))
     data = data[: len(data) // frame * frame]
     _check_seconds(name, len(data) / second)
-    if len(data) < size // frame * frame < _UNKNOWN:
+    if size < _UNKNOWN and len(data) < size // frame * frame:
         warnings.warn(
             f"{name} is cut off: its header says {size / second:.2f} s of sound, and "
             f"it has {len(data) / second:.2f}; record it again",

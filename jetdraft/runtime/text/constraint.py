@@ -7,7 +7,9 @@ process apart; see worker.py.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,11 @@ class Constraint:
             )
         if self.kind == "JSON schema":
             self._check_schema()
+        if self.kind == "grammar":
+            for place in re.finditer(r"%json\s*", self.source):
+                with suppress(ValueError, RecursionError):  # the compiler refuses it
+                    schema, _ = json.JSONDecoder().raw_decode(self.source, place.end())
+                    check_kept(schema, self.field)
 
     @property
     def field(self) -> str:

@@ -174,9 +174,9 @@ class Tools:
         decode = json.JSONDecoder().raw_decode
         with suppress(ValueError, TypeError, KeyError, RecursionError):
             while at is not None:
-                _, end = decode(text, at)
-                # Infinite numbers are no JSON; integers are as exact as written.
-                call = read_json(text[at:end], exact=True)
+                call, end = decode(text, at)
+                # Infinite numbers and lone surrogates are no JSON.
+                json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
                 if call["name"] not in self.names:
                     return []
                 calls.append(ToolCall(call["name"], call["arguments"]))

@@ -177,7 +177,7 @@ class Reader:
 
     def _alias(self, token: int) -> list[int]:
         """The token as the library reads it where it writes its text."""
-        return [self._words.aliases.get(token, token)]
+        return [self._named.get(token, token)]
 
     def _check(self) -> None:
         """Its masks would end the text where the library has reached its limits."""

@@ -106,6 +106,11 @@ def test_files_that_are_not_configs(tmp_path, content, match):
         Dimensions.read(tmp_path)
 
 
+def test_one_expert_is_no_mixture():
+    assert Dimensions.of({**LLAMA, "num_experts": 1})
+    assert Dimensions.of({**LLAMA, "num_experts": 8, "is_moe": False})
+
+
 def test_a_mixture_of_experts_is_refused():
     with pytest.raises(UnsupportedModelError, match="dense model"):
         Dimensions.of({**LLAMA, "num_experts": 8})

@@ -105,6 +105,15 @@ def test_the_sound_is_found(data, tmp_path, recwarn):
     assert not recwarn
 
 
+def test_a_pipe_of_24_bits_is_not_called_cut_off(recwarn):
+    """The largest size is no multiple of its frames of three bytes."""
+    samples = np.zeros((2000, 3), np.uint8)
+    header = part(b"fmt ", struct.pack("<HHIIHH", 1, 1, 16_000, 48_000, 3, 24))
+    data = riff(header, part(b"data", samples.tobytes(), FAR), size=FAR)
+    np.testing.assert_array_equal(read_sound(data), np.zeros(2000))
+    assert not recwarn
+
+
 def test_a_long_file_that_ends_early_says_so():
     long = 3 * 2**31
     data = riff(long_sizes(long), PCM, part(b"data", DATA, FAR), kind=b"RF64")

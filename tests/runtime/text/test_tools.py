@@ -287,9 +287,36 @@ def test_numbers_that_would_be_rounded_are_refused(key):
         Tools(functions, **more)
 
 
-def test_a_property_may_be_called_like_a_limit():
-    schema = {"properties": {"const": {"default": 2**53 + 1}}}
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"const": {"title": 2**53 + 1}}},
+        {"default": {"maximum": 2**53 + 1}},
+        {"examples": [{"const": 2**53 + 1}]},
+        {"dependencies": {"const": {"title": 2**53 + 1}}},
+    ],
+)
+def test_numbers_that_limit_nothing_may_be_large(schema):
     Tools([{**F, "function": {"name": "f", "parameters": schema}}])
+
+
+@pytest.mark.parametrize(
+    "source", ['{"const":9007199254740993}', '{"type":"integer","maximum":1e19}']
+)
+def test_numbers_of_schemas_in_grammars_are_kept_or_refused(source):
+    with pytest.raises(OptionError, match="cannot be kept exactly"):
+        Constraint("grammar", f"start: %json {source}")
+    with pytest.raises(OptionError, match="cannot be kept exactly"):
+        Constraint("JSON schema", source)
+
+
+def test_a_call_with_equal_keys_or_deep_arrays_is_a_call():
+    deep = "[" * 70 + "]" * 70
+    for arguments in ('{"a": 1, "a": 2}', f'{{"a": {deep}}}'):
+        [call] = Tools([F], "f", tags=AS_TEXT).calls(
+            f'{BEGIN}{{"name": "f", "arguments": {arguments}}}{END}'
+        )
+        assert call.name == "f"
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", "f"])
