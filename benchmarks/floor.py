@@ -14,17 +14,20 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 import onnx
-from devices import profiled
 
 import jetdraft
 from jetdraft.bundle import Bundle
+from jetdraft.ort import ort
+from jetdraft.runtime.passes import session as sessions
 
 WIDTHS = (1, 2, 4, 8)
 TURNS = 12
@@ -33,6 +36,24 @@ SETTLING = 8.0
 """Seconds in which an idle model moves its weights into huge pages."""
 FILLED = 256
 """The committed rows that the passes attend to."""
+
+
+@contextmanager
+def profiled(folder: Path) -> Iterator[None]:
+    """Let new sessions write a profile into the folder."""
+    plain = sessions._options
+
+    def options(*args: Any) -> ort.SessionOptions:
+        made = plain(*args)
+        made.enable_profiling = True
+        made.profile_file_prefix = str(folder / "profile")
+        return made
+
+    sessions._options = options
+    try:
+        yield
+    finally:
+        sessions._options = plain
 
 
 def bandwidth(threads: int, mb: int = 1024) -> float:

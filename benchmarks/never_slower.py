@@ -18,25 +18,22 @@ fastest plain decoding, which only generations that are not exact may compare wi
 
 from __future__ import annotations
 
-import json
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
+from harness import PLAIN, WIDTH_1, Prompt, Way, alternate, read_prompts, show, write
 
 import jetdraft
 from jetdraft.methods import Method, MethodOptions, Rows, registered
 from jetdraft.runtime.proposers.draft import DraftProposer
 
-PLAIN = {"method": "none"}
-WIDTH_1 = {"method": "none", "exact": False}
 AUTO = {"method": "auto"}
+LONG = {"max_new_tokens": 96, "ignore_eos": True}
 LENGTHS = (1, 2, 3, 4, 6, 8)
 
 SLOTS = (
@@ -58,41 +55,6 @@ REQUEST = '''class {0}Manager:
     def get_{0}(self):
         """Return the {0}."""
 '''
-
-
-@dataclass
-class Way:
-    """Options of `generate`, and their results on each prompt."""
-
-    name: str
-    options: dict[str, Any]
-    seconds: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    outputs: list[list[int]] = field(default_factory=list)
-    requests: list[float] = field(default_factory=list)
-
-    def run(self, model: jetdraft.Model, prompt: Any, **more: Any) -> None:
-        """Decode one prompt; the first round does not count.
-
-        The model forgets first: the way before has taught it this text.
-        """
-        model.forget()
-        started = time.perf_counter()
-        result = model.generate(token_ids=prompt, **self.options, **more)
-        self.requests.append(time.perf_counter() - started)
-        self.seconds.append(result.stats.decode_seconds)
-        self.tokens.append(result.stats.new_tokens - result.stats.first_tokens)
-        self.outputs.append(result.token_ids)
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second over all prompts."""
-        return sum(self.tokens) / sum(self.seconds)
-
-    @property
-    def request_seconds(self) -> float:
-        """The mean time of a request, from its prompt to its entry in the store."""
-        return sum(self.requests) / len(self.requests)
 
 
 WRONG = "wrong"
@@ -131,62 +93,24 @@ def never_right(model: jetdraft.Model) -> Iterator[list[Way]]:
     curve.drafts.pop(WRONG, None)
     with registered(method):
         yield [
-            Way("never right", {"method": WRONG}),
-            Way("never right, not exact", {"method": WRONG, "exact": False}),
+            Way("never right", model, {"method": WRONG}),
+            Way("never right, not exact", model, {"method": WRONG, "exact": False}),
         ]
 
 
-def alternate(
-    model: jetdraft.Model,
-    ways: Sequence[Way],
-    prompts: Sequence[Any],
-    repeats: int,
-    **more: Any,
-) -> None:
-    """Run all ways on a prompt before the next prompt, so that noise hits all alike."""
-    for way in ways:
-        model.generate(token_ids=prompts[0], max_new_tokens=8, **way.options)
-    for _ in range(repeats):
-        for prompt in prompts:
-            for way in ways:
-                way.run(model, prompt, ignore_eos=True, **more)
-
-
-def ratios(ways: Sequence[Way]) -> list[dict[str, Any]]:
-    """Each way over exact plain decoding and over width 1."""
-    plain, narrow = ways[0], ways[1]
-    return [
-        {
-            "way": way.name,
-            "tokens_per_second": way.speed,
-            "over_plain": way.speed / plain.speed,
-            "over_width_1": way.speed / narrow.speed,
-            "same_text": sum(
-                a == b for a, b in zip(way.outputs, plain.outputs, strict=True)
-            ),
-            "texts": len(way.outputs),
-            "request_seconds": way.request_seconds,
-            "request_over_plain": plain.request_seconds / way.request_seconds,
-        }
-        for way in ways
-    ]
-
-
-def baselines() -> list[Way]:
+def baselines(model: jetdraft.Model) -> list[Way]:
     """Plain decoding both ways, and the controller both ways."""
     return [
-        Way("plain", PLAIN),
-        Way("width 1", WIDTH_1),
-        Way("auto", AUTO),
-        Way("auto, not exact", {**AUTO, "exact": False}),
+        Way("plain", model, PLAIN),
+        Way("width 1", model, WIDTH_1),
+        Way("auto", model, AUTO),
+        Way("auto, not exact", model, {**AUTO, "exact": False}),
     ]
 
 
-def random_prompts(model: jetdraft.Model, count: int) -> list[list[int]]:
-    """Prompts of random tokens."""
-    random = np.random.default_rng(0)
-    vocabulary = model.bundle.target.contract.vocab_size
-    return [random.integers(0, vocabulary, 32).tolist() for _ in range(count)]
+def figures(ways: Sequence[Way]) -> list[dict[str, Any]]:
+    """Each way beside exact plain decoding and width 1."""
+    return [way.figures(plain=ways[0], narrow=ways[1]) for way in ways]
 
 
 def measure_random(model: jetdraft.Model, repeats: int) -> dict[str, Any]:
@@ -194,33 +118,32 @@ def measure_random(model: jetdraft.Model, repeats: int) -> dict[str, Any]:
 
     Sampled too, so that texts do not repeat themselves as a drafter could follow.
     """
-    tables = {}
+    tables, random = {}, np.random.default_rng(0)
+    size = model.bundle.target.contract.vocab_size
+    prompts = [{"token_ids": random.integers(0, size, 32).tolist()} for _ in range(4)]
     for temperature in (0.0, 1.0):
-        prompts = random_prompts(model, 4)
-        how = {"temperature": temperature, "max_new_tokens": 96}
         with never_right(model) as useless:
-            ways = [*baselines(), *useless]
-            alternate(model, ways, prompts, repeats, **how)
-        tables[f"T={temperature}"] = ratios(ways)
+            ways = [*baselines(model), *useless]
+            alternate(ways, prompts, repeats, temperature=temperature, **LONG)
+        tables[f"T={temperature}"] = figures(ways)
     return tables
 
 
 def measure_code(
-    model: jetdraft.Model, prompts: Sequence[Any], methods: Sequence[str], repeats: int
+    model: jetdraft.Model, prompts: Sequence[Prompt], names: Sequence[str], repeats: int
 ) -> dict[str, Any]:
     """The controller against every fixed method and length."""
-    tables = {}
+    tables, together = {}, ",".join(names)
+    streams = model.parts.target.contract.streams
     for temperature in (0.0, 0.8):
-        ways = baselines()
-        ways.append(Way(",".join(methods), {"method": ",".join(methods)}))
-        for method in methods:
+        ways = [*baselines(model), Way(together, model, {"method": together})]
+        for name in names:
             for length in LENGTHS:
-                if method != "stream" or length <= model.parts.target.contract.streams:
-                    options = {"method": method, "num_draft_tokens": length}
-                    ways.append(Way(f"{method} {length}", options))
-        settings = {"temperature": temperature, "max_new_tokens": 96}
-        alternate(model, ways, prompts, repeats, **settings)
-        tables[f"T={temperature}"] = ratios(ways)
+                if name != "stream" or length <= streams:
+                    options = {"method": name, "num_draft_tokens": length}
+                    ways.append(Way(f"{name} {length}", model, options))
+        alternate(ways, prompts, repeats, temperature=temperature, **LONG)
+        tables[f"T={temperature}"] = figures(ways)
     return tables
 
 
@@ -229,37 +152,21 @@ def measure_repeated(bundle: Path) -> dict[str, Any]:
     tables = {}
     with tempfile.TemporaryDirectory() as folder:
         model = jetdraft.load(bundle, store=Path(folder) / "store.sqlite")
+        parts, keep = model.parts, model.parts.remember
         for number, when in ((0, "first pass"), (0, "again"), (1, "slot changed")):
-            ways = [Way("plain", PLAIN), Way("width 1", WIDTH_1)]
-            ways += [Way(m, {"method": m}) for m in ("lookup", "auto", "recall")]
+            ways = [Way("plain", model, PLAIN), Way("width 1", model, WIDTH_1)]
+            ways += [Way(m, model, {"method": m}) for m in ("lookup", "auto", "recall")]
             for way in ways:
                 model.generate(token_ids=[1, 2, 3], max_new_tokens=8, **way.options)
-            prompts = [model.prompt(REQUEST.format(slot[number])) for slot in SLOTS]
-            # What one way was answered must not help the next: only the last one's
+            # What one way was answered must not help the next: only the last way's
             # responses are kept.
-            parts = model.parts
-            keep = parts.remember
-            for prompt in prompts:
+            for slot in SLOTS:
                 for way in ways:
                     parts.remember = keep if way is ways[-1] else lambda *entry: None
-                    way.run(model, prompt, ignore_eos=True, max_new_tokens=96)
+                    way.run({"prompt": REQUEST.format(slot[number])}, **LONG)
             parts.remember = keep
-            tables[when] = ratios(ways)
+            tables[when] = figures(ways)
     return tables
-
-
-def show(title: str, rows: list[dict[str, Any]]) -> None:
-    """Print a table."""
-    click.echo(f"\n{title}\n")
-    click.echo("| way | tokens/s | over plain | over width 1 | whole request | same |")
-    click.echo("| --- | --- | --- | --- | --- | --- |")
-    for row in rows:
-        click.echo(
-            f"| {row['way']} | {row['tokens_per_second']:.1f} "
-            f"| {row['over_plain']:.3f} | {row['over_width_1']:.3f} "
-            f"| {row['request_over_plain']:.3f} "
-            f"| {row['same_text']} of {row['texts']} |"
-        )
 
 
 @click.command()
@@ -272,21 +179,28 @@ def main(
     bundle: Path, prompts: Path, methods: str, repeats: int, output: Path | None
 ) -> None:
     """Measure all three workloads on BUNDLE."""
-    model = jetdraft.load(bundle)
-    lines = prompts.read_text(encoding="utf-8").splitlines()
-    texts = [json.loads(line)["prompt"] for line in lines]
-    ids = [model.prompt(text) for text in texts]
+    model, names = jetdraft.load(bundle), methods.split(",")
     report = {
         "machine": model.parts.profiles.machine,
         "random": measure_random(model, repeats),
-        "code": measure_code(model, ids, methods.split(","), repeats),
+        "code": measure_code(model, read_prompts(prompts), names, repeats),
         "repeated": measure_repeated(bundle),
     }
     for workload in ("random", "code", "repeated"):
         for setting, rows in report[workload].items():
-            show(f"{workload}, {setting}", rows)
-    if output is not None:
-        output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            cells = [
+                {
+                    "way": row["way"],
+                    "tokens/s": f"{row['tokens_per_second']:.1f}",
+                    "over plain": f"{row['over_plain']:.3f}",
+                    "over width 1": f"{row['over_width_1']:.3f}",
+                    "whole request": f"{row['request_over_plain']:.3f}",
+                    "same text": f"{row['same_text']} of {row['texts']}",
+                }
+                for row in rows
+            ]
+            show(f"{workload}, {setting}", cells)
+    write(report, output)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,141 @@ docs/devices.md.
 from __future__ import annotations
 
 import statistics
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from fit import Error, fit, leave_one_out, read, runtime_mb
+import numpy as np
+
+from jetdraft.devices.device import Device, PowerMode
+from jetdraft.devices.planning.dimensions import Dimensions
+from jetdraft.devices.planning.roofline import Efficiency, Load
+from jetdraft.recipe import Recipe
+
+FILE = Path(__file__).with_name("published.toml")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A published measurement of a model on a device.
+
+    `pass_ms` is a pass of one row, `prefill_ms` a pass of `prompt` rows. `memory_mb` is
+    None where it was not published.
+    """
+
+    device: Device
+    mode: PowerMode
+    model: str
+    load: Load
+    prompt: int
+    prefill_ms: float
+    pass_ms: float
+    memory_mb: float | None
+
+    def predict_ms(self, efficiency: Efficiency, width: int = 1) -> float:
+        """The roofline's time of a pass, in the middle of 128 new tokens."""
+        capability, context = self.device.compute_capability, self.prompt + 64
+        return self.load.pass_ms(width, context, self.mode, capability, efficiency)
+
+
+def read(file: Path = FILE) -> tuple[list[Record], dict[str, Any]]:
+    """The published records, and the whole table of the file."""
+    table = tomllib.loads(file.read_text(encoding="utf-8"))
+    return [_record(row, table["models"]) for row in table["rows"]], table
+
+
+def _record(row: dict[str, Any], models: dict[str, dict[str, Any]]) -> Record:
+    # The embedding is in half precision, so a tied head is a second tensor.
+    sizes = Dimensions.of({**models[row["model"]], "tie_word_embeddings": False})
+    device = Device.named(row["device"])
+    return Record(
+        device,
+        device.power_mode(row.get("power_mode")),
+        row["model"],
+        Load(sizes, Recipe.parse("int4-headnone")),
+        row["prompt"],
+        row["prefill_ms"],
+        1e3 / row["tokens_per_second"],
+        row.get("memory_mb"),
+    )
+
+
+def fit(records: Sequence[Record]) -> Efficiency:
+    """The constants with the least squares of relative errors.
+
+    Architectures without a record get no compute rate.
+
+        fit(read()[0]).bandwidth
+    """
+    reading = [
+        record.load.pass_bytes(record.prompt + 64) / record.mode.bandwidth_gbs / 1e6
+        for record in records
+    ]
+    ones = np.ones(len(records))
+    measured = np.array([record.pass_ms for record in records])
+    relative = np.array([reading, ones]).T / measured[:, None]
+    (slow, pass_ms), *_ = np.linalg.lstsq(relative, ones, rcond=None)
+    return Efficiency(1 / float(slow), float(pass_ms), _compute(records))
+
+
+def _compute(records: Sequence[Record]) -> dict[str, float]:
+    """For each architecture, the median share of the rate that prefills reached."""
+    shares: dict[str, list[float]] = {}
+    for record in records:
+        capability = record.device.compute_capability
+        full = Efficiency(1.0, 0.0, {capability: 1.0})
+        least = record.load.row_ms(record.mode, capability, full)
+        # Less the measured pass of one row, whose error would count twice otherwise.
+        added = (record.prefill_ms - record.pass_ms) / (record.prompt - 1)
+        shares.setdefault(capability, []).append(least / added)
+    return {name: float(np.median(values)) for name, values in shares.items()}
+
+
+@dataclass(frozen=True)
+class Error:
+    """The relative errors of a record's prediction, fitted on the other records.
+
+    `speed` is that of one row per pass, `prefill` the time of a pass of `prompt` rows;
+    None where nothing was published or fitted.
+    """
+
+    record: Record
+    speed: float
+    prefill: float | None
+    memory: float | None
+
+
+def leave_one_out(records: Sequence[Record], capacity: int) -> list[Error]:
+    """Predict each record from the others."""
+    return [
+        _error(record, [other for other in records if other is not record], capacity)
+        for record in records
+    ]
+
+
+def _error(record: Record, others: Sequence[Record], capacity: int) -> Error:
+    efficiency = fit(others)
+    prefill = None
+    if record.device.compute_capability in efficiency.compute:
+        prefill = record.predict_ms(efficiency, record.prompt) / record.prefill_ms - 1
+    memory = None
+    if record.memory_mb is not None:
+        mb = record.load.memory_mb(capacity) + runtime_mb(others, capacity)
+        memory = mb / record.memory_mb - 1
+    speed = record.pass_ms / record.predict_ms(efficiency) - 1
+    return Error(record, speed, prefill, memory)
+
+
+def runtime_mb(records: Sequence[Record], capacity: int) -> float:
+    """The median memory beside weights and KV, in 10^6 bytes."""
+    sizes = [
+        record.memory_mb - record.load.memory_mb(capacity)
+        for record in records
+        if record.memory_mb is not None
+    ]
+    return float(np.median(sizes))
 
 
 def main() -> None:

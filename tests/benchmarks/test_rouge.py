@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from stop_and_exit import rouge_l
+from tasks import rouge_l
 
 
 @pytest.mark.parametrize(

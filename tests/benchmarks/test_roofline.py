@@ -3,7 +3,7 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from fit import fit, leave_one_out, read, runtime_mb
+from roofline import fit, leave_one_out, read, runtime_mb
 
 from jetdraft.devices.planning.roofline import FITTED, RUNTIME_MB
 
