@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -68,7 +69,6 @@ ONLY_PARSED = {
     "jetdraft generate bundles/with-block": "needs an export; tests/export",
     "jetdraft generate bundles/with-head": "needs an export; tests/test_pycode.py",
     "jetdraft generate bundles/streams": "needs a trained bundle; tests/runtime",
-    "python examples/real/chat_texts.py folders/smollm2": "takes minutes",
     "jetdraft doctor": "ends with 2 on a machine with faults; tests/devices",
     "jetdraft check bundle --for": "ends with 2, the toy is in float; tests/devices",
     "jetdraft serve": "does not end; test_a_client_asks_the_server starts it",
@@ -342,17 +342,19 @@ def table(file: str) -> dict[str, list[str]]:
     return rows
 
 
-@pytest.mark.parametrize("file", ["README.md", "docs/drafting.md"])
-def test_every_method_has_its_summary(file):
-    rows = table(file)
-    assert list(rows) == [NONE, *methods(), AUTO]
-    summaries = {name: method.summary for name, method in methods().items()}
-    assert {name: rows[name][0] for name in methods()} == summaries
-
-
-def test_every_method_has_its_own_options():
+def test_every_method_has_its_summary_and_its_own_options():
     rows = table("docs/drafting.md")
+    assert list(rows) == [NONE, *methods(), AUTO]
     shared = MethodOptions.option_names()
     for name, method in methods().items():
         own = [key for key in method.options.option_names() if key not in shared]
-        assert rows[name][1] == ", ".join(f"`{key}`" for key in own), name
+        keys = ", ".join(f"`{key}`" for key in own)
+        assert rows[name] == [method.summary, keys], name
+
+
+def test_every_result_is_named_by_a_page():
+    pages = [page for page in ROOT.rglob("*.md") if ".venv" not in page.parts]
+    text = "\n".join(page.read_text() for page in pages)
+    names = {*re.findall(r"[\w.*-]+\.json\b", text)}
+    results = [file.name for file in (ROOT / "benchmarks/results").iterdir()]
+    assert not [f for f in results if not any(fnmatch(f, name) for name in names)]
