@@ -1,4 +1,4 @@
-"""One tiny pair and one bundle of it serve the whole test session."""
+"""Fixtures of all tests: the toy bundle, a tiny pair, and what a run makes once."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from jetdraft.export import exporter
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.job import Job
 from jetdraft.export.tracing import tracer
+from jetdraft.export.tracing.kept_traces import KeptTraces
 from jetdraft.graph_entry import GraphEntry
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.measured import survey
+from jetdraft.testing import toy_bundle
 from tests import whispers
 from tests.tiny import drafter_config, llama_config, save_checkpoint
-from tests.traces import SharedTraces
 
 # pytest listens to loggers that do not propagate, and torch would write all that it
 # does in a trace down for it.
@@ -36,6 +37,28 @@ class Pair(NamedTuple):
 
     target: Path
     drafter: Path
+
+
+class SharedTraces(KeptTraces):
+    """Keeps every trace of a run in a folder, each as a file named by its fingerprint.
+
+    Most tests export one of a few tiny models, and the trace is most of the work.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def read(self, key: str) -> bytes | None:
+        file = self.folder / key
+        return file.read_bytes() if file.exists() else None
+
+    def write(self, key: str, file: bytes) -> None:
+        """Write it whole, since another process may look for it."""
+        part = self.folder / f"{key}.{os.getpid()}"
+        part.write_bytes(file)
+        part.replace(self.folder / key)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -76,6 +99,19 @@ def forecasts_of_all_exports() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporter, "_write_graphs", write_and_forecast)
         yield
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy bundle of a test file; copy it before changing anything in it."""
+    return toy_bundle(tmp_path_factory.mktemp("toy") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def toy_model(toy: Path) -> Iterator[jetdraft.Model]:
+    """The toy bundle, loaded on one thread."""
+    with jetdraft.load(toy, threads=1) as model:
+        yield model
 
 
 @pytest.fixture(scope="session")

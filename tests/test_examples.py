@@ -23,16 +23,10 @@ import pytest
 import jetdraft
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.server.http_server import END_SECONDS
-from jetdraft.testing import toy_bundle
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 UNIT = EXAMPLES.parent / "deploy" / "jetson" / "jetdraft.service"
 KEY = "a-key-of-this-test"
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return toy_bundle(tmp_path_factory.mktemp("examples") / "toy")
 
 
 def run(name, *arguments):

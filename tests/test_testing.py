@@ -19,11 +19,6 @@ TOOL = {"type": "function", "function": {"name": "read_sensor"}}
 SAMPLED = {"temperature": 0.8, "seed": 7}
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return jetdraft.load(toy_bundle(tmp_path_factory.mktemp("toy")), threads=1)
-
-
 def contents(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
@@ -92,14 +87,14 @@ print(folder)
 
 @pytest.mark.parametrize("options", [{}, SAMPLED])
 @pytest.mark.parametrize("prompt", ["The robot sees", '{"name": "', "An unseen text:"])
-def test_the_text_is_the_same_with_every_method(toy, prompt, options):
-    assert {"none", "lookup", "draft", "trigram", "cascade"} <= set(toy.methods)
+def test_the_text_is_the_same_with_every_method(toy_model, prompt, options):
+    assert {"none", "lookup", "draft", "trigram", "cascade"} <= set(toy_model.methods)
     options = {**options, "max_new_tokens": 48, "ignore_eos": True}
-    plain = toy.generate(prompt, method="none", **options)
+    plain = toy_model.generate(prompt, method="none", **options)
     drafted = 0
-    for method in (*toy.methods, "auto"):
+    for method in (*toy_model.methods, "auto"):
         fixed = {} if method in ("none", "auto") else {"num_draft_tokens": 4}
-        found = toy.generate(prompt, method=method, **fixed, **options)
+        found = toy_model.generate(prompt, method=method, **fixed, **options)
         assert found.token_ids == plain.token_ids, method
         drafted += sum(found.from_draft)
     assert len(plain.token_ids) == 48
@@ -107,46 +102,46 @@ def test_the_text_is_the_same_with_every_method(toy, prompt, options):
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED])
-def test_the_drafter_is_mostly_right(toy, options):
+def test_the_drafter_is_mostly_right(toy_model, options):
     options = {**options, "max_new_tokens": 48, "ignore_eos": True}
-    found = toy.generate(
+    found = toy_model.generate(
         "The robot sees", method="draft", num_draft_tokens=4, **options
     )
     assert found.stats.acceptance_rate > 0.5
     assert found.stats.tokens_per_pass > 2
 
 
-def test_a_chat_answers_and_ends(toy):
-    reply = toy.chat(SPEED, max_new_tokens=64)
+def test_a_chat_answers_and_ends(toy_model):
+    reply = toy_model.chat(SPEED, max_new_tokens=64)
     assert reply.text == "The speed is 2 meters per second."
     assert reply.finish_reason == "stop"
-    assert toy.parts.text.token(reply.token_ids[-1]) == "<|end|>"
+    assert toy_model.parts.text.token(reply.token_ids[-1]) == "<|end|>"
 
 
-def test_turns_add_up(toy):
-    talk = jetdraft.Conversation(toy, system="Be brief.", max_new_tokens=64)
+def test_turns_add_up(toy_model):
+    talk = jetdraft.Conversation(toy_model, system="Be brief.", max_new_tokens=64)
     for asked, part in (("Hello", "robot"), ("Tell me the speed.", "speed")):
         assert part in "".join(piece.text for piece in talk.say(asked))
         assert talk.last.finish_reason == "stop"
 
 
-def test_a_text_ends_too(toy):
-    ended = toy.generate("The robot sees", max_new_tokens=200)
+def test_a_text_ends_too(toy_model):
+    ended = toy_model.generate("The robot sees", max_new_tokens=200)
     assert ended.finish_reason == "stop"
-    assert toy.parts.text.token(ended.token_ids[-1]) == "<|endoftext|>"
+    assert toy_model.parts.text.token(ended.token_ids[-1]) == "<|endoftext|>"
 
 
-def test_offered_a_tool_it_calls_it(toy):
-    prompt = toy.chat_prompt(SPEED, tools=[TOOL])
-    assert toy.parts.text.decode(prompt).startswith(
+def test_offered_a_tool_it_calls_it(toy_model):
+    prompt = toy_model.chat_prompt(SPEED, tools=[TOOL])
+    assert toy_model.parts.text.decode(prompt).startswith(
         '<|system|>Tools: [{"type": "function"'
     )
     call = '{"name": "read_sensor", "arguments": {"sensor": "speed"}}'
-    answer = toy.generate(token_ids=prompt, max_new_tokens=64).text
+    answer = toy_model.generate(token_ids=prompt, max_new_tokens=64).text
     assert answer == f"<tool_call>{call}</tool_call>"
 
 
-def test_the_template_takes_a_call_and_its_result(toy):
+def test_the_template_takes_a_call_and_its_result(toy_model):
     function = {"name": "read_sensor", "arguments": {}}
     call = {
         "role": "assistant",
@@ -154,19 +149,19 @@ def test_the_template_takes_a_call_and_its_result(toy):
         "tool_calls": [{"function": function}],
     }
     found = {"role": "tool", "content": "7"}
-    shown = toy.parts.text.decode(toy.chat_prompt([*SPEED, call, found]))
+    shown = toy_model.parts.text.decode(toy_model.chat_prompt([*SPEED, call, found]))
     assert shown == (
         "<|user|>Tell me the speed.<|end|><|assistant|><tool_call>"
         '{"name": "read_sensor", "arguments": {}}</tool_call><|end|>'
         "<|tool|>7<|end|><|assistant|>"
     )
     with pytest.raises(OptionError, match="unknown role"):
-        toy.chat_prompt([{"role": "poet", "content": ""}])
+        toy_model.chat_prompt([{"role": "poet", "content": ""}])
 
 
-def test_every_character_can_be_read(toy):
+def test_every_character_can_be_read(toy_model):
     text = "Ä 漢字 🙂 \x00\t\n"
-    assert toy.parts.text.decode(toy.parts.text.encode(text)) == text
+    assert toy_model.parts.text.decode(toy_model.parts.text.encode(text)) == text
 
 
 def test_it_needs_nothing_that_exports():

@@ -13,7 +13,6 @@ import pytest
 import jetdraft
 from jetdraft.errors import OptionError
 from jetdraft.runtime.proposers.draft import DraftOptions
-from jetdraft.testing import toy_bundle
 
 HELLO = '[{"role": "user", "content": "Hello"}]'
 HEAD = """\
@@ -64,11 +63,6 @@ WRONG = [
     'Pool(bundle, size=2, thread=1)',
     'Pool(bundle, size="2")',
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Path:
-    return toy_bundle(tmp_path_factory.mktemp("types") / "toy")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import pytest
 
 import jetdraft as jetdraft_package
 from jetdraft.bundle import MANIFEST
-from jetdraft.testing import toy_bundle
 from tests.cli.running import assert_refused, jetdraft
 from tests.runtime.test_conversation import with_template
 
@@ -129,11 +128,6 @@ def test_short_names_are_the_long_ones(bundle):
         )
     )
     assert json.loads(long)["token_ids"] == json.loads(short)["token_ids"]
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return toy_bundle(tmp_path_factory.mktemp("toy") / "bundle")
 
 
 def test_a_chat_template_is_used_unless_the_prompt_is_raw(toy):

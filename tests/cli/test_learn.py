@@ -5,21 +5,13 @@ from __future__ import annotations
 import json
 import urllib.request
 
-import pytest
-
 import jetdraft as package
 from jetdraft.bundle import Bundle
 from jetdraft.kept.lessons import FILE, Lessons
 from jetdraft.kept.weight_sets import WeightSets, base_of
-from jetdraft.testing import toy_bundle
 from tests.cli.running import assert_refused, jetdraft
 from tests.server.serving import started
 from tests.toy_drafter import arrays_of, put_on_trial, random_arrays
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return toy_bundle(tmp_path_factory.mktemp("toy") / "bundle")
 
 
 def learn(toy, folder, **options):

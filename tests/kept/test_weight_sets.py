@@ -11,16 +11,10 @@ import pytest
 from jetdraft.bundle import Bundle
 from jetdraft.errors import StoreError
 from jetdraft.kept.weight_sets import ARRAYS, CHOICE, WeightSets, base_of
-from jetdraft.testing import toy_bundle
 from tests.toy_drafter import put_on_trial
 
 ONES = {"matrix": np.ones((4, 4), np.float32)}
 TWOS = {"matrix": np.full((4, 4), 2, np.float32)}
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return toy_bundle(tmp_path_factory.mktemp("toy") / "bundle")
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import jetdraft
-from jetdraft.testing import toy_bundle
 
 HERE = Path(__file__).parent
 OWN = [
@@ -45,11 +44,6 @@ def look(bundle, beside=None):
     run = python(HERE / "outside.py", bundle, beside=beside)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return toy_bundle(tmp_path_factory.mktemp("toy") / "bundle")
 
 
 # --- a package that works -------------------------------------------------------------

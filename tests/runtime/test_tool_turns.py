@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import jetdraft
 from jetdraft import Conversation, Options, Tools
 from jetdraft.errors import OptionError
 from jetdraft.runtime.text.template import user
-from jetdraft.testing import toy_bundle
 
 DOCS = Path(__file__).parents[2] / "docs" / "embedding.md"
 SENSORS = ["battery", "speed", "light"]
@@ -28,14 +26,9 @@ FUNCTION = {"name": "read_sensor", "parameters": PARAMETERS}
 TOOLS = Tools([{"type": "function", "function": FUNCTION}])
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return jetdraft.load(toy_bundle(tmp_path_factory.mktemp("tools")), threads=1)
-
-
 @pytest.fixture
-def talk(toy):
-    return Conversation(toy, tools=TOOLS, max_new_tokens=64)
+def talk(toy_model):
+    return Conversation(toy_model, tools=TOOLS, max_new_tokens=64)
 
 
 def test_the_example_in_the_documents_does_what_it_says():
@@ -66,11 +59,11 @@ def test_calls_come_back_parsed_and_results_go_on(talk):
     assert talk.last.text == "Hello, I am a toy robot."
 
 
-def test_what_it_wrote_and_was_told_is_kept_in_a_file(talk, toy, tmp_path):
+def test_what_it_wrote_and_was_told_is_kept_in_a_file(talk, toy_model, tmp_path):
     list(talk.say("Tell me the speed."))
     list(talk.answer({"speed": 33}))
     talk.save(tmp_path / "talk.json")
-    other = Conversation(toy, tools=TOOLS, max_new_tokens=64)
+    other = Conversation(toy_model, tools=TOOLS, max_new_tokens=64)
     other.load(tmp_path / "talk.json")
     assert other.messages == talk.messages
     assert other.calls == []
@@ -92,8 +85,8 @@ def test_a_result_must_be_json(talk):
         talk.answer({1, 2})
 
 
-def test_full_buffers_lose_a_turn_with_its_calls(toy):
-    talk = Conversation(toy, tools=TOOLS, drop_oldest=True, max_new_tokens=64)
+def test_full_buffers_lose_a_turn_with_its_calls(toy_model):
+    talk = Conversation(toy_model, tools=TOOLS, drop_oldest=True, max_new_tokens=64)
     for _ in range(12):
         list(talk.say("Tell me the speed."))
         if talk.calls:
@@ -107,22 +100,24 @@ def test_full_buffers_lose_a_turn_with_its_calls(toy):
     assert "tool" in roles
 
 
-def test_a_chat_has_calls_too(toy):
-    result = toy.chat([user("Tell me the speed.")], tools=TOOLS, max_new_tokens=64)
+def test_a_chat_has_calls_too(toy_model):
+    result = toy_model.chat(
+        [user("Tell me the speed.")], tools=TOOLS, max_new_tokens=64
+    )
     assert [call.arguments for call in result.calls] == [{"sensor": "speed"}]
     options = Options.of(max_new_tokens=64)
-    assert toy.chat([user("Tell me the speed.")], options, tools=TOOLS).calls
-    assert toy.chat([user("Hello")], options, tools=TOOLS).calls == []
+    assert toy_model.chat(ask, options, tools=TOOLS).calls
+    assert toy_model.chat([user("Hello")], options, tools=TOOLS).calls == []
 
 
-def test_a_tool_that_must_be_called_is_called(toy):
+def test_a_tool_that_must_be_called_is_called(toy_model):
     must = Tools(TOOLS.functions, "read_sensor")
-    [call] = toy.chat([user("Hello")], tools=must, max_new_tokens=64).calls
+    [call] = toy_model.chat([user("Hello")], tools=must, max_new_tokens=64).calls
     assert call.arguments["sensor"] in SENSORS
 
 
-def test_a_refused_schema_is_named(toy):
+def test_a_refused_schema_is_named(toy_model):
     function = {"name": "odd", "parameters": {"type": "strange"}}
     tools = Tools([*TOOLS.functions, {"type": "function", "function": function}])
     with pytest.raises(OptionError, match="tool 'odd': "):
-        toy.chat([user("Hello")], tools=tools)
+        toy_model.chat([user("Hello")], tools=tools)

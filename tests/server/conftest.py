@@ -10,15 +10,9 @@ from openai import OpenAI
 from jetdraft import Pool
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.server.app import Limits, Service
-from jetdraft.testing import toy_bundle
 from tests.server.serving import served
 
 LIMITS = Limits(body_bytes=20_000, new_tokens=400, waiting=40, wait_seconds=60.0)
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return toy_bundle(tmp_path_factory.mktemp("served") / "toy")
 
 
 @pytest.fixture(scope="module")

@@ -17,16 +17,10 @@ from jetdraft.kept import lessons
 from jetdraft.kept.lessons import CANDIDATES, FILE, Lessons
 from jetdraft.kept.tally import EARLY, WINDOW
 from jetdraft.kept.weight_sets import Choice, base_of
-from jetdraft.testing import toy_bundle
 from tests.toy_drafter import arrays_of, choose, put_on_trial, random_arrays
 
 PROMPTS = ("The robot sees", "A man likes", "Hello", "Sue finds a", "The cat", "Go")
 DRAFTED = {"method": "draft", "num_draft_tokens": 4, "max_new_tokens": 48}
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return toy_bundle(tmp_path_factory.mktemp("toy") / "bundle")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from jetdraft.checkpoints.reading.tokenizer_reader import chat_template
 from jetdraft.errors import BundleError, OptionError
 from jetdraft.runtime.text import sandbox
 from jetdraft.runtime.text.template import ChatTemplate, user
-from jetdraft.testing import toy_bundle
 from tests.runtime.text.chats import (
     CHATS,
     TOKENS,
@@ -81,11 +80,6 @@ def test_it_sees_what_transformers_gives(name, chat):
     expected = transformers_prompt(TEMPLATES[name], TOKENS, chat)
     assert own_prompt(TEMPLATES[name], TOKENS, chat) == expected
     assert expected is not None or name == "refusing"
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return toy_bundle(tmp_path_factory.mktemp("template") / "toy")
 
 
 @pytest.mark.parametrize("chat", CHATS)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -18,7 +17,6 @@ from jetdraft.checkpoints.parameters import convert
 from jetdraft.export.pair.drafter_arrays import drafter_arrays
 from jetdraft.kept.tally import WINDOW
 from jetdraft.kept.weight_sets import WeightSets, base_of
-from jetdraft.testing import toy_bundle
 from jetdraft.train.use.head_student import student_of
 from jetdraft.train.use.pace import Pace
 from jetdraft.train.use.publication import publish
@@ -82,11 +80,6 @@ def learn_first_topic(source, texts):
         F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
         optimizer.step()
     return {name: weight.detach().clone() for name, weight in matrices.items()}
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return toy_bundle(tmp_path_factory.mktemp("toy") / "bundle")
 
 
 def test_acceptance_comes_back_after_a_shift(toy, tmp_path):

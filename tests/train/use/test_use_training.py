@@ -18,7 +18,6 @@ from jetdraft.kept.lessons import Lesson
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
-from jetdraft.testing import toy_bundle
 from jetdraft.train.use import background as background_module
 from jetdraft.train.use.background import Background
 from jetdraft.train.use.head_student import student_of
@@ -29,11 +28,6 @@ from tests.tiny import drafter_config, llama_config, save_checkpoint
 from tests.toy_drafter import save_drafter
 
 TEXT = torch.arange(1, 65)
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return toy_bundle(tmp_path_factory.mktemp("toy") / "bundle")
 
 
 @pytest.fixture(scope="module")
