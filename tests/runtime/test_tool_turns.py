@@ -101,9 +101,8 @@ def test_full_buffers_lose_a_turn_with_its_calls(toy_model):
 
 
 def test_a_chat_has_calls_too(toy_model):
-    result = toy_model.chat(
-        [user("Tell me the speed.")], tools=TOOLS, max_new_tokens=64
-    )
+    ask = [user("Tell me the speed.")]
+    result = toy_model.chat(ask, tools=TOOLS, max_new_tokens=64)
     assert [call.arguments for call in result.calls] == [{"sensor": "speed"}]
     options = Options.of(max_new_tokens=64)
     assert toy_model.chat(ask, options, tools=TOOLS).calls
