@@ -20,7 +20,9 @@ from jetdraft.untrusted.record import read_record
 from tests import manifests
 from tests.kills import CONTRACT, content, make
 from tests.manifests import edit
-from tests.toy_head import HEAD, IDS, TARGET, write_head
+from tests.toy_graphs import GUESSES, IDS, VOCABULARY, write_graph
+from tests.toy_graphs import HEAD_CONTRACT as HEAD
+from tests.toy_graphs import TARGET_CONTRACT as TARGET
 
 
 @pytest.fixture
@@ -218,7 +220,7 @@ def make_with_head(
     """A bundle of a target that gives features and a head that reads them."""
     folder.mkdir()
     (folder / "target.onnx").write_text("made")
-    write_head(folder / "drafter.onnx")
+    write_graph(folder / "drafter.onnx", HEAD, GUESSES)
     if isinstance(ids, bytes):
         (folder / "drafter-vocabulary.npy").write_bytes(ids)
     else:
@@ -244,10 +246,10 @@ def test_a_head_and_its_vocabulary_survive_the_bundle(tmp_path):
 @pytest.mark.parametrize(
     "ids",
     [
-        IDS[:9],
-        IDS + 7,
-        IDS - 4,
-        np.array([*IDS[:9], IDS[0]]),
+        IDS[:-1],
+        IDS + 1,
+        IDS - 2,
+        np.array([*IDS[:-1], IDS[0]]),
         IDS.astype(np.int32),
         IDS.astype(np.float64),
         IDS[None],
@@ -256,7 +258,8 @@ def test_a_head_and_its_vocabulary_survive_the_bundle(tmp_path):
 )
 def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path, ids):
     folder = make_with_head(tmp_path / "bundle", ids)
-    with pytest.raises(BundleError, match="10 different token ids below 100 as int64"):
+    said = f"{len(IDS)} different token ids below {VOCABULARY} as int64"
+    with pytest.raises(BundleError, match=said):
         Bundle.open(folder)
 
 

@@ -16,7 +16,8 @@ from jetdraft.contracts.tensor_check import check_tensors
 from jetdraft.contracts.tensor_spec import TensorSpec
 from jetdraft.errors import ContractError
 from jetdraft.untrusted.record import RecordError, read_record
-from tests.toy_head import HEAD, IDS, WEIGHTS, write_head
+from tests.toy_graphs import GUESSES, IDS, STEP, VOCABULARY, write_graph
+from tests.toy_graphs import HEAD_CONTRACT as HEAD
 
 CONTRACT = StepContract(
     vocab_size=100,
@@ -181,38 +182,45 @@ def test_a_head_reads_features_and_carries_its_own():
     assert [(s.name, s.shape) for s in HEAD.inputs[5:6]] == [("features", (1, "n", 6))]
     shapes = {spec.name: spec.shape for spec in HEAD.outputs}
     assert shapes["carried"] == (1, "n", 6)
-    assert shapes["logits"] == (1, "m", 10)
-    assert shapes["candidates"] == (1, "m", 10)
+    assert shapes["logits"] == (1, "m", len(IDS))
+    assert shapes["candidates"] == (1, "m", CANDIDATES)
+    few = {spec.name: spec.shape for spec in replace(HEAD, draft_vocab=10).outputs}
+    assert few["candidates"] == (1, "m", 10)
 
 
-def test_a_head_graph_runs_as_its_contract_says(tmp_path):
-    write_head(tmp_path / "head.onnx")
-    session = onnxruntime.InferenceSession(
+@pytest.fixture
+def head(tmp_path):
+    """A session of a head's graph."""
+    write_graph(tmp_path / "head.onnx", HEAD, GUESSES)
+    return onnxruntime.InferenceSession(
         tmp_path / "head.onnx", providers=["CPUExecutionProvider"]
     )
-    check_tensors(HEAD.inputs, session.get_inputs(), "the head's inputs")
-    check_tensors(HEAD.outputs, session.get_outputs(), "the head's outputs")
+
+
+def test_a_head_graph_runs_as_its_contract_says(head):
+    check_tensors(HEAD.inputs, head.get_inputs(), "the head's inputs")
+    check_tensors(HEAD.outputs, head.get_outputs(), "the head's outputs")
     features = np.random.default_rng(1).normal(size=(1, 3, 6)).astype(np.float32)
     feeds = {s.name: np.zeros(s.sized(3, 1), s.dtype) for s in HEAD.inputs}
     feeds |= {"features": features, "answer_rows": np.array([2])}
+    feeds |= {"input_ids": np.array([[3, 5, 9]]), "position_ids": np.array([[4, 5, 6]])}
     names = [spec.name for spec in HEAD.outputs]
-    answer = dict(zip(names, session.run(names, feeds), strict=True))
+    answer = dict(zip(names, head.run(names, feeds), strict=True))
     for spec in HEAD.outputs:
         assert answer[spec.name].shape == spec.sized(3, 1), spec.name
         assert answer[spec.name].dtype == spec.dtype
-    best = np.argsort(-(features[0, 2] @ WEIGHTS))
-    np.testing.assert_array_equal(answer["candidates"][0, 0], IDS[best])
-    np.testing.assert_array_equal(answer["carried"], features + 1)
+    logits = GUESSES[(9 + 7 * 7) % VOCABULARY, IDS]
+    best = IDS[np.argsort(-logits)[:CANDIDATES]]
+    np.testing.assert_array_equal(answer["candidates"][0, 0], best)
+    carried = features + np.float32(STEP)
+    carried[0, :, 0] += (3, 5, 9)
+    np.testing.assert_allclose(answer["carried"], carried, rtol=1e-6)
 
 
-def test_a_head_graph_without_its_features_is_refused(tmp_path):
-    write_head(tmp_path / "head.onnx")
-    session = onnxruntime.InferenceSession(
-        tmp_path / "head.onnx", providers=["CPUExecutionProvider"]
-    )
+def test_a_head_graph_without_its_features_is_refused(head):
     wider = replace(HEAD, feature_input=7)
     with pytest.raises(ContractError, match=r"'features' is .*6\], declared .*7\]"):
-        check_tensors(wider.inputs, session.get_inputs(), "the head's inputs")
+        check_tensors(wider.inputs, head.get_inputs(), "the head's inputs")
 
 
 def test_halves_share_the_layers_and_the_states_between_them():

@@ -47,9 +47,8 @@ from tests.fuzz.mutations import (
 from tests.fuzz.requests import TEXTS
 from tests.fuzz.streamed import streamed_bundle
 from tests.fuzz.subject import Fault, Subject
-from tests.toy_block import METHODS, toy_block
 from tests.toy_drafter import choose, put_on_trial, random_arrays
-from tests.toy_eagle import toy_eagle
+from tests.toy_graphs import METHODS, toy_block, toy_eagle
 
 PROMPT = [5, 8, 9, 40, 41, 5, 8, 9, 40]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 10, "ignore_eos": False}

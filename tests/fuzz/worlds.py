@@ -19,8 +19,7 @@ from jetdraft.testing import toy_bundle
 from tests.families import FAMILIES, made
 from tests.fuzz.resized import resized, respelled
 from tests.fuzz.streamed import streamed_bundle
-from tests.toy_block import METHODS, toy_block
-from tests.toy_eagle import toy_eagle
+from tests.toy_graphs import METHODS, toy_block, toy_eagle
 
 SIZES = ((16, 2), (17, 3), (64, 5), (40, 16), (200, 33))
 """Capacity and width of the toy bundle's siblings."""

@@ -12,7 +12,7 @@ from jetdraft import Pool
 from jetdraft.server.app import Service
 from tests.server.conftest import LIMITS
 from tests.server.serving import served
-from tests.toy_eagle import toy_eagle
+from tests.toy_graphs import toy_eagle
 
 PROMPT = "The robot sees the sensor and then"
 SCHEMA = {

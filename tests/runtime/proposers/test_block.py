@@ -17,8 +17,16 @@ from jetdraft.runtime.passes.tensor import Memory
 from jetdraft.runtime.planning.registry import methods
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from tests.runtime.proposers.distribution import check_distribution, other_verifiers
-from tests.toy_block import BLOCK, METHODS, toy_block
-from tests.toy_eagle import CAPACITY, GUESSES, NOISE, WIDTH, features_of
+from tests.toy_graphs import (
+    BLOCK,
+    CAPACITY,
+    GUESSES,
+    METHODS,
+    NOISE,
+    WIDTH,
+    features_of,
+    toy_block,
+)
 
 PROMPT = np.random.default_rng(5).integers(4, 384, 70).tolist()
 """Longer than the widest pass, so that it is read in several."""

@@ -21,7 +21,7 @@ from jetdraft.runtime.proposers.cascade import REVIEWED
 from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from tests.runtime.proposers.distribution import check_distribution, other_verifiers
-from tests.toy_eagle import (
+from tests.toy_graphs import (
     CAPACITY,
     GUESSES,
     IDS,

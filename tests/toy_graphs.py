@@ -1,9 +1,11 @@
-"""A target and a head made by hand, whose cache and features can be read by eye.
+"""A target with a head, or a drafter that fills a block, made by hand.
 
-The next token of both depends on the last token and its position, and the head is right
-about most. Features are (token, position, ...); the cache of the head keeps the token
-and the features of each of its rows, and what it carries is `STEP` larger than what it
-read, plus its token. So nothing that the head made itself can hide among its rows.
+Their caches and features can be read by eye. The next token depends on the last token
+and its position, and the head is right about most. Features are (token, position, ...);
+the cache of the head keeps the token and the features of each of its rows, and what it
+carries is `STEP` larger than what it read, plus its token. So nothing that the head
+made itself can hide among its rows. A guess of a block is right as often, but rests on
+the best guess before it unless that token is known.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ STEP = 10_000.0
 
 VOCABULARY, CAPACITY = 384, 192
 LEFT_OUT = 5
-"""Every so manieth token is outside of the draft vocabulary."""
+"""Tokens whose id is a multiple of it are outside of the draft vocabulary."""
 
 COMMON = {
     "vocab_size": VOCABULARY,
@@ -64,9 +66,30 @@ NOISE = _RANDOM.normal(size=LOGITS.shape).astype(np.float32) * 2
 """What a head takes them for that has learned nothing."""
 
 
+BLOCK = 5
+"""Tokens of a block."""
+
+METHODS = {
+    "dflash": StepContract(
+        **COMMON,
+        feature_input=WIDTH,
+        draft_vocab=len(IDS),
+        guesses=BLOCK,
+        spare_slots=2 * (BLOCK + 1),
+    ),
+    "diffusion": StepContract(**COMMON, guesses=BLOCK, spare_slots=2 * BLOCK),
+}
+"""Contracts of drafters that fill a block, by their method."""
+
+
 def toy_eagle(folder: Path, guesses: np.ndarray = GUESSES) -> Path:
     """Write the bundle, with the tokenizer and template of `toy_bundle`."""
     return write_toy(folder, HEAD_CONTRACT, guesses)
+
+
+def toy_block(folder: Path, method: str, guesses: np.ndarray = GUESSES) -> Path:
+    """Write the bundle with a drafter that fills a block."""
+    return write_toy(folder, METHODS[method], guesses)
 
 
 def write_toy(folder: Path, drafter: StepContract, guesses: np.ndarray) -> Path:
@@ -91,7 +114,7 @@ def _entry(
     files = [f"{name}.onnx", f"{name}-tree.onnx", f"{name}-compaction.onnx"]
     trees = (False,) if contract.block else (False, True)
     for file, tree in zip(files, trees, strict=False):
-        onnx.save(_model(replace(contract, tree=tree), logits), folder / file)
+        write_graph(folder / file, replace(contract, tree=tree), logits)
     if contract.block:
         files = [files[0], None, None]
     else:
@@ -104,6 +127,11 @@ def _entry(
         files[0], contract, {"scheme": "none"}, name, 1000, *files[1:],
         vocabulary_file=vocabulary_file,
     )  # fmt: skip
+
+
+def write_graph(file: Path, contract: StepContract, logits: np.ndarray) -> None:
+    """Write one graph with the inputs and outputs of its contract."""
+    onnx.save(_model(contract, logits), file)
 
 
 def features_of(tokens: list[int], start: int = 0) -> np.ndarray:
