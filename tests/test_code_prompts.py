@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-REAL = Path(__file__).parent.parent / "examples" / "real"
+from tests.programs import module_of
+
 WORDS = "Say what it is that this function gives to whoever calls it, and why."
 
 
 @pytest.fixture
 def code_prompts(monkeypatch):
     """The script as a module."""
-    monkeypatch.setattr(sys, "path", [str(REAL), *sys.path])
-    yield importlib.import_module("code_prompts")
-    sys.modules.pop("code_prompts", None)
+    return module_of("examples/real/code_prompts.py", monkeypatch)
 
 
 def test_a_stub_has_its_docstring_and_no_body(code_prompts, tmp_path):

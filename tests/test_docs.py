@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import glob
-import importlib.util
 import os
 import re
 import subprocess
@@ -37,6 +36,7 @@ from tests.documents import (
     phrases,
     words_of,
 )
+from tests.programs import module_of
 from tests.server.serving import started
 
 ONLY_PARSED = {
@@ -147,18 +147,13 @@ class ParsedError(Exception):
 
 def parse_script(file, words):
     """Let a program of the repository read its words, and do nothing."""
-    name = f"documented_{Path(file).stem}"
-    spec = importlib.util.spec_from_file_location(name, ROOT / file)
-    module = importlib.util.module_from_spec(spec)
+    name = Path(file).stem
     with pytest.MonkeyPatch.context() as patch:
         for peer in PEERS:
             stub = MagicMock(**{f"{peer}.__file__": peer})
             patch.setitem(sys.modules, peer, stub)
         patch.setattr(ctypes, "CDLL", MagicMock())  # a peer's library
-        patch.setitem(sys.modules, name, module)
-        # A script finds the modules beside it.
-        patch.setattr(sys, "path", [str((ROOT / file).parent), *sys.path])
-        spec.loader.exec_module(module)
+        module = module_of(file, patch)
         if isinstance(module.main, click.Command):
             # The files of a command that is not run need not be here.
             patch.setattr(click.Path, "convert", lambda self, value, *rest: value)
@@ -248,12 +243,7 @@ def test_commands_do_what_they_say(document, reader, monkeypatch):
 def test_recipes_are_commands_that_exist(tmp_path, monkeypatch):
     """They take hours, so nobody should learn at the end that an option has changed."""
     monkeypatch.syspath_prepend(ROOT / "examples/pycode")
-    spec = importlib.util.spec_from_file_location(
-        "recipes", ROOT / "examples/real/recipes.py"
-    )
-    recipes = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "recipes", recipes)
-    spec.loader.exec_module(recipes)
+    recipes = module_of("examples/real/recipes.py", monkeypatch)
     inputs = recipes.Inputs(tmp_path, tmp_path, tmp_path, 1)
     kinds = [(make, inputs) for make in recipes.NAMES.values()]
     on_gpu = replace(inputs, gpu=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import re
@@ -23,6 +22,7 @@ import pytest
 import jetdraft
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.server.http_server import END_SECONDS
+from tests.programs import module_of, printed
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 UNIT = EXAMPLES.parent / "deploy" / "jetson" / "jetdraft.service"
@@ -31,33 +31,19 @@ KEY = "a-key-of-this-test"
 
 def run(name, *arguments):
     """The lines that an example prints."""
-    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return printed(
+        sys.executable, EXAMPLES / name, *arguments, timeout=500
+    ).splitlines()
 
 
-def load(name):
-    """An example as a module."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look there for their types
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def robot(monkeypatch):
+    return module_of("examples/robot.py", monkeypatch)
 
 
-@pytest.fixture(scope="module")
-def robot():
-    yield load("robot")
-    del sys.modules["robot"]
-
-
-@pytest.fixture(scope="module")
-def agent():
-    yield load("agent")
-    del sys.modules["agent"]
+@pytest.fixture
+def agent(monkeypatch):
+    return module_of("examples/agent.py", monkeypatch)
 
 
 def test_every_example_is_in_the_table():

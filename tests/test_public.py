@@ -3,8 +3,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -12,18 +10,9 @@ import pytest
 
 import jetdraft
 from jetdraft import errors
+from tests.programs import python
 
 ROOT = Path(__file__).parents[1]
-
-
-def python(code: str, *arguments: str) -> str:
-    """What a fresh interpreter prints."""
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def error_classes() -> set[type[Exception]]:
@@ -83,7 +72,6 @@ def test_exception_tree_is_the_documented_one():
 def test_generating_loads_nothing_heavy(bundle):
     heavy = python(
         """
-import sys
 import jetdraft
 model = jetdraft.load(sys.argv[1], threads=1)
 for method in (*model.methods, "auto"):
@@ -100,7 +88,6 @@ print(*sorted(wanted & {name.partition(".")[0] for name in sys.modules}))
 def test_without_onnxruntime_import_works_and_load_names_the_extra(bundle):
     message = python(
         """
-import sys
 sys.modules["onnxruntime"] = None
 import jetdraft
 try:

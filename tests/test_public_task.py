@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -13,20 +12,17 @@ import pytest
 from click.testing import CliRunner
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-TASKS = Path(__file__).parent.parent / "examples" / "tasks"
+from tests.programs import module_of
+
 TESTS = 60
 
 
 @pytest.fixture
 def public(monkeypatch):
     """The script as a module."""
-    monkeypatch.setattr(sys, "path", [str(TASKS), *sys.path])
-    for name in ("public", "make", "package"):
+    for name in ("make", "package"):  # which it finds by its own folders
         monkeypatch.delitem(sys.modules, name, raising=False)
-    module = importlib.import_module("public")
-    yield module
-    for name in ("public", "make", "package"):
-        sys.modules.pop(name, None)
+    return module_of("examples/tasks/public.py", monkeypatch)
 
 
 def function(name, required=("city",), **properties):

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from jetdraft import staging
 from jetdraft.errors import OutputError
 from jetdraft.staging import writing
 from tests.kills import content, fill, make
+from tests.programs import ROOT, printed
 
 
 @pytest.fixture
@@ -153,14 +153,7 @@ def test_a_kill_between_two_renames_is_undone_by_the_next_export(tmp_path):
 def test_bundle_survives_a_kill_at_any_point(tmp_path, before):
     # A process of its own: forking one that holds torch takes far too long.
     arguments = [str(tmp_path), *([before] if before else [])]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kills", *arguments],
-        cwd=Path(__file__).parents[1],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    told = printed(sys.executable, "-m", "tests.kills", *arguments, cwd=ROOT)
+    report = json.loads(told)
     assert report["kills"] > 100, "the profiler saw too little"
     assert report["found"] == [before, "new"]

