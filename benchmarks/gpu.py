@@ -345,7 +345,7 @@ def main(
     work: Path | None,
     output: Path,
 ) -> None:
-    """Run all parts, or those of --parts, on TARGET and DRAFTER."""
+    """Run all parts, or the parts in --parts, on TARGET and DRAFTER."""
     work = work or Path(tempfile.mkdtemp(prefix="jetdraft-gpu-"))
     lines = prompts.read_text(encoding="utf-8").splitlines()
     run = Run(

@@ -81,7 +81,7 @@ class Depth:
 
 @dataclass(frozen=True)
 class Inflation:
-    """Maps the tensors of a small checkpoint to those of a larger one."""
+    """Maps the tensors of a small checkpoint to a larger checkpoint's."""
 
     source: dict[str, Tensor]
     depth: Depth

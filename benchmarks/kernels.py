@@ -198,7 +198,7 @@ class Bench:
         return self.ms([node], inputs, weights, {"y": self.dtype})
 
     def topk(self, width: int, shape: Shape, stages: int = 1) -> float:
-        """The best 64 of a vocabulary, or those of the best 64 of 32 parts."""
+        """The best 64 of a vocabulary, or the best among the best 64 of 32 parts."""
         k, parts = 64, 32
         logits = self.random.standard_normal((1, width, shape.vocab), np.float32)
         weights: dict[str, np.ndarray] = {"k": np.array([k], np.int64)}
@@ -221,7 +221,7 @@ class Bench:
         return self.ms(nodes, {"x": logits[..., : part * parts]}, weights, _OUT)
 
     def bandwidth(self, megabytes: int = 512) -> float:
-        """GB/s of reading and writing, by a negation of so many megabytes."""
+        """GB/s of reading and writing, by a negation of `megabytes`."""
         size = megabytes * 1_000_000 // np.dtype(self.dtype).itemsize
         node = helper.make_node("Neg", ["x"], ["y"])
         x = np.ones(size, self.dtype)

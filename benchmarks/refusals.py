@@ -2,7 +2,7 @@
 
 A method that changed a token could turn a refusal into an answer. Each request goes
 through the chat template; the first tokens of each method's answer are compared with
-those of plain decoding, greedy, sampled and under structured output. The answers are
+plain decoding's, greedy, sampled and under structured output. The answers are
 counted and dropped: none is shown or kept.
 
     python benchmarks/refusals.py BUNDLE --json OUT

@@ -105,7 +105,7 @@ def _compute(records: Sequence[Record]) -> dict[str, float]:
 class Error:
     """The relative errors of a record's prediction, fitted on the other records.
 
-    `speed` is that of one row per pass, `prefill` the time of a pass of `prompt` rows;
+    `speed` is for one row per pass, `prefill` the time of a pass of `prompt` rows;
     None where nothing was published or fitted.
     """
 

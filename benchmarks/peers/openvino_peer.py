@@ -94,7 +94,7 @@ class OpenVino:
         return clock.decoding(passes(result))
 
     def pass_ms(self, prompt: list[int]) -> dict[int, float]:
-        """Time the exported graph itself, prefilled anew for every pass."""
+        """Time the exported graph itself, prefilled again for every pass."""
         core = ov.Core()
         file = str(self._target / "openvino_model.xml")
         graph = core.compile_model(file, "CPU", self._properties)
