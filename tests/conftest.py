@@ -160,7 +160,7 @@ def _new_precision_of_file() -> None:
 
 @pytest.fixture(autouse=True)
 def _new_precision() -> Iterator[None]:
-    """Let each test multiply in its own type; accelerate keeps that of the first."""
+    """Let each test multiply in its own type; accelerate keeps the first one."""
     AcceleratorState._reset_state()
     yield
     AcceleratorState._reset_state()

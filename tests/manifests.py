@@ -1,4 +1,4 @@
-"""Manifests that are changed as somebody would who knows their hash."""
+"""Manifests that are changed as by a program that knows their hash."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ class Bundles(Subject):
         return self._outcome(use, may_differ=True)
 
     def _prefix(self, draw: Random) -> str:
-        """Load a damaged prefix into a model that goes on with it."""
+        """Load a damaged prefix into a model that continues with it."""
         file = self.place / "prefix.npz"
         file.write_bytes(damaged_npz(draw, self.prefix.read_bytes()))
 

@@ -1,7 +1,7 @@
 """Runs subjects for long, each in a process of its own that may crash or hang.
 
 The process says which case it begins, so a case that kills it is known. A fault is
-printed with the command that repeats it, and the run goes on behind it.
+printed with the command that repeats it, and the run continues behind it.
 """
 
 from __future__ import annotations

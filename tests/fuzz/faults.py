@@ -353,7 +353,7 @@ def _counted(work: Callable[[], None]) -> str:
         if ended.code:
             raise
     seconds, total = time.perf_counter() - start, events
-    # To count the calls of C takes long, and about so many lie between two events.
+    # To count the calls of C takes long, and about forty lie between two events.
     return json.dumps([40 * total, total, seconds])
 
 

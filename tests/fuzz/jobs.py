@@ -301,7 +301,7 @@ class Talk(Job):
 
 
 class Streams(Job):
-    """The checkpoint of a training, which a later run goes on with."""
+    """The checkpoint of a training, which a later run continues with."""
 
     name = "streams"
     share = 1
@@ -328,7 +328,7 @@ class Streams(Job):
             assert json.loads((folder / "streams.json").read_text())
             assert load_file(folder / "streams.safetensors")
             return NEW
-        with suppress(SystemExit):  # goes on where it was
+        with suppress(SystemExit):  # continues where it was
             self.run(place)
         assert not (folder / "training.pt").exists()
         return NEW

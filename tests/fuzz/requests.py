@@ -111,7 +111,7 @@ def draw_drafting(
 ) -> dict[str, Any]:
     """A method or several, a draft length, and options of the methods.
 
-    One method of ten is drawn from those of all bundles, so that some are refused.
+    One method of ten is drawn from all methods there are, so that some are refused.
     """
     names = list(methods() if draw.random() < 0.1 else model.methods[1:])
     if draw.random() < 0.15:

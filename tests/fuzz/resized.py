@@ -21,7 +21,7 @@ SLOTS, LAST = "draft_mask.slots", "draft_mask.last"
 def resized(bundle: Path, output: Path, capacity: int, max_width: int) -> Path:
     """Copy a bundle to `output` with other sizes of its buffers and passes.
 
-    The weights stay, so its texts are those of `bundle` as far as they fit.
+    The weights stay, so its texts are the texts of `bundle` as far as they fit.
 
         resized(toy_bundle(), Path("small"), capacity=17, max_width=3)
     """

@@ -35,7 +35,7 @@ class Subject(ABC):
     def __init__(self, folder: Path, light: bool = False) -> None:
         self.folder, self.light = folder, light
         self.facts: Counter[str] = Counter()
-        """Counts beside those of the outcomes, for the closing line."""
+        """Counts beside the counts of outcomes, for the closing line."""
 
     @abstractmethod
     def run(self, draw: Random) -> str:

@@ -1,4 +1,4 @@
-"""A model goes through any states, and its texts stay those of plain decoding."""
+"""A model goes through any states, and its texts stay equal to plain decoding."""
 
 from __future__ import annotations
 
