@@ -44,8 +44,8 @@ from tests.fuzz.mutations import (
     routes,
     write_json,
 )
+from tests.fuzz.other_bundles import streamed_bundle
 from tests.fuzz.requests import TEXTS
-from tests.fuzz.streamed import streamed_bundle
 from tests.fuzz.subject import Fault, Subject
 from tests.toy_drafter import choose, put_on_trial, random_arrays
 from tests.toy_graphs import METHODS, toy_block, toy_eagle

@@ -33,6 +33,9 @@ MOST_BYTES = 6_000_000_000
 SHOWN = 3
 """Faults of one kind that are printed."""
 
+WORK = "work"
+"""The first word of the process that tries cases, and is watched."""
+
 STARTING, CLOSING = 300.0, 30.0
 """Seconds in which a subject must be ready, and in which it must close."""
 
@@ -134,7 +137,7 @@ def _one_process(
 ) -> int:
     """Run a process until it is done or dies; gives the next number to try."""
     subject, number = report.subject, first
-    command = [sys.executable, "-m", "tests.fuzz.worker", subject.name]
+    command = [sys.executable, "-m", "tests.fuzz.driver", WORK, subject.name]
     command += [str(first), str(count), str(int(light))]
     block, begun, facts = first, False, dict[str, int]()
     try:
@@ -280,4 +283,7 @@ def _repeat(parser: argparse.ArgumentParser, wanted: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1:2] == [WORK]:
+        work(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "1")
+    else:
+        sys.exit(main(sys.argv[1:]))

@@ -17,8 +17,7 @@ from jetdraft.errors import JetdraftError
 from jetdraft.runtime.piece import Result
 from jetdraft.testing import toy_bundle
 from tests.families import FAMILIES, made
-from tests.fuzz.resized import resized, respelled
-from tests.fuzz.streamed import streamed_bundle
+from tests.fuzz.other_bundles import resized, respelled, streamed_bundle
 from tests.toy_graphs import METHODS, toy_block, toy_eagle
 
 SIZES = ((16, 2), (17, 3), (64, 5), (40, 16), (200, 33))

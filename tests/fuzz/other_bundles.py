@@ -1,4 +1,4 @@
-"""Bundles with other buffers or another tokenizer, made of the toy bundle."""
+"""Bundles beside the toy: with other buffers, another tokenizer, or streams."""
 
 from __future__ import annotations
 
@@ -45,6 +45,27 @@ def respelled(bundle: Path, output: Path, tokenizer: Tokenizer) -> Path:
     tokenizer.save(str(output / "tokenizer.json"))
     replace(Bundle.open(bundle), path=output, special_tokens={}, files={}).save()
     return output
+
+
+def streamed_bundle(folder: Path) -> Path:
+    """Export a tiny checkpoint with random streams to `folder`, in a few seconds.
+
+    It needs torch, which is imported here, so that other subjects do not wait for it.
+
+        jetdraft.load(streamed_bundle(Path("streamed"))).methods
+    """
+    from jetdraft.checkpoints.streamed import StreamSettings
+    from jetdraft.export.exporter import ExportOptions, export
+    from jetdraft.recipe import Recipe
+    from tests.tiny import llama_config, save_checkpoint, save_streams
+
+    checkpoint = folder.with_name(f"{folder.name}-checkpoint")
+    save_checkpoint(checkpoint, llama_config(num_hidden_layers=2))
+    settings = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
+    save_streams(checkpoint, settings, seed=0)
+    options = ExportOptions(Recipe("none"), capacity=160, max_width=16)
+    export(str(checkpoint), folder, options=options)
+    return folder
 
 
 def _resize(file: Path, old: StepContract, new: StepContract) -> None:
