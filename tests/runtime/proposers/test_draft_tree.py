@@ -9,7 +9,7 @@ from jetdraft.methods import Proposer, Rows, Traits
 from jetdraft.runtime.sampling.chooser import Sampling
 from jetdraft.runtime.sampling.verifier import Walk
 from jetdraft.testing import toy_bundle
-from tests.fuzz.resized import resized
+from tests.fuzz.other_bundles import resized
 from tests.runtime import fake_method
 
 PROMPT = np.random.default_rng(8).integers(0, 288, 20)
