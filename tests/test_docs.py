@@ -85,8 +85,9 @@ OF_THE_SHELL = {"python3 -m venv", "source", "pip wheel", "scp"}
 
 NO_COMMAND = {
     BOARD: ["sudo "],  # tests/test_packaging.py installs by them
-    "docs/architecture.md": ["cli/generate.py ", "row = root", "jetdraft/\n"]
-    + ["[build-system]"],
+    "docs/architecture.md": [
+        *("cli/generate.py ", "row = root", "methods/<name>", "[build-system]")
+    ],
     "docs/devices.md": ["ms(width) = ", "bandwidth 0.818"],
     "docs/quantization.md": ["target: int8-rtn-b64"],
     "docs/stop-and-exit.md": ["stop      no exit"],
