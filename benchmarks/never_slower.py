@@ -21,6 +21,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,16 @@ import numpy as np
 from harness import PLAIN, WIDTH_1, Prompt, Way, alternate, read_prompts, show, write
 
 import jetdraft
-from jetdraft.methods import Method, MethodOptions, Rows, registered
-from jetdraft.runtime.proposers.draft import DraftProposer
+from jetdraft.methods import (
+    Chooser,
+    Method,
+    MethodOptions,
+    Proposer,
+    Rows,
+    Seen,
+    methods,
+    registered,
+)
 
 AUTO = {"method": "auto"}
 LONG = {"max_new_tokens": 96, "ignore_eos": True}
@@ -60,16 +69,36 @@ REQUEST = '''class {0}Manager:
 WRONG = "wrong"
 
 
-class Wrong(DraftProposer):
-    """A drafter that takes its time and is never right."""
+class Wrong(Proposer):
+    """A drafter that takes its time and is never right: its tokens plus 1."""
+
+    def __init__(self, drafter: Proposer, vocab_size: int) -> None:
+        self.drafter, self.vocab_size = drafter, vocab_size
+        self.traits = replace(drafter.traits, name=WRONG)
+
+    @property
+    def session_seconds(self) -> float:
+        """The drafter's."""
+        return self.drafter.session_seconds
+
+    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
+        """The drafter begins."""
+        self.drafter.begin(prompt, chooser)
+
+    def observe(self, seen: Seen) -> None:
+        """The drafter observes."""
+        self.drafter.observe(seen)
+
+    def catch_up(self, context: Sequence[int]) -> None:
+        """The drafter catches up."""
+        self.drafter.catch_up(context)
 
     def propose(
         self, context: Sequence[int], budget: int, parents: Sequence[int] | None = None
     ) -> Rows:
-        """The drafter's tokens plus 1."""
-        rows = super().propose(context, budget, parents)
-        size = self.graph.contract.vocab_size
-        return Rows.chain([context[-1], *((t + 1) % size for t in rows.tokens[1:])])
+        """What the drafter does not propose."""
+        root, *tokens = self.drafter.propose(context, budget).tokens
+        return Rows.chain([root, *((token + 1) % self.vocab_size for token in tokens)])
 
 
 @contextmanager
@@ -78,19 +107,17 @@ def never_right(model: jetdraft.Model) -> Iterator[list[Way]]:
 
     None where the bundle has no drafter to spoil.
     """
-    follower, curve = model.parts.follower, model.parts.curve
-    if follower is None:
+    if "draft" not in model.methods:
         yield []
         return
-    ms = curve.drafts["draft"]
+    draft, size = methods()["draft"], model.bundle.target.contract.vocab_size
     method: Method[MethodOptions] = Method(
         WRONG,
         "the drafter, each token wrong",
-        lambda parts, options: Wrong(follower, ms, name=WRONG),
+        lambda bundle, options: Wrong(draft.make(bundle, draft.options()), size),
         cost="drafter",
     )
     model.planner.acceptance.pop(WRONG, None)
-    curve.drafts.pop(WRONG, None)
     with registered(method):
         yield [
             Way("never right", model, {"method": WRONG}),

@@ -72,6 +72,7 @@ def test_exception_tree_is_the_documented_one():
 def test_generating_loads_nothing_heavy(bundle):
     heavy = python(
         """
+import sys
 import jetdraft
 model = jetdraft.load(sys.argv[1], threads=1)
 for method in (*model.methods, "auto"):
@@ -88,6 +89,7 @@ print(*sorted(wanted & {name.partition(".")[0] for name in sys.modules}))
 def test_without_onnxruntime_import_works_and_load_names_the_extra(bundle):
     message = python(
         """
+import sys
 sys.modules["onnxruntime"] = None
 import jetdraft
 try:
