@@ -12,13 +12,13 @@ import pytest
 
 import jetdraft
 from jetdraft.errors import OptionError
-from jetdraft.runtime.proposers.draft import DraftOptions
+from jetdraft.runtime.proposers.drafter_methods import DraftOptions
 
 HELLO = '[{"role": "user", "content": "Hello"}]'
 HEAD = """\
 import jetdraft
 from jetdraft import Options, Pool
-from jetdraft.runtime.proposers.draft import DraftOptions
+from jetdraft.runtime.proposers.drafter_methods import DraftOptions
 
 
 def caller(model: jetdraft.Model, bundle: str) -> None:

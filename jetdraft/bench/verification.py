@@ -68,7 +68,7 @@ def _ways(model: Model) -> Iterator[tuple[str, int | None, dict[str, Any]]]:
 def _runs(model: Model, drafting: Drafting) -> bool:
     """Whether the bundle has what it takes, and this machine keeps it exact."""
     try:
-        model.planner.lineup(drafting)
+        model.planner.proposer_set(drafting)
         model.planner.target(drafting)
     except OptionError:
         return False

@@ -1,4 +1,4 @@
-"""What a package needs to bring its own method of drafting.
+"""The methods of drafting, a folder each, and what a package needs to bring its own.
 
 Usage, in a package whose pyproject.toml names `my_package.repeat:METHOD` as an entry
 point of the group `jetdraft.methods`:
@@ -11,16 +11,16 @@ point of the group `jetdraft.methods`:
         def propose(self, context, budget, parents=None):
             return Rows.chain([context[-1], context[-1]])
 
-    METHOD = Method("repeat", "the last token, again", lambda parts, options: Repeat())
+    METHOD = Method("repeat", "the last token, again", lambda loaded, options: Repeat())
 """
 
 from jetdraft.runtime.drafts.probes import Probing
 from jetdraft.runtime.drafts.rows import Kind, Rows
+from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.target import Target
 from jetdraft.runtime.planning.registry import methods, registered
 from jetdraft.runtime.proposers.method import Method, MethodOptions
-from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Proposer, Seen, Traits
 from jetdraft.runtime.proposers.tree_options import TreeOptions
 from jetdraft.runtime.sampling.chooser import Chooser
@@ -29,9 +29,10 @@ __all__ = [
     "Answer",
     "Chooser",
     "Kind",
+    "LoadedBundle",
     "Method",
     "MethodOptions",
-    "Parts",
+    "OWN",
     "Probing",
     "Proposer",
     "Rows",
@@ -42,3 +43,11 @@ __all__ = [
     "methods",
     "registered",
 ]
+
+OWN = (
+    *("lookup", "draft", "eagle", "kangaroo", "glide", "chimera", "falcon", "select"),
+    *("medusa", "dflash", "diffusion", "block", "stream", "ppd", "forecast", "recall"),
+    *("trigram", "cascade"),
+)
+"""jetdraft's own methods, in the order of all tables; their records are in `method.py`
+of the folder of that name."""

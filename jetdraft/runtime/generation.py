@@ -27,11 +27,11 @@ import warnings
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from jetdraft.errors import ConstraintError, OptionError
-from jetdraft.runtime.drafts.probes import NO_PROBING, Probing
 from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.stats import Round, Stats
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.encoding.source import Material, tokens_of
@@ -39,10 +39,9 @@ from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.target import EarlyStop, Target
 from jetdraft.runtime.piece import Piece
 from jetdraft.runtime.planning.options import Options
-from jetdraft.runtime.planning.planner import Planner
+from jetdraft.runtime.planning.planner import Offer, Planner
 from jetdraft.runtime.proposers.method import WALK
-from jetdraft.runtime.proposers.parts import Parts
-from jetdraft.runtime.proposers.proposer import Proposer, Seen
+from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.sampling.logprobs import Logprob
 from jetdraft.runtime.sampling.penalties import PenaltyProcessor
@@ -55,26 +54,6 @@ from jetdraft.runtime.text.stops import (
     LENGTH,
     StopWatcher,
 )
-
-
-@dataclass
-class Offer:
-    """What the proposers offered in one round, and the draft that was taken.
-
-    `drafted` maps each proposer that was asked to the number of its rows and its
-    seconds.
-    """
-
-    method: str
-    rows: Rows
-    probing: Probing = NO_PROBING
-    drafted: dict[Proposer, tuple[int, float]] = field(default_factory=dict)
-    evidence: int = 0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether proposers were asked and none had a guess."""
-        return bool(self.drafted) and not any(n for n, _ in self.drafted.values())
 
 
 class Generation:
@@ -93,7 +72,7 @@ class Generation:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: LoadedBundle,
         planner: Planner,
         prompt: list[int],
         options: Options,
@@ -119,12 +98,11 @@ class Generation:
         self._rule = options.exiting.rule(parts)
         if prepared:
             self.prepare()
-        lineup = planner.lineup(drafting, self._matcher)
-        self.proposers, self.controller = lineup.proposers, lineup.controller
-        # Observers first: they may change what the proposers draft with.
-        learners = [] if options.is_truncated else lineup.observers
-        self.observers = [*learners, *lineup.proposers]
-        self.verifier = lineup.verifier
+        learns = not options.is_truncated
+        self.proposing = planner.proposer_set(drafting, self._matcher, learns)
+        self.proposers = self.proposing.proposers
+        self.observers = self.proposing.observers
+        self.verifier = self.proposing.verifier
         self.chooser = Chooser(options.sampling, self._processors(prompt, rules))
         self.widths = planner.widths(drafting)
         self.stats = Stats(
@@ -199,10 +177,10 @@ class Generation:
         self.prepare()
         parts, exact = self.parts, self.options.drafting.exact
         self._target = self.planner.target(self.options.drafting, self._rule)
-        if self.verifier.name != WALK and parts.follower is not None:
+        if self.verifier.name != WALK and parts.draft_cache is not None:
             # This verifier reads the drafter's probabilities. Their last bits must not
             # depend on what an earlier generation left in the drafter's cache.
-            parts.follower.forget()
+            parts.draft_cache.forget()
         start = time.perf_counter()
         parts.read(self._source, self.options.drafting.may_ask_drafter)
         prefix = self._prefix(exact)
@@ -297,91 +275,63 @@ class Generation:
 
     def _round(self, context: Sequence[int], limit: int) -> tuple[Round, Piece]:
         """One round after `context`; its tokens may exceed `limit`."""
-        target, exact = self._target, self.options.drafting.exact
-        round_start = time.perf_counter()
-        offer = self._propose(context, limit)
-        draft_seconds, target_before = time.perf_counter() - round_start, target.seconds
-        carried = len(self._carried)
-        drafted = self._with_carried(context, offer.rows)
-        if self._matcher is not None:
-            self._matcher.process_soon(drafted, context)
+        target, matcher, started = self._target, self._matcher, time.perf_counter()
+        target_before = target.seconds
+
+        # Propose rows below the root, and below what the last pass left unproven.
+        room = self._room(len(context), limit)
+        carried = self._carried[: max(room, 0)]
+        known = array("I", [*context, *carried]) if carried else context
+        offer = self.proposing.offer(known, room - len(carried))
+        draft_seconds, drafted = time.perf_counter() - started, offer.rows
+        if carried:
+            drafted = drafted.under([context[-1], *carried[:-1]])
+
+        # Verify: one pass of the target, and for every row one chosen token.
+        if matcher is not None:
+            matcher.process_soon(drafted, context)
         rows, answer = target.verify(drafted, self._width(len(drafted)), offer.probing)
         positions = [len(context) + depth for depth in rows.depths]
         processed = self.chooser.process(answer, rows, context)
         chosen = self.verifier.choose(rows, processed, positions, self.chooser)
+
+        # Commit the rows that carry the tokens chosen before them, as far as they go.
         path = rows.walk(chosen)
-        if self._matcher is not None:
-            path = self._matcher.seen(path)
-        # Each accepted token is the token chosen before it.
-        tokens = [chosen[row] for row in path]
+        if matcher is not None:
+            path = matcher.seen(path)
+        tokens = [chosen[row] for row in path]  # those accepted, and a new token
         logprobs = self._logprobs(answer, path, tokens)
-        if self._matcher is not None and self.proposers:
-            self._matcher.forced_soon(context, tokens)
-        proven_count = target.commit(path, exact)
-        committed, self._carried = tokens[:proven_count], tokens[proven_count:]
+        if matcher is not None and self.proposers:
+            matcher.forced_soon(context, tokens)
+        proven = target.commit(path, self.options.drafting.exact)
+        committed, self._carried = tokens[:proven], tokens[proven:]
         self._show(Seen(len(context) + len(tokens), rows, path, answer))
-        count = offer.rows.drafted
+
         round_ = Round(
             method=offer.method,
             width=self._width(len(rows)),
-            drafted=count,
+            drafted=offer.rows.drafted,
             # The first entries are about carried tokens, which no proposer drafted now.
-            ranks=rows.ranks(path)[carried:],
+            ranks=rows.ranks(path)[len(carried) :],
             target_seconds=target.seconds - target_before,
             draft_seconds=draft_seconds,
             probes=answer.probe_count,
-            off="" if count else self._why_off(limit - len(context), offer),
-            asked={p.traits.name: spent for p, spent in offer.drafted.items()},
+            off=self._why_off(limit - len(context), offer),
+            asked={p.traits.name: spent for p, spent in offer.asked.items()},
             evidence=offer.evidence,
-            seconds=time.perf_counter() - round_start,
+            seconds=time.perf_counter() - started,
             skipped_layers=answer.skipped_layers,
         )
-        self.controller.observe(round_)
+        self.proposing.controller.observe(round_)
         for observer in self.observers:
             observer.time(round_)
         return round_, Piece("", committed, len(path) - 1, logprobs)
 
-    def _propose(self, context: Sequence[int], limit: int) -> Offer:
-        """Ask proposers until the controller assigns an offered draft, or no draft."""
-        # One less: the root needs a row of the pass, the new token a place in the text.
+    def _room(self, length: int, limit: int) -> int:
+        """How many rows the next pass may have below its root."""
         widest = self.widths[bisect_right(self.widths, self._target.cache.room) - 1]
-        room = min(limit - len(context), widest) - 1
-        del self._carried[max(room, 0) :]
-        room -= len(self._carried)
-        if self._carried:
-            context = array("I", [*context, *self._carried])
-        offer = Offer("none", Rows.chain([context[-1]]))
-        offers: dict[Proposer, Rows] = {}
-        while room > 0:
-            # Once a proposer has made an offer, the controller knows its evidence and
-            # how many rows there are, so it plans anew.
-            counts = {p: rows.drafted for p, rows in offers.items()}
-            assignment = self.controller.assign(room, counts)
-            proposer, budget = assignment.proposer, assignment.budget
-            offer.probing = assignment.probing
-            if proposer is None:
-                break
-            if proposer not in offers:
-                proposer.catch_up(context)
-                start = time.perf_counter()
-                rows = proposer.propose(context, budget, assignment.parents)
-                seconds = time.perf_counter() - start
-                offers[proposer] = rows
-                offer.drafted[proposer] = rows.drafted, seconds
-                if not rows.drafted and rows.probes is not None:
-                    offer.rows = rows  # it says what the root carries
-                if proposer.evidence or rows.drafted < budget:
-                    continue
-            offer.method, offer.evidence = proposer.traits.name, proposer.evidence
-            offer.rows = offers[proposer].cut(budget)
-            break
-        return offer
-
-    def _with_carried(self, context: Sequence[int], rows: Rows) -> Rows:
-        """The draft below the tokens that the last pass left unproven."""
-        if not self._carried:
-            return rows
-        return rows.under([context[-1], *self._carried[:-1]])
+        # The root needs a row of the pass, the new token a place in the text.
+        return min(limit - length, widest) - 1
 
     def _show(self, seen: Seen) -> None:
         """Let all observers look at a pass."""
@@ -411,7 +361,9 @@ class Generation:
         return replace(entry, names=names)
 
     def _why_off(self, room: int, offer: Offer) -> str:
-        """Why a round had no draft."""
+        """Why a round had no draft; "" if it had."""
+        if offer.rows.drafted:
+            return ""
         if not self.proposers:
             return "no method was asked for"
         if room <= 1:
@@ -428,13 +380,13 @@ class Generation:
         return own + sum(p.session_seconds for p in self.proposers)
 
 
-def _selected(parts: Parts) -> int | None:
+def _selected(parts: LoadedBundle) -> int | None:
     """How many KV rows a selecting pass reads."""
     selection = parts.bundle.target.selection
     return None if selection is None else selection.rows
 
 
-def _check_options(options: Options, parts: Parts) -> None:
+def _check_options(options: Options, parts: LoadedBundle) -> None:
     """Refuse options that the vocabulary, the tokenizer or the store does not allow."""
     if parts.store_of(options.drafting.user) is not None and options.is_truncated:
         warnings.warn(

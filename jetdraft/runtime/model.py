@@ -16,6 +16,7 @@ from jetdraft.runtime.async_stream import AsyncStream
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.hearing.sound import check_sound, read_sound
+from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.claim import CLOSED
 from jetdraft.runtime.passes.load_options import LoadOptions
 from jetdraft.runtime.passes.prefix import load_prefix, save_prefix
@@ -24,7 +25,6 @@ from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.planning.registry import AUTO
-from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.text.constraint import Constraint
 from jetdraft.runtime.text.prompt import check_characters, check_ids
 from jetdraft.runtime.text.template import (
@@ -79,7 +79,7 @@ class Model:
     ) -> None:
         self.bundle = bundle
         shared = None if like is None else like.parts
-        self._parts: Parts | None = Parts(bundle, options or {}, shared)
+        self._parts: LoadedBundle | None = LoadedBundle(bundle, options or {}, shared)
         self._planner: Planner | None = Planner(self._parts)
         # On a new machine this waits: it would disturb the first measurements.
         if like is None and self._parts.profiles.stored() is not None:
@@ -87,10 +87,10 @@ class Model:
         self._template: ChatTemplate | None = None
         self.method = method or AUTO
         if method is not None:
-            self.planner.lineup(Drafting(method))  # refuses an unknown method
+            self.planner.proposer_set(Drafting(method))  # refuses an unknown method
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> LoadedBundle:
         """The parts of the bundle; raises `JetdraftError` if the model is closed."""
         if self._parts is None:
             raise JetdraftError(CLOSED)
@@ -355,9 +355,9 @@ class Model:
         parts.claim.check_free()  # ends idle work, which needs the buffers too
         # A prompt as long as the buffers leaves its last token unread.
         rows, waiting = tokens[: parts.target.cache.length], None
-        if parts.follower is not None:
-            parts.follower.follow(tokens)
-            waiting = parts.follower.waiting(rows)
+        if parts.draft_cache is not None:
+            parts.draft_cache.follow(tokens)
+            waiting = parts.draft_cache.waiting(rows)
         save_prefix(Path(file), rows, parts.caches, parts.profiles.machine, waiting)
 
     def load_prefix(self, file: str | Path) -> None:
@@ -376,8 +376,8 @@ class Model:
             Path(file), parts.caches, parts.profiles.machine, size
         )
         parts.prefix.restore(tokens, exact=is_own)
-        if parts.follower is not None:
-            parts.follower.restore(tokens, waiting)
+        if parts.draft_cache is not None:
+            parts.draft_cache.restore(tokens, waiting)
 
     def _check_prefix(self) -> None:
         """Raise `OptionError` for a text that depends on more than its beginning."""

@@ -16,12 +16,12 @@ from jetdraft.runtime.hearing.log_mel import log_mel
 from jetdraft.runtime.hearing.segments import SECONDS_PER_SLOT, Segment, Window
 from jetdraft.runtime.hearing.sound import SHORTEST
 from jetdraft.runtime.hearing.speech_rules import OneOf, SpeechRules
+from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.planning.registry import NONE
-from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.sampling.processor import LogitsProcessor
 from jetdraft.runtime.text.stops import CANCELLED, LENGTH, STOP
 from jetdraft.runtime.text_stream import Stream
@@ -64,7 +64,7 @@ TRANSCRIPT = Wanted()
 """A transcript with timestamps, in the language that is detected."""
 
 
-def check_hears(parts: Parts) -> Speech:
+def check_hears(parts: LoadedBundle) -> Speech:
     """The tokens of speech; raises `OptionError` for a model that hears nothing."""
     if parts.bundle.speech is None:
         raise OptionError(
@@ -90,7 +90,7 @@ class Transcription:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: LoadedBundle,
         planner: Planner,
         samples: Float32s,
         wanted: Wanted,

@@ -22,10 +22,9 @@ from jetdraft.files import replacing
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.planning.registry import registered
-from jetdraft.runtime.proposers.draft import DraftProposer, drafter_of
+from jetdraft.runtime.planning.registry import methods
 from jetdraft.runtime.proposers.draft_stops import REPEATED, AcceptanceHead, DraftStop
-from jetdraft.runtime.proposers.method import Method, MethodOptions
+from jetdraft.runtime.proposers.model_proposer import ModelProposer
 from jetdraft.terminal.command import Command
 from jetdraft.terminal.flags import (
     bundle_argument,
@@ -54,11 +53,8 @@ LEAST = 50
 class Watching(DraftStop):
     """Never stops a draft; notes the hidden state that each token is drafted from."""
 
-    name = "watching"
-    default = 0.0
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(lambda answer: 1.0, 0.0)
         self.states: list[Float32s] = []
 
     def begin(self) -> None:
@@ -86,12 +82,13 @@ def watch(
     without a drafter, `DataError` if too few tokens were compared.
     """
     hidden, verdicts = list[Float32s](), list[bool]()
-    watching = Watching()
-    with registered(_method(model, watching)):
+    name, proposer = _drafting(model)
+    watching = proposer.stop = Watching()
+    try:
         for prompt in prompts:
             stream = model.stream(
                 token_ids=prompt,
-                method=watching.name,
+                method=name,
                 num_draft_tokens=LENGTH,
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
@@ -105,6 +102,8 @@ def watch(
                     verdicts.append(place < piece.from_draft)
                 watching.states = []
             tick()
+    finally:
+        proposer.stop = None
     if len(verdicts) < LEAST or len(set(verdicts)) < 2:
         raise DataError(
             f"only {len(verdicts)} drafted tokens were compared, or all have the same "
@@ -113,23 +112,25 @@ def watch(
     return np.array(hidden), np.array(verdicts, np.float32)
 
 
-def _method(model: Model, watching: Watching) -> Method[MethodOptions]:
-    """A method that drafts with the drafter while `watching` takes notes."""
-    follower = drafter_of(model.parts, "an acceptance head")
-    if not follower.graph.contract.hidden_size:
+def _drafting(model: Model) -> tuple[str, ModelProposer]:
+    """The method that drafts with a drafter alone, and its proposer in this model."""
+    drafter = model.parts.drafter
+    if drafter is None or not drafter.contract.stands_alone:
+        raise OptionError(
+            "an acceptance head needs a drafter; export with --drafter, and do not "
+            "pass --drafter-provider off",
+            "method",
+        )
+    if not drafter.contract.hidden_size:
         raise OptionError(
             "the drafter gives no hidden states; export the bundle again with this "
             "version",
             "bundle",
         )
-    ms, name = model.parts.curve.drafter, watching.name
-    return Method(
-        name,
-        "the drafter, watched",
-        lambda parts, options: DraftProposer(follower, ms, watching, name),
-        in_auto=lambda options: False,
-        cost="drafter",
-    )
+    for name, proposer in model.planner.proposers().items():
+        if methods()[name].cost == "drafter" and isinstance(proposer, ModelProposer):
+            return name, proposer
+    raise AssertionError("no method drafts with a drafter")
 
 
 def fit(

@@ -11,7 +11,7 @@ import jetdraft
 from jetdraft.bench import tuning
 from jetdraft.bench.picture import draw_curves
 from jetdraft.bench.tuning import steps, tune
-from jetdraft.runtime.proposers import parts
+from jetdraft.runtime import loaded
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_round_of_both_numbers_of_threads_is_timed(own):
 
 
 def test_a_large_drafter_gets_all_threads(own, monkeypatch):
-    monkeypatch.setattr(parts, "LARGE_DRAFTER", 1)
+    monkeypatch.setattr(loaded, "LARGE_DRAFTER", 1)
     model = jetdraft.load(own, threads=2)
     assert model.parts.drafter_threads == 2
     alone = jetdraft.load(own, threads=2, drafter_provider="off")

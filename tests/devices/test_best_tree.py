@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from jetdraft.devices.best_tree import best_tree
-from jetdraft.runtime.trees.fixed import RANK_RATES
+from jetdraft.runtime.trees.shapes import RANK_RATES
 
 
 def test_the_most_likely_tree_has_the_largest_products():

@@ -126,7 +126,7 @@ def test_a_drafter_that_is_the_target_is_always_right(family):
 
 def test_lookup_drafts_from_the_source(family):
     _, model, _ = family
-    lookup = model.planner.lineup(Drafting("lookup")).proposers[0]
+    lookup = model.planner.proposer_set(Drafting("lookup")).proposers[0]
     model.parts.read([40, 41, 42, 43, 44])
     lookup.begin([3], None)
     assert lookup.propose([3, 40, 41, 42], 2).tokens == [42, 43, 44]

@@ -10,7 +10,7 @@ import numpy as np
 
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.registry import AUTO, methods
-from jetdraft.runtime.proposers.draft_stops import DRAFT_STOPS
+from jetdraft.runtime.proposers.draft_stops import THRESHOLDS
 from jetdraft.runtime.proposers.tree_options import SIBLINGS, TREES
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from tests.families import TAG
@@ -136,7 +136,7 @@ def _settings(draw: Random, method: str, table: Path | None) -> dict[str, Any]:
     if "tree" in names and draw.random() < 0.6:
         settings |= _tree(draw)
     elif "stopping" in names and draw.random() < 0.6:
-        settings["stopping"] = draw.choice(DRAFT_STOPS)
+        settings["stopping"] = draw.choice(tuple(THRESHOLDS))
         settings["stop_threshold"] = draw.choice((0.0, 0.3, 0.9, 1.0))
     if "prune_threshold" in names and draw.random() < 0.4:
         settings["prune_threshold"] = draw.choice((0.0, 0.05, 0.5, 2.0, "auto"))

@@ -50,7 +50,7 @@ def guest(model):
         )
         same = drafted.token_ids == text(model, "none", **sampling)
         texts.append([same, length, drafted.stats.drafted_tokens])
-    lineup = model.planner.lineup(Drafting("auto"))
+    lineup = model.planner.proposer_set(Drafting("auto"))
     # As on a machine with free rows, where other drafts take long; it stays so.
     curve = model.parts.curve
     Curve.learn = lambda self, round_: None

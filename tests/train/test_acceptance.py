@@ -9,6 +9,7 @@ import pytest
 
 import jetdraft
 from jetdraft.errors import DataError, OptionError
+from jetdraft.methods import methods
 from jetdraft.train.acceptance import LENGTH, fit, watch, write
 
 PROMPTS = [np.random.default_rng(seed).integers(0, 288, 20) for seed in range(3)]
@@ -64,12 +65,15 @@ def test_too_little_to_learn_from(model):
 
 
 def test_watching_leaves_no_trace(model):
-    """Each watch is a method of its own, and `auto` never drafts with it."""
-    again = [watch(model, PROMPTS, 40, 0.0)[0] for _ in range(2)]
+    """Nor is there another method meanwhile, which other threads would see."""
+    before, meanwhile = set(methods()), set()
+    again = [
+        watch(model, PROMPTS, 40, 0.0, tick=lambda: meanwhile.update(methods()))[0]
+        for _ in range(2)
+    ]
     np.testing.assert_allclose(*again, atol=1e-4)
-    assert "watching" not in model.methods
-    with pytest.raises(OptionError, match="unknown method 'watching'"):
-        model.generate("a", method="watching")
+    assert meanwhile == before == set(methods())
+    assert model.planner.proposers()["draft"].stop is None
 
 
 def test_without_a_drafter_there_is_nothing_to_watch(bundle):

@@ -253,7 +253,7 @@ def test_listed_texts_cannot_steer_the_terminal(toy, tmp_path, model):
 
 
 def test_recall_of_repeated_tokens_takes_no_seconds(toy, tmp_path):
-    from jetdraft.runtime.proposers.recall import adapted
+    from jetdraft.methods.recall.method import adapted
 
     start = time.monotonic()
     for kind in ([7], [7, 8], list(range(7))):
@@ -266,7 +266,7 @@ def test_recall_of_repeated_tokens_takes_no_seconds(toy, tmp_path):
 
 
 def test_an_adapted_response_does_not_grow_without_end():
-    from jetdraft.runtime.proposers.recall import adapted
+    from jetdraft.methods.recall.method import adapted
 
     prompt, other = [], []
     for step in range(40):

@@ -82,7 +82,7 @@ def measured_again(model: Model) -> tuple[list[float], list[float]] | None:
     measured_again(model)    # ([0.81, 0.6, 0.44, 0.31], [0.8, 0.6, 0.44, 0.3])
     """
     record = stored_acceptance(model.bundle)
-    if record is None or model.parts.follower is None:
+    if record is None or model.parts.draft_cache is None:
         return None
     return list(record["by_position"]), acceptance_of(model, record)
 

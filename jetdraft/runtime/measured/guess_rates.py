@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jetdraft.runtime.trees.sparse import Ranks
+Ranks = Sequence[Sequence[float]]
+"""For each depth, how often the best, the second, ... guess is right."""
 
 
 class GuessRates:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jetdraft.runtime.measured.stats import Round
-from jetdraft.runtime.trees.sparse import PassMs
+
+PassMs = Callable[[int, int], float]
+"""The milliseconds of a pass, from its rows and its probes."""
 
 
 class Line:

@@ -12,10 +12,10 @@ from jetdraft.contracts.constants import CANDIDATES
 from jetdraft.devices.providers import HALVES, cpu_only
 from jetdraft.errors import OptionError
 from jetdraft.ranges import Range, between, check_ranges
+from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.split.exit_head import FIELD, ExitHead, ExitRule
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.proposers.method import MethodOptions
-from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.sampling.chooser import Sampling
 from jetdraft.runtime.sampling.penalties import Penalties
 from jetdraft.runtime.text.constraint import Constraint
@@ -37,8 +37,6 @@ class Exiting:
     and leaves the upper layers out where it is surer than `exit_threshold` that the
     lower layers know the token; without them it is `THRESHOLD`. Raises `OptionError`
     for wrong values.
-
-        Exiting("exit-head", stop_threshold=0.8, exit_threshold=0.9)
     """
 
     stop_and_exit: str | Path | None = None
@@ -61,7 +59,7 @@ class Exiting:
                     name,
                 )
 
-    def rule(self, parts: Parts) -> ExitRule | None:
+    def rule(self, parts: LoadedBundle) -> ExitRule | None:
         """What decides after the lower layers; None if nothing does.
 
         Raises `OptionError` or `PairError` for a head that does not fit the bundle.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
 
@@ -14,8 +15,11 @@ from jetdraft.contracts.selection import Reading
 from jetdraft.devices.providers import SELECTION, cpu_only
 from jetdraft.errors import DraftingError, JetdraftError, OptionError
 from jetdraft.kept.lessons import CANDIDATES, MOST_PLACES, MOST_TOKENS, Lesson
+from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
-from jetdraft.runtime.followers.block_follower import AnyFollower
+from jetdraft.runtime.drafts.probes import NO_PROBING, Probing
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.loaded import Learning, LoadedBundle
 from jetdraft.runtime.measured.profit import Profit
 from jetdraft.runtime.measured.rates import Acceptance
 from jetdraft.runtime.measured.stats import Stats
@@ -27,7 +31,6 @@ from jetdraft.runtime.planning.drafting import MAX_DRAFT_TOKENS, Drafting
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.constrained import constrained
 from jetdraft.runtime.proposers.method import WALK, Method, MethodOptions
-from jetdraft.runtime.proposers.parts import Learning, Parts
 from jetdraft.runtime.proposers.proposer import Observer, Proposer, Seen
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.sampling.verifier import Verifier, check_kind
@@ -39,26 +42,24 @@ class Learner(Observer):
 
     `methods` are the names of those that draft with the drafter. New weights make the
     `acceptance` of these methods unknown.
-
-        Learner(parts.learning, parts.follower, {"draft"}, planner.acceptance)
     """
 
     def __init__(
         self,
         learning: Learning,
-        follower: AnyFollower,
+        cache: DraftCache,
         methods: Collection[str],
         acceptance: MutableMapping[str, Acceptance],
     ) -> None:
         self._lessons, self._weights = learning
-        self._follower = follower
+        self._cache = cache
         self._methods, self._acceptance = methods, acceptance
         self._version = 0
         self._notes: dict[int, tuple[Int64s, Float32s]] = {}
         """The target's candidates by the index of the token that a draft missed."""
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Swap the drafter's weights if others should draft now."""
+        """Switch to the newly chosen weights of the drafter, if any."""
         self._notes = {}
         version = self._weights.look()
         if version == self._version:
@@ -67,8 +68,8 @@ class Learner(Observer):
         graph = self._weights.graph()
         if graph is None:
             return
-        self._follower.graph.take(graph)
-        self._follower.forget()
+        self._cache.graph.take(graph)
+        self._cache.forget()
         for name in self._methods:
             self._acceptance.pop(name, None)
 
@@ -114,36 +115,83 @@ MOST_PROPOSERS = 64
 """The most proposers that live on; a request can ask for options never seen before."""
 
 
+@dataclass
+class Offer:
+    """What the proposers offered in one round, and the draft that was taken.
+
+    `asked` maps each proposer that was asked to the number of its rows and its seconds.
+    """
+
+    rows: Rows
+    method: str = NONE
+    probing: Probing = NO_PROBING
+    asked: dict[Proposer, tuple[int, float]] = field(default_factory=dict)
+    evidence: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether proposers were asked and none had a guess."""
+        return bool(self.asked) and not any(n for n, _ in self.asked.values())
+
+
 @dataclass(frozen=True)
-class Lineup:
-    """Who takes part in a generation; `observers` watch, and propose nothing."""
+class ProposerSet:
+    """Who takes part in a generation; the `observers` watch all of its passes."""
 
     proposers: list[Proposer]
     controller: Controller
     verifier: Verifier
     observers: list[Observer]
 
+    def offer(self, context: Sequence[int], room: int) -> Offer:
+        """Ask proposers until the controller assigns an offered draft, or no draft.
+
+        A draft has at most `room` rows below the root, the last token of the context.
+        """
+        offer = Offer(Rows.chain([context[-1]]))
+        drafts: dict[Proposer, Rows] = {}
+        while room > 0:
+            # Once a proposer has made an offer, the controller knows its evidence and
+            # how many rows there are, so it plans anew.
+            counts = {p: rows.drafted for p, rows in drafts.items()}
+            assignment = self.controller.assign(room, counts)
+            proposer, budget = assignment.proposer, assignment.budget
+            offer.probing = assignment.probing
+            if proposer is None:
+                break
+            if proposer not in drafts:
+                proposer.catch_up(context)
+                start = time.perf_counter()
+                rows = proposer.propose(context, budget, assignment.parents)
+                offer.asked[proposer] = rows.drafted, time.perf_counter() - start
+                drafts[proposer] = rows
+                if not rows.drafted and rows.probes is not None:
+                    offer.rows = rows  # it says what the root carries
+                if proposer.evidence or rows.drafted < budget:
+                    continue
+            offer.method, offer.evidence = proposer.traits.name, proposer.evidence
+            offer.rows = drafts[proposer].cut(budget)
+            break
+        return offer
+
 
 class Planner:
     """Makes the proposers of a loaded bundle, and picks those of each generation.
 
     Proposers and their acceptance live on from one generation to the next.
-
-        planner = Planner(parts)
-        lineup = planner.lineup(Drafting("draft,lookup"))
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: LoadedBundle) -> None:
         self.parts = parts
         self.acceptance: dict[str, Acceptance] = defaultdict(Acceptance)
         self._profits: dict[tuple[str, ...], Profit] = defaultdict(Profit)
         self._proposers: dict[tuple[Method[Any], MethodOptions], Proposer] = {}
-        self._observers: list[Observer] = []
-        learning, follower = parts.learning, parts.follower
-        if learning is not None and follower is not None:
+        self._learners: list[Observer] = []
+        learning, cache = parts.learning, parts.draft_cache
+        if learning is not None and cache is not None:
             drafters = {n for n, m in methods().items() if m.cost == "drafter"}
-            learner = Learner(learning, follower, drafters, self.acceptance)
-            self._observers.append(learner)
+            learner = Learner(learning, cache, drafters, self.acceptance)
+            self._learners.append(learner)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -176,6 +224,8 @@ class Planner:
     def _make(self, method: Method[Any], options: MethodOptions) -> Proposer:
         """Make a proposer; raises `OptionError` with the reason if that fails."""
         try:
+            if reason := method.lacks(self.parts.bundle):
+                raise OptionError(reason, "method")
             return method.make(self.parts, options)
         except OptionError as error:
             if error.field == "drafting":
@@ -224,20 +274,26 @@ class Planner:
                 return other
         return self.parts.target
 
-    def lineup(self, drafting: Drafting, matcher: Matcher | None = None) -> Lineup:
+    def proposer_set(
+        self, drafting: Drafting, matcher: Matcher | None = None, learns: bool = True
+    ) -> ProposerSet:
         """Who proposes, decides and verifies; raises `OptionError`.
 
-        A `matcher` keeps drafts to what a constraint allows.
+        A `matcher` keeps drafts to what a constraint allows. A generation that `learns`
+        leaves lessons, if the model has a place for them.
         """
         self._check_named(drafting)
         chosen = self._chosen(drafting)
         verifier = drafting.checker
         for proposer in chosen:
             check_kind(verifier, proposer.traits.kind)
+        # Learners first: they may change what the proposers draft with.
+        learners = self._learners if learns else []
+        observers: list[Observer] = [*learners, *chosen]
         if matcher is not None and drafting.verifier == WALK:
             chosen = constrained(chosen, matcher)
         controller = self._controller(drafting, chosen)
-        return Lineup(chosen, controller, verifier, self._observers)
+        return ProposerSet(chosen, controller, verifier, observers)
 
     def _chosen(self, drafting: Drafting) -> list[Proposer]:
         """The proposers that a generation asks for, or that "auto" may pick."""

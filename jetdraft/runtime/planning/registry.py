@@ -25,23 +25,6 @@ GROUP = "jetdraft.methods"
 AUTO, NONE = "auto", "none"
 """Names in place of a method: the methods that promise most, and plain decoding."""
 
-_OWN = (
-    *("runtime.proposers.lookup:METHOD", "runtime.proposers.draft:METHOD"),
-    *("runtime.proposers.head_method:EAGLE",),
-    *("runtime.proposers.attached.exit_method:METHOD",),
-    *("runtime.proposers.head_method:GLIDE", "runtime.proposers.head_method:CHIMERA"),
-    *("runtime.proposers.attached.falcon_method:METHOD",),
-    *("runtime.proposers.attached.select_method:METHOD",),
-    *("runtime.proposers.guessing.head_guesses:MEDUSA",),
-    *("runtime.proposers.guessing.block_methods:DFLASH",),
-    *("runtime.proposers.guessing.block_methods:DIFFUSION",),
-    *("runtime.proposers.guessing.block_methods:BLOCK",),
-    *("runtime.proposers.stream:METHOD", "runtime.proposers.guessing.ppd:METHOD"),
-    *("runtime.proposers.guessing.forecasts:METHOD", "runtime.proposers.recall:METHOD"),
-    *("runtime.proposers.trigram:METHOD", "runtime.proposers.cascade:METHOD"),
-)
-"""The records of jetdraft's own methods, in the order of all tables."""
-
 
 def load_object(name: str) -> Any:
     """The object of a name like "jetdraft.methods.ppd.method:METHOD"."""
@@ -51,8 +34,10 @@ def load_object(name: str) -> Any:
 
 @cache
 def _registered() -> dict[str, Method[Any]]:
-    own: list[Method[Any]] = [load_object(f"jetdraft.{name}") for name in _OWN]
-    registered = {method.name: method for method in own}
+    registered: dict[str, Method[Any]] = {
+        name: load_object(f"jetdraft.methods.{name}.method:METHOD")
+        for name in load_object("jetdraft.methods:OWN")
+    }
     for entry in entry_points(group=GROUP):
         try:
             method = entry.load()

@@ -30,21 +30,24 @@ class ConstrainedProposer(Proposer):
     """Drafts forced tokens first, then the rows of `inner` that the constraint allows.
 
     Only the walk can verify such drafts: they are no longer draws of the drafter's
-    distribution.
-
-        ConstrainedProposer(DraftProposer(follower), matcher).propose(context, 4)
+    distribution. `inner` itself observes the generation.
     """
 
     def __init__(self, inner: Proposer, matcher: Matcher) -> None:
-        self._inner, self._matcher = inner, matcher
-        self.traits = inner.traits
-        for name in ("begin", "observe", "time", "end", "keep", "catch_up"):
-            setattr(self, name, getattr(inner, name))
+        self._inner, self._matcher, self.traits = inner, matcher, inner.traits
 
     @property
     def session_seconds(self) -> float:
         """The inner proposer's time inside `session.run`."""
         return self._inner.session_seconds
+
+    def keep(self, kept: int) -> int:
+        """As the inner proposer says."""
+        return self._inner.keep(kept)
+
+    def catch_up(self, context: Tokens) -> None:
+        """Let the inner proposer catch up."""
+        self._inner.catch_up(context)
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The forced tokens, and below them the inner rows that may come."""

@@ -5,110 +5,85 @@ A doubtful token is still verified, but nothing is drafted behind it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from jetdraft.errors import StoreError
+from jetdraft.errors import DraftingError, StoreError
 from jetdraft.files import read_arrays
 from jetdraft.runtime.drafts.arrays import Float32s
+from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.proposers.parts import Parts
 
 REPEATED = 3
 """Applications of an acceptance head's one block (D in SpecDec++)."""
 
+THRESHOLDS = {"confidence": 0.6, "product": 0.3, "learned": 0.3}
+"""The rules, and the rate below which each stops where no threshold is given.
 
-class DraftStop(ABC):
-    """Ends a draft that it doubts; `threshold` is a probability, or None.
+confidence  the drafter's highest probability for the last token (Kangaroo)
+product     the product of these over the draft
+learned     the product of the rates of an acceptance head (SpecDec++, 2405.19715)
+"""
 
-    A rule of a name has a `default` threshold.
+
+@dataclass
+class DraftStop:
+    """Ends a draft behind a token whose `rate` is below the threshold.
+
+    `rate` reads the one-row answer that the token was drafted from. With `product` the
+    rates of all tokens of the draft are multiplied.
     """
 
-    name: ClassVar[str]
-    default: ClassVar[float]
-
-    def __init__(self, threshold: float | None = None) -> None:
-        self.threshold = self.default if threshold is None else threshold
-        self._product = 1.0
+    rate: Callable[[Answer], float]
+    threshold: float
+    product: bool = True
+    _rate: float = 1.0
 
     def begin(self) -> None:
-        """A new draft."""
-        self._product = 1.0
-
-    @abstractmethod
-    def stop(self, answer: Answer) -> bool:
-        """Whether the token drafted from this one-row answer is the draft's last."""
-
-
-class Confidence(DraftStop):
-    """Stop behind a token whose distribution peaks below the threshold (Kangaroo)."""
-
-    name = "confidence"
-    default = 0.6
+        """Start a new draft."""
+        self._rate = 1.0
 
     def stop(self, answer: Answer) -> bool:
-        """By the last token alone."""
-        return _confidence(answer) < self.threshold
+        """Whether the token drafted from this answer is the draft's last."""
+        rate = self.rate(answer)
+        self._rate = self._rate * rate if self.product else rate
+        return self._rate < self.threshold
 
 
-class Product(DraftStop):
-    """Stop when the product of all confidences falls below the threshold."""
-
-    name = "product"
-    default = 0.3
-
-    def stop(self, answer: Answer) -> bool:
-        """By the whole draft."""
-        self._product *= _confidence(answer)
-        return self._product < self.threshold
-
-
-class Learned(DraftStop):
-    """Stop when a token of the draft is likely to be rejected (SpecDec++, 2405.19715).
-
-    A is the product of the head's acceptance rates; the draft ends when 1 - A exceeds
-    the threshold. The head reads the hidden state that a token was drafted from: it is
-    known one drafter pass earlier than the hidden state of the token itself.
-    """
-
-    name = "learned"
-    default = 0.7
-
-    def __init__(self, head: AcceptanceHead, threshold: float | None = None) -> None:
-        super().__init__(threshold)
-        self.head = head
-
-    def stop(self, answer: Answer) -> bool:
-        """By the whole draft."""
-        assert answer.hidden is not None
-        self._product *= self.head.rate(answer.hidden[0])
-        return 1.0 - self._product > self.threshold
-
-
-DRAFT_STOPS = (Confidence.name, Product.name, Learned.name)
+def confidence(answer: Answer) -> float:
+    """The drafter's highest probability, before temperature and filters."""
+    return float(np.exp(answer.candidate_logits[0, 0] - answer.logsumexp[0]))
 
 
 def draft_stop(
-    rule: str | None, threshold: float | None, parts: Parts
+    rule: str | None, threshold: float | None, loaded: LoadedBundle
 ) -> DraftStop | None:
-    """The rule of that name; None for no rule."""
-    if rule is None or parts.drafter is None:
+    """The rule of that name; None if no rule is named.
+
+    The threshold of "learned" is the rate of a rejection, 1 minus the product. Raises
+    `DraftingError` without a drafter, and `StoreError` without an acceptance head.
+    """
+    if rule is None:
         return None
-    if rule == Learned.name:
-        size = parts.drafter.contract.hidden_size
-        file = parts.profiles.acceptance_file
-        head = AcceptanceHead.load(file, parts.bundle.sha256, size)
-        return Learned(head, threshold)
-    return (Confidence if rule == Confidence.name else Product)(threshold)
-
-
-def _confidence(answer: Answer) -> float:
-    """The drafter's highest probability, before temperature and filters."""
-    return float(np.exp(answer.candidate_logits[0, 0] - answer.logsumexp[0]))
+    if loaded.drafter is None:
+        raise DraftingError(
+            f"stopping {rule!r} needs a drafter, and the bundle has none or it is off; "
+            "leave stopping out"
+        )
+    if rule != "learned":
+        least = THRESHOLDS[rule] if threshold is None else threshold
+        return DraftStop(confidence, least, product=rule == "product")
+    head = AcceptanceHead.load(
+        loaded.profiles.acceptance_file,
+        loaded.bundle.sha256,
+        loaded.drafter.contract.hidden_size,
+    )
+    least = THRESHOLDS[rule] if threshold is None else 1.0 - threshold
+    return DraftStop(head.rate_after, least)
 
 
 def _sigmoid(x: Any) -> Any:
@@ -123,8 +98,6 @@ class AcceptanceHead:
     One residual block x + SiLU(W x), applied `REPEATED` times, and a linear layer:
     `block` float32 [h, h], `out` [h], `bias` []. `scale` [] scales hidden states to
     unit size.
-
-        AcceptanceHead.load(file, bundle.sha256, 192).rate(hidden)    # hidden [h]
     """
 
     block: Float32s
@@ -139,6 +112,15 @@ class AcceptanceHead:
             z = self.block @ x
             x = x + z * _sigmoid(z)
         return float(_sigmoid(self.out @ x + self.bias))
+
+    def rate_after(self, answer: Answer) -> float:
+        """The rate of the token drafted from an answer.
+
+        The hidden state that it was drafted from is known one pass of the drafter
+        earlier than its own.
+        """
+        assert answer.hidden is not None
+        return self.rate(answer.hidden[0])
 
     def save(self, file: Path, bundle: str) -> None:
         """Write an npz with the hash of the bundle whose drafter it reads."""

@@ -15,8 +15,6 @@ from typing import NamedTuple
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.history.suffix import ROOT, SuffixAutomaton
-from jetdraft.runtime.proposers.method import Method, MethodOptions
-from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
@@ -38,8 +36,6 @@ class LookupProposer(Proposer):
     than its match, and has at most `max_match` tokens. A draft that reaches the end of
     the sequence goes on with its own beginning. The text of an encoder-decoder is
     looked up in its `source` too, since summaries and corrections copy it.
-
-        LookupProposer().propose([1, 2, 3, 1, 2], budget=2)   # drafts 3, 1
     """
 
     def __init__(
@@ -178,13 +174,3 @@ def _goes_on(read: Sequence[int], context: Sequence[int]) -> bool:
     """
     start = max(0, len(read) - 32)
     return list(context[start : len(read)]) == list(read[start:])
-
-
-def _make(parts: Parts, options: MethodOptions) -> Proposer:
-    store = parts.store_of(options.user)
-    return LookupProposer(store=store, source=lambda: parts.source)
-
-
-METHOD = Method(
-    "lookup", "what followed the last time the text ended like this", _make, cost="free"
-)

@@ -30,8 +30,8 @@ from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import CANDIDATES
 from jetdraft.errors import DraftingError, OptionError
 from jetdraft.ranges import Range, between, check_ranges
+from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.target import Target
-from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.sampling.lossy import Tolerant
 from jetdraft.runtime.sampling.verifier import Verifier
@@ -164,7 +164,7 @@ class Method(Generic[OptionsT]):
 
     name            what `--method` takes
     summary         where its drafts come from, in a few words
-    make            makes a proposer of a loaded bundle's parts; raises `OptionError`
+    make            makes a proposer for a loaded bundle; raises `OptionError`
                     with the reason where it cannot
     options         the type of its own options
     lacks           what an export must add to a bundle for this method; "" if nothing
@@ -185,19 +185,21 @@ class Method(Generic[OptionsT]):
                     drafter is right; None for a method that drafts without the drafter,
                     or not with it alone
 
-        METHOD = Method("repeat", "the last token, again", lambda parts, o: Repeat())
+        METHOD = Method("repeat", "the last token, again", lambda loaded, o: Repeat())
     """
 
     name: str
     summary: str
-    make: Callable[[Parts, OptionsT], Proposer]
+    make: Callable[[LoadedBundle, OptionsT], Proposer]
     options: type[OptionsT] = MethodOptions  # type: ignore[assignment]
     lacks: Callable[[Bundle], str] = _lacks_nothing
     in_auto: Callable[[OptionsT], bool] = _always
     trees: bool = False
     reads_probes: bool = False
     cost: Cost | None = None
-    target: Callable[[Parts, OptionsT, Sequence[int]], Target | None] | None = None
+    target: Callable[[LoadedBundle, OptionsT, Sequence[int]], Target | None] | None = (
+        None
+    )
     fills_target: bool = False
     samples: tuple[Mapping[str, object], ...] = ()
     alone: Mapping[str, object] | None = None

@@ -9,10 +9,17 @@ from jetdraft.contracts.constants import WIDEST
 from jetdraft.errors import DraftingError
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.proposers.method import MethodOptions, check_choice
-from jetdraft.runtime.trees.confident import Comb, Merged, Rerank
-from jetdraft.runtime.trees.fixed import Best, Kary, Static
-from jetdraft.runtime.trees.reach import Heap, ReachThreshold
 from jetdraft.runtime.trees.shape import Shape
+from jetdraft.runtime.trees.shapes import (
+    Best,
+    Comb,
+    Heap,
+    Kary,
+    Merged,
+    ReachThreshold,
+    Rerank,
+    Static,
+)
 
 AUTO, CHAIN = "auto", "chain"
 DEFAULT_SIZE = 7

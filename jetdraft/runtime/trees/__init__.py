@@ -1,1 +1,1 @@
-"""Shapes of draft trees: a new one is a new module here."""
+"""Draft trees and their shapes."""

@@ -1,4 +1,4 @@
-"""A draft tree while it grows, and the interface of the classes that shape it."""
+"""A draft tree while it grows, its siblings, and the interface of its shapes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import numpy as np
+
 from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.sampling.chooser import Sampling
-from jetdraft.runtime.trees.siblings import siblings
 
 
 @dataclass
@@ -81,3 +82,47 @@ class Shape(ABC):
     def finish(self, tree: Tree) -> Rows:
         """The rows to verify, at most `tree.budget` below the root."""
         return tree.rows()
+
+
+_SALT = 0x6A09E667F3BCC908
+"""Makes the draws of a draft independent of the noise that chooses target tokens."""
+
+
+def siblings(
+    kind: Kind,
+    q: Distribution,
+    count: int,
+    sampling: Sampling,
+    position: int,
+    family: int = 0,
+) -> list[int]:
+    """At most `count` tokens from `q`, for `position`, in the order to try them.
+
+    `q` lists its tokens best first. The k best tokens by log q + noise are k draws
+    without replacement (Gumbel-top-k, Kool et al. 1903.06059). With the noise of the
+    target they are the coupled siblings; in greedy decoding these are the k best of q.
+
+    Families with different numbers draw independently: a shape may look at the tokens
+    of one family to decide whether another family grows at all, without a bias.
+    """
+    salt = sampling.seed + _SALT + (family << 8)
+    if kind is Kind.REPLACED:
+        return [q.draw(salt + i, position) for i in range(count)]
+    if kind is Kind.TOP_AND_ONE:
+        return _top_and_one(q, count, salt, position)
+    count = min(count, int(np.count_nonzero(q.probabilities)))
+    coupled = kind is Kind.COUPLED and sampling.temperature > 0
+    if kind is Kind.DISTINCT or coupled:
+        seed = sampling.seed if coupled else salt
+        order = np.argsort(-q.scores(seed, position), kind="stable")
+        return [int(token) for token in q.ids[order[:count]]]
+    return [int(token) for token in q.ids[:count]]
+
+
+def _top_and_one(q: Distribution, count: int, seed: int, position: int) -> list[int]:
+    """The best `count` - 1 tokens, then one token drawn from the others."""
+    fixed = [int(token) for token in q.ids[: count - 1]]
+    rest = Distribution(q.ids[count - 1 :], q.probabilities[count - 1 :])
+    if not rest.probabilities.any():
+        return fixed
+    return [*fixed, rest.draw(seed, position)]

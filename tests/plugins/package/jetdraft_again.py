@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jetdraft.errors import OptionError
-from jetdraft.methods import Method, MethodOptions, Parts, Proposer, Rows, Traits
+from jetdraft.methods import LoadedBundle, Method, MethodOptions, Proposer, Rows, Traits
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class AgainProposer(Proposer):
         return Rows.chain([last, *(cycle * budget)[:budget]])
 
 
-def make(parts: Parts, options: AgainOptions) -> Proposer:
+def make(parts: LoadedBundle, options: AgainOptions) -> Proposer:
     """A proposer for any bundle."""
     return AgainProposer(options.memory)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jetdraft.errors import StoreError
+from jetdraft.methods.trigram.method import TrigramProposer
 from jetdraft.runtime.history import trigrams as trigram
 from jetdraft.runtime.history.search import TreeSearch, puct
 from jetdraft.runtime.history.trigrams import (
@@ -17,7 +18,6 @@ from jetdraft.runtime.history.trigrams import (
     Counts,
     Trigrams,
 )
-from jetdraft.runtime.proposers.trigram import TrigramProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
 
@@ -173,3 +173,25 @@ def test_a_repeated_text_is_learned():
     text = [5, 9, 7, 3, 8, 6] * 3
     proposer.begin(text, Chooser(Sampling()))
     assert proposer.propose(text, 4).tokens[1:] == [5, 9, 7, 3]
+
+
+class Counted(list):
+    """A prompt that counts the tokens that are copied out of it."""
+
+    copied = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        if isinstance(key, slice):
+            Counted.copied += len(found)
+        return found
+
+
+def test_a_long_prompt_is_read_in_linear_time():
+    """It is learned in windows, and not in all of its beginnings."""
+    prompt = Counted(range(5000))
+    Counted.copied = 0
+    trigrams = Trigrams()
+    TrigramProposer(trigrams).begin(prompt, Chooser(Sampling()))
+    assert Counted.copied < 2 * len(prompt)
+    assert all({*trigrams.successors(t, t + 1)} == {t + 2} for t in range(4980))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jetdraft.runtime.proposers.cascade import Trial, Trust
+from jetdraft.methods.cascade.method import Trial, Trust
 
 RIGHT, WRONG = 4, 5
 

@@ -7,11 +7,11 @@ import pytest
 
 import jetdraft
 from jetdraft.errors import OptionError
+from jetdraft.methods.stream.method import StreamOptions
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.planner import MOST_PROPOSERS, Planner
-from jetdraft.runtime.proposers.draft import DraftOptions
+from jetdraft.runtime.proposers.drafter_methods import DraftOptions
 from jetdraft.runtime.proposers.method import MethodOptions
-from jetdraft.runtime.proposers.stream import StreamOptions
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 
 IDS = np.random.default_rng(1).integers(0, 288, 30)
@@ -146,7 +146,7 @@ def test_plain_decoding_has_a_user_too():
 @pytest.mark.parametrize("method", ["auto", "draft,trigram"])
 def test_a_chain_keeps_every_method_from_branching(model, method):
     for tree, branches in (("auto", True), ("chain", False)):
-        lineup = model.planner.lineup(Drafting(method, settings={"tree": tree}))
+        lineup = model.planner.proposer_set(Drafting(method, settings={"tree": tree}))
         assert lineup.controller.branching == branches
 
 
@@ -155,7 +155,7 @@ def test_only_the_last_proposers_live_on(model):
     for number in range(MOST_PROPOSERS + 5):
         threshold = number / 100
         settings = {"stopping": "confidence", "stop_threshold": threshold}
-        planner.lineup(Drafting("draft", settings=settings))
+        planner.proposer_set(Drafting("draft", settings=settings))
     assert len(planner._proposers) == MOST_PROPOSERS
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jetdraft.runtime.followers.follower import Follower
+from jetdraft.methods.cascade.method import REVIEWED, CascadeProposer, Trial, _trials
+from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import open_session
 from jetdraft.runtime.passes.step_sessions import StepSessions
-from jetdraft.runtime.proposers.cascade import REVIEWED, CascadeProposer, Trial, _trials
-from jetdraft.runtime.proposers.draft import DraftProposer
 from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+from tests.runtime.proposers.drafter import drafter_of
 
 PROMPT = np.random.default_rng(5).integers(0, 288, 30).tolist()
 WAYS = [Sampling(), Sampling(temperature=0.9, seed=4)]
@@ -44,10 +44,10 @@ def graph(model):
 @pytest.mark.parametrize("right", [0, 1, 2, 3, 9])
 def test_reviewed_tokens_are_the_drafters_own(model, sampling, right):
     chooser = Chooser(sampling)
-    alone = DraftProposer(Follower(graph(model)))
+    alone = drafter_of(graph(model))
     alone.begin(PROMPT, chooser)
     truth = [*PROMPT, *alone.propose(PROMPT, 12).tokens[1:]]
-    cascade = CascadeProposer(Follower(graph(model)), Told(truth, right))
+    cascade = CascadeProposer(DraftCache(graph(model)), Told(truth, right))
     cascade.begin(PROMPT, chooser)
     for length in range(len(PROMPT), len(PROMPT) + 4):
         found = cascade.propose(truth[:length], REVIEWED).tokens[1:]
@@ -56,19 +56,19 @@ def test_reviewed_tokens_are_the_drafters_own(model, sampling, right):
 
 def test_right_guesses_save_passes(model):
     chooser = Chooser(Sampling())
-    alone = DraftProposer(Follower(graph(model)))
+    alone = drafter_of(graph(model))
     alone.begin(PROMPT, chooser)
     truth = [*PROMPT, *alone.propose(PROMPT, 12).tokens[1:]]
-    cascade = CascadeProposer(Follower(graph(model)), Told(truth, 9))
+    cascade = CascadeProposer(DraftCache(graph(model)), Told(truth, 9))
     cascade.begin(PROMPT, chooser)
     cascade.propose(PROMPT, REVIEWED)
-    assert cascade.graph.passes == 2, "the prompt, then all guesses at once"
-    assert alone.graph.passes == 12
+    assert cascade.cache.graph.passes == 2, "the prompt, then all guesses at once"
+    assert alone.cache.graph.passes == 12
 
 
 def test_the_tail_is_not_reviewed(model):
     truth = [*PROMPT, *range(100, 120)]
-    cascade = CascadeProposer(Follower(graph(model)), Told(truth, 0))
+    cascade = CascadeProposer(DraftCache(graph(model)), Told(truth, 0))
     cascade.begin(PROMPT, Chooser(Sampling()))
     found = cascade.propose(PROMPT, REVIEWED + 3).tokens[1:]
     start = len(PROMPT) + REVIEWED
@@ -78,7 +78,7 @@ def test_the_tail_is_not_reviewed(model):
 def test_where_lookup_is_right_more_often_its_tokens_come(model):
     """It says after long matches what the drafter would not say, and is right."""
     truth = [*PROMPT, *np.random.default_rng(6).integers(0, 288, 60).tolist()]
-    cascade = CascadeProposer(Follower(graph(model)), Told(truth, 9, match=4))
+    cascade = CascadeProposer(DraftCache(graph(model)), Told(truth, 9, match=4))
     cascade.begin(PROMPT, Chooser(Sampling()))
     drafts = [
         cascade.propose(truth[:length], 3).tokens[1:]
@@ -90,19 +90,19 @@ def test_where_lookup_is_right_more_often_its_tokens_come(model):
     ]
     assert not right[0], "the drafter comes first, and is nearly always wrong here"
     assert all(right[5:])
-    passes = cascade.graph.passes
+    passes = cascade.cache.graph.passes
     cascade.propose(truth[: len(PROMPT) + 40], 3)
-    assert cascade.graph.passes == passes, "trusted tokens need no pass"
+    assert cascade.cache.graph.passes == passes, "trusted tokens need no pass"
     cascade.forget()
     assert cascade.propose(truth[: len(PROMPT) + 41], 3).tokens[1:] != truth[-19:][:3]
 
 
 def test_where_lookup_is_wrong_the_drafter_chooses(model):
     chooser = Chooser(Sampling())
-    alone = DraftProposer(Follower(graph(model)))
+    alone = drafter_of(graph(model))
     alone.begin(PROMPT, chooser)
     truth = [*PROMPT, *alone.propose(PROMPT, 15).tokens[1:]]
-    cascade = CascadeProposer(Follower(graph(model)), Told(truth, 0, match=8))
+    cascade = CascadeProposer(DraftCache(graph(model)), Told(truth, 0, match=8))
     cascade.begin(PROMPT, chooser)
     drafts = {
         length: cascade.propose(truth[:length], 3).tokens[1:]
@@ -116,11 +116,11 @@ def test_where_lookup_is_wrong_the_drafter_chooses(model):
 def test_trusted_tokens_behind_a_doubtful_token_are_taken(model):
     """The drafter says the same first token, and would then go on by itself."""
     chooser = Chooser(Sampling())
-    alone = DraftProposer(Follower(graph(model)))
+    alone = drafter_of(graph(model))
     alone.begin(PROMPT, chooser)
     own = alone.propose(PROMPT, 4).tokens[1:]
     other = [own[0], *[(token + 1) % 288 for token in own[1:]]]
-    cascade = CascadeProposer(Follower(graph(model)), Told([*PROMPT, *other], 9, 3))
+    cascade = CascadeProposer(DraftCache(graph(model)), Told([*PROMPT, *other], 9, 3))
     cascade.begin(PROMPT, chooser)
     cascade.trust.prefers = lambda evidence: evidence > 2
     assert cascade.propose(PROMPT, 4).tokens[1:] == other

@@ -4,26 +4,25 @@ import numpy as np
 import pytest
 
 from jetdraft.methods import Method, registered
-from jetdraft.runtime.followers.follower import Follower
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import open_session
 from jetdraft.runtime.passes.step_sessions import StepSessions
-from jetdraft.runtime.proposers.draft import DraftProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+from tests.runtime.proposers.drafter import drafter_of
 
 CONTEXT = np.random.default_rng(2).integers(0, 288, 30).tolist()
 
 
 @pytest.fixture
 def drafter(model):
-    proposer = DraftProposer(Follower(model.parts.drafter))
+    proposer = drafter_of(model.parts.drafter)
     proposer.begin(CONTEXT, Chooser(Sampling()))
     return proposer
 
 
 def fresh(model, context, budget):
     """What a drafter that has seen nothing else proposes."""
-    proposer = DraftProposer(Follower(model.parts.drafter))
+    proposer = drafter_of(model.parts.drafter)
     proposer.begin(context, Chooser(Sampling()))
     return proposer.propose(context, budget).tokens
 
@@ -51,8 +50,7 @@ def test_rounds_of_others_are_caught_up(model, drafter):
 def test_a_drafter_that_is_the_target_is_always_right(model):
     entry = model.bundle.target
     session = open_session(model.bundle.path / entry.file, "cpu")
-    follower = Follower(Graph(StepSessions(session, entry.contract)))
-    twin = DraftProposer(follower, name="twin")
+    twin = drafter_of(Graph(StepSessions(session, entry.contract)), "twin")
     for options in ({}, {"temperature": 0.8, "seed": 4}):
         # In its own exact class the twin runs one row at a time, so compare there.
         with registered(Method("twin", "the target itself", lambda parts, own: twin)):

@@ -7,14 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jetdraft.errors import OptionError, StoreError
+import jetdraft
+from jetdraft.errors import DraftingError, OptionError, StoreError
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.draft_stops import (
     REPEATED,
     AcceptanceHead,
-    Confidence,
-    Learned,
-    Product,
+    DraftStop,
+    confidence,
+    draft_stop,
 )
 
 PROMPT = np.random.default_rng(6).integers(0, 288, 24).tolist()
@@ -28,13 +29,13 @@ def sure(probability, hidden=None):
 
 
 def test_confidence_looks_at_the_last_token():
-    rule = Confidence(0.6)
+    rule = DraftStop(confidence, 0.6, product=False)
     rule.begin()
     assert [rule.stop(sure(p)) for p in (0.7, 0.61, 0.59)] == [False, False, True]
 
 
 def test_product_looks_at_all_of_them():
-    rule = Product(0.5)
+    rule = DraftStop(confidence, 0.5)
     for _ in range(2):
         rule.begin()
         assert [rule.stop(sure(p)) for p in (0.8, 0.8, 0.7)] == [False, False, True]
@@ -47,7 +48,7 @@ def constant_head(bias, size=3):
 
 def test_a_head_multiplies_its_rates():
     """Rates of one half: after two tokens a rejection is likelier than 0.7."""
-    rule = Learned(constant_head(0.0), 0.7)
+    rule = DraftStop(constant_head(0.0).rate_after, 1.0 - 0.7)
     rule.begin()
     hidden = np.ones((1, 3), np.float32)
     assert [rule.stop(sure(0.5, hidden)) for _ in range(2)] == [False, True]
@@ -104,6 +105,15 @@ def test_rules_do_not_outlive_their_generation(model):
         "none"
     }
     assert found.stats.rounds_by_choice["draft:5"] > 20
+
+
+@pytest.mark.parametrize("rule", ["confidence", "product", "learned"])
+def test_a_rule_without_a_drafter_is_refused(bundle, rule):
+    """It does not silently become no rule."""
+    with jetdraft.load(bundle, threads=1, drafter_provider="off") as model:
+        assert draft_stop(None, None, model.parts) is None
+        with pytest.raises(DraftingError, match="needs a drafter"):
+            draft_stop(rule, None, model.parts)
 
 
 def test_a_head_of_another_bundle_is_refused(tmp_path):

@@ -256,6 +256,6 @@ def test_auto_leaves_out_who_wants_to_be_left_out(model):
     ):
         for eager in (True, False):
             drafting = Drafting(settings={"eager": eager})
-            lineup = model.planner.lineup(drafting)
+            lineup = model.planner.proposer_set(drafting)
             names = [proposer.traits.name for proposer in lineup.proposers]
             assert ("same" in names) == eager

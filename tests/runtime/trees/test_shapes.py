@@ -10,10 +10,17 @@ from jetdraft.runtime.drafts.distribution import Distribution
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.sampling.chooser import Sampling
 from jetdraft.runtime.sampling.rejection import recursive
-from jetdraft.runtime.trees.confident import Comb, Merged, Rerank
-from jetdraft.runtime.trees.fixed import Best, Kary, Static
-from jetdraft.runtime.trees.reach import Heap, ReachThreshold
 from jetdraft.runtime.trees.shape import Tree
+from jetdraft.runtime.trees.shapes import (
+    Best,
+    Comb,
+    Heap,
+    Kary,
+    Merged,
+    ReachThreshold,
+    Rerank,
+    Static,
+)
 
 VOCABULARY = 12
 RANDOM = np.random.default_rng(5)

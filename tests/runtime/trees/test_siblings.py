@@ -10,7 +10,7 @@ from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
-from jetdraft.runtime.trees.siblings import siblings
+from jetdraft.runtime.trees.shape import siblings
 
 P = np.array([0.5, 0.3, 0.15, 0.05])
 Q = Distribution(np.array([0, 3, 2, 1]), np.array([0.4, 0.3, 0.2, 0.1]))

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from jetdraft.runtime.trees.sparse import (
+from jetdraft.methods.ppd.sparse_trees import (
     SparsePlan,
     SparseTree,
     best_plan,

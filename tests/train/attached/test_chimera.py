@@ -16,7 +16,6 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.attached.chimera import GRAM
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import CheckpointError
-from jetdraft.runtime.followers.head_follower import Recent
 from jetdraft.train.chimera.chimera_training import ChimeraTraining, Seen
 from jetdraft.train.taught.layer_training import LayerSettings
 from jetdraft.train.taught.next_token_training import PLACES
@@ -94,7 +93,7 @@ def test_the_graph_drafts_what_the_training_computed(floats):
     """After a prompt, and after a draft of which three tokens were right."""
     model, module, features = floats
     model.forget()
-    parts, follower = model.parts, model.parts.follower
+    parts, follower = model.parts, model.parts.draft_cache
     kept = parts.bundle.draft_vocabulary()
     states = parts.target.run(TEXT).features.copy()
     np.testing.assert_allclose(states, features[0], atol=1e-4)
@@ -114,7 +113,7 @@ def test_the_graph_drafts_what_the_training_computed(floats):
 def test_a_path_of_a_tree_is_a_chain(floats):
     """Each row of a tree reads the tokens and the state of its own path."""
     model, _, _ = floats
-    parts, follower = model.parts, model.parts.follower
+    parts, follower = model.parts, model.parts.draft_cache
     states = parts.target.run(TEXT).features.copy()
 
     def begun():
@@ -136,12 +135,11 @@ def test_a_path_of_a_tree_is_a_chain(floats):
 
 def test_the_tokens_before_rows(floats):
     """Token 0 stands before a text."""
-    recent = Recent(floats[0].parts.drafter)
-    tails = [recent.tail([5, 8, 9], end) for end in range(4)]
-    assert tails == [(0, 0), (0, 5), (5, 8), (8, 9)]
-    assert recent.before((0, 5), [8, 9, 4]).tolist() == [[0, 5], [5, 8], [8, 9]]
-    assert recent.rows(tails).tolist() == [list(tail) for tail in tails]
-    assert recent.after((5, 8), 9) == (8, 9)
+    cache = floats[0].parts.draft_cache
+    windows = [cache._window_at([5, 8, 9], end) for end in range(4)]
+    assert windows == [(0, 0), (0, 5), (5, 8), (8, 9)]
+    read = cache._windows([7, 5, 8, 9, 4], 2, 3).tolist()
+    assert read == [[7, 5], [5, 8], [8, 9]]
 
 
 # --- the training -------------------------------------------------------------------

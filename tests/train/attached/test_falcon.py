@@ -148,7 +148,7 @@ def test_the_graph_drafts_what_the_module_computes_anew(floats):
     """After a prompt, and after drafts of which nothing, two or more were right."""
     model, module, features = floats
     model.forget()
-    parts, follower = model.parts, model.parts.follower
+    parts, follower = model.parts, model.parts.draft_cache
     kept = parts.bundle.draft_vocabulary()
     states = features[0].numpy()
     np.testing.assert_allclose(
@@ -168,7 +168,7 @@ def test_the_graph_drafts_what_the_module_computes_anew(floats):
 def test_a_path_of_a_tree_is_a_chain(floats):
     """Each block of a tree follows the blocks of its own path."""
     model, _, features = floats
-    follower, states = model.parts.follower, features[0].numpy()
+    follower, states = model.parts.draft_cache, features[0].numpy()
     size = follower.size
     path = TEXT[READ + 1 : READ + 1 + 2 * size]
 
@@ -183,11 +183,11 @@ def test_a_path_of_a_tree_is_a_chain(floats):
     chain = [follower.step(token).candidate_logits[-1].copy() for token in path]
     root = begun()
     other = [token + 1 for token in path[:size]]
-    blocks = follower.branch([(root, other), (root, path[:size])], 0)
+    blocks = follower.branch_blocks([(root, other), (root, path[:size])], 0)
     made = [level.candidate_logits[-1].copy() for level in blocks[1].levels]
     np.testing.assert_allclose(made, chain[size - 1 : 2 * size - 1], atol=1e-5)
     assert np.abs(blocks[0].levels[0].candidate_logits[-1] - made[0]).max() > 0.001
-    [last] = follower.branch([(blocks[1], path[size:])], 2 * follower.rows)
+    [last] = follower.branch_blocks([(blocks[1], path[size:])], 2 * follower.rows)
     np.testing.assert_allclose(
         last.levels[0].candidate_logits[-1], chain[-1], atol=1e-5
     )
@@ -198,7 +198,7 @@ def test_a_tree_of_single_children_is_the_chain(model):
     own = methods()["falcon"]
     prompt = model.parts.text.encode(PERIOD * 2)
     states = model.parts.target.run(prompt[:-1]).features.copy()
-    follower, drafts = model.parts.follower, []
+    follower, drafts = model.parts.draft_cache, []
     for options in ({}, {"tree": "k-ary", "branching": (1,) * 6}):
         proposer = own.make(model.parts, own.options(**options))
         follower.forget()
@@ -212,7 +212,7 @@ def test_a_tree_of_single_children_is_the_chain(model):
 
 def test_a_pass_drafts_a_block(model):
     """A chain of six takes three passes, and so does a tree of six levels."""
-    follower = model.parts.follower
+    follower = model.parts.draft_cache
     prompt = model.parts.text.encode(PERIOD * 2)
     states = model.parts.target.run(prompt[:-1]).features.copy()
     own = methods()["falcon"]

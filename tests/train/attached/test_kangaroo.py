@@ -24,11 +24,11 @@ from jetdraft.errors import (
 )
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods import registered
+from jetdraft.methods.select import method as select_method
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.split.halves import Halves
 from jetdraft.runtime.planning.drafting import Drafting
-from jetdraft.runtime.proposers.attached import select_method
 from jetdraft.train.kangaroo.kangaroo_training import KangarooSettings, KangarooTraining
 from jetdraft.train.taught import next_token_training
 from tests.cli.running import assert_refused
@@ -96,7 +96,7 @@ def test_the_export_measures_its_acceptance(bundles):
 def leading_of(model):
     """The target of a generation, and the follower of its adapter."""
     leading = model.planner.target(Drafting("kangaroo"))
-    follower = model.parts.follower
+    follower = model.parts.draft_cache
     follower.forget()
     leading.cache.rewind(0)
     return leading, follower
@@ -141,7 +141,7 @@ def test_all_caches_hold_what_a_fresh_prefill_holds(model, plain, accepted):
     first = len(prompt)
     follower.observe(first, sequence[first:], answer.features[path])
     assert follower.follow([*sequence, text[1 + accepted]]) is not None
-    fed = len(follower._fed.tokens)
+    fed = len(follower.tokens)
     assert fed == leading.cache.length + 1 == len(sequence) + 1
     own = rows_of(leading.cache.buffers, len(sequence))
     adapter = rows_of(model.parts.drafter.cache.buffers, fed)
@@ -394,8 +394,8 @@ def test_another_draft_in_the_same_buffers_is_refused(bundles, model):
     )
     method = replace(select_method.METHOD, name="fake", in_auto=lambda options: True)
     with registered(method):
-        proposers = model.planner.lineup(Drafting("auto")).proposers
-        assert model.planner.lineup(Drafting("fake,lookup")).proposers
+        proposers = model.planner.proposer_set(Drafting("auto")).proposers
+        assert model.planner.proposer_set(Drafting("fake,lookup")).proposers
     names = [proposer.traits.name for proposer in proposers]
     assert "kangaroo" in names
     assert select_method.NAME not in names
@@ -404,6 +404,6 @@ def test_another_draft_in_the_same_buffers_is_refused(bundles, model):
 def test_another_head_needs_its_own_head(bundles):
     with (
         jetdraft.load(bundles["trained"].path, drafter_provider="off") as model,
-        pytest.raises(OptionError, match="needs a head"),
+        pytest.raises(OptionError, match="a head of EAGLE"),
     ):
         model.generate(PERIOD, method="eagle")

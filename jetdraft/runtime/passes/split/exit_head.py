@@ -42,9 +42,6 @@ class ExitHead:
     `weight` float32 [h, h] makes of a state what the target's final norm reads,
     h + W h. `classifier` [3, h] and `bias` [3] rate the decisions by the state that is
     scaled to unit size.
-
-        head = ExitHead.load(Path("exit-head"), halves.base, layer=2, size=384)
-        head.rates(states)    # [n, 3], in the order of `Decision`
     """
 
     weight: Float32s

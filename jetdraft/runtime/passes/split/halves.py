@@ -18,6 +18,9 @@ Buffers = Mapping[str, ort.OrtValue]
 """The KV buffers of a half, by the names of its inputs."""
 
 
+LOWER, UPPER, EXIT = "lower half", "upper half", "exit"
+
+
 class SplitSessions(NamedTuple):
     """The sessions of both halves, and the contract that they were made for.
 
@@ -55,32 +58,26 @@ class Halves:
     `seconds` adds up the time inside `session.run`, `passes` counts the passes of the
     upper half. Whose rows lie where in the buffers is the caller's affair. Raises
     `ContractError` for graphs that are not these halves.
-
-        halves = Halves(sessions, lower_buffers, upper_buffers)
-        below = halves.run_lower(Placed.of(rows), 4, cursor)
-        halves.run_upper(Placed.of(rows), states, (4, 4, NO_PROBES), cursor)
     """
 
     def __init__(
         self, sessions: SplitSessions, lower_buffers: Buffers, upper_buffers: Buffers
     ) -> None:
-        lower, upper, contract, exit_session = sessions
-        for session, inputs, outputs, name in (
-            (lower, contract.lower_inputs, contract.lower_outputs, "lower half"),
-            (upper, contract.upper_inputs, contract.upper_outputs, "upper half"),
-            (exit_session, contract.exit_inputs, contract.upper_outputs, "exit"),
-        ):
-            if session is None:
-                continue
-            check_tensors(inputs, session.get_inputs(), f"the {name}'s inputs")
-            check_tensors(outputs, session.get_outputs(), f"the {name}'s outputs")
-        self.contract = contract
+        lower, upper, contract, leaving = sessions
+        self._sessions, self.contract = sessions, contract
+        self._graphs = {
+            LOWER: (lower, contract.lower_inputs, contract.lower_outputs),
+            UPPER: (upper, contract.upper_inputs, contract.upper_outputs),
+            EXIT: (leaving, contract.exit_inputs, contract.upper_outputs),
+        }
+        for name, (session, inputs, outputs) in self._graphs.items():
+            if session is not None:
+                check_tensors(inputs, session.get_inputs(), f"the {name}'s inputs")
+                check_tensors(outputs, session.get_outputs(), f"the {name}'s outputs")
+        self._buffers = {LOWER: lower_buffers, UPPER: upper_buffers}
+        self._bindings: dict[tuple[str, int, int, Probes], Bound] = {}
         self.seconds = 0.0
         self.passes = 0
-        self._sessions, self._buffers = sessions, (lower_buffers, upper_buffers)
-        self._lower: dict[int, Bound] = {}
-        self._upper: dict[tuple[int, int, Probes], Bound] = {}
-        self._exits: dict[int, Bound] = {}
 
     def run_lower(
         self, rows: Placed, width: int, cursor: int, parents: Sequence[int] = ()
@@ -89,17 +86,7 @@ class Halves:
 
         An early exit needs the `parents` of all rows; the root is its own parent.
         """
-        if width not in self._lower:
-            self._lower[width] = Bound(
-                self._sessions.lower,
-                self.contract.lower_inputs,
-                self.contract.lower_outputs,
-                self._buffers[0],
-                width,
-                0,
-                0,
-            )
-        bound, padding = self._lower[width], width - len(rows.tokens)
+        bound, padding = self._bound(LOWER, width), width - len(rows.tokens)
         tokens = list(rows.tokens)
         bound.arrays["input_ids"][0] = tokens + tokens[-1:] * padding
         if self.contract.scores:
@@ -115,27 +102,9 @@ class Halves:
         The `size` holds the width, the number of rows that the answer covers, and the
         probes.
         """
-        width, answers, probes = size
-        if size not in self._upper:
-            self._upper[size] = Bound(
-                self._sessions.upper,
-                self.contract.upper_inputs,
-                self.contract.upper_outputs,
-                self._buffers[1],
-                width,
-                answers,
-                probes.total,
-            )
-            arrays = self._upper[size].arrays
-            arrays["answer_rows"][:] = range(width - answers, width)
-            if self.contract.whole.streams:
-                arrays["probe_rows"][:] = probes.rows
-                arrays["probe_ids"][:] = probes.ids
-        bound, count = self._upper[size], len(rows.tokens)
-        hidden = bound.arrays["hidden"][0]
-        hidden[:count] = states
-        hidden[count:] = states[-1]
-        self._place(bound, rows, width - count, probes, cursor)
+        bound, probes = self._bound(UPPER, *size), size[2]
+        _fill(bound, "hidden", states)
+        self._place(bound, rows, size[0] - len(rows.tokens), probes, cursor)
         self.passes += 1
         return answer_of(bound.tensors, self.contract.upper, probes)
 
@@ -151,28 +120,34 @@ class Halves:
 
         The lower half has given the `states` [n, h]; the LM head reads `exit_states`.
         """
-        assert self._sessions.exit is not None
-        if width not in self._exits:
-            self._exits[width] = Bound(
-                self._sessions.exit,
-                self.contract.exit_inputs,
-                self.contract.upper_outputs,
-                self._buffers[1],
-                width,
-                width,
-                0,
-            )
-            self._exits[width].arrays["answer_rows"][:] = range(width)
-        bound, count = self._exits[width], len(rows.tokens)
-        for name, numbers in (("hidden", states), ("exit_hidden", exit_states)):
-            bound.arrays[name][0, :count] = numbers
-            bound.arrays[name][0, count:] = numbers[-1]
-        depths = [*rows.depths, *[0] * (width - count)]
+        bound = self._bound(EXIT, width, width)
+        _fill(bound, "hidden", states)
+        _fill(bound, "exit_hidden", exit_states)
+        depths = [*rows.depths, *[0] * (width - len(rows.tokens))]
         bound.arrays["position_ids"][0] = [cursor + depth for depth in depths]
         bound.cursor[0], bound.total_length[0] = cursor, cursor + width
         self.seconds += bound.run()
         self.passes += 1
         return answer_of(bound.tensors, self.contract.upper, NO_PROBES)
+
+    def _bound(
+        self, name: str, width: int, answers: int = 0, probes: Probes = NO_PROBES
+    ) -> Bound:
+        """The binding of a graph for passes of a size."""
+        key = name, width, answers, probes
+        if key not in self._bindings:
+            session, inputs, outputs = self._graphs[name]
+            assert session is not None
+            buffers = self._buffers[LOWER if name == LOWER else UPPER]
+            total = probes.total
+            bound = Bound(session, inputs, outputs, buffers, width, answers, total)
+            if answers:
+                bound.arrays["answer_rows"][:] = range(width - answers, width)
+            if name == UPPER and self.contract.whole.streams:
+                bound.arrays["probe_rows"][:] = probes.rows
+                bound.arrays["probe_ids"][:] = probes.ids
+            self._bindings[key] = bound
+        return self._bindings[key]
 
     def _place(
         self, bound: Bound, rows: Placed, padding: int, probes: Probes, cursor: int
@@ -185,3 +160,9 @@ class Halves:
         bound.cursor[0] = cursor + rows.filled
         bound.total_length[0] = self.contract.whole.slots
         self.seconds += bound.run()
+
+
+def _fill(bound: Bound, name: str, states: Float32s) -> None:
+    """Set an input that has numbers for each row; padding gets the last row's."""
+    array, count = bound.arrays[name][0], len(states)
+    array[:count], array[count:] = states, states[-1]

@@ -40,10 +40,6 @@ class Threshold:
     A round that pruned at one threshold shows what any higher threshold would have
     kept, committed and cost. Every `REFRESH` rounds a round keeps all rows, to show
     this for the lower thresholds too.
-
-        threshold = Threshold()
-        used = threshold.choose()
-        threshold.observe(used, lambda higher: (tokens, milliseconds))
     """
 
     MEMORY = 0.97

@@ -19,17 +19,14 @@ may also have fewer probes than another, or rows that lead to no guess.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-Ranks = Sequence[Sequence[float]]
-"""For each depth, how often the best, the second, ... guess is right."""
-
-PassMs = Callable[[int, int], float]
-"""The milliseconds of a pass, from its rows and its probes."""
+from jetdraft.runtime.measured.guess_rates import Ranks
+from jetdraft.runtime.measured.round_costs import PassMs
 
 _LEAK = 1e-3
 """The chance that a round begins without guesses, as the first round of a text does."""

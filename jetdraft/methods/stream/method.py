@@ -11,20 +11,13 @@ from dataclasses import dataclass
 
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import WIDEST
-from jetdraft.errors import DraftingError, OptionError
-from jetdraft.runtime.drafts.rows import Kind
-from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.passes.graph import Graph
+from jetdraft.errors import DraftingError
+from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.target import Target
-from jetdraft.runtime.proposers.guessing.guess_proposer import GuessProposer
 from jetdraft.runtime.proposers.method import WALK, Method
-from jetdraft.runtime.proposers.parts import Parts
-from jetdraft.runtime.proposers.proposer import Proposer, Seen, Tokens, Traits
+from jetdraft.runtime.proposers.model_proposer import ProbeProposer
+from jetdraft.runtime.proposers.proposer import Proposer, Traits
 from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
-from jetdraft.runtime.sampling.chooser import Chooser
-from jetdraft.runtime.trees.shape import Shape
-
-NAME = "stream"
 
 DROP_ALL = 2.0
 """A prune threshold that no probability reaches: only the root is verified."""
@@ -37,8 +30,6 @@ class StreamOptions(TreeOptions):
     prune_threshold  drop drafted rows whose probability at the early exit is below
                      this; "auto" finds the threshold that pays most, None keeps all
                      rows
-
-        StreamOptions(tree="best", prune_threshold=0.05)
     """
 
     prune_threshold: float | str | None = None
@@ -70,78 +61,42 @@ class StreamOptions(TreeOptions):
         return WIDEST - 1 if size is None and self.prune_threshold is not None else size
 
 
-class StreamProposer(GuessProposer):
-    """Drafts the tokens that the probes of the last accepted row guessed, at no cost.
-
-    The last token of the context is the choice of that row; probe j guesses the token j
-    places after it. Without a `shape` the draft is a chain, or with `branches` a tree
-    if a controller asks for a tree.
-
-        StreamProposer(parts.target).propose(context, budget=4)
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        shape: Shape | None = None,
-        kind: Kind = Kind.COUPLED,
-        branches: bool = True,
-        name: str = NAME,
-    ) -> None:
-        streams = graph.contract.streams
-        branches = branches and graph.contract.tree and shape is None
-        chain = shape is None and not branches
-        most = streams if chain else graph.contract.max_width - 1
-        super().__init__(
-            Traits(name, most, kind, probes=streams, branches=branches), shape
-        )
-        self._ready: tuple[int, Answer] | None = None
-
-    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Forget the last sequence."""
-        super().begin(prompt, chooser)
-        self._ready = None
-
-    def guesses(self, context: Tokens) -> Answer | None:
-        """What the probes of the last pass guessed, if it had probes."""
-        if self._ready is None or self._ready[0] != len(context):
-            return None
-        return self._ready[1]
-
-    def observe(self, seen: Seen) -> None:
-        """Keep the answer of the probes of the last accepted row."""
-        probes = seen.answer.probes.get(seen.path[-1])
-        self._ready = None if probes is None else (seen.length, probes)
-
-
 def _lacks(bundle: Bundle) -> str:
     if bundle.target.contract.streams:
         return ""
     return "export a checkpoint that jetdraft train streams wrote"
 
 
-def _make(parts: Parts, options: StreamOptions) -> Proposer:
-    if reason := _lacks(parts.bundle):
-        raise OptionError(reason, "method")
-    branches = options.may_branch and options.prune_threshold is None
+def _make(loaded: LoadedBundle, options: StreamOptions) -> Proposer:
+    contract = loaded.target.contract
     shape = options.shape if options.branched else None
-    return StreamProposer(parts.target, shape, options.kind, branches)
+    branches = (
+        contract.tree
+        and options.may_branch
+        and options.prune_threshold is None
+        and not options.branched
+    )
+    chain = shape is None and not branches
+    most = contract.streams if chain else contract.max_width - 1
+    streams = contract.streams
+    traits = Traits("stream", most, options.kind, probes=streams, branches=branches)
+    return ProbeProposer(traits, shape)
 
 
 def _target(
-    parts: Parts, options: StreamOptions, widths: Sequence[int]
+    loaded: LoadedBundle, options: StreamOptions, widths: Sequence[int]
 ) -> Target | None:
     """The target in halves, where rows are pruned between them."""
     threshold = options.prune_threshold
     if threshold is None:
         return None
-    halves = parts.pruned()
+    halves = loaded.pruned()
     halves.prepare(None if threshold == AUTO else float(threshold), widths)
     return halves
 
 
 METHOD = Method(
-    NAME,
+    "stream",
     "the target itself, in the pass that verifies",
     _make,
     StreamOptions,

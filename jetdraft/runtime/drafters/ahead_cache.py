@@ -1,4 +1,4 @@
-"""A graph that drafts k tokens in a pass, from the states of its target."""
+"""The rows of a graph that drafts k tokens in a pass (Falcon, 2412.12639)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
-from jetdraft.runtime.followers.fed import Fed
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
@@ -80,32 +80,24 @@ class _Pass:
         return np.array(self._recent, np.int64)
 
 
-class FalconFollower:
-    """Keeps the cache of a Falcon drafter in step with the features of its target.
+class AheadCache(DraftCache):
+    """Keeps a graph that drafts k tokens in a pass in step with its target's features.
 
     Row t reads, of the last k rows, the features of each and the token behind each, and
     answers for token t + k + 1. It must see the rows behind it in its block: so a pass
     has copies of all rows of a block but the last, behind that block, which see the
     block in the place of themselves. Only rows whose block is whole are kept: the last
     k - 1 rows are run again with the next block (2412.12639).
-
-        follower.observe(0, [5, 8, 9], answer.features)    # float [3, w]
-        follower.follow([5, 8, 9, 3])    # for what comes after 3
-        follower.block.levels[1]         # and after that
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self._fed = graph, Fed(graph)
+        super().__init__(graph)
         self.size = graph.contract.ahead
         """The tokens of a block, k."""
         self.block: Block | None = None
         """The block behind what was followed, or behind a chain's last block."""
         self.drafted: list[int] = []
         """The first tokens of that block, which are known."""
-        self._seen: list[int] = []
-        """The tokens whose features were observed; the graph was fed with some."""
-        self._features: list[Float32s] = []
-        """The features of the last of them, [w] each."""
 
     @property
     def rows(self) -> int:
@@ -114,68 +106,56 @@ class FalconFollower:
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a new sequence; the rows that the last sequence shares stay."""
-        seen = common_length(self._seen, prompt)
-        fed = min(self._fed.shared(prompt[1:]), seen, max(0, len(prompt) - 2))
-        self._cut(fed, seen)
-        if len(self._seen) - len(self._features) > self._needed:
+        super().begin(prompt)
+        if len(self.seen) - len(self._features) > self._needed:
             self._observe_again()
 
-    def keep(self, kept: int) -> int:
-        """How many of the first `kept` tokens need not be observed again."""
-        return min(kept, len(self._seen))
-
     def waiting(self, tokens: Sequence[int]) -> Float32s | None:
-        """No features are worth keeping: those of the last rows are observed again."""
+        """Nothing: the target runs the rows again whose features are needed."""
         return None
 
     def restore(self, tokens: Sequence[int], waiting: Float32s | None = None) -> None:
-        """Somebody else has put the rows of these tokens into the cache."""
-        self._fed.restore(tokens[1:])
-        self._seen = list(tokens)
+        """Adopt rows of these tokens, which a file has put into the buffers."""
+        super().restore(tokens)
         self._observe_again()
-
-    def forget(self) -> None:
-        """Keep nothing."""
-        self._fed.cut(0)
-        self._seen, self._features = [], []
 
     def observe(
         self, first: int, tokens: Sequence[int], features: Float32s | None
     ) -> None:
         """Take the features of tokens, which replace all from position `first` on."""
-        if features is None or first > len(self._seen):
+        if features is None or first > len(self.seen):
             return  # what it missed is read again with the next prompt
         self._cut(self._agreed(first, tokens), first)
-        self._seen += tokens
+        self.seen += tokens
         self._features += list(features)
-        self._feed(self._seen, len(self._seen) - 1, self.graph.contract.max_width)
-        start = len(self._seen) - len(self._features)
+        self._run_rows(self.seen, len(self.seen) - 1, self.graph.contract.max_width)
+        start = len(self.seen) - len(self._features)
         del self._features[: max(self._needed - start, 0)]
 
     def catch_up(self, context: Sequence[int]) -> None:
         """Feed most of what waits, if it is much."""
-        self._fed.cut(len(self._fed.tokens))
-        self._feed(context, min(len(self._seen), len(context) - 1), self._at_once)
+        self._rewind(len(self.tokens))
+        self._run_rows(context, min(len(self.seen), len(context) - 1), self._at_once)
 
     def follow(self, context: Sequence[int]) -> Answer | None:
         """The answer for the token after `context`; None without features for it.
 
         Tokens that the target has not run yet are fed like drafted tokens.
         """
-        rows = min(len(self._seen), len(context) - 1)
+        rows = min(len(self.seen), len(context) - 1)
         # The rows of the last block, and of the last draft, are run again.
-        self._fed.cut(max(0, min(len(self._fed.tokens), rows - self.size)))
+        self._rewind(max(0, min(len(self.tokens), rows - self.size)))
         self.block, self.drafted = None, []
         if rows < self.size:
             return None
-        self._feed(context, rows, self._at_once)
-        first = len(self._fed.tokens)
+        self._run_rows(context, rows, self._at_once)
+        first = len(self.tokens)
         tokens = context[first + 1 : rows + 1]
         known = Block((), self._known(first, len(tokens)), self._tail(context, first))
         self.block = self._go_on(known, tokens)
         if self.block is None:
             return None
-        self._fed.add(tokens)
+        self._add(tokens)
         answer: Answer | None = self.block.levels[0]
         for token in context[rows + 1 :]:
             answer = self.step(token)
@@ -194,7 +174,7 @@ class FalconFollower:
             self.drafted = []
         return self.block.levels[len(self.drafted)]
 
-    def branch(
+    def branch_blocks(
         self, blocks: Sequence[tuple[Block, Sequence[int]]], filled: int
     ) -> list[Block]:
         """The blocks behind blocks of a draft whose tokens are known.
@@ -211,7 +191,7 @@ class FalconFollower:
             features=rows.features,
             recent=rows.recent,
         )
-        self._fed.own_pass()
+        self._passes = self.graph.passes
         assert answer.carried is not None
         behind = []
         for (block, tokens), slots in zip(blocks, all_slots, strict=True):
@@ -234,14 +214,14 @@ class FalconFollower:
         rows = len(tokens) + self.size - 1
         if rows > min(self.graph.draft_room(0), self.graph.contract.max_width):
             return None
-        [block] = self.branch([(start, tokens)], 0)
+        [block] = self.branch_blocks([(start, tokens)], 0)
         return replace(block, slots=(), depth=0)
 
-    def _feed(self, text: Sequence[int], rows: int, left: int) -> None:
+    def _run_rows(self, text: Sequence[int], rows: int, left: int) -> None:
         """Run rows of a text until at most `left` of the first `rows` are left."""
         widest = self.graph.contract.max_width
-        while (waiting := rows - len(self._fed.tokens)) > left:
-            first = len(self._fed.tokens)
+        while (waiting := rows - len(self.tokens)) > left:
+            first = len(self.tokens)
             count = min(widest, waiting - self.size)
             tokens = text[first + 1 : first + 1 + count]
             tail = self._tail(text, first)
@@ -254,7 +234,7 @@ class FalconFollower:
                 features=windows.swapaxes(1, 2).reshape(count, -1),
                 recent=recent.astype(np.int64),
             )
-            self._fed.add(tokens)
+            self._add(tokens)
 
     def _tail(self, text: Sequence[int], row: int) -> tuple[int, ...]:
         """The tokens that the k - 1 rows before a row read; 0 stands before row 0."""
@@ -266,7 +246,7 @@ class FalconFollower:
 
         Zeros stand for rows before the text.
         """
-        start = len(self._seen) - len(self._features)
+        start = len(self.seen) - len(self._features)
         width = self.graph.contract.feature_input
         rows = [
             self._features[index - start] if index >= start else np.zeros(width)
@@ -282,23 +262,23 @@ class FalconFollower:
     @property
     def _needed(self) -> int:
         """The first row whose features the next block may read."""
-        return max(0, len(self._fed.tokens) - 2 * self.size + 1)
+        return max(0, len(self.tokens) - 2 * self.size + 1)
 
     def _observe_again(self) -> None:
         """Forget the rows whose features are needed; the target runs them again."""
-        del self._seen[self._needed :]
+        del self.seen[self._needed :]
         self._features = []
 
     def _agreed(self, first: int, tokens: Sequence[int]) -> int:
         """How many rows in the cache read the same tokens from position `first` on."""
-        start, fed = max(first - 1, 0), self._fed.tokens
+        start, fed = max(first - 1, 0), self.tokens
         read = tokens[start + 1 - first :]
         agreed = common_length(fed[start:], read)
         return start + agreed if agreed < len(read) else len(fed)
 
     def _cut(self, fed: int, seen: int) -> None:
         """Keep at most `fed` rows in the cache and `seen` tokens."""
-        self._fed.cut(fed)
-        start = len(self._seen) - len(self._features)
-        del self._seen[seen:]
-        del self._features[max(len(self._seen) - start, 0) :]
+        self._rewind(fed)
+        start = len(self.seen) - len(self._features)
+        del self.seen[seen:]
+        del self._features[max(len(self.seen) - start, 0) :]

@@ -19,9 +19,9 @@ from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.history.similarity import Similarity
 from jetdraft.runtime.history.store import MOST_TOKENS, ResponseStore
+from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.prefix import common_length
 from jetdraft.runtime.proposers.method import Method, MethodOptions
-from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
@@ -183,19 +183,18 @@ def _replaced(tokens: list[int], old: list[int], new: list[int]) -> list[int]:
 
 
 def _lacks(bundle: Bundle) -> str:
-    """What an export must add to a bundle for this method; "" if nothing."""
     return "" if bundle.similarity else "export the bundle again with this version"
 
 
-def _make(parts: Parts, options: MethodOptions) -> Proposer:
-    store = parts.store_of(options.user)
-    if store is None or parts.similarity is None:
+def _make(loaded: LoadedBundle, options: MethodOptions) -> Proposer:
+    store = loaded.store_of(options.user)
+    if store is None or loaded.similarity is None:
         raise OptionError(
             "it needs a store of earlier responses; give --store FILE (store=), or if "
             "you did, export the bundle again with this version",
             "method",
         )
-    return RecallProposer(store, parts.similarity)
+    return RecallProposer(store, loaded.similarity)
 
 
 METHOD = Method(

@@ -19,17 +19,15 @@ from collections.abc import Sequence
 from itertools import takewhile, zip_longest
 from typing import NamedTuple
 
-from jetdraft.bundle import Bundle
-from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.followers.follower import Follower
-from jetdraft.runtime.followers.head_follower import HeadFollower
+from jetdraft.runtime.drafters.draft_cache import DraftCache
+from jetdraft.runtime.drafts.rows import Kind, Rows
+from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.rates import Acceptance, Streak, prior
-from jetdraft.runtime.proposers.draft import DraftProposer, drafter_of, lacks_drafter
-from jetdraft.runtime.proposers.head_method import EAGLE, follower_for
+from jetdraft.runtime.proposers.drafter_methods import drafter_method
 from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
-from jetdraft.runtime.proposers.method import Method, MethodOptions
-from jetdraft.runtime.proposers.parts import Parts
-from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens
+from jetdraft.runtime.proposers.method import MethodOptions
+from jetdraft.runtime.proposers.model_proposer import ModelProposer
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
 
@@ -40,8 +38,6 @@ class Trial(NamedTuple):
     guess     the token that was guessed there, taken or not; None without a guess
     evidence  what the guess rests on, see `Proposer.evidence`
     own       whether the drafter chose the drafted token
-
-        Trial(token=3, guess=4, evidence=2, own=True)
     """
 
     token: int
@@ -57,11 +53,6 @@ class Trust:
     target's text tells whether it would have been right. The drafter's token is not
     known where a guess was taken, so its rate fades to a hopeful prior, and it is asked
     again.
-
-        trust = Trust()
-        trust.drafted([5, 8, 9], [Trial(token=3, guess=4, evidence=2, own=True)])
-        trust.learn([5, 8, 9, 4])    # the guess was right, the drafter was not
-        trust.prefers(2)    # True
     """
 
     def __init__(self) -> None:
@@ -104,29 +95,23 @@ class Trust:
         return self._rates.setdefault(evidence, new)
 
 
-NAME = "cascade"
-
 REVIEWED = 5
 """Behind this many tokens, the drafter's own or trusted, lookup drafts alone."""
 
 
-class CascadeProposer(DraftProposer):
+class CascadeProposer(ModelProposer):
     """Drafts the tokens of `below` where it trusts them, else those of a drafter.
 
     The drafter reviews what `below` proposes, and drafts what it would without it.
-
-        CascadeProposer(follower, LookupProposer()).propose(context, budget=8)
     """
 
     def __init__(
-        self,
-        follower: Follower | HeadFollower,
-        below: LookupProposer,
-        ms_per_token: float = 0.0,
+        self, cache: DraftCache, below: LookupProposer, ms_per_token: float = 0.0
     ) -> None:
-        super().__init__(follower, ms_per_token, name=NAME)
-        self.below = below
-        self.trust = Trust()
+        widest = cache.graph.contract.max_width - 1
+        traits = Traits("cascade", widest, Kind.COUPLED, ms_per_token=ms_per_token)
+        super().__init__(cache, traits)
+        self.below, self.trust = below, Trust()
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         """Forget the last sequence."""
@@ -170,11 +155,11 @@ class CascadeProposer(DraftProposer):
 
         A head drafts `count` tokens, and none if it is asked again in the round.
         """
-        if not isinstance(self._follower, Follower):
+        if self.cache.carry:
             return super().propose(context, count).tokens[1:]
-        answer = self._follower.review(context, told)
+        answer = self.cache.review(context, told)
         positions = range(len(context), len(context) + 1 + len(told))
-        chosen = self._chooser.choose(answer, positions)
+        chosen = self.chooser.choose(answer, positions)
         return chosen[: 1 + _agreement(chosen, told)]
 
 
@@ -191,25 +176,26 @@ def _agreement(tokens: list[int], others: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _lacks(bundle: Bundle) -> str:
-    return lacks_drafter(bundle) and EAGLE.lacks(bundle) and "export with --drafter"
+def _make(
+    name: str, loaded: LoadedBundle, cache: DraftCache, options: MethodOptions
+) -> Proposer:
+    store = loaded.store_of(options.user)
+    below = LookupProposer(store=store, source=lambda: loaded.source)
+    return CascadeProposer(cache, below, loaded.curve.drafter)
 
 
-def _make(parts: Parts, options: MethodOptions) -> Proposer:
-    store = parts.store_of(options.user)
-    below = LookupProposer(store=store, source=lambda: parts.source)
-    if EAGLE.lacks(parts.bundle):
-        return CascadeProposer(drafter_of(parts, NAME), below, parts.curve.drafter)
-    follower = follower_for(parts, NAME, "a head", "")
-    assert isinstance(follower, HeadFollower)
-    return CascadeProposer(follower, below, parts.curve.drafter)
-
-
-METHOD = Method(
-    NAME,
+METHOD = drafter_method(
+    "cascade",
     "the drafter, or lookup where lookup is right more often",
-    _make,
-    lacks=_lacks,
-    # It would compete with `draft`, which runs the same drafter.
-    in_auto=lambda options: False,
+    "a drafter",
+    # A drafter, or a head of EAGLE or MTP.
+    lambda contract, target: (
+        contract.stands_alone or (contract.carried_size and not contract.recent)
+    ),
+    make=_make,
+    options=MethodOptions,
+    flag="--drafter",
+    in_auto=False,  # it would compete with `draft`, which runs the same drafter
+    trees=False,
+    samples=(),
 )

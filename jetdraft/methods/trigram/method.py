@@ -9,19 +9,16 @@ from pathlib import Path
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.history.search import TreeSearch
-from jetdraft.runtime.history.trigrams import Counts, Trigrams
+from jetdraft.runtime.history.trigrams import WINDOW, Counts, Trigrams
+from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.proposers.method import Method, MethodOptions
-from jetdraft.runtime.proposers.parts import Parts
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
 
 @dataclass(frozen=True)
 class TrigramOptions(MethodOptions):
-    """`table` is a file that `jetdraft train table` wrote.
-
-    TrigramOptions(table=Path("notes.npz"))
-    """
+    """`table` is a file that `jetdraft train table` wrote."""
 
     table: Path | None = None
 
@@ -30,8 +27,6 @@ class TrigramProposer(Proposer):
     """Drafts a chain of the likeliest tokens, or a tree if it is asked for one.
 
     The table learns from each generation, and later generations draft from it too.
-
-        TrigramProposer(Trigrams(counts)).propose(context, budget=4)
     """
 
     traits = Traits("trigram", max_draft_tokens=WIDEST - 1, branches=True)
@@ -42,9 +37,8 @@ class TrigramProposer(Proposer):
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         """Learn the whole prompt."""
-        # `learn` reads the last 16 tokens only.
-        for end in range(3, len(prompt), 13):
-            self.trigrams.learn(prompt[:end])
+        for end in range(3, len(prompt), WINDOW - 3):
+            self.trigrams.learn(prompt[max(0, end - WINDOW) : end])
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The tokens that the table has after the last two tokens; a tree if `parents`.
@@ -54,7 +48,7 @@ class TrigramProposer(Proposer):
         root = context[-1]
         if len(context) < 2:
             return Rows.chain([root])
-        self.trigrams.learn(context[-16:])
+        self.trigrams.learn(context[-WINDOW:])
         if parents is not None:
             tokens, tree_parents = self._search.run(context[-2], root, budget)
             return Rows([root, *tokens], [-1, *tree_parents]).depth_first()
@@ -71,11 +65,11 @@ class TrigramProposer(Proposer):
         self.trigrams.forget()
 
 
-def _make(parts: Parts, options: TrigramOptions) -> Proposer:
+def _make(loaded: LoadedBundle, options: TrigramOptions) -> Proposer:
     counts = None
     if options.table is not None:
-        vocabulary = parts.bundle.target.contract.vocab_size
-        counts = Counts.load(options.table, parts.bundle.tokenizer_sha256, vocabulary)
+        vocabulary = loaded.bundle.target.contract.vocab_size
+        counts = Counts.load(options.table, loaded.bundle.tokenizer_sha256, vocabulary)
     return TrigramProposer(Trigrams(counts))
 
 

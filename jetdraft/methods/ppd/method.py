@@ -13,24 +13,23 @@ from dataclasses import dataclass, replace
 
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import WIDEST
-from jetdraft.errors import DraftingError, OptionError
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.errors import DraftingError
+from jetdraft.methods.ppd.sparse_trees import SparsePlan, best_plan
 from jetdraft.ranges import between, check_ranges
-from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.measured.guess_rates import GuessRates
-from jetdraft.runtime.measured.round_costs import RoundCosts
+from jetdraft.runtime.drafts.rows import Kind, Rows
+from jetdraft.runtime.loaded import LoadedBundle
+from jetdraft.runtime.measured.guess_rates import GuessRates, Ranks
+from jetdraft.runtime.measured.round_costs import PassMs, RoundCosts
 from jetdraft.runtime.measured.stats import Round
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.proposers.method import Method
-from jetdraft.runtime.proposers.parts import Parts
-from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens
-from jetdraft.runtime.proposers.stream import StreamProposer
+from jetdraft.runtime.proposers.model_proposer import ProbeProposer
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits
 from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
 from jetdraft.runtime.sampling.chooser import Chooser
-from jetdraft.runtime.trees.fixed import RANK_RATES, Static
-from jetdraft.runtime.trees.shape import Tree
-from jetdraft.runtime.trees.siblings import siblings
-from jetdraft.runtime.trees.sparse import PassMs, Ranks, SparsePlan, best_plan
+from jetdraft.runtime.trees.shape import siblings
+from jetdraft.runtime.trees.shapes import RANK_RATES, Static
 
 NAME = "ppd"
 _RANGES = {
@@ -47,8 +46,6 @@ class PromptOptions(TreeOptions):
 
     rows   drafted rows of a sparse tree; None lets the pass times decide
     slots  rows and prompt tokens of a pass with a sparse tree; None lets them decide
-
-        PromptOptions(rows=7, slots=24)
     """
 
     rows: int | None = None
@@ -82,27 +79,24 @@ RESTS = (64, 512)
 """Rounds without drafts and probes where no plan pays: the first time, and at most."""
 
 
-class PromptProposer(StreamProposer):
+class PromptProposer(ProbeProposer):
     """Drafts the sparse tree of the number of guesses that the last round left.
 
     `ranks` say how often guesses were right on held-out text, and `pass_ms` what a pass
     takes; rounds say how often guesses are right in this text, and what a round takes.
     Where rounds without drafts promise more than the best plan it rests, and looks
     again later.
-
-        PromptProposer(parts.target, ranks, pass_ms).propose(context, budget=7)
     """
 
     def __init__(
         self,
-        graph: Graph,
+        contract: StepContract,
         ranks: Ranks,
         pass_ms: PassMs,
         options: PromptOptions | None = None,
     ) -> None:
-        super().__init__(graph, branches=False, name=NAME)
-        most = graph.contract.max_width - 1
-        self.traits = replace(self.traits, max_draft_tokens=most)
+        widest = contract.max_width - 1
+        super().__init__(Traits(NAME, widest, Kind.COUPLED, probes=contract.streams))
         self.rates, self.costs = GuessRates(ranks), RoundCosts(pass_ms)
         self._options = options or PromptOptions()
         self.forget()
@@ -138,11 +132,11 @@ class PromptProposer(StreamProposer):
 
     def _guessed(self, first: int, guesses: Answer) -> dict[int, list[int]]:
         """The tokens for each place from `first` on, in the order of siblings."""
-        kind, sampling = self.traits.kind, self._chooser.sampling
+        kind, sampling = self.traits.kind, self.chooser.sampling
         tokens = {}
         for depth, rates in enumerate(self.rates.ranks[: len(guesses.candidates)]):
             level = guesses.rows(slice(depth, depth + 1))
-            q, place = self._chooser.draft_distribution(level), first + depth
+            q, place = self.chooser.draft_distribution(level), first + depth
             tokens[place] = siblings(kind, q, len(rates), sampling, place)
         return tokens
 
@@ -158,9 +152,7 @@ class PromptProposer(StreamProposer):
             counts = trees[0].counts
             return replace(Rows.chain([context[-1]], self.traits.kind), probes=counts)
         planned = trees[len(guesses.candidates)]
-        sampling, root = self._chooser.sampling, [context[-1]]
-        tree = Tree(self.traits.kind, sampling, len(context), budget, root)
-        rows = self._grow(tree, Static(planned.parents), guesses)
+        rows = self.grown(Static(planned.parents), guesses, context, budget)
         return replace(rows, probes=planned.counts[: len(rows)])
 
     def plan(self, most: int) -> SparsePlan:
@@ -201,30 +193,31 @@ def _lacks(bundle: Bundle) -> str:
     return "export a checkpoint that jetdraft train ppd wrote"
 
 
-def _make(parts: Parts, options: PromptOptions) -> Proposer:
-    if reason := _lacks(parts.bundle):
-        raise OptionError(reason, "method")
-    if options.tree != AUTO:
-        shape = options.shape if options.branched else None
-        return StreamProposer(parts.target, shape, options.kind, False, NAME)
-    return PromptProposer(parts.target, _ranks(parts), _costs(parts), options)
+def _make(loaded: LoadedBundle, options: PromptOptions) -> Proposer:
+    contract = loaded.target.contract
+    if options.tree == AUTO:
+        return PromptProposer(contract, _ranks(loaded), _costs(loaded), options)
+    shape = options.shape if options.branched else None
+    most = contract.streams if shape is None else contract.max_width - 1
+    traits = Traits(NAME, most, options.kind, probes=contract.streams)
+    return ProbeProposer(traits, shape)
 
 
-def _ranks(parts: Parts) -> Ranks:
+def _ranks(loaded: LoadedBundle) -> Ranks:
     """How often guesses are right; only the best where trees would change bits."""
-    streams, gamma = parts.bundle.target.streams, parts.target.contract.streams
+    streams, gamma = loaded.bundle.target.streams, loaded.target.contract.streams
     ranks = (streams or {}).get("ranks") or [RANK_RATES] * gamma
-    branches = parts.target.contract.tree and parts.widths.trees_agree
+    branches = loaded.target.contract.tree and loaded.widths.trees_agree
     return ranks if branches else [rates[:1] for rates in ranks]
 
 
-def _costs(parts: Parts) -> PassMs:
+def _costs(loaded: LoadedBundle) -> PassMs:
     """What passes take that draft exactly on this machine."""
-    streams = parts.target.contract.streams
+    streams = loaded.target.contract.streams
 
     def pass_ms(rows: int, probes: int) -> float:
         # More widths are proven, and timed, while nobody generates.
-        curve, widths = parts.curve, parts.widths.exact
+        curve, widths = loaded.curve, loaded.widths.exact
         width = widths[min(bisect_left(widths, rows), len(widths) - 1)]
         wider = max(0, rows - width) * curve.probe
         return curve.probed_ms(width, probes, streams) + wider

@@ -1,4 +1,4 @@
-"""The parts of a loaded bundle: what proposers are made of and generations run on."""
+"""A loaded bundle: what proposers are made of and generations run on."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from jetdraft.errors import DraftingError, OptionError, ProviderError
 from jetdraft.graph_entry import GraphEntry
 from jetdraft.kept.lessons import Lessons
 from jetdraft.kept.weight_sets import WeightSets, base_of
-from jetdraft.runtime.followers.block_follower import AnyFollower, follower_of
-from jetdraft.runtime.followers.learned_weights import LearnedWeights
+from jetdraft.runtime.drafters.ahead_cache import AheadCache
+from jetdraft.runtime.drafters.draft_cache import DraftCache, GuessCache, LedCache
+from jetdraft.runtime.drafters.learned_weights import LearnedWeights
 from jetdraft.runtime.history.similarity import Similarity
 from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.measured.claim import Claim
@@ -52,19 +53,16 @@ class Learning(NamedTuple):
     weights: LearnedWeights
 
 
-class Parts:
+class LoadedBundle:
     """Graphs, text, store and measurements of a loaded bundle.
 
-    `follower` feeds the drafter's graph, `prefix` knows the rows in the target's
-    buffers, `survey` measures this machine. Parts that are made `like` other parts
-    share their survey, and on the CPU their sessions, and have buffers of their own.
-
-        parts = Parts(Bundle.open("bundle"), {"threads": 2})
-        parts.target.run([5, 8])
+    `draft_cache` feeds the drafter's graph, `prefix` knows the rows in the target's
+    buffers, `survey` measures this machine. A bundle that is loaded `like` another
+    shares its survey, and on the CPU its sessions, and has buffers of its own.
     """
 
     def __init__(
-        self, bundle: Bundle, options: LoadOptions, like: Parts | None = None
+        self, bundle: Bundle, options: LoadOptions, like: LoadedBundle | None = None
     ) -> None:
         check_load_options(options)
         self.bundle, self.options = bundle, options
@@ -92,9 +90,7 @@ class Parts:
             self.drafter = self._open_drafter()
             self.text = reading.result()
         self.prefix = Prefix(self.target)
-        self.follower: AnyFollower | None = None
-        if self.drafter is not None:
-            self.follower = follower_of(self.drafter, self.leading)
+        self.draft_cache = None if self.drafter is None else self._cache(self.drafter)
         self.learning: Learning | None = (
             like.learning if like is not None else self._open_learning()
         )
@@ -267,8 +263,8 @@ class Parts:
     def forget(self) -> None:
         """Read the next prompt from its beginning."""
         self.prefix.forget()
-        if self.follower is not None:
-            self.follower.forget()
+        if self.draft_cache is not None:
+            self.draft_cache.forget()
 
     def _providers(self) -> tuple[Provider, Provider | None, bool]:
         """The providers of target and drafter, and whether the bundle has a drafter.
@@ -319,6 +315,17 @@ class Parts:
                 )
             drafter.lender = self.target.cache
         return drafter
+
+    def _cache(self, drafter: Graph) -> DraftCache:
+        """The rows in the drafter's buffers, which keep up as its contract says."""
+        contract = drafter.contract
+        if contract.ahead:
+            return AheadCache(drafter)
+        if contract.block or contract.carried_size or not contract.feature_input:
+            return DraftCache(drafter)
+        if contract.guesses:
+            return GuessCache(drafter)
+        return LedCache(drafter, self.leading)
 
     def _open_store(self) -> ResponseStore | None:
         file = self.options.get("store")

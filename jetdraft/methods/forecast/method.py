@@ -6,32 +6,28 @@ verified, 1 + 3 + 6, and each of them carries two forecasts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jetdraft.bundle import Bundle
-from jetdraft.errors import OptionError
+from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.proposers.method import Method
-from jetdraft.runtime.proposers.parts import Parts
-from jetdraft.runtime.proposers.proposer import Proposer
-from jetdraft.runtime.proposers.stream import StreamProposer
+from jetdraft.runtime.proposers.model_proposer import ProbeProposer
+from jetdraft.runtime.proposers.proposer import Proposer, Traits
 from jetdraft.runtime.proposers.tree_options import AUTO, CHAIN, TreeOptions
-from jetdraft.runtime.trees.fixed import Static
 from jetdraft.runtime.trees.shape import Shape
+from jetdraft.runtime.trees.shapes import Static
 
 NAME = "forecast"
 """The method, and the mode of such probes in the manifest."""
 
-BRANCHES = (0, 1, 0, 1, 0, 3, 5, 3, 5)
+BRANCHES, DEPTH = (0, 1, 0, 1, 0, 3, 5, 3, 5), 2
 """The parents of rows 1, 2, ...: three children of the root, and two below each. The
 likeliest come first, so that a shorter draft has them."""
 
 
 @dataclass(frozen=True)
 class ForecastOptions(TreeOptions):
-    """The drafts of forecasts; tree "auto" is the tree of branches 3 and 2.
-
-    ForecastOptions(tree="chain")
-    """
+    """The drafts of forecasts; tree "auto" is the tree of branches 3 and 2."""
 
     @property
     def branched(self) -> bool:
@@ -56,15 +52,13 @@ def _lacks(bundle: Bundle) -> str:
     return "export a checkpoint that jetdraft train forecast wrote"
 
 
-def _make(parts: Parts, options: ForecastOptions) -> Proposer:
-    if reason := _lacks(parts.bundle):
-        raise OptionError(reason, "method")
+def _make(loaded: LoadedBundle, options: ForecastOptions) -> Proposer:
+    contract = loaded.target.contract
     shape = options.shape if options.branched else None
-    proposer = StreamProposer(parts.target, shape, options.kind, False, NAME)
-    if options.tree == AUTO:  # rows at depth 2 are the deepest
-        probes = min(2, proposer.traits.probes)
-        proposer.traits = replace(proposer.traits, probes=probes)
-    return proposer
+    streams = contract.streams
+    most = streams if shape is None else contract.max_width - 1
+    probes = min(DEPTH, streams) if options.tree == AUTO else streams
+    return ProbeProposer(Traits(NAME, most, options.kind, probes=probes), shape)
 
 
 METHOD = Method(

@@ -23,10 +23,6 @@ class LearnedWeights:
     tokens have been evaluated; then the set drafts, and `is_better` compares the two.
     `version` counts the changes: a twin whose graph is of another version takes `graph`
     between two of its generations. Nothing of the target is loaded again.
-
-        weights = LearnedWeights(sets, opener, bundle.drafter)
-        version = weights.look()
-        weights.count(version, accepted=12, evaluated=20)
     """
 
     def __init__(self, sets: WeightSets, opener: Opener, entry: GraphEntry) -> None:

@@ -1,0 +1,18 @@
+"""Drafting with the last three tokens and the features of all rows (2402.15758)."""
+
+from jetdraft.runtime.proposers.drafter_methods import (
+    DraftOptions,
+    drafter_method,
+    drafts,
+)
+
+METHOD = drafter_method(
+    "chimera",
+    "three tokens, and a layer over all of the target's states",
+    "a Chimera drafter",
+    lambda contract, target: contract.recent and not contract.ahead,
+    make=drafts,
+    options=DraftOptions,
+    cost="drafter",
+    alone={},
+)

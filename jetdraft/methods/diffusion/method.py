@@ -1,0 +1,21 @@
+"""Drafting with a small masked diffusion model over the text (SpecDiff, 2408.05636)."""
+
+from jetdraft.runtime.proposers.drafter_methods import (
+    SAMPLES,
+    BlockOptions,
+    blocks,
+    drafter_method,
+)
+
+METHOD = drafter_method(
+    "diffusion",
+    "a small diffusion model that fills a block",
+    "a diffusion drafter",
+    lambda contract, target: (
+        contract.block and not (contract.feature_input or contract.source_slots)
+    ),
+    make=blocks,
+    options=BlockOptions,
+    samples=(*SAMPLES, {"steps": 2}),
+    alone={"confidence": 0.0},
+)

@@ -1,0 +1,22 @@
+"""Drafting with a head of EAGLE (2401.15077) or MTP (2412.19437).
+
+It reads the features of the target's last row and the next token, and hands features of
+its own from one drafted token to the next.
+"""
+
+from jetdraft.runtime.proposers.drafter_methods import (
+    DraftOptions,
+    drafter_method,
+    drafts,
+)
+
+METHOD = drafter_method(
+    "eagle",
+    "a head that reads the target's own states",
+    "a head of EAGLE or MTP",
+    lambda contract, target: contract.carried_size and not contract.recent,
+    make=drafts,
+    options=DraftOptions,
+    cost="drafter",
+    alone={},
+)

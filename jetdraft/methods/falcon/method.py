@@ -1,0 +1,96 @@
+"""Drafting with a head that drafts k tokens in a pass (Falcon, 2412.12639).
+
+A pass over a block of k rows answers for the k tokens behind it, and predicts their
+features. So a chain of n tokens takes n / k passes, and a tree a pass for k levels: its
+rows of a level share a guess with all rows that have the same block before them.
+"""
+
+from __future__ import annotations
+
+from jetdraft.runtime.drafters.ahead_cache import AheadCache, Block
+from jetdraft.runtime.drafters.draft_cache import DraftCache
+from jetdraft.runtime.drafts.distribution import Distribution
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.loaded import LoadedBundle
+from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.proposers.draft_stops import draft_stop
+from jetdraft.runtime.proposers.drafter_methods import (
+    DraftOptions,
+    check_trees,
+    drafter_method,
+)
+from jetdraft.runtime.proposers.model_proposer import ModelProposer, distributions
+from jetdraft.runtime.proposers.proposer import Proposer, Traits
+from jetdraft.runtime.sampling.chooser import Chooser
+from jetdraft.runtime.trees.shape import Shape, Tree
+
+
+class BlockLevels:
+    """Grows a tree; one pass of the drafter gives the distributions of k levels."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+
+    def __call__(
+        self, cache: DraftCache, answer: Answer, tree: Tree, chooser: Chooser
+    ) -> Rows:
+        """Ask for the blocks that the rows of a level complete."""
+        assert isinstance(cache, AheadCache)
+        assert cache.block is not None
+        size, filled = cache.size, 0
+        levels = [distributions(level, chooser)[0] for level in cache.block.levels]
+        # For the root and the last row of each block: what its block guesses.
+        guesses = {0: (cache.block, levels)}
+        answers: dict[int, Distribution] = {0: levels[len(cache.drafted)]}
+        while rows := self.shape.grow(tree, answers):
+            graph = cache.graph
+            room = min(graph.contract.max_width, graph.draft_room(filled))
+            rows = rows[: room // cache.rows]  # each may need a block
+            if not rows:
+                break
+            places: dict[int, tuple[int, int]] = {}
+            ends: dict[int, tuple[Block, list[int]]] = {}
+            for row in rows:
+                path = tree.path(row)
+                drafted = [tree.tokens[above] for above in reversed(path[:-1])]
+                text = [*cache.drafted, *drafted]
+                # The row whose block guesses what follows, or the root.
+                owner = path[min(len(text) % size or size, len(drafted))]
+                places[row] = owner, len(text) % size
+                if not places[row][1]:
+                    ends[row] = guesses[owner][0], text[-size:]
+                    places[row] = row, 0
+            if ends:
+                found = cache.branch_blocks(list(ends.values()), filled)
+                filled += len(ends) * cache.rows
+                for row, block in zip(ends, found, strict=True):
+                    of = [distributions(level, chooser)[0] for level in block.levels]
+                    guesses[row] = block, of
+            answers = {row: guesses[owner][1][n] for row, (owner, n) in places.items()}
+        return self.shape.finish(tree).depth_first()
+
+
+def _make(
+    name: str, loaded: LoadedBundle, cache: DraftCache, options: DraftOptions
+) -> Proposer:
+    assert isinstance(cache, AheadCache)
+    check_trees(cache.graph)
+    widest, ms = cache.graph.contract.max_width - 1, loaded.curve.drafter / cache.size
+    traits = Traits(name, widest, options.kind, ms_per_token=ms)
+    if not options.branched:
+        stop = draft_stop(options.stopping, options.stop_threshold, loaded)
+        return ModelProposer(cache, traits, stop=stop)
+    check_trees(loaded.target)
+    return ModelProposer(cache, traits, BlockLevels(options.shape))
+
+
+METHOD = drafter_method(
+    "falcon",
+    "a head that drafts several tokens in a pass",
+    "a Falcon drafter",
+    lambda contract, target: contract.ahead,
+    make=_make,
+    options=DraftOptions,
+    cost="drafter",
+    alone={},
+)

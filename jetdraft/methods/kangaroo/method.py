@@ -1,0 +1,96 @@
+"""Drafting with the target's own lower layers (Kangaroo, 2404.18911).
+
+The lower half of the target runs a drafted token, an adapter of one attention layer
+makes of its state what the LM head reads, and the head drafts the next token. Both
+exits are early: out of the layers, and out of the draft where the adapter is not sure.
+What the lower half computed is kept for the pass that verifies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.devices.providers import HALVES, cpu_only
+from jetdraft.errors import OptionError
+from jetdraft.graph_entry import GraphEntry
+from jetdraft.ranges import check_ranges
+from jetdraft.runtime.drafters.draft_cache import DraftCache, LedCache
+from jetdraft.runtime.loaded import LoadedBundle
+from jetdraft.runtime.passes.target import Target
+from jetdraft.runtime.proposers.draft_stops import THRESHOLDS, DraftStop, confidence
+from jetdraft.runtime.proposers.drafter_methods import (
+    PROBABILITY,
+    check_trees,
+    drafter_method,
+)
+from jetdraft.runtime.proposers.model_proposer import Levels, ModelProposer
+from jetdraft.runtime.proposers.proposer import Proposer, Traits
+from jetdraft.runtime.proposers.tree_options import TreeOptions
+
+
+@dataclass(frozen=True)
+class ExitOptions(TreeOptions):
+    """The shape of drafts, and where chains end.
+
+    confidence  a chain ends behind a token whose probability at the adapter is below
+                this; the token itself is still verified
+    """
+
+    confidence: float = THRESHOLDS["confidence"]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, {"confidence": PROBABILITY})
+
+
+def _fits(contract: StepContract, target: GraphEntry) -> bool:
+    return (
+        target.halves is not None
+        and contract.feature_input == target.halves.hidden_size
+        and not (contract.carried_size or contract.guesses)
+    )
+
+
+def _make(
+    name: str, loaded: LoadedBundle, cache: DraftCache, options: ExitOptions
+) -> Proposer:
+    if refusal := cpu_only(HALVES, loaded.provider, "choose --provider cpu"):
+        raise OptionError(refusal, "method")
+    entry, curve = loaded.bundle.target, loaded.curve
+    assert entry.halves is not None
+    below = 1.0 - entry.halves.layers / len(entry.contract.kv_shapes)
+    ms = curve.drafter + below * curve.pass_ms(1)
+    widest = cache.graph.contract.max_width - 1
+    traits = Traits(name, widest, options.kind, ms_per_token=ms)
+    if options.branched:
+        check_trees(loaded.target, cache.graph)
+        return ModelProposer(cache, traits, Levels(options.shape))
+    stop = None
+    if options.confidence:
+        stop = DraftStop(confidence, options.confidence, product=False)
+    return ModelProposer(cache, traits, stop=stop)
+
+
+def _target(
+    loaded: LoadedBundle, options: ExitOptions, widths: Sequence[int]
+) -> Target | None:
+    """The target whose lower half runs ahead, where there is an adapter to draft."""
+    if not isinstance(loaded.draft_cache, LedCache) or loaded.provider != "cpu":
+        return None
+    leading = loaded.leading()
+    leading.prepare(widths)
+    return leading
+
+
+METHOD = drafter_method(
+    "kangaroo",
+    "the target's lower layers and an adapter",
+    "a Kangaroo adapter",
+    _fits,
+    make=_make,
+    options=ExitOptions,
+    target=_target,
+    alone={"confidence": 0.0},
+)

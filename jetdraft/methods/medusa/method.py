@@ -1,0 +1,18 @@
+"""Drafting with heads that each guess one token further (Medusa, 2401.10774).
+
+All heads read the features of the target's last row, in one pass without a cache.
+Hydra's (2402.05109) also read the likeliest guesses before their own.
+"""
+
+from jetdraft.runtime.proposers.drafter_methods import drafter_method, guesses
+from jetdraft.runtime.proposers.tree_options import TreeOptions
+
+METHOD = drafter_method(
+    "medusa",
+    "Medusa or Hydra heads on the target's last state",
+    "heads of Medusa or Hydra",
+    lambda contract, target: contract.guesses and not contract.block,
+    make=guesses,
+    options=TreeOptions,
+    alone={},
+)

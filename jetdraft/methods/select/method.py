@@ -1,0 +1,88 @@
+"""Drafting with the target itself over selected KV rows (TokenSelect, 2411.02886).
+
+A draft reads a part of the rows, the pass that verifies reads all. Weights and buffers
+are the target's own. It gains where reading the rows takes longer than the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jetdraft.bundle import Bundle
+from jetdraft.contracts.selection import Reading
+from jetdraft.devices.providers import SELECTION, cpu_only
+from jetdraft.errors import OptionError
+from jetdraft.runtime.drafts.rows import Kind, Rows
+from jetdraft.runtime.loaded import LoadedBundle
+from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.proposers.method import Method, MethodOptions
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
+from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+
+NAME = "select"
+
+
+class SelectProposer(Proposer):
+    """Drafts chains over the target's own buffers, with the target's noise.
+
+    It writes drafted rows past the committed rows, and the pass that verifies a draft
+    overwrites them. So it never lags behind the target.
+    """
+
+    def __init__(self, graph: Graph, ms_per_token: float = 0.0) -> None:
+        self.graph, widest = graph, graph.contract.max_width - 1
+        self.traits = Traits(NAME, widest, Kind.COUPLED, ms_per_token=ms_per_token)
+        self._chooser = Chooser(Sampling())
+
+    @property
+    def session_seconds(self) -> float:
+        """The seconds inside `session.run` of its passes."""
+        return self.graph.seconds
+
+    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
+        """Forget which rows were selected."""
+        self.graph.prepare(exact=False, reading=Reading.SELECTED)
+        self._chooser = chooser
+
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
+        """Draft token by token, over the rows that the target has committed."""
+        cache, tokens = self.graph.cache, [context[-1]]
+        committed = cache.length
+        try:
+            answer = self._run(context[committed:])
+            while True:
+                position = len(context) + len(tokens) - 1
+                tokens.append(self._chooser.choose(answer, [position])[0])
+                if len(tokens) > budget or not cache.room:
+                    break
+                answer = self._run(tokens[-1:])
+        finally:
+            cache.rewind(committed)
+        return Rows.chain(tokens, self.traits.kind)
+
+    def _run(self, tokens: Sequence[int]) -> Answer:
+        answer = self.graph.run(tokens, last_only=True)
+        self.graph.cache.advance(len(tokens))
+        return answer
+
+
+def _lacks(bundle: Bundle) -> str:
+    return "" if bundle.target.selection else "export with --select-kv"
+
+
+def _make(loaded: LoadedBundle, options: MethodOptions) -> Proposer:
+    if refusal := cpu_only(SELECTION, loaded.provider, "choose --provider cpu"):
+        raise OptionError(refusal, "method")
+    return SelectProposer(loaded.target.beside(), loaded.curve.pass_ms(1))
+
+
+METHOD = Method(
+    NAME,
+    "the target itself, which reads selected KV rows only",
+    _make,
+    lacks=_lacks,
+    fills_target=True,
+    # The curve is measured over few rows, where a draft costs as much as a plain pass.
+    in_auto=lambda options: False,
+)

@@ -1,0 +1,402 @@
+"""The rows in a drafter's buffers, kept in step with a sequence that goes other ways.
+
+Drafters differ in three things, which their contract says:
+
+    shift   row t reads token t + `shift`: a drafter reads the token itself, a head the
+            features of the target's row t and the token behind them
+    window  how many tokens before its own a row reads
+    carry   what a drafted row reads in place of features, which the target has not
+            computed yet: what the row before it carries
+
+A drafter's rows of drafted tokens stay until a sequence differs from them. Rows of a
+head are drafted from what the head carries, so they leave when the target has spoken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from jetdraft.contracts.constants import WIDEST
+from jetdraft.runtime.drafts.arrays import Float32s, Int64s
+from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.prefix import common_length
+from jetdraft.runtime.passes.split.halves import Placed
+from jetdraft.runtime.passes.split.leading_half import LeadingHalf
+
+
+class DraftCache:
+    """Keeps a graph in step with the sequence, for all proposers that draft with it.
+
+    `tokens` are those whose rows are in the graph's buffers, `seen` those whose
+    features were observed.
+
+        cache = DraftCache(graph)
+        cache.observe(0, [5, 8, 9], answer.features)    # float [3, w]; a head needs it
+        answer = cache.follow([5, 8, 9, 3])    # for what comes after 3
+        answer = cache.step(7)    # for what comes after a drafted 7
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        contract = graph.contract
+        self.graph = graph
+        self.reads, self.carry = contract.feature_input > 0, contract.carried_size > 0
+        self.shift, self.window = int(self.reads), contract.recent
+        self.tokens: list[int] = []
+        self.seen: list[int] = []
+        self._features: list[Float32s] = []
+        """The features [w] of each token that is seen and has no row yet."""
+        self._passes = -1
+        """The graph's passes when its rows were those of `tokens`."""
+        self._last: Float32s | None = None
+        """What the last row carries, or of a block what it has read, [1, w]."""
+        self._before: Sequence[int] = ()
+        """The window of the next drafted row."""
+        self._branches: dict[int, tuple[Float32s, Sequence[int]]] = {}
+        """By slot, what a row of a tree carries, and the window behind it."""
+        self._ahead: Sequence[int] = ()
+        """The tokens of a block that the target has not run yet."""
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a new sequence; the rows that the last sequence shares stay."""
+        seen = common_length(self.seen, prompt)
+        own = self.graph.passes == self._passes  # else somebody else has run the graph
+        fed = common_length(self.tokens, prompt[self.shift :]) if own else 0
+        if self.shift:  # the first answer is that of a row, so one row is left to feed
+            fed = max(0, min(fed, seen, len(prompt) - 2))
+        self._cut(fed, seen)
+
+    def keep(self, kept: int) -> int:
+        """How many of the first `kept` tokens need not be observed again."""
+        return min(kept, len(self.seen)) if self.reads else kept
+
+    def waiting(self, tokens: Sequence[int]) -> Float32s | None:
+        """The features [1, w] of the last of these tokens, if only its row is missing.
+
+        None if no features wait for a row, or they are not known.
+        """
+        is_next = self.shift and len(self.tokens) == len(tokens) - 1
+        return np.stack(self._features[:1]) if is_next and self._features else None
+
+    def restore(self, tokens: Sequence[int], waiting: Float32s | None = None) -> None:
+        """Adopt rows of these tokens, which a file has put into the buffers.
+
+        The last of a head's rows has no token yet, and `waiting` features at most.
+        """
+        self.tokens = list(tokens[self.shift :])
+        self.graph.cache.rewind(len(self.tokens))
+        self._passes = self.graph.passes
+        self._features = [] if waiting is None else list(waiting)
+        self.seen = list(tokens[: len(self.tokens) + len(self._features)])
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        self._cut(0, 0)
+
+    def observe(
+        self, first: int, tokens: Sequence[int], features: Float32s | None
+    ) -> None:
+        """Take the features of tokens, which replace all from position `first` on.
+
+        They wait until the drafter drafts, which may be never.
+        """
+        if not self.reads or features is None or first > len(self.seen):
+            return  # what it missed is read again with the next prompt
+        self._cut(self._agreed(first, tokens), first)
+        self.seen += tokens
+        self._features += list(features[max(len(self.tokens) - first, 0) :])
+
+    def catch_up(self, context: Sequence[int]) -> None:
+        """Feed most of what is missing, if it is much."""
+        self._agree(context)
+        while (missing := self._missing(context)) > WIDEST:
+            self._feed(context, min(missing - 1, self.graph.contract.max_width))
+
+    def follow(self, context: Sequence[int]) -> Answer | None:
+        """The answer after `context`; None without the features for it.
+
+        A graph that guesses several tokens answers for each of them.
+        """
+        self._agree(context)
+        answer, widest = None, self.graph.contract.max_width
+        while (missing := self._missing(context)) > 0:
+            answer = self._feed(context, min(missing, widest))
+        return self._after(context, answer) if self.shift else answer
+
+    def _after(self, context: Sequence[int], answer: Answer | None) -> Answer | None:
+        """The answer after tokens that the target has not run yet.
+
+        They are fed like drafted tokens, or begin the block.
+        """
+        known = len(self.seen) + 1
+        if not self.graph.contract.block:
+            self._branches.clear()
+            self._before = self._window_at(context, known)
+            for token in context[known:] if answer is not None else ():
+                answer = self.step(token)
+            return answer
+        self._ahead = context[known:]
+        if answer is None or not self._ahead:
+            return answer
+        return self.refine(()) if len(self._ahead) < self.graph.contract.block else None
+
+    def step(self, token: int) -> Answer | None:
+        """The answer for a drafted token; None at the end of the buffers."""
+        if self.carry:
+            recent = np.array([self._before], np.int64) if self.window else None
+            answer = self.graph.run([token], features=self._last, recent=recent)
+            assert answer.carried is not None
+            self._last = answer.carried[-1:].copy()
+            self._before = (*self._before, token)[1:]
+        else:
+            answer = self.graph.run([token])
+            self.tokens.append(token)
+        self.graph.cache.advance(1)
+        self._passes = self.graph.passes
+        return answer
+
+    def branch(
+        self,
+        tokens: Sequence[int],
+        depths: Sequence[int],
+        ancestors: Sequence[Sequence[int]],
+        filled: int,
+    ) -> Answer:
+        """The answers for rows of a tree; see `Graph.run_branches`."""
+        features = recent = None
+        if self.carry:
+            assert self._last is not None
+            root = self._last[0], self._before
+            above = [self._branches[a[-1]] if a else root for a in ancestors]
+            features = np.stack([carried for carried, _ in above])
+            if self.window:
+                recent = np.array([window for _, window in above], np.int64)
+        answer = self.graph.run_branches(
+            tokens, depths, ancestors, filled, features=features, recent=recent
+        )
+        self._passes = self.graph.passes
+        if self.carry:
+            assert answer.carried is not None
+            rows = zip(answer.carried.copy(), above, tokens, strict=True)
+            behind = ((row, (*window, token)[1:]) for row, (_, window), token in rows)
+            self._branches.update(enumerate(behind, filled))
+        return answer
+
+    def refine(self, known: Sequence[int]) -> Answer:
+        """The guesses after the first tokens of a block, which are `known` now.
+
+        It runs the last row that was followed again, with its block.
+        """
+        block = [*self._ahead, *known]
+        self.graph.cache.rewind(len(self.tokens) - 1)
+        answer = self.graph.run(self.tokens[-1:], features=self._last, block=block)
+        self.graph.cache.advance(1)
+        self._passes = self.graph.passes
+        return answer.rows(slice(len(block), None))
+
+    def review(self, context: Sequence[int], guess: Sequence[int]) -> Answer:
+        """The answers for the last row of `context` and for each row of a guess below.
+
+        The rows of the guess stay in the cache until a context differs from them.
+        """
+        self._agree(context)
+        # A prompt is read without the logits of all its rows.
+        widest = min(WIDEST, self.graph.contract.max_width)
+        if len(context) + len(guess) - len(self.tokens) > widest:
+            self.follow(context[:-1])
+        rest = context[len(self.tokens) :]
+        answer = self.graph.run([*rest, *guess])
+        self._add([*rest, *guess])
+        return answer.rows(slice(len(rest) - 1, None))
+
+    def _missing(self, context: Sequence[int]) -> int:
+        """How many rows of a context can be fed now."""
+        missing = len(context) - self.shift - len(self.tokens)
+        return min(missing, len(self._features)) if self.reads else missing
+
+    def _feed(self, context: Sequence[int], count: int) -> Answer:
+        """Run the next rows of a context; the answer for the last of them."""
+        first = len(self.tokens) + self.shift
+        tokens, features, recent = context[first : first + count], None, None
+        if self.reads:
+            features = np.stack(self._features[:count])
+            del self._features[:count]
+            recent = self._windows(context, first, count)
+        answer = self.graph.run(tokens, True, features=features, recent=recent)
+        self._add(tokens)
+        if self.carry:
+            assert answer.carried is not None
+            self._last = answer.carried[-1:].copy()
+        elif features is not None:
+            self._last = features[-1:]
+        return answer
+
+    def _add(self, tokens: Sequence[int]) -> None:
+        """Keep the rows of the last pass, which are of these tokens."""
+        self.graph.cache.advance(len(tokens))
+        self.tokens += tokens
+        self._passes = self.graph.passes
+
+    def _window_at(self, text: Sequence[int], end: int) -> Sequence[int]:
+        """The window behind the first `end` tokens; token 0 stands before a text."""
+        last = text[max(end - self.window, 0) : end]
+        return (*[0] * (self.window - len(last)), *last)
+
+    def _windows(self, text: Sequence[int], first: int, count: int) -> Int64s | None:
+        """The windows of tokens from `first` on, int64 [count, window]."""
+        if not self.window:
+            return None
+        before = self._window_at(text, first)
+        behind = text[first : first + count - 1]
+        return sliding_window_view(np.array([*before, *behind]), self.window)
+
+    def _agree(self, context: Sequence[int]) -> None:
+        """Drop the rows that differ from a context, and the last row of the context.
+
+        Only tokens of the last two passes can differ, so no others are compared. Rows
+        with features of the target are those of `seen`, and need no comparison.
+        """
+        end = len(self.tokens)
+        if not self.shift:
+            end = min(end, len(context) - 1)
+            start = max(0, end - 2 * self.graph.contract.max_width)
+            for index, token in enumerate(context[start:end], start):
+                if self.tokens[index] != token:
+                    end = index
+                    break
+        self._rewind(end)
+
+    def _agreed(self, first: int, tokens: Sequence[int]) -> int:
+        """How many rows stay where these tokens replace those from `first` on."""
+        return first
+
+    def _cut(self, fed: int, seen: int) -> None:
+        """Keep at most `fed` rows in the buffers and `seen` tokens.
+
+        The features of the rows that were fed are gone.
+        """
+        if fed < len(self.tokens):
+            seen, self._features = min(seen, fed), []
+        self._rewind(fed)
+        del self.seen[seen:]
+        del self._features[max(len(self.seen) - len(self.tokens), 0) :]
+
+    def _rewind(self, count: int) -> None:
+        """Keep at most `count` rows, and no rows of drafted tokens behind them."""
+        del self.tokens[count:]
+        self.graph.cache.rewind(len(self.tokens))
+
+
+class GuessCache(DraftCache):
+    """Keeps the features of the last row that the target has run, and has no buffers.
+
+    Guess i of an answer is for the token 1 + i places after the context.
+    """
+
+    _length = 0
+    """The tokens up to that row; 0 if it is not known."""
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a new sequence."""
+        self._length = 0
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        self._length = 0
+
+    def restore(self, tokens: Sequence[int], waiting: Float32s | None = None) -> None:
+        """Forget the row: a file does not hold its features."""
+        self._length = 0
+
+    def waiting(self, tokens: Sequence[int]) -> Float32s | None:
+        """No features: every sequence begins without them."""
+        return None
+
+    def keep(self, kept: int) -> int:
+        """No row needs to be observed again."""
+        return kept
+
+    def observe(
+        self, first: int, tokens: Sequence[int], features: Float32s | None
+    ) -> None:
+        """Take the features of the last of some tokens."""
+        if features is not None:
+            self._length, self._last = first + len(tokens), features[-1:].copy()
+
+    def catch_up(self, context: Sequence[int]) -> None:
+        """Nothing is ever missing but the last row."""
+
+    def follow(self, context: Sequence[int]) -> Answer | None:
+        """The guesses after `context`; None unless all but its last token were seen."""
+        if not self._length or self._length + 1 != len(context):
+            return None
+        return self.graph.run(context[-1:], features=self._last)
+
+
+class LedCache(DraftCache):
+    """Keeps an adapter in step with the states that leave its target's lower half.
+
+    Row t reads the state of row t. Rows that the target has run come with their states;
+    for tokens after them the lower half, which `leading` opens on demand, runs ahead.
+    So a drafted row has the state that the target itself goes on with, and stays if its
+    token was right.
+    """
+
+    def __init__(self, graph: Graph, leading: Callable[[], LeadingHalf]) -> None:
+        super().__init__(graph)
+        self.shift, self._leading = 0, leading
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a new sequence; rows that were led count as seen."""
+        super().begin(prompt)
+        if len(self.seen) < len(self.tokens):
+            self.seen = list(self.tokens)
+
+    def follow(self, context: Sequence[int]) -> Answer | None:
+        """The answer for the last row of `context`; None if rows before it are missing.
+
+        The lower half runs the tokens that the target has not run yet.
+        """
+        answer = super().follow(context)
+        if len(self.tokens) == len(context):
+            return answer
+        if len(self.tokens) < self._leading().cache.length:
+            return None
+        return self._lead(context)
+
+    def step(self, token: int) -> Answer | None:
+        """The answer for a drafted token; None at the end of the buffers."""
+        return self._lead([*self.tokens, token])
+
+    def branch(
+        self,
+        tokens: Sequence[int],
+        depths: Sequence[int],
+        ancestors: Sequence[Sequence[int]],
+        filled: int,
+    ) -> Answer:
+        """The answers for rows of a tree; see `Graph.run_branches`."""
+        states = self._leading().branch(Placed(tokens, depths, ancestors, filled))
+        answer = self.graph.run_branches(
+            tokens, depths, ancestors, filled, features=states
+        )
+        self._passes = self.graph.passes
+        return answer
+
+    def _lead(self, text: Sequence[int]) -> Answer | None:
+        """Run the rows of a text that were not fed; answers for the last of them."""
+        states = self._leading().lead(text)
+        if states is None:
+            return None
+        tokens = text[len(self.tokens) :]
+        states = states[len(states) - len(tokens) :]
+        answer = self.graph.run(tokens, True, features=states)
+        self._add(tokens)
+        return answer
+
+    def _agreed(self, first: int, tokens: Sequence[int]) -> int:
+        """Rows that were led stay as far as their tokens are the target's."""
+        return first + common_length(self.tokens[first:], tokens)

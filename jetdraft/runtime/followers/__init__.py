@@ -1,1 +1,0 @@
-"""The graphs of drafters, kept in step with the sequence."""

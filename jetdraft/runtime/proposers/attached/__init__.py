@@ -1,1 +1,0 @@
-"""Methods whose drafter is attached to a part of the target."""

@@ -1,0 +1,211 @@
+"""Methods that draft with a bundle's drafter: a record each, made of a few facts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jetdraft.bundle import Bundle
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.errors import DraftingError, OptionError
+from jetdraft.graph_entry import GraphEntry
+from jetdraft.ranges import Range, check_ranges
+from jetdraft.runtime.drafters.draft_cache import DraftCache
+from jetdraft.runtime.loaded import LoadedBundle
+from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.target import Target
+from jetdraft.runtime.proposers.draft_stops import (
+    THRESHOLDS,
+    DraftStop,
+    confidence,
+    draft_stop,
+)
+from jetdraft.runtime.proposers.method import Cost, Method, OptionsT, check_choice
+from jetdraft.runtime.proposers.model_proposer import (
+    Grow,
+    Guesses,
+    Levels,
+    ModelProposer,
+    Shared,
+)
+from jetdraft.runtime.proposers.proposer import Proposer, Traits
+from jetdraft.runtime.proposers.tree_options import TreeOptions
+
+SAMPLES = ({"tree": "best"}, {"tree": "heap"}, {"tree": "comb"})
+"""Options that `jetdraft check` tries beside the defaults."""
+
+PROBABILITY = Range(lambda p: 0.0 <= p <= 1.0, "0 (off) to 1")
+
+Make = Callable[[str, LoadedBundle, DraftCache, OptionsT], Proposer]
+"""Makes the proposer of a method of that name, which drafts with that cache."""
+
+Fits = Callable[[StepContract, GraphEntry], object]
+"""Whether a method drafts with a drafter of this contract for that target."""
+
+
+@dataclass(frozen=True)
+class DraftOptions(TreeOptions):
+    """The shape of a drafter's drafts, and the rule that ends its chains early.
+
+    stopping        "confidence", "product" or "learned", see `THRESHOLDS`
+    stop_threshold  the probability that the rule compares with
+    """
+
+    stopping: str | None = None
+    stop_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        threshold = self.stop_threshold
+        if self.stopping is None:
+            if threshold is not None:
+                raise DraftingError(
+                    "stop_threshold needs a stopping rule; give stopping too"
+                )
+            return
+        check_choice("stopping", self.stopping, THRESHOLDS)
+        if self.branched:
+            raise DraftingError(
+                f"stopping {self.stopping!r} ends chains, not trees; leave it out"
+            )
+        if threshold is not None and not 0.0 <= threshold <= 1.0:
+            raise DraftingError(
+                f"stop threshold {threshold} is out of range; give 0 to 1"
+            )
+
+
+@dataclass(frozen=True)
+class BlockOptions(TreeOptions):
+    """How a block is filled, and how much of it is verified.
+
+    steps       2: the second half of a chain is guessed again when the first is known
+    confidence  a chain ends behind the token at which the product of the drafter's
+                highest probabilities falls below this
+    """
+
+    steps: int = 1
+    confidence: float = THRESHOLDS["product"]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        steps = Range(lambda n: n in (1, 2), "1 or 2", integer=True)
+        check_ranges(self, {"steps": steps, "confidence": PROBABILITY})
+        if self.steps > 1 and self.branched:
+            raise DraftingError(
+                "a second pass needs the tokens of the first half, and a tree has "
+                "several; leave the tree out"
+            )
+
+    @property
+    def may_branch(self) -> bool:
+        """Whether a controller may ask for trees."""
+        return self.steps == 1 and super().may_branch
+
+
+def drafts(
+    name: str, loaded: LoadedBundle, cache: DraftCache, options: DraftOptions
+) -> Proposer:
+    """Drafts token by token, or tree level by tree level."""
+    widest, ms = cache.graph.contract.max_width - 1, loaded.curve.drafter
+    traits = Traits(name, widest, options.kind, ms_per_token=ms)
+    if options.branched:
+        check_trees(loaded.target, cache.graph)
+        return ModelProposer(cache, traits, Levels(options.shape))
+    stop = draft_stop(options.stopping, options.stop_threshold, loaded)
+    return ModelProposer(cache, traits, stop=stop)
+
+
+def guesses(
+    name: str,
+    loaded: LoadedBundle,
+    cache: DraftCache,
+    options: TreeOptions,
+    chain: Grow | None = None,
+) -> Proposer:
+    """Drafts the several tokens that one answer guesses: a `chain`, or a tree."""
+    contract, count = loaded.target.contract, cache.graph.contract.guesses
+    if options.branched:
+        check_trees(loaded.target)
+    branches = options.may_branch and contract.tree and not options.branched
+    traits = Traits(
+        name,
+        contract.max_width - 1 if options.branched or branches else count,
+        options.kind,
+        ms_per_token=loaded.curve.drafter / count,
+        branches=branches,
+    )
+    grow = Shared(options.shape) if options.branched else chain or Guesses()
+    return ModelProposer(cache, traits, grow)
+
+
+def blocks(
+    name: str, loaded: LoadedBundle, cache: DraftCache, options: BlockOptions
+) -> Proposer:
+    """Drafts the sure beginning of a block, or a tree of its guesses."""
+    chain = Guesses(DraftStop(confidence, options.confidence), options.steps)
+    return guesses(name, loaded, cache, options, chain)
+
+
+def drafter_method(
+    name: str,
+    summary: str,
+    needs: str,
+    fits: Fits,
+    *,
+    make: Make[OptionsT],
+    options: type[OptionsT],
+    flag: str = "--head",
+    in_auto: bool = True,
+    trees: bool = True,
+    cost: Cost | None = None,
+    target: Callable[[LoadedBundle, OptionsT, Sequence[int]], Target | None]
+    | None = None,
+    samples: tuple[Mapping[str, object], ...] = SAMPLES,
+    alone: Mapping[str, object] | None = None,
+    module: tuple[str, ...] = (),
+    task: str = "",
+) -> Method[OptionsT]:
+    """The record of a method that `needs` a drafter which `fits`.
+
+    An export adds the drafter with `flag`. See `Method` for the other fields.
+    """
+
+    def lacks(bundle: Bundle) -> str:
+        entry = bundle.drafter
+        if entry is not None and fits(entry.contract, bundle.target):
+            return ""
+        return f"export with {flag}" + (f", and {needs}" if flag == "--head" else "")
+
+    def checked(loaded: LoadedBundle, options: OptionsT) -> Proposer:
+        if loaded.draft_cache is None or lacks(loaded.bundle):
+            raise OptionError(
+                f"{name} needs {needs}; export with {flag}, and do not pass "
+                "--drafter-provider off",
+                "method",
+            )
+        return make(name, loaded, loaded.draft_cache, options)
+
+    return Method(
+        name,
+        summary,
+        checked,
+        options,
+        lacks=lacks,
+        in_auto=lambda options: in_auto,
+        trees=trees,
+        cost=cost,
+        target=target,
+        samples=samples,
+        alone=alone,
+        module=module,
+        task=task,
+    )
+
+
+def check_trees(*graphs: Graph) -> None:
+    """Raise `OptionError` unless all of these graphs can branch."""
+    if not all(graph.contract.tree for graph in graphs):
+        raise DraftingError(
+            "the bundle verifies chains only, since one of its models attends in "
+            "sliding windows; leave the tree out"
+        )

@@ -1,1 +1,0 @@
-"""Drafts from guesses of several tokens at once."""

@@ -1,0 +1,248 @@
+"""Drafting with a graph: token by token, level by level, or what it guesses at once.
+
+A draft begins with the graph's answer after the context. A chain takes a pass for each
+further token. A `Grow` makes another draft of the answer: a tree, for which the graph
+is asked about the rows of each level (`Levels`), or a draft of the several tokens that
+the answer guesses (`Guesses`, `Shared`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from jetdraft.runtime.drafters.draft_cache import DraftCache
+from jetdraft.runtime.drafts.distribution import Distribution
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.proposers.draft_stops import DraftStop
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits
+from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+from jetdraft.runtime.trees.shape import Shape, Tree
+from jetdraft.runtime.trees.shapes import Static
+
+
+class Grow(Protocol):
+    """Makes a draft of a graph's answer after the root of a tree."""
+
+    def __call__(
+        self, cache: DraftCache, answer: Answer, tree: Tree, chooser: Chooser
+    ) -> Rows:
+        """The draft below the root of `tree`, which has no other row yet."""
+        ...
+
+
+class ModelProposer(Proposer):
+    """Drafts with the graph that a `cache` keeps in step with the sequence.
+
+    Without `grow` drafts are chains, which choose with the target's noise and end where
+    the rule `stop` doubts them. Proposers that share a graph share its cache.
+
+        ModelProposer(DraftCache(graph), Traits("draft", 15)).propose([5, 8, 9], 3)
+    """
+
+    def __init__(
+        self,
+        cache: DraftCache,
+        traits: Traits,
+        grow: Grow | None = None,
+        stop: DraftStop | None = None,
+    ) -> None:
+        self.cache, self.traits, self.grow, self.stop = cache, traits, grow, stop
+        self.chooser = Chooser(Sampling())
+
+    @property
+    def session_seconds(self) -> float:
+        """The seconds inside the graph's `session.run`."""
+        return self.cache.graph.seconds
+
+    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
+        """Forget the last sequence, except for the beginning that the prompt shares."""
+        self.cache.begin(prompt)
+        self.chooser = chooser
+
+    def keep(self, kept: int) -> int:
+        """As the cache says."""
+        return self.cache.keep(kept)
+
+    def observe(self, seen: Seen) -> None:
+        """Show the cache the accepted rows, whoever proposed them."""
+        path, features = seen.path, seen.answer.features
+        if features is None:
+            return
+        tokens, end = seen.rows.tokens, len(path)
+        if path[-1] == end - 1:  # the rows of a chain lie side by side
+            tokens, rows = tokens[:end], features[:end].copy()
+        else:
+            tokens, rows = [tokens[row] for row in path], features[list(path)]
+        self.cache.observe(seen.length - 1 - end, tokens, rows)
+
+    def catch_up(self, context: Tokens) -> None:
+        """Feed most of what the graph has missed."""
+        self.cache.catch_up(context)
+
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
+        """Catch up with the context, then draft."""
+        tokens, kind, stop = [context[-1]], self.traits.kind, self.stop
+        answer = self.cache.follow(context)
+        grow = self.grow
+        if parents is not None:
+            grow = Shared(Static(parents))
+        if answer is not None and grow is not None:
+            tree = Tree(kind, self.chooser.sampling, len(context), budget, tokens)
+            return grow(self.cache, answer, tree, self.chooser)
+        if stop is not None:
+            stop.begin()
+        while answer is not None:
+            position = len(context) + len(tokens) - 1
+            tokens.append(self.chooser.choose(answer, [position])[0])
+            if len(tokens) > budget or (stop is not None and stop.stop(answer)):
+                break
+            answer = self.cache.step(tokens[-1])
+        return Rows.chain(tokens, kind)
+
+
+class Levels:
+    """Grows a tree of a shape; the graph answers for the rows of a level in a pass.
+
+    Its rows of a tree are never committed in the graph's buffers: the accepted tokens
+    are fed again with the next context, in one pass.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+
+    def __call__(
+        self, cache: DraftCache, answer: Answer, tree: Tree, chooser: Chooser
+    ) -> Rows:
+        """Ask about level after level."""
+        widest = cache.graph.contract.max_width
+        slots: dict[
+            int, int
+        ] = {}  # of each row in the graph's buffers, past the cursor
+        answers = {0: chooser.draft_distribution(answer)}
+        while rows := self.shape.grow(tree, answers):
+            # A wide level is cut, and a full buffer or mask ends the draft.
+            filled = len(slots)
+            rows = rows[: min(widest, cache.graph.draft_room(filled))]
+            if not rows:
+                break
+            # From the root's child to the row's parent, the last, as `Rows.ancestors`.
+            above = [[slots[r] for r in tree.path(row)[-2:0:-1]] for row in rows]
+            tokens = [tree.tokens[row] for row in rows]
+            depths = [tree.depths[row] - 1 for row in rows]
+            answer = cache.branch(tokens, depths, above, filled)
+            slots.update(zip(rows, range(filled, filled + len(rows)), strict=True))
+            answers = dict(zip(rows, distributions(answer, chooser), strict=True))
+        return self.shape.finish(tree).depth_first()
+
+
+class Guesses:
+    """Takes a chain of the tokens that an answer guesses.
+
+    It ends behind the token that `stop` doubts. With 2 `steps` the second half of a
+    block is guessed again when the first half is known.
+    """
+
+    def __init__(self, stop: DraftStop | None = None, steps: int = 1) -> None:
+        self.stop, self.steps = stop, steps
+
+    def __call__(
+        self, cache: DraftCache, answer: Answer, tree: Tree, chooser: Chooser
+    ) -> Rows:
+        """The guessed tokens, up to the first doubt."""
+        count, place = min(tree.budget, len(answer.candidates)), tree.position
+        half = count if self.steps == 1 else (count + 1) // 2
+        if self.stop is not None:
+            self.stop.begin()
+        tokens, is_sure = self._sure(answer.first(half), place, chooser)
+        if half < count and is_sure:
+            rest = cache.refine(tokens).first(count - half)
+            tokens += self._sure(rest, place + half, chooser)[0]
+        return Rows.chain([*tree.tokens, *tokens], tree.kind)
+
+    def _sure(
+        self, guesses: Answer, place: int, chooser: Chooser
+    ) -> tuple[list[int], bool]:
+        """The chosen tokens up to the first doubt, and whether there is no doubt."""
+        count, stop = len(guesses.candidates), self.stop
+        tokens = chooser.choose(guesses, range(place, place + count))
+        if stop is not None:
+            for row in range(count):
+                if stop.stop(guesses.rows(slice(row, row + 1))):
+                    return tokens[: row + 1], False
+        return tokens, True
+
+
+class Shared:
+    """Grows a tree of guesses: all rows of a depth draw from the same guess."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+
+    def __call__(
+        self, cache: DraftCache | None, answer: Answer, tree: Tree, chooser: Chooser
+    ) -> Rows:
+        """Grow the tree as deep as there are guesses."""
+        levels, rows = distributions(answer, chooser), [0]
+        while rows:
+            deep = ((row, tree.depths[row]) for row in rows)
+            answers = {row: levels[depth] for row, depth in deep if depth < len(levels)}
+            rows = self.shape.grow(tree, answers) if answers else []
+        return self.shape.finish(tree).depth_first()
+
+
+class ProbeProposer(Proposer):
+    """Drafts what the probes of the target's last accepted row guessed, at no cost.
+
+    The last token of the context is the choice of that row; probe j guesses the token j
+    places after it. Without a `shape` drafts are chains, or trees if a controller asks
+    a proposer that `branches`.
+    """
+
+    def __init__(self, traits: Traits, shape: Shape | None = None) -> None:
+        self.traits, self.shape = traits, shape
+        self.chooser = Chooser(Sampling())
+        self._ready: tuple[int, Answer] | None = None
+
+    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
+        """Forget the last sequence."""
+        self.chooser, self._ready = chooser, None
+
+    def observe(self, seen: Seen) -> None:
+        """Keep the answer of the probes of the last accepted row."""
+        probes = seen.answer.probes.get(seen.path[-1])
+        self._ready = None if probes is None else (seen.length, probes)
+
+    def guesses(self, context: Tokens) -> Answer | None:
+        """What the probes of the last pass guessed, if it had probes."""
+        if self._ready is None or self._ready[0] != len(context):
+            return None
+        return self._ready[1]
+
+    def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
+        """The tokens that were guessed, below the context's last token."""
+        answer, root = self.guesses(context), context[-1]
+        if answer is None:
+            return Rows.chain([root], self.traits.kind)
+        shape = self.shape if parents is None else Static(parents)
+        if shape is not None:
+            return self.grown(shape, answer, context, budget)
+        count, place = min(budget, len(answer.candidates)), len(context)
+        places = range(place, place + count)
+        tokens = self.chooser.choose(answer.first(count), places)
+        return Rows.chain([root, *tokens], self.traits.kind)
+
+    def grown(self, shape: Shape, answer: Answer, context: Tokens, budget: int) -> Rows:
+        """A tree of a shape, whose rows of a depth draw from the same guess."""
+        kind, sampling = self.traits.kind, self.chooser.sampling
+        tree = Tree(kind, sampling, len(context), budget, [context[-1]])
+        return Shared(shape)(None, answer, tree, self.chooser)
+
+
+def distributions(answer: Answer, chooser: Chooser) -> list[Distribution]:
+    """The distribution of each row of an answer, which a pass may overwrite then."""
+    return [
+        chooser.draft_distribution(answer.rows(slice(row, row + 1)))
+        for row in range(len(answer.candidates))
+    ]
