@@ -8,6 +8,7 @@ import time
 import pytest
 
 from jetdraft.runtime.passes.graph import Graph
+from tests.runtime.method_bundles import MethodBundles
 
 TARGET_SECONDS = 2e-3
 DRAFTER_SECONDS = 2e-4
@@ -50,3 +51,9 @@ def own(bundle, tmp_path):
     """A copy of the bundle that nobody has measured."""
     left_out = shutil.ignore_patterns("profiles")
     return shutil.copytree(bundle, tmp_path / "own", ignore=left_out)
+
+
+@pytest.fixture(scope="session")
+def method_bundles(tmp_path_factory):
+    """A bundle for each method, made when it is asked for."""
+    return MethodBundles(tmp_path_factory.mktemp("methods"))

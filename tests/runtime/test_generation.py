@@ -1,11 +1,18 @@
 """Whatever is proposed, the text is that of plain decoding."""
 
+import ast
+import inspect
+import sys
+import textwrap
+
 import numpy as np
 import pytest
 
 from jetdraft.methods import Proposer, Rows, Traits
+from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.measured.rates import Acceptance
+from jetdraft.runtime.passes.binding import Bound
 from jetdraft.runtime.sampling.chooser import Sampling
 from tests.runtime import fake_method
 
@@ -169,3 +176,41 @@ def test_adaptive_control_does_not_change_the_text(model, plain, monkeypatch):
     ids, stats = generate(model, SAMPLINGS[3], proposer, length=None)
     assert ids == plain[SAMPLINGS[3]]
     assert len(stats.rounds_by_choice) > 1
+
+
+def test_a_round_is_one_function_of_a_screen():
+    """Propose, verify and commit, in this order, in at most 60 lines."""
+    source = textwrap.dedent(inspect.getsource(Generation._round))
+    assert len(source.splitlines()) <= 60
+    calls = [
+        node.func.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    steps = ["offer", "verify", "choose", "walk", "commit"]
+    assert sorted(set(calls) & set(steps)) == sorted(steps)
+
+
+def test_at_most_eight_frames_from_a_round_to_onnxruntime(model, monkeypatch):
+    """For a drafter and for the target, from the round to the session's run."""
+    depths, run = {}, Bound.run
+
+    def counted(bound, *arguments):
+        names, frame = [], sys._getframe(1)
+        while frame is not None and frame.f_code is not Generation._round.__code__:
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        if frame is not None:
+            # `names`, the round itself, and `Bound.run`, which calls onnxruntime.
+            drafts = "propose" in names
+            depths[drafts] = max(depths.get(drafts, 0), 2 + len(names))
+        return run(bound, *arguments)
+
+    monkeypatch.setattr(Bound, "run", counted)
+    model.forget()
+    model.generate(
+        token_ids=PROMPT, method="draft", num_draft_tokens=4, max_new_tokens=20,
+        ignore_eos=True,
+    )  # fmt: skip
+    assert set(depths) == {True, False}
+    assert max(depths.values()) <= 8

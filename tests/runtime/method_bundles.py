@@ -1,0 +1,127 @@
+"""A small bundle for each method of jetdraft, with a drafter that need not be good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.testing import toy_bundle
+from tests.fuzz.other_bundles import streamed_bundle
+from tests.toy_graphs import (
+    COMMON,
+    GUESSES,
+    IDS,
+    SIZE,
+    WIDTH,
+    toy_block,
+    toy_eagle,
+    write_toy,
+)
+
+GLIDE = StepContract(**COMMON, reads=((0, 1, SIZE),))
+CHIMERA = StepContract(
+    **COMMON, feature_input=WIDTH, carried_size=WIDTH, recent=2, draft_vocab=len(IDS)
+)
+
+
+def _toy(folder: Path, method: str) -> None:
+    toy_bundle(folder)
+
+
+def handmade(folder: Path, method: str, guesses: Any = GUESSES) -> None:
+    """Tables of numbers in place of networks, whose drafts are right now and then."""
+    if method == "eagle":
+        toy_eagle(folder, guesses)
+    elif method in ("glide", "chimera"):
+        write_toy(folder, {"glide": GLIDE, "chimera": CHIMERA}[method], guesses)
+    else:
+        toy_block(folder, method, guesses)
+
+
+def _exported(folder: Path, method: str) -> None:
+    """An export of tiny random checkpoints; torch is imported here only."""
+    import torch
+
+    from jetdraft.checkpoints.probing.prompted import FORECAST, PromptSettings
+    from jetdraft.export.exporter import ExportOptions, export
+    from jetdraft.recipe import Recipe
+    from tests.checkpoints.heads import layouts
+    from tests.tiny import llama_config, save_checkpoint, save_prompts
+
+    torch.manual_seed(3)
+    checkpoint, options = folder.with_name(f"{method}-checkpoint"), {}
+    save_checkpoint(checkpoint, llama_config(num_hidden_layers=2))
+    layer = layouts.layer_tensors("layers.0.")
+    end = {"norm.weight": layouts.norm()}
+    head: tuple[Any, ...] | None = None
+    if method == "ppd":
+        ranks = ((0.5, 0.2), (0.4, 0.2), (0.3, 0.1))
+        save_prompts(checkpoint, PromptSettings(gamma=3, ranks=ranks))
+    elif method == "forecast":
+        save_prompts(checkpoint, PromptSettings(gamma=3, prefix=4, mode=FORECAST))
+    elif method == "select":
+        options = {"select_kv": 16}
+    elif method == "medusa":
+        head = (*layouts.medusa(), "medusa_lm_head.pt")
+    elif method == "kangaroo":
+        named = {"architectures": ["KangarooAdapter"], "exit_layer": 1}
+        cut = (".mlp.", ".post_attention_layernorm.")
+        tensors = {n: t for n, t in layer.items() if not any(c in n for c in cut)}
+        head = layouts.layer_config(**named), tensors | end
+    elif method == "falcon":
+        size = layouts.H
+        recurrence = {
+            f"recurrence.{kind}.{place}.{name}": layouts.rand(4 * size, *shape)
+            for kind, place, name, shape in (
+                ("inputs", 0, "weight", (2 * size,)), ("inputs", 0, "bias", ()),
+                ("inputs", 1, "weight", (size,)), ("inputs", 1, "bias", ()),
+                ("states", 0, "weight", (size,)), ("states", 1, "weight", (size,)),
+            )
+        }  # fmt: skip
+        head = layouts.layer_config(block_size=3), layer | recurrence
+    source = None
+    if head is not None:
+        source = layouts.write(folder.with_name(f"{method}-head"), *head)
+    how = ExportOptions(
+        Recipe("none"), Recipe("none"), capacity=96, max_width=16, fast=True, **options
+    )
+    export(str(checkpoint), folder, options=how, head=source)
+
+
+def _encoder_decoder(folder: Path, method: str) -> None:
+    from jetdraft.export.exporter import ExportOptions, export
+    from jetdraft.recipe import Recipe
+    from tests.sources import CONFIGS, save, save_drafter
+
+    target = save(folder.with_name("t5"), CONFIGS["t5"])
+    drafter = save_drafter(folder.with_name("t5-drafter"), target, 5)
+    how = ExportOptions(Recipe("none"), Recipe("none"), capacity=64, max_width=16)
+    export(str(target), folder, options=how, head=drafter)
+
+
+MAKE: dict[str, Callable[[Path, str], Any]] = {
+    **dict.fromkeys(("lookup", "draft", "trigram", "cascade", "recall"), _toy),
+    **dict.fromkeys(("eagle", "glide", "chimera", "dflash", "diffusion"), handmade),
+    **dict.fromkeys(("kangaroo", "falcon", "select", "medusa"), _exported),
+    **dict.fromkeys(("ppd", "forecast"), _exported),
+    "block": _encoder_decoder,
+    "stream": lambda folder, method: streamed_bundle(folder),
+}
+"""How the bundle of each method is made."""
+
+
+class MethodBundles:
+    """Makes the bundle of a method when it is first asked for, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __getitem__(self, method: str) -> Path:
+        make = MAKE[method]
+        name = "toy" if make is _toy else method
+        bundle = self._folder / name
+        if not bundle.exists():
+            make(bundle, method)
+        return bundle

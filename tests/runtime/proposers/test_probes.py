@@ -1,0 +1,678 @@
+"""A target that drafts with probes: streams, prompt tokens and forecasts.
+
+They change no weight, no text, and no bit of the rows that carry them.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import jetdraft
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.probing.prompted import FORECAST, PromptSettings
+from jetdraft.checkpoints.streamed import LOSSLESS, StreamSettings
+from jetdraft.errors import BundleError, OptionError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.methods.ppd import method as ppd
+from jetdraft.methods.ppd.method import PromptProposer
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.drafts.probes import Probes, Probing
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.measured.curve import Curve
+from jetdraft.runtime.measured.rates import Acceptance
+from jetdraft.runtime.measured.stats import Round
+from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.planning.drafting import Drafting
+from jetdraft.runtime.proposers.proposer import Seen
+from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+from jetdraft.train.ppd.prompt_losses import PromptObjective
+from jetdraft.train.stream_attention import IMPLEMENTATION
+from tests.tiny import llama_config, save_checkpoint, save_prompts, save_streams
+
+TREE = {"tree": "k-ary", "branching": [2, 2, 2]}
+RANKS = ((0.5, 0.2, 0.1), (0.4, 0.2, 0.1), (0.3, 0.1, 0.1))
+SETTINGS = {
+    # One layer with streams above two without: halves of different sizes.
+    "stream": StreamSettings(
+        gamma=3, layers=1, lora_rank=4, prune_rank=2, mode=LOSSLESS
+    ),
+    "ppd": PromptSettings(gamma=3, ranks=RANKS),
+    "forecast": PromptSettings(gamma=4, prefix=5, mode=FORECAST),
+}
+PROMPT = np.random.default_rng(8).integers(0, 288, 20).tolist()
+WAYS = [
+    {},
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 1.2, "seed": 3, "top_k": 40, "top_p": 0.95},
+]
+LENGTHS = [{"num_draft_tokens": count} for count in (1, 2, 3)]
+DRAFTS = {
+    "stream": [
+        {}, *LENGTHS, *({"drafting": {"tree": tree}} for tree in
+                        ("best", "heap", "comb", "rerank")), {"drafting": TREE},
+    ],
+    "ppd": [
+        {}, LENGTHS[0], {"num_draft_tokens": 5}, {"drafting": {"tree": "chain"}},
+        {"drafting": {"tree": "chain"}, "num_draft_tokens": 3},
+        {"drafting": {"tree": "best"}}, {"drafting": {"rows": 7, "slots": 24}},
+    ],
+    "forecast": [
+        {}, LENGTHS[0], {"num_draft_tokens": 4}, {"drafting": {"tree": "chain"}},
+        {"drafting": {"tree": "chain"}, "num_draft_tokens": 4},
+        {"drafting": {"tree": "k-ary", "branching": [2, 1, 1]}},
+    ],
+}  # fmt: skip
+every_kind = pytest.mark.parametrize("kind", SETTINGS)
+SIZES = pytest.mark.parametrize("size", [32, 128])
+"""Block sizes of the quantized weights, whose kernels differ."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The model of a kind of probes, made once for each set of options."""
+    made = {}
+
+    def of(kind, size=0, seed=0, **changes):
+        key = kind, size, seed, *changes.items()
+        if key not in made:
+            folder = tmp_path_factory.mktemp(kind or "base")
+            save_checkpoint(folder / "c", llama_config())
+            if kind:
+                save = save_streams if kind == "stream" else save_prompts
+                save(folder / "c", replace(SETTINGS[kind], **changes), seed)
+            recipe = Recipe("int4", size) if size else Recipe("none")
+            options = ExportOptions(recipe, capacity=256, max_width=64)
+            export(str(folder / "c"), folder / "bundle", options=options)
+            made[key] = jetdraft.load(folder / "bundle", threads=1)
+        return made[key]
+
+    yield of
+    for model in made.values():
+        model.close()
+
+
+@pytest.fixture(scope="module")
+def plain_text():
+    """The ids that plain decoding writes in a way, decoded once per model and way."""
+    texts = {}
+
+    def of(model, way):
+        key = model.bundle.path, str(way)
+        if key not in texts:
+            texts[key] = text(model, "none", **way).token_ids
+        return texts[key]
+
+    return of
+
+
+def text(model, method, **options):
+    return model.generate(
+        token_ids=PROMPT, method=method, ignore_eos=True, max_new_tokens=120, **options
+    )
+
+
+def filled(graph, tokens):
+    """A graph whose buffers hold the rows of tokens."""
+    graph.cache.rewind(0)
+    graph.run(tokens)
+    graph.cache.advance(len(tokens))
+    return graph
+
+
+# --- texts and bits -------------------------------------------------------------------
+
+
+@every_kind
+@SIZES
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_the_text_is_that_of_plain_decoding(models, plain_text, kind, size, way):
+    model = models(kind, size)
+    for draft in DRAFTS[kind]:
+        drafted = text(model, kind, **draft, **way)
+        assert drafted.token_ids == plain_text(model, way), draft
+        if kind == "stream" and "num_draft_tokens" in draft:
+            assert drafted.stats.drafted_tokens > 60
+        if "rows" in draft.get("drafting", {}):
+            assert drafted.stats.drafted_tokens > 40
+    if kind != "forecast":  # of which `stream` cannot draft
+        assert text(model, "auto", **way).token_ids == plain_text(model, way)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [("stream", 32), ("forecast", 32), ("forecast", 128)]
+)
+def test_the_base_alone_writes_the_same(models, plain_text, kind, size):
+    """Lossless: with respect to the untouched model."""
+    base, model = models("", size), models(kind, size)
+    for way in WAYS:
+        assert plain_text(model, way) == plain_text(base, way)
+
+
+@every_kind
+@SIZES
+def test_probes_do_not_change_a_bit_of_the_rows(models, kind, size):
+    """What an exact generation rests on, for any numbers of probes."""
+    model, draw = models(kind, size), random.Random(5)
+    graph, most = filled(model.parts.target, PROMPT[:10]), SETTINGS[kind].gamma
+    base = filled(models("", size).parts.target, PROMPT[:10])
+    for width in [w for w in model.parts.widths.exact if 1 < w <= 10]:
+        alone = graph.run(PROMPT[:width]).logits.copy()
+        if kind == "forecast":
+            assert np.array_equal(alone, base.run(PROMPT[:width]).logits)
+        counts = [tuple(draw.randint(0, most) for _ in range(width)) for _ in range(4)]
+        probings = [Probing(counts=of_rows) for of_rows in counts]
+        if kind == "stream":
+            probings += [Probing(n, last) for n in (1, 2, 3) for last in (False, True)]
+        for probing in probings:
+            beside = graph.run(PROMPT[:width], probing=probing)
+            assert sorted(beside.probes) == probing.of(width).carriers
+            assert np.array_equal(beside.logits, alone)
+
+
+@every_kind
+def test_where_probes_change_bits_an_exact_generation_has_none(
+    models, monkeypatch, kind
+):
+    model = models(kind, 32)
+    widths = replace(model.parts.widths, probes_agree=False)
+    monkeypatch.setattr(model.parts.survey, "_widths", widths)
+    with pytest.raises(OptionError, match="add --no-exact") as refusal:
+        text(model, kind)
+    assert refusal.value.field == "method"
+    assert text(model, kind, exact=False).token_ids
+    assert not any(kind in c for c in text(model, "auto").stats.rounds_by_choice)
+
+
+def test_which_methods_draft_with_probes(models):
+    own = {"stream": (), "ppd": ("ppd",), "forecast": ("forecast",)}
+    for kind, more in own.items():
+        methods = ("none", "lookup", "stream", *more, "trigram")
+        assert models(kind, 32).methods == methods
+
+
+@pytest.mark.parametrize("kind", ["ppd", "ensemble", "forecast"])
+def test_probes_of_passes_are_those_of_training(models, kind):
+    """The best export test: committed prefixes match, so the logits must."""
+    changes = {"members": 2} if kind == "ensemble" else {}
+    model = models("ppd" if changes else kind, seed=2, **changes)
+    checkpoint = Checkpoint.load(model.bundle.target.source, torch.float32)
+    prompts = checkpoint.with_streams(1.0).prompts
+    own = Checkpoint.load(checkpoint.source, torch.float32)
+    own.model.set_attn_implementation("sdpa")
+    objective = PromptObjective(prompts, own.model)
+    anchors, expected = torch.tensor([[4, 11, 19]]), []
+    for _ in range(2 if kind == "forecast" else 1):
+        with torch.no_grad():
+            _, cache = objective._read(torch.tensor([PROMPT]))
+            guessed = objective._guessed(anchors, len(PROMPT), cache)[0]
+            expected.append(guessed.numpy().copy())
+            if kind == "forecast":  # the second time without a prefix
+                prompts.keys.zero_()
+                prompts.values.zero_()
+    graph = model.parts.target
+    graph.cache.rewind(0)
+    answer = graph.run(
+        PROMPT,
+        probing=Probing(SETTINGS["ppd"].gamma if changes else SETTINGS[kind].gamma),
+    )
+    for row, wanted in zip((4, 11, 19), expected[0], strict=True):
+        np.testing.assert_allclose(answer.probes[row].logits, wanted, atol=1e-4)
+    if kind == "forecast":
+        assert np.abs(expected[0] - expected[1]).max() > 0.1
+
+
+def test_what_probes_see():
+    """Two carriers with two probes each, after a row with two children."""
+    probes = Probes((2, 0, 2))
+    assert (probes.total, probes.rows, probes.ids) == (4, [0, 0, 2, 2], [0, 1, 0, 1])
+    assert probes.seen([[], [0], [0]]) == [[0], [0, 3], [0, 2], [0, 2, 5]]
+    # Member k of an ensemble sees the members k of the prompt tokens below.
+    seen = Probes((0, 2)).seen([[], [0]], members=2)
+    assert seen == [[0, 1], [0, 1], [0, 1, 2], [0, 1, 3]]
+    # Two slots of a prefix lie between the rows and the forecasts.
+    assert Probes((2,)).seen([[]], prefix=2) == [[], [], [0, 1, 2], [0, 1, 2, 3]]
+
+
+# --- streams --------------------------------------------------------------------------
+
+
+def test_a_cartesian_tree(models, plain_text):
+    """k = 2 per stream: 2 + 4 + 8 rows."""
+    model = models("stream", 32)
+    drafted = text(model, "stream", drafting=TREE)
+    assert drafted.token_ids == plain_text(model, {})
+    assert set(drafted.stats.rounds_by_choice) >= {"stream:14"}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_controller_branches_where_rows_are_free(models, monkeypatch, way, exact):
+    """Streams of which the controller thinks better than they deserve."""
+    model = models("stream", 32)
+    curve = Curve(dict.fromkeys(range(1, 17), 1.0), drafts={"stream": 0.0})
+    monkeypatch.setattr(curve, "learn", lambda round_: None)
+    monkeypatch.setattr(model.parts, "_curve", curve)
+    known = Acceptance()
+    known.places.successes, known.places.trials = [500.0] * 4, [1000.0] * 4
+    monkeypatch.setattr(known, "observe", lambda round_: None)
+    monkeypatch.setattr(model.planner, "acceptance", {"stream": known})
+    drafted = text(model, "stream", exact=exact, **way)
+    deepest = SETTINGS["stream"].gamma
+    lengths = [int(c.partition(":")[2] or 0) for c in drafted.stats.rounds_by_choice]
+    assert max(lengths) > deepest
+    if exact:
+        assert drafted.token_ids == text(model, "none", **way).token_ids
+
+
+def test_a_chain_can_be_asked_for(models, monkeypatch):
+    model = models("stream", 32)
+    curve = model.parts.curve
+    monkeypatch.setattr(curve, "passes", dict.fromkeys(range(1, 17), 1.0))
+    monkeypatch.setattr(curve, "learn", lambda round_: None)
+    stats = text(model, "stream", drafting={"tree": "chain"}).stats
+    assert set(stats.rounds_by_choice) <= {"none", "stream:1", "stream:2", "stream:3"}
+
+
+def test_the_first_pass_carries_streams_on_the_last_prompt_row_alone(models):
+    model = models("stream", 32)
+    graph, seen = model.parts.target, []
+    run = graph.run
+
+    def spy(tokens, **options):
+        answer = run(tokens, **options)
+        seen.append((len(tokens), sorted(answer.probes)))
+        return answer
+
+    graph.run = spy
+    model.forget()
+    try:
+        text(model, "stream", num_draft_tokens=3)
+    finally:
+        del graph.run
+    prompt = [rows for rows, carriers in seen if not carriers][:2]
+    assert sum(prompt) == 19, "read in passes as wide as those of decoding"
+    assert seen[2] == (1, [0])
+    assert all(carriers == list(range(rows)) for rows, carriers in seen[2:-3])
+
+
+def test_another_task_can_be_swapped_in(models):
+    """An npz of the same base changes what is drafted, never the text."""
+    model = models("stream", 32)
+    floats = models("stream", seed=5)
+    other = floats.bundle.path / "streams.npz"
+    swapped = jetdraft.load(model.bundle.path, threads=1, streams=other)
+    own, others = (text(m, "stream", num_draft_tokens=3) for m in (model, swapped))
+    assert own.token_ids == others.token_ids
+    drafts = []
+    for each in (model, swapped):
+        each.parts.target.cache.rewind(0)
+        answer = each.parts.target.run(PROMPT, probing=Probing(3))
+        drafts.append(answer.probes[19].logits.copy())
+    assert np.abs(drafts[0] - drafts[1]).max() > 0.01
+
+
+def test_streams_of_another_base_are_refused(models, tmp_path):
+    model = models("stream", 32)
+    file = tmp_path / "streams.npz"
+    np.savez(file, base=np.array("another"))
+    with pytest.raises(BundleError, match="another base"):
+        jetdraft.load(model.bundle.path, streams=file)
+    np.savez(file, base=np.array(model.bundle.target.streams["base"]))
+    with pytest.raises(BundleError, match="has another shape or type"):
+        jetdraft.load(model.bundle.path, streams=file)
+    file.write_bytes(b"")
+    with pytest.raises(BundleError, match="cannot read streams"):
+        jetdraft.load(model.bundle.path, streams=file)
+    file.write_bytes(b"nothing")
+    with pytest.raises(BundleError, match="cannot read streams"):
+        jetdraft.load(model.bundle.path, streams=file)
+    with pytest.raises(BundleError, match="cannot read streams"):
+        jetdraft.load(model.bundle.path, streams=tmp_path / "missing.npz")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1e38])
+def test_streams_that_would_change_the_text_are_refused(models, tmp_path, value):
+    """Rows of the text multiply them by zero, which does not make them zero."""
+    floats = models("stream", seed=5)
+    folder, file = floats.bundle.path, tmp_path / "streams.npz"
+    with np.load(folder / "streams.npz") as stored:
+        arrays = dict(stored)
+    name = next(name for name in arrays if "q_proj.lora_A" in name)
+    arrays[name] = np.full_like(arrays[name], value)
+    np.savez(file, **arrays)
+    with pytest.raises(BundleError, match="has numbers beyond 10000, or that are none"):
+        jetdraft.load(folder, threads=1, streams=file)
+
+
+def test_who_carries_streams():
+    assert Probing(2).of(3) == Probes((2, 2, 2))
+    assert Probing(2, last_only=True).of(3) == Probes((0, 0, 2))
+    assert Probing().of(3).total == 0
+
+
+# --- pruning --------------------------------------------------------------------------
+
+
+def halves_of(model, threshold, exact=True):
+    settings = {"prune_threshold": threshold}
+    return model.planner.target(Drafting("stream", exact=exact, settings=settings))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("tree", [{}, TREE], ids=["chain", "tree"])
+def test_pruning_changes_no_text(models, plain_text, way, tree):
+    model = models("stream", 32)
+    drafting = {"prune_threshold": 0.3, **tree}
+    pruned = text(model, "stream", drafting=drafting, **way)
+    assert pruned.token_ids == plain_text(model, way)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("threshold", [0.0, 0.01, 2.0, "auto"])
+@pytest.mark.parametrize("tree", [{}, TREE], ids=["chain", "tree"])
+def test_no_threshold_changes_a_text(models, plain_text, way, threshold, tree):
+    model = models("stream", 32)
+    drafting = {"prune_threshold": threshold, **tree}
+    pruned = text(model, "stream", drafting=drafting, **way)
+    assert pruned.token_ids == plain_text(model, way)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_threshold_of_zero_prunes_nothing(models, way):
+    model = models("stream", 32)
+    whole = text(model, "stream", drafting=TREE, **way).stats
+    pruning = {"prune_threshold": 0.0, **TREE}
+    halves = text(model, "stream", drafting=pruning, **way).stats
+    assert halves.target_passes == whole.target_passes
+    assert halves.accepted_counts == whole.accepted_counts
+
+
+def test_a_threshold_above_one_is_plain_decoding(models):
+    model = models("stream", 32)
+    drafting = {"prune_threshold": 2.0, **TREE}
+    stats = text(model, "stream", drafting=drafting).stats
+    assert stats.accepted_tokens == 0
+    assert stats.target_passes == 120
+
+
+def test_scores_are_those_of_the_early_exit(models, tmp_path):
+    """The log probability of each row's token after its parent."""
+    floats = models("stream", seed=5)
+    folder = Path(floats.bundle.target.source)
+    streamed = Checkpoint.load(str(folder), torch.float32).with_streams(1.0)
+    streamed.model.set_attn_implementation(IMPLEMENTATION)
+    halves = halves_of(floats, 0.0)
+    rows = Rows([9, 8, 7, 6, 5], [-1, 0, 0, 2, 3])
+    halves.cache.rewind(0)
+    halves.run(PROMPT)
+    halves.cache.advance(len(PROMPT))
+    scores = halves._run_lower(rows, 5).arrays["scores"][0]
+    for row in range(1, 5):
+        path = [rows.tokens[i] for i in rows.ancestors[row]]
+        ids = torch.tensor([[*PROMPT, *path]])
+        at = torch.arange(ids.shape[1])
+        with torch.no_grad():
+            _, early, _ = streamed(
+                ids, at[None], at[:0], at[:0], at, early=at, use_cache=False
+            )
+        expected = early[0, -1].log_softmax(-1)[rows.tokens[row]]
+        assert scores[row] == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_a_row_goes_with_all_below_it(models):
+    model = models("stream", 32)
+    halves = halves_of(model, 0.5)
+    rows = Rows([5, 6, 7, 8, 9], [-1, 0, 1, 0, 3])
+    scores = np.log([1.0, 0.4, 0.9, 0.6, 0.5])
+    assert halves._keep(rows, scores, 0.5) == [0, 3, 4]
+
+
+def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
+    folder = save_checkpoint(tmp_path / "c", llama_config(num_hidden_layers=1))
+    save_streams(folder, SETTINGS["stream"])
+    options = ExportOptions(Recipe("none"), capacity=128, max_width=32)
+    export(str(folder), tmp_path / "bundle", options=options)
+    model = jetdraft.load(tmp_path / "bundle", threads=1)
+    how = {"token_ids": PROMPT, "max_new_tokens": 40}
+    plain = model.generate(method="none", **how)
+    assert model.generate(method="stream", **how).token_ids == plain.token_ids
+    with pytest.raises(OptionError, match="all of its layers have streams") as refusal:
+        model.generate(method="stream", drafting={"prune_threshold": 0.1}, **how)
+    assert refusal.value.field == "drafting"
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_both_halves_hold_what_a_fresh_prefill_holds(models, exact):
+    """A path has one map into the lower buffers and another into the upper ones."""
+    floats = models("stream", seed=5)
+    halves = halves_of(floats, 0.0, exact)
+    rows = Rows([9, 8, 7, 6, 5], [-1, 0, 0, 2, 3])
+    halves.cache.rewind(0)
+    halves.run(PROMPT)
+    halves.cache.advance(len(PROMPT))
+    halves._keep = lambda rows, scores, least: [0, 2, 3, 4]  # row 1 is pruned
+    try:
+        kept, _ = halves.verify(rows, 5 if not exact else 6)
+    finally:
+        del halves._keep
+    assert kept.tokens == [9, 7, 6, 5]
+    committed = halves.commit([0, 1, 2], exact)
+    assert committed == (1 if exact else 3)
+    length = len(PROMPT) + committed
+    buffers = [
+        buffer
+        for cache in (halves.cache.lower, halves.cache.upper)
+        for buffer in cache.buffers.values()
+    ]
+    found = [buffer.numpy()[:, :, :length].copy() for buffer in buffers]
+    halves.cache.rewind(0)
+    halves.run([*PROMPT, 9, 7, 6][:length])
+    for one, buffer in zip(found, buffers, strict=True):
+        np.testing.assert_allclose(one, buffer.numpy()[:, :, :length], atol=1e-4)
+
+
+LOSSLESS_VERIFIER = {
+    "verifier": "recursive",
+    "tree": "k-ary",
+    "branching": [2],
+    "siblings": "with-replacement",
+}
+
+
+@pytest.mark.parametrize(
+    ("threshold", "others", "words"),
+    [
+        (-0.1, {}, "out of range"),
+        (1.5, {}, "out of range"),
+        ("x", {}, "out of range"),
+        ([0.1], {}, "give a number or a text"),
+        (0.1, LOSSLESS_VERIFIER, "not exact for a draft that was pruned"),
+    ],
+)
+def test_bad_thresholds(models, threshold, others, words):
+    model = models("stream", 32)
+    drafting = {"prune_threshold": threshold, **others}
+    with pytest.raises(OptionError, match=words) as refusal:
+        model.generate(
+            token_ids=PROMPT, method="stream", drafting=drafting, exact=not others
+        )
+    assert refusal.value.field == "drafting"
+
+
+def test_other_methods_do_not_prune(models):
+    model = models("stream", 32)
+    drafting = {"prune_threshold": 0.1}
+    with pytest.raises(OptionError, match="unknown drafting option") as refusal:
+        model.generate(token_ids=PROMPT, method="lookup", drafting=drafting)
+    assert refusal.value.field == "drafting"
+    with pytest.raises(OptionError, match="needs one method; give --method stream"):
+        model.generate(token_ids=PROMPT, method="auto", drafting=drafting)
+
+
+def test_a_list_of_methods_is_a_text(models):
+    model = models("stream", 32)
+    with pytest.raises(OptionError, match="is not a text") as refusal:
+        model.generate(token_ids=PROMPT, method=["stream"])
+    assert refusal.value.field == "method"
+
+
+# --- prompt tokens --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_an_ensemble_writes_the_same_text(models, way):
+    ensemble = models("ppd", members=2)
+    plain = text(ensemble, "none", **way).token_ids
+    for exact in (True, False):
+        assert text(ensemble, "ppd", exact=exact, **way).token_ids == plain
+
+
+def test_a_draft_says_how_many_probes_its_rows_carry(models):
+    model = models("ppd", 32)
+    graph = model.parts.target
+    graph.cache.rewind(0)
+    graph.run(PROMPT)
+    graph.cache.advance(len(PROMPT))
+    rows = Rows([9, 8, 7, 6], [-1, 0, 1, 0], probes=(3, 0, 2, 1))
+    _, answer = graph.verify(rows, 4, Probing(3))
+    assert {r: len(a.candidates) for r, a in answer.probes.items()} == {
+        0: 3,
+        2: 2,
+        3: 1,
+    }
+    cut = rows.cut(2)
+    assert cut.probes == (3, 0, 2)
+    assert rows.only([0, 3]).probes == (3, 1)
+    assert rows.under([5]).probes == (0, 3, 0, 2, 1)
+
+
+def test_cheap_passes_have_large_trees(models, plain_text, monkeypatch):
+    """The tree is planned from pass times, here of passes whose rows are free."""
+    model = models("ppd", 32)
+    method = ppd.METHOD
+    proposer = PromptProposer(
+        model.parts.target.contract, RANKS, lambda rows, probes: 10.0
+    )
+    monkeypatch.setattr(
+        model.planner, "_proposers", {(method, method.options()): proposer}
+    )
+    monkeypatch.setattr(proposer.costs, "learn", lambda round_: None)
+    for way in WAYS:
+        drafted = text(model, "ppd", **way)
+        assert drafted.token_ids == plain_text(model, way)
+        assert set(drafted.stats.rounds_by_choice) >= {"ppd:15"}
+    cut = text(model, "ppd", num_draft_tokens=4)
+    assert cut.token_ids == plain_text(model, {})
+    assert "ppd:4" in cut.stats.rounds_by_choice
+
+
+def test_the_plan_follows_the_text(models):
+    """Held-out text said that guesses are wrong, and here all of them are right."""
+    model = models("ppd", 32)
+
+    def pass_ms(rows, probes):
+        return 0.4 + 0.1 * rows + 0.02 * probes
+
+    proposer = PromptProposer(model.parts.target.contract, [[0.02] * 3] * 3, pass_ms)
+    proposer.begin(PROMPT, Chooser(Sampling()))
+    before = proposer.plan(7)
+    length = len(PROMPT)
+    for _ in range(120):
+        logits = np.array([[3.0, 2.0, 1.0]] * 3, np.float32)
+        ids = np.arange(length, length + 3)[:, None] + [[0, 100, 101]]
+        probes = Answer(ids, logits, logits[:, 0], logits)
+        answer = replace(probes, probes={0: probes})
+        # The token of a place is its number.
+        proposer.observe(Seen(length, Rows.chain([length - 2]), [0], answer))
+        drafted = proposer.propose(range(length), 7)
+        length += 1
+    assert proposer.rates.ranks[0][0] > 0.5 > 0.02 > proposer.rates.ranks[0][1]
+    assert drafted.tokens[1] == length - 1
+    assert proposer.plan(7).tokens > 1.4 > 1.1 > before.tokens
+    proposer.forget()
+    assert proposer.plan(7) == before
+
+
+def test_where_no_plan_pays_rounds_are_those_of_plain_decoding(
+    models, plain_text, monkeypatch
+):
+    """Not even a root carries probes, until the method looks again."""
+    model = models("ppd", 32)
+
+    def pass_ms(rows, probes):
+        return 1.0 + 10.0 * (rows - 1) + 10.0 * probes
+
+    method = ppd.METHOD
+    proposer = PromptProposer(model.parts.target.contract, [[0.02] * 3] * 3, pass_ms)
+    monkeypatch.setattr(
+        model.planner, "_proposers", {(method, method.options()): proposer}
+    )
+    monkeypatch.setattr(proposer.costs, "learn", lambda round_: None)
+    for way in WAYS:
+        proposer.forget()
+        drafted = text(model, "ppd", **way)
+        assert drafted.token_ids == plain_text(model, way)
+        assert drafted.stats.rounds_by_choice["none"] > 60
+        assert 0 < drafted.stats.drafted_tokens < 40
+    monkeypatch.setattr(ppd, "RESTS", (10**6, 10**6))
+    proposer.forget()
+    rested = text(model, "ppd").stats
+    assert rested.drafted_tokens <= 1
+
+
+def test_a_plan_learns_what_rounds_take(models):
+    """Rows are free in passes, and cost much outside of them."""
+    model = models("ppd", 32)
+    ranks = [[0.3, 0.2, 0.1]] * 3
+    proposer = PromptProposer(
+        model.parts.target.contract, ranks, lambda rows, probes: 1.0
+    )
+    proposer.begin(PROMPT, Chooser(Sampling()))
+    assert len(proposer.plan(15).trees[3].parents) == 15
+    for drafted in (0, 15, 15):
+        seconds = 1e-3 * (1.1 + 0.5 * drafted)
+        proposer.time(Round("ppd", 16, drafted, [], 1e-3, 0.0, seconds=seconds))
+    proposer.rates.settled = ppd.FIRST_LOOK
+    assert len(proposer.plan(15).trees[3].parents) < 5
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rows": 16}, "a tree of 16 rows is wider than a pass"),
+        ({"slots": 1}, "slots 1 is out of range; give 2 to 1024"),
+        ({"rows": 3, "tree": "chain"}, "rows is for sparse trees only"),
+    ],
+)
+def test_bad_drafting_options(models, options, said):
+    model = models("ppd", 32)
+    with pytest.raises(OptionError, match=said):
+        text(model, "ppd", drafting=options)
+
+
+# --- forecasts ------------------------------------------------------------------------
+
+
+def test_ten_rows_carry_two_forecasts_each(models):
+    model = models("forecast", 32)
+    graph, sizes = model.parts.target, set()
+    run = graph.run_branches
+
+    def spy(tokens, *rest, **options):
+        answer = run(tokens, *rest, **options)
+        sizes.add((len(tokens), answer.probe_count))
+        return answer
+
+    graph.run_branches = spy
+    try:
+        stats = text(model, "forecast").stats
+    finally:
+        del graph.run_branches
+    assert (10, 20) in sizes
+    assert "forecast:9" in stats.rounds_by_choice

@@ -1,0 +1,242 @@
+"""What every method must do: draft, and change no text, whatever happens around it.
+
+The table is the registry: a method that is not in `method_bundles.MAKE` fails here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import jetdraft
+from jetdraft.bundle import TARGET, Bundle
+from jetdraft.errors import BundleError, OptionError
+from jetdraft.methods import OWN, methods
+from jetdraft.runtime.conversation import Conversation
+from tests.runtime.method_bundles import MAKE
+
+PROMPT = np.random.default_rng(8).integers(4, 288, 20).tolist() * 2
+"""Its second half repeats the first, so that what is copied is found."""
+
+WAYS = {"greedy": {}, "sampled": {"temperature": 0.9, "seed": 3, "top_k": 40}}
+TOKENS = 16
+every_method = pytest.mark.parametrize("method", OWN)
+NO_PREFIX = {"block"}
+"""Methods of encoder-decoders, whose rows depend on the source."""
+
+
+@pytest.fixture(scope="module")
+def model_of(method_bundles, tmp_path_factory):
+    """The model of a method's bundle, loaded once, and a store where it needs one."""
+    models, folder = {}, tmp_path_factory.mktemp("stores")
+
+    def load(method):
+        bundle = method_bundles[method]
+        if bundle not in models:
+            store = folder / f"{bundle.name}.sqlite"
+            models[bundle] = jetdraft.load(bundle, threads=1, store=store)
+        return models[bundle]
+
+    yield load
+    for model in models.values():
+        model.close()
+
+
+def text(model, method, prompt=PROMPT, tokens=TOKENS, **options):
+    return model.generate(
+        token_ids=prompt, method=method, max_new_tokens=tokens, ignore_eos=True,
+        **options,
+    )  # fmt: skip
+
+
+def drafts_of(method):
+    """Ways to ask a method for drafts: as it likes, of a length, and of a shape."""
+    record = methods()[method]
+    yield {}
+    yield from ({"drafting": sample} for sample in record.samples[:1])
+    if record.options().draft_size is None:
+        yield {"num_draft_tokens": 4}
+
+
+def test_every_method_is_in_the_table():
+    assert set(MAKE) == set(OWN) == set(methods())
+
+
+@every_method
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_the_text_is_that_of_plain_decoding(model_of, method, way):
+    model = model_of(method)
+    plain = text(model, "none", **way)
+    drafted = 0
+    for draft in drafts_of(method):
+        result = text(model, method, **draft, **way)
+        assert result.token_ids == plain.token_ids, draft
+        drafted += result.stats.drafted_tokens
+    assert drafted or method == "recall"
+
+
+@every_method
+def test_a_prompt_that_goes_another_way(model_of, method):
+    """Rows that stay, rows that go, and rows of drafts leave no trace in a text."""
+    model = model_of(method)
+    for at in (0, 21, 39):
+        prompt = [*PROMPT[:at], (PROMPT[at] + 1) % 288, *PROMPT[at + 1 :]]
+        text(model, method)
+        result = text(model, method, prompt)
+        assert result.token_ids == text(model, "none", prompt).token_ids
+    longer = [*prompt, *result.token_ids[:7], 5]
+    again = text(model, method, longer)
+    assert again.token_ids == text(model, "none", longer).token_ids
+
+
+@every_method
+def test_a_restored_prefix(model_of, method, tmp_path):
+    model, file = model_of(method), tmp_path / "prefix.npz"
+    if method in NO_PREFIX:
+        with pytest.raises(OptionError, match="no prefix can be kept"):
+            model.save_prefix(file, PROMPT[:30])
+        return
+    expected = text(model, method).token_ids
+    model.save_prefix(file, PROMPT[:30])
+    with jetdraft.load(model.bundle.path, threads=1, store=tmp_path / "store") as other:
+        other.load_prefix(file)
+        result = text(other, method)
+        assert result.token_ids == expected
+        assert result.stats.reused_tokens >= 30 - 12  # Falcon reads two blocks again
+
+
+@every_method
+def test_the_end_of_the_buffers(model_of, method):
+    model = model_of(method)
+    full = text(model, "none", tokens=10_000)
+    assert full.stats.finish_reason == "length"
+    for draft in drafts_of(method):
+        assert text(model, method, tokens=10_000, **draft).token_ids == full.token_ids
+
+
+@every_method
+def test_a_cancelled_generation(model_of, method):
+    model = model_of(method)
+    plain = text(model, "none").token_ids
+    for stop in (1, 3):
+        stream = model.stream(
+            token_ids=PROMPT, method=method, max_new_tokens=TOKENS, ignore_eos=True
+        )
+        for number, _ in enumerate(stream, 1):
+            if number == stop:
+                model.cancel()
+        whole = stream.stats.new_tokens == TOKENS  # a draft may hold all of the text
+        assert stream.stats.finish_reason == ("length" if whole else "cancelled")
+        assert text(model, method).token_ids == plain
+
+
+RULES = {
+    "penalty": {"repetition_penalty": 1.4, "logit_bias": {5: 3.0, 9: -100.0}},
+    "regex": {"regex": "[a-z]{9} and then [a-z]{9}", "temperature": 0.8, "seed": 3},
+    "json": {
+        "json_schema": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "minLength": 5, "maxLength": 9},
+                "parts": {"type": "array", "items": {"type": "integer"},
+                          "minItems": 1, "maxItems": 2},
+            },
+            "required": ["name", "parts"],
+            "additionalProperties": False,
+        }
+    },
+}  # fmt: skip
+
+
+@every_method
+@pytest.mark.parametrize("rule", RULES)
+def test_penalties_and_constraints(model_of, method, rule):
+    model = model_of(method)
+    how = {"token_ids": PROMPT[:12], "max_new_tokens": 48, **RULES[rule]}
+    plain = model.generate(method="none", **how)
+    if rule == "json" and plain.stats.finish_reason == "stop":
+        assert set(json.loads(plain.text)) == {"name", "parts"}
+    for draft in drafts_of(method):
+        result = model.generate(method=method, **how, **draft)
+        assert result.token_ids == plain.token_ids, draft
+        assert result.text == plain.text
+    both = method if method == "lookup" else f"{method},lookup"
+    if methods()[method].options().draft_size is None:
+        assert model.generate(method=both, **how).token_ids == plain.token_ids
+
+
+@every_method
+def test_a_conversation(model_of, method):
+    model = model_of(method)
+    if method in NO_PREFIX or model.bundle.chat_template is None:
+        pytest.skip("the bundle has no chat template, or reads a source")
+    texts = []
+    for name in ("none", method):
+        model.forget()
+        chat = Conversation(model, method=name, max_new_tokens=12, ignore_eos=True)
+        texts.append(
+            ["".join(p.text for p in chat.say(w)) for w in ("Hello", "So?", "A")]
+        )
+    assert texts[0] == texts[1]
+
+
+@every_method
+def test_a_damaged_file_is_refused(method_bundles, method, tmp_path):
+    copy = shutil.copytree(method_bundles[method], tmp_path / "copy")
+    bundle = Bundle.open(copy)
+    entry = bundle.target if bundle.drafter is None else bundle.drafter
+    file = copy / entry.file
+    damaged = bytearray(file.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(BundleError, match=entry.file):
+        jetdraft.load(copy, threads=1)
+
+
+@every_method
+@pytest.mark.parametrize(
+    ("drafting", "words"),
+    [
+        ({"nonsense": 1}, "unknown drafting option 'nonsense'"),
+        ({"verifier": 5}, "drafting option verifier cannot be 5"),
+        ({"verifier": "no"}, "unknown verifier 'no'"),
+        ({"tolerance": 0.5}, "verifier 'walk' has no tolerance"),
+    ],
+)
+def test_a_bad_option_is_refused(model_of, method, drafting, words):
+    with pytest.raises(OptionError, match=words) as refusal:
+        text(model_of(method), method, drafting=drafting)
+    assert refusal.value.field == "drafting"
+
+
+@every_method
+def test_it_says_what_a_bundle_lacks(model_of, method_bundles, method):
+    """The record and the refusal say the same, and only of bundles that lack it."""
+    record = methods()[method]
+    assert record.lacks(Bundle.open(method_bundles[method])) == ""
+    for other in ("eagle", "draft"):
+        reason = record.lacks(Bundle.open(method_bundles[other]))
+        if reason:
+            with pytest.raises(OptionError) as refusal:
+                text(model_of(other), method)
+            assert reason in str(refusal.value)
+            assert refusal.value.field == "method"
+
+
+@every_method
+def test_a_drafter_that_is_off(method_bundles, method, tmp_path):
+    """It drafts without the drafter, or says how to give it."""
+    bundle, record = Bundle.open(method_bundles[method]), methods()[method]
+    alone = replace(bundle, graphs={TARGET: bundle.target})
+    how = {"threads": 1, "drafter_provider": "off", "store": tmp_path / "store"}
+    with jetdraft.load(bundle.path, **how) as model:
+        if not record.lacks(alone):
+            plain = text(model, "none").token_ids
+            assert text(model, method).token_ids == plain
+            return
+        with pytest.raises(OptionError, match="do not pass --drafter-provider off"):
+            text(model, method)
