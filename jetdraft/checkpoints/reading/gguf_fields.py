@@ -100,8 +100,8 @@ FILE = (
         "general.sampling.temp general.sampling.top_k general.sampling.top_p "
         "general.sampling.min_p",
         HONOURED,
-        "the options of a generation; where the file has some of them, the others are "
-        "those of llama.cpp: 0.8, 40, 0.95 and 0.05",
+        "the options of a generation; where the file has some of them, the others have "
+        "llama.cpp's defaults: 0.8, 40, 0.95 and 0.05",
     ),
     Row("general.sampling.sequence", WARNED, "the filters have one order"),
     Row(
