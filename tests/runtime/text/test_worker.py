@@ -156,7 +156,7 @@ def test_a_step_that_takes_too_long_ends_the_text(model, monkeypatch):
     ("seconds", "reason"), [(1.0, "deadline"), (None, "cancelled")]
 )
 def test_a_step_ends_with_its_text(model, seconds, reason):
-    assert model.vocabulary  # the text's time goes on while it is read
+    assert model.vocabulary  # the text's time continues while it is read
     stream = model.stream("a", regex="[a-z]{1,50}", max_seconds=seconds)
     (text,) = texts_of(model)
     os.kill(text, signal.SIGSTOP)
