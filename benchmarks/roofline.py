@@ -2,7 +2,7 @@
 
     python benchmarks/roofline.py
 
-Prints the constants of `jetdraft.devices.planning.roofline` and the tables of
+Prints the constants of `jetdraft.devices.planning.cost_model` and the tables of
 docs/devices.md.
 """
 
@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from jetdraft.devices.device import Device, PowerMode
-from jetdraft.devices.planning.dimensions import Dimensions
-from jetdraft.devices.planning.roofline import Efficiency, Load
+from jetdraft.devices.planning.cost_model import Dimensions, Efficiency, Load
 from jetdraft.recipe import Recipe
 
 FILE = Path(__file__).with_name("published.toml")

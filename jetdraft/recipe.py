@@ -34,24 +34,6 @@ FAST_DEFAULT = "int4-rtn-b32-head8"
 """The recipe of an export that measures nothing; it ruins small models
 (docs/quantization.md)."""
 
-COMPARED = (
-    "int8-rtn-b32",
-    WHOLE,
-    "int8-gptq-b32",
-    "int4-rtn-b32",
-    "int4-k_quant-b32",
-    "int4-hqq-b32",
-    "int4-gptq-b32",
-    "int4-gptq-b64",
-    "int4-rtn-b128",
-    "int4-gptq-b128",
-    "int4-gptq-b128-head8",
-    "int2-gptq-b32-head4",
-)
-"""The recipes that `jetdraft recipes` compares by default."""
-
-COMPARED_DRAFTERS = ("int8-rtn-b32", "int4-rtn-b32", "int4-gptq-b32")
-
 ACCURACY_LEVEL = 4
 """4 stands for int8 activations; with other levels the CPU kernel unpacks every matrix
 on every pass."""

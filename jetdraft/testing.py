@@ -21,7 +21,7 @@ from jetdraft.staging import writing
 from jetdraft.untrusted.printable import printable
 
 PACKED = Path(__file__).with_name("toy.zip")
-"""The zip that scripts/toy makes."""
+"""The zip that tools/toy.py makes."""
 
 
 def toy_bundle(folder: str | Path | None = None) -> Path:

@@ -13,8 +13,6 @@ import pytest
 from accelerate.state import AcceleratorState
 
 import jetdraft
-from jetdraft.devices.kernels.forecast import graph_forecasts
-from jetdraft.devices.kernels.kernel_table import TABLES
 from jetdraft.export import exporter
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.job import Job
@@ -26,10 +24,14 @@ from jetdraft.runtime.measured import survey
 from jetdraft.testing import toy_bundle
 from tests import whispers
 from tests.tiny import drafter_config, llama_config, save_checkpoint
+from tools.forecast.forecast import graph_forecasts
+from tools.forecast.kernel_table import TABLES
 
 # pytest listens to loggers that do not propagate, and torch would write all that it
 # does in a trace down for it.
 logging.getLogger("torch.__trace").propagate = True
+
+pytest_plugins = ["tests.fast"]
 
 
 class Pair(NamedTuple):

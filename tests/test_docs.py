@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import glob
+import importlib
 import os
 import re
 import subprocess
@@ -41,7 +42,7 @@ from tests.server.serving import started
 
 ONLY_PARSED = {
     "jetdraft export": "takes minutes and torch; tests/export, scripts/demo",
-    "jetdraft recipes": "exports a checkpoint several times; tests/cli/test_recipes.py",
+    "python -m tools.recipes": "exports a checkpoint several times; tests/tools",
     "jetdraft train streams": "takes a quarter of an hour; tests/train",
     "jetdraft train ppd": "takes a quarter of an hour; tests/train",
     "jetdraft train forecast": "takes a quarter of an hour; tests/train",
@@ -70,7 +71,7 @@ ONLY_PARSED = {
     "jetdraft generate bundles/with-head": "needs an export; tests/test_pycode.py",
     "jetdraft generate bundles/streams": "needs a trained bundle; tests/runtime",
     "jetdraft doctor": "ends with 2 on a machine with faults; tests/devices",
-    "jetdraft check bundle --for": "ends with 2, the toy is in float; tests/devices",
+    "python -m tools.forecast": "ends with 2, the toy is in float; tests/tools",
     "jetdraft serve": "does not end; test_a_client_asks_the_server starts it",
     "python benchmarks/": "takes minutes alone on a machine; tests/benchmarks",
     "python examples/real/fetch.py": "downloads gigabytes; tests/test_fetch.py",
@@ -102,7 +103,8 @@ PEERS = ["xllamacpp"]
 OTHER_OPTIONS = {
     "--extra-index-url": "pip",
     "--force-reinstall": "pip",
-    "--text": "benchmarks/human_eval.py",
+    "--text": "benchmarks/human_eval.py, tools/recipes",
+    "--picture": "tools/recipes",
 }
 """Options in sentences that belong to other programs."""
 
@@ -149,16 +151,20 @@ class ParsedError(Exception):
 
 def parse_script(file, words):
     """Let a program of the repository read its words, and do nothing."""
-    name = Path(file).stem
+    package, *rest = words or [""]
+    name = package if file == "-m" else Path(file).stem
     with pytest.MonkeyPatch.context() as patch:
         for peer in PEERS:
             stub = MagicMock(**{f"{peer}.__file__": peer})
             patch.setitem(sys.modules, peer, stub)
         patch.setattr(ctypes, "CDLL", MagicMock())  # a peer's library
-        module = module_of(file, patch)
+        if file == "-m":
+            module, words = importlib.import_module(f"{package}.__main__"), rest
+        else:
+            module = module_of(file, patch)
         if isinstance(module.main, click.Command):
             # The files of a command that is not run need not be here.
-            patch.setattr(click.Path, "convert", lambda self, value, *rest: value)
+            patch.setattr(click.Path, "convert", lambda self, value, *rest: Path(value))
             module.main.make_context(name, list(words))
         elif hasattr(module, "argparse"):
             parse_arguments(module.main, words, patch)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import re
 import time
 
-from jetdraft.terminal import progress
-from jetdraft.terminal.progress import ProgressBars
+from jetdraft.cli import progress
+from jetdraft.cli.progress import ProgressBars
 
 
 def test_without_a_terminal_there_are_lines_also_in_a_long_step(monkeypatch, capsys):

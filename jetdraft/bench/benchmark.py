@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jetdraft.bench.energy import Meter
+from jetdraft.devices.rails import Meter
 from jetdraft.errors import OptionError
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Int64s
@@ -95,12 +95,9 @@ def run(
 ) -> None:
     """Fill `rows` with the stats of `repeats` interleaved runs over `prompts`.
 
-    `options` are those of `Model.generate`. Each generation runs inside a new `meter`
-    of its energy; `tick` is called after it. End-of-text is ignored, so that every
-    contender decodes the same number of tokens.
-
-        rows = contenders(model, ["auto"], [])
-        run(model, rows, [model.prompt("def")], 3, lambda: None, max_new_tokens=64)
+    `options` are keywords of `Model.generate`. Each generation runs inside a new
+    `meter` of its energy; `tick` is called after it. End-of-text is ignored, so that
+    every contender decodes the same number of tokens.
     """
     options.setdefault("seed", 0)  # all contenders draw the same noise
     if not prompts:

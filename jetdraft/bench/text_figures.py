@@ -81,10 +81,8 @@ def text_figures(
 
     `tokenizer` is a tokenizer.json. Give a file for each language: a script is not a
     language. The `most_frequent` tokens of the first halves of all files can stand in
-    for a draft vocabulary; then `coverage` is that of the second halves, since a choice
+    for a draft vocabulary; then `coverage` counts the second halves, since a choice
     looks too good on the text that it was made on. Raises `DataError`.
-
-        text_figures(Path("target/tokenizer.json"), [Path("english.txt")])
     """
     texts = [_Tokens.read(file, _opened(tokenizer)) for file in files]
     parts = texts

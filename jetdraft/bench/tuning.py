@@ -33,8 +33,6 @@ def tune(model: Model, tick: Tick = lambda: None) -> Curve:
     """Measure this machine with care, let the model plan with the curve, and keep it.
 
     `tick` is called `steps(model)` times.
-
-        tune(jetdraft.load("bundle")).passes[4]
     """
     parts = model.parts
     parts.check_free()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import signal
 import sys
+import threading
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
-from threading import Timer
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -18,13 +20,12 @@ import click
 
 from jetdraft import __version__
 from jetdraft.checkpoints.silence import silenced
-from jetdraft.errors import JetdraftError
-from jetdraft.terminal.command import LazyGroup
-from jetdraft.terminal.spelling import as_typed
+from jetdraft.cli.command import Command, LazyGroup
+from jetdraft.errors import DraftingError, JetdraftError, ProviderError
 from jetdraft.untrusted.printable import printable
 
-LONGEST = 2000
-"""The most characters of an error or a warning."""
+MAX_MESSAGE_CHARS = 2000
+"""Of an error or a warning."""
 
 FINALIZING_SECONDS = 0.01
 """A signal that came while Python finalized an object comes again after this time."""
@@ -46,27 +47,26 @@ VERBS = {
     "tune": "Measure passes and proposers on this machine.",
     "plan": "Predict memory and speed on a device.",
     "doctor": "Examine this machine; list the devices that jetdraft knows.",
-    "recipes": "Compare quantization recipes of a checkpoint.",
     "train": "Train a model to draft.",
     "store": "List or clear what a store or a learning folder keeps.",
 }
 
+_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")
+"""numpy's error of a write that found no room; it has no number."""
 
-class Verbs(LazyGroup):
-    """The verbs; turns an error into one line and exit code 2."""
+_PYTHON = re.compile(r" \((?:\w+=\w*|Model\.\w+)\)")
+"""What to write in Python instead of a flag, behind the flag."""
 
-    package = "jetdraft.cli"
-    summaries = VERBS
+
+class OneLineErrors(click.Command):
+    """Turns an error into one line and exit code 2, Ctrl-C into exit code 130."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Run a verb and exit: with 2 after bad input, with 130 after Ctrl-C."""
+        """Run the command and exit."""
         extra["standalone_mode"] = False
         _prepare_streams()
-        warnings.showwarning = _show_warning
-        # SIGTERM must clean up as Ctrl-C does.
-        before = signal.signal(signal.SIGTERM, _terminate)
         try:
-            with silenced(logging.WARNING):  # libraries log, jetdraft prints
+            with _own_warnings(), _ended_by_sigterm(), silenced(logging.WARNING):
                 result = super().main(*args, **extra)
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
@@ -92,9 +92,31 @@ class Verbs(LazyGroup):
         except (click.Abort, KeyboardInterrupt):
             click.echo("interrupted", err=True)
             sys.exit(130)
-        finally:
-            signal.signal(signal.SIGTERM, before)
         sys.exit(result if isinstance(result, int) else 0)
+
+
+class Verbs(OneLineErrors, LazyGroup):
+    """The verbs of jetdraft."""
+
+    package = "jetdraft.cli"
+    summaries = VERBS
+
+
+class Tool(OneLineErrors, Command):
+    """A command of its own, for the programs in tools/."""
+
+
+def as_typed(error: JetdraftError) -> str:
+    """The message of an error, with options as they are typed: with dashes."""
+    message = _PYTHON.sub("", str(error))
+    if isinstance(error, DraftingError):
+        # It loads the packages of methods, which an error of drafting has loaded.
+        from jetdraft.runtime.planning.registry import methods
+
+        options = [method.options.option_names() for method in methods().values()]
+        for name in {name for names in options for name in names if "_" in name}:
+            message = re.sub(rf"\b{name}\b", name.replace("_", "-"), message)
+    return message
 
 
 def _prepare_streams() -> None:
@@ -113,11 +135,27 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _is_full_disk(error: OSError) -> bool:
-    """Whether a write found no room: on the disk, in a quota or below a limit."""
-    if error.errno is None:  # numpy's writes say only how much was written
-        return str(error).endswith(" written")
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+@contextmanager
+def _own_warnings() -> Iterator[None]:
+    """Print jetdraft's own warnings in one line; drop warnings of other packages."""
+    before, warnings.showwarning = warnings.showwarning, _show_warning
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM clean up as Ctrl-C does; only the main thread can receive it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
@@ -128,7 +166,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     """
     if not _is_finalizing(frame):
         sys.exit(128 + number)
-    again = Timer(FINALIZING_SECONDS, os.kill, (os.getpid(), number))
+    again = threading.Timer(FINALIZING_SECONDS, os.kill, (os.getpid(), number))
     again.daemon = True
     again.start()
 
@@ -141,10 +179,16 @@ def _is_finalizing(frame: FrameType | None) -> bool:
     return False
 
 
+def _is_full_disk(error: OSError) -> bool:
+    """Whether a write found no room: on the disk, in a quota or below a limit."""
+    if error.errno is None:
+        return _SHORT_WRITE.fullmatch(str(error)) is not None
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def _show_warning(
     message: Warning | str, category: type[Warning], *where: Any, **more: Any
 ) -> None:
-    """Print jetdraft's own warnings in one line; drop warnings of other packages."""
     if category is UserWarning:
         click.echo(f"warning: {_line(str(message))}", err=True)
 
@@ -155,17 +199,27 @@ def _fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
+def _line(message: str) -> str:
+    return printable(" ".join(message.split()), MAX_MESSAGE_CHARS)
+
+
 def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        # onnxruntime takes a quarter of a second, which no other verb should pay.
-        from jetdraft.terminal.version import version_text
-
-        click.echo(version_text(__version__))
+        click.echo(f"jetdraft {__version__}\n{_versions()}")
         ctx.exit()
 
 
-def _line(message: str) -> str:
-    return printable(" ".join(message.split()), LONGEST)
+def _versions() -> str:
+    """onnxruntime's version, and the providers installed with it."""
+    # onnxruntime takes a quarter of a second, which no other verb should pay.
+    from jetdraft.devices.providers import installed
+    from jetdraft.ort import ort
+
+    try:
+        providers = ", ".join(installed())
+    except ProviderError:
+        return "onnxruntime is not installed"
+    return f"onnxruntime {ort.__version__}\nproviders {providers}"
 
 
 @click.group(cls=Verbs)

@@ -10,27 +10,26 @@ from typing import Any
 import click
 
 from jetdraft.bench import benchmark
-from jetdraft.bench.energy import Meter
+from jetdraft.cli.command import Command, option
+from jetdraft.cli.flags import (
+    SAMPLING,
+    bundle_argument,
+    generate_options,
+    integers,
+    json_option,
+    prompts_option,
+    report_option,
+    runtime_options,
+    write_json,
+)
+from jetdraft.cli.progress import ProgressBars
+from jetdraft.cli.prompts import read_prompts
 from jetdraft.devices.detection import detect
+from jetdraft.devices.rails import Meter
 from jetdraft.runtime.model import load
 from jetdraft.runtime.passes.load_options import LoadOptions
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import GenerateOptions, Options
-from jetdraft.terminal.command import Command, option
-from jetdraft.terminal.flags import (
-    bundle_argument,
-    generate_fields,
-    integers,
-    json_option,
-    new_tokens_option,
-    prompts_option,
-    report_option,
-    runtime_options,
-    sampling_options,
-    write_json,
-)
-from jetdraft.terminal.progress import ProgressBars
-from jetdraft.terminal.prompts import read_prompts
 
 
 @click.command("bench", cls=Command)
@@ -56,9 +55,8 @@ from jetdraft.terminal.prompts import read_prompts
     show_default=True,
     help="Runs of each method over all prompts; the table has their medians.",
 )
-@new_tokens_option(96)
-@sampling_options
-@runtime_options
+@generate_options("max_new_tokens", *SAMPLING, max_new_tokens=96)
+@runtime_options()
 @json_option
 @report_option
 def command(
@@ -70,7 +68,7 @@ def command(
     as_json: bool,
     output: Path | None,
     runtime: LoadOptions,
-    **options: Any,
+    options: GenerateOptions,
 ) -> None:
     """Compare the methods of BUNDLE, prompt by prompt in one process."""
     draft_lengths = integers(lengths, "--lengths")
@@ -78,7 +76,7 @@ def command(
     model = load(bundle, **runtime)
     load_seconds = time.perf_counter() - started
     # The defaults of `benchmark.run`, which the report shows.
-    fields = GenerateOptions(temperature=0.0, seed=0) | generate_fields(options)
+    fields = GenerateOptions(temperature=0.0, seed=0) | options
     prompts = read_prompts(prompts_file, model)
     names = [*model.methods, "auto"] if methods is None else methods.split(",")
     rows = benchmark.contenders(model, names, draft_lengths)

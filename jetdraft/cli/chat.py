@@ -6,30 +6,26 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 
+from jetdraft.cli.command import Command, option
+from jetdraft.cli.flags import (
+    CONSTRAINTS,
+    SAMPLING,
+    bundle_argument,
+    generate_options,
+    runtime_options,
+    with_defaults,
+)
+from jetdraft.cli.prompts import read_line
+from jetdraft.cli.summary import announce_first_run, summary
 from jetdraft.errors import JetdraftError
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.model import load
 from jetdraft.runtime.passes.load_options import LoadOptions
+from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.text.template import user
-from jetdraft.terminal.command import Command, option
-from jetdraft.terminal.first_run import announce_first_run
-from jetdraft.terminal.flags import (
-    bundle_argument,
-    constraint_options,
-    drafting_option,
-    generate_fields,
-    method_option,
-    new_tokens_option,
-    runtime_options,
-    sampling_options,
-    store_option,
-)
-from jetdraft.terminal.prompts import read_line
-from jetdraft.terminal.summary import summary
 
 HELP = """/stats       print the stats of the last reply
 /reset       start again
@@ -47,24 +43,22 @@ HELP = """/stats       print the stats of the last reply
     is_flag=True,
     help="Drop the oldest turns when the buffers are full.",
 )
-@new_tokens_option(512)
-@sampling_options
-@constraint_options
-@method_option()
-@drafting_option
-@store_option
-@runtime_options
+@generate_options(
+    *("max_new_tokens", *SAMPLING, *CONSTRAINTS, "method", "drafting"),
+    max_new_tokens=512,
+)
+@runtime_options("store")
 def command(
     bundle: Path,
     system: str | None,
     drop_oldest: bool,
     runtime: LoadOptions,
-    **options: Any,
+    options: GenerateOptions,
 ) -> int:
     """Talk to BUNDLE's model, line by line; /help lists the commands."""
     with load(bundle, **runtime) as model:
         announce_first_run(model)
-        fields = generate_fields(options, model)
+        fields = with_defaults(options, model)
         talk = Conversation(model, system, drop_oldest, **fields)
         # Raises for a missing template or a bad option, before the first line is read.
         model.stream(token_ids=model.chat_prompt([user("")]), **fields)
@@ -76,7 +70,8 @@ def command(
             if line.split()[:1] == ["/quit"]:
                 break
             act = _obey if line.startswith("/") else _answer
-            failed |= bool(line.strip()) and not _succeeds(act, talk, line)
+            if line.strip() and not _succeeds(act, talk, line):
+                failed = True
     return 2 if failed and not sys.stdin.isatty() else 0
 
 
@@ -89,7 +84,7 @@ def _read_line() -> str | None:
     except KeyboardInterrupt:
         click.echo()
         return ""
-    except UnicodeDecodeError:  # of a terminal; its conversation goes on
+    except UnicodeDecodeError:  # of a terminal
         click.echo("error: the line is not UTF-8; write it again", err=True)
         return ""
 

@@ -12,23 +12,21 @@ import click
 from jetdraft.bench.text_figures import ALL, TextFigures, text_figures
 from jetdraft.bench.verification import Comparison, compare_methods
 from jetdraft.bundle import Bundle
-from jetdraft.devices.kernels.forecast import Forecast, forecasts
-from jetdraft.devices.kernels.kernel_table import TABLES
+from jetdraft.cli.command import Command, option
+from jetdraft.cli.description import describe
+from jetdraft.cli.flags import (
+    bundle_argument,
+    json_option,
+    runtime_options,
+    texts_option,
+)
+from jetdraft.cli.progress import ProgressBars
 from jetdraft.errors import CheckError, OptionError
 from jetdraft.export.pair.draft_acceptance import TOLERANCE, fallen, measured_again
 from jetdraft.runtime.measured.places import pass_times
 from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.model import load
 from jetdraft.runtime.passes.load_options import LoadOptions
-from jetdraft.terminal.command import Command, option
-from jetdraft.terminal.description import describe
-from jetdraft.terminal.flags import (
-    bundle_argument,
-    json_option,
-    runtime_options,
-    texts_option,
-)
-from jetdraft.terminal.progress import ProgressBars
 
 
 @click.command("check", cls=Command)
@@ -40,33 +38,19 @@ from jetdraft.terminal.progress import ProgressBars
     show_default=True,
     help="Run the bundle; --no-run only checks its files and prints its manifest.",
 )
-@option(
-    "measurement",
-    "--for",
-    "elsewhere",
-    type=click.Choice(TABLES),
-    help="Read the graphs and say, node by node, what this provider will do with them; "
-    "nothing is run, and the provider need not be here.",
-)
 @texts_option
-@runtime_options
+@runtime_options()
 @json_option
 def command(
     bundle: Path,
     run: bool,
-    elsewhere: str | None,
     texts: tuple[Path, ...],
     runtime: LoadOptions,
     as_json: bool,
 ) -> None:
     """Check BUNDLE's files and contracts, width classes, and every method's text."""
     checked = Bundle.open(bundle, again=True)
-    if texts and elsewhere is not None:
-        raise OptionError("--for reads graphs, not texts; leave --tokenize out")
     figures = _text_figures(checked, texts)
-    if elsewhere is not None:
-        _show_forecasts(list(forecasts(checked, elsewhere)), as_json)
-        return
     if not run:
         _show_manifest(checked, figures, as_json)
         return
@@ -149,22 +133,6 @@ def _show_manifest(
     click.echo(describe(bundle))
     for line in _figure_lines(figures, 0.0):
         click.echo(line)
-
-
-def _show_forecasts(graphs: list[Forecast], as_json: bool) -> None:
-    """Print what becomes of each graph; raise `CheckError` if it cannot run."""
-    if as_json:
-        click.echo(json.dumps({"graphs": [graph.to_json() for graph in graphs]}))
-    else:
-        for line in (line for graph in graphs for line in graph.lines()):
-            click.echo(line)
-    refused = [(graph.file, verdict) for graph in graphs for verdict in graph.refused]
-    if refused:
-        file, verdict = refused[0]
-        raise CheckError(
-            f"{len(refused)} nodes cannot run on {graphs[0].provider}, for example "
-            f"{verdict.operator} of {file}: {verdict.reason}; export the bundle for it"
-        )
 
 
 def _width_lines(widths: Widths) -> Iterator[str]:

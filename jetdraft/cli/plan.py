@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
-from jetdraft.bench.picture import draw_curves
 from jetdraft.bench.text_figures import ALL, TextFigures, text_figures
 from jetdraft.bundle import TOKENIZER
-from jetdraft.devices.device import Device
+from jetdraft.cli.command import Command, flags, option
+from jetdraft.cli.flags import PATH, json_option, texts_option
 from jetdraft.devices.planning.drafter_advice import Advisor, Drafter
 from jetdraft.devices.planning.plan import (
-    CPU,
     FREE,
     PROBES,
     Choice,
@@ -25,13 +24,8 @@ from jetdraft.devices.planning.plan import (
     plan,
     refusal,
 )
-from jetdraft.errors import OptionError
 from jetdraft.runtime.planning.registry import methods
-from jetdraft.terminal.command import Command, option
-from jetdraft.terminal.flags import json_option, picture_option, texts_option
 
-PLANNED = (CPU, "cuda", "tensorrt")
-DRAWN_ACCEPTANCES = (0.4, 0.6, 0.8)
 OTHER_BUDGETS = (20, 2000)
 """Tokens per weight that are compared with the advised number."""
 
@@ -48,93 +42,26 @@ NO_METHODS = (
 
 
 @click.command("plan", cls=Command)
-@click.argument("target", type=click.Path(path_type=Path))
-@option(
-    "checkpoint", "--drafter", help="The drafter's config.json, or the folder with it."
-)
-@option(
-    "quantization",
-    "--quantize",
-    default="int4",
-    show_default=True,
-    help="The recipe of the weights; int4-headnone keeps the head in halves.",
-)
-@option(
-    "checkpoint",
-    "--context",
-    default=2048,
-    show_default=True,
-    help="Tokens of prompt and output that the buffers hold.",
-)
-@option(
-    "drafting",
-    "--acceptance",
-    default=0.6,
-    show_default=True,
-    help="Assumed probability that the first drafted token is right; the default is "
-    "a guess.",
-)
-@option(
-    "device",
-    "--device",
-    required=True,
-    help="A device's name; jetdraft doctor --devices lists them.",
-)
-@option(
-    "device",
-    "--power-mode",
-    help="A power mode of the device; default: the first, without Super.",
-)
-@option(
-    "runtime",
-    "--provider",
-    type=click.Choice(PLANNED),
-    default=CPU,
-    show_default=True,
-    help="What will run the target. Methods and a drafter's size are predicted for "
-    "the GPU only.",
-)
+@click.argument("target", type=PATH)
+@flags(Question)
 @option(
     "drafting",
     "--draft-vocab",
     type=click.IntRange(1),
     help="Tokens that the advised drafter can draft; default: all. With --tokenize, "
-    "how much of it the most frequent ones cover.",
+    "how much of it the most frequent tokens cover.",
 )
 @texts_option
 @json_option
-@picture_option("tokens per second over rows per pass for three acceptances")
 def command(
     target: Path,
-    drafter: str | None,
-    device: str,
-    power_mode: str | None,
-    provider: str,
-    quantize: str,
-    context: int,
-    acceptance: float,
     draft_vocab: int | None,
     texts: tuple[Path, ...],
-    picture: Path | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Predict memory and speed of TARGET, a config.json or the folder with it."""
-    question = Question(
-        target,
-        Device.named(device),
-        None if drafter is None else Path(drafter),
-        quantize,
-        context,
-        acceptance,
-        power_mode,
-        method_costs(),
-        provider,
-    )
-    if question.on_cpu and picture is not None:
-        raise OptionError(
-            "what a further row costs on this CPU is not known, so there is no curve "
-            "to draw; leave --picture out, or give --provider cuda"
-        )
+    question = Question(target, **options, methods=method_costs())
     prediction = plan(question)
     figures = _text_figures(target, texts, draft_vocab)
     drafters = [] if question.on_cpu else _advised(question, draft_vocab, figures)
@@ -154,8 +81,6 @@ def command(
             _show_methods(prediction)
             _show_drafters(drafters)
         _show_texts(prediction, figures)
-    if picture is not None:
-        _draw(question, picture)
 
 
 def _text_figures(
@@ -201,7 +126,7 @@ def _show(prediction: Plan, question: Question) -> None:
     plain = prediction.rows[0].tokens_per_second
     word = "at most" if question.on_cpu else "about"
     click.echo(f"plain      {word} {plain:.0f} tokens/s")
-    modes = [mode.name for mode in question.device.power_modes]
+    modes = [mode.name for mode in question.profile.power_modes]
     if others := [name for name in modes if name != prediction.power_mode]:
         click.echo(f"  (--power-mode {', '.join(others)}: other rates)")
 
@@ -259,22 +184,4 @@ def _line(choice: Choice) -> str:
         f"  {choice.method:7} {choice.shape:5} {choice.width:3} rows "
         f"{choice.tokens_per_pass:6.2f} tokens/pass {choice.tokens_per_second:7.1f} "
         f"tokens/s {choice.speedup:5.2f}x"
-    )
-
-
-def _draw(question: Question, file: Path) -> None:
-    """Draw the speed of the fastest choice at each width, for three acceptances."""
-    curves = {}
-    for acceptance in DRAWN_ACCEPTANCES:
-        best: dict[int, float] = {}
-        rows = plan(replace(question, acceptance=acceptance)).rows
-        for row in sorted(rows, key=lambda row: row.width):
-            best[row.width] = max(row.tokens_per_second, best.get(row.width, 0.0))
-        curves[f"acceptance {acceptance}"] = best
-    draw_curves(
-        file,
-        curves,
-        "rows per pass",
-        "tokens per second, predicted",
-        f"{question.target} on {question.device.title}",
     )

@@ -5,179 +5,109 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import click
 
+from jetdraft.cli.command import Command, extra_module, given
+from jetdraft.cli.flags import bundle_argument, generate_options, runtime_options
 from jetdraft.errors import OptionError
+from jetdraft.options import Flag
 from jetdraft.runtime.passes.load_options import LoadOptions
+from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.pool import Pool
-from jetdraft.terminal.command import Command, extra_module, option
-from jetdraft.terminal.flags import (
-    PATH,
-    bundle_argument,
-    method_option,
-    new_tokens_option,
-    runtime_options,
-    store_option,
-)
+from jetdraft.server.limits import Limits
+
+KEY_VARIABLE = "JETDRAFT_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Where a server listens, and what it serves."""
+
+    host: Annotated[str, Flag("server", "The address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        int,
+        Flag(
+            "server", "The port to listen on; 0 picks a free port.", least=0, most=65535
+        ),
+    ] = 8080
+    uds: Annotated[
+        Path | None,
+        Flag(
+            "server",
+            "A socket in the file system, beside the port, for this user's programs.",
+        ),
+    ] = None
+    api_key: Annotated[
+        str | None,
+        Flag(
+            "server",
+            "The key that clients must send; required unless --host is loopback. "
+            f"Default: {KEY_VARIABLE} of the environment.",
+        ),
+    ] = None
+    name: Annotated[
+        str | None,
+        Flag("server", "The model's name; default: the name of the bundle folder."),
+    ] = None
+    models: Annotated[
+        int,
+        Flag(
+            "server",
+            "Requests answered at once; each model has its own buffers.",
+            least=1,
+            most=64,
+        ),
+    ] = 1
+    drain: Annotated[
+        int, Flag("server", "Seconds to finish texts after SIGTERM.", least=0)
+    ] = 30
 
 
 @click.command("serve", cls=Command)
 @bundle_argument
-@option(
-    "server",
-    "--host",
-    default="127.0.0.1",
-    show_default=True,
-    help="The address to listen on.",
-)
-@option(
-    "server",
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8080,
-    show_default=True,
-    help="The port to listen on; 0 picks a free port.",
-)
-@option(
-    "server",
-    "--uds",
-    type=click.Path(path_type=Path),
-    help="A socket in the file system, beside the port, for this user's programs.",
-)
-@option(
-    "server",
-    "--api-key",
-    envvar="JETDRAFT_API_KEY",
-    help="The key that clients must send; required unless --host is loopback.",
-)
-@option(
-    "server", "--name", help="The model's name; default: the name of the bundle folder."
-)
-@option(
-    "server",
-    "--models",
-    type=click.IntRange(1, 64),
-    default=1,
-    show_default=True,
-    help="Requests answered at once; each model has its own buffers.",
-)
-@option(
-    "server",
-    "--drain",
-    type=click.IntRange(0),
-    default=30,
-    show_default=True,
-    help="Seconds to finish texts after SIGTERM.",
-)
-@new_tokens_option(1024)
-@option(
-    "limits",
-    "--max-body-bytes",
-    type=click.IntRange(1),
-    default=1_000_000,
-    show_default=True,
-    help="The most bytes of a request's body.",
-)
-@option(
-    "limits",
-    "--max-sound-bytes",
-    type=click.IntRange(1),
-    default=25_000_000,
-    show_default=True,
-    help="The most bytes of a request with a sound.",
-)
-@option(
-    "limits",
-    "--max-waiting",
-    type=click.IntRange(0),
-    default=64,
-    show_default=True,
-    help="The most requests that may wait for a model.",
-)
-@option(
-    "limits",
-    "--max-wait",
-    type=click.FloatRange(0, min_open=True),
-    default=120.0,
-    show_default=True,
-    help="The most seconds that a request may wait.",
-)
-@option(
-    "limits",
-    "--max-seconds",
-    type=click.FloatRange(0, min_open=True),
-    default=300.0,
-    show_default=True,
-    help="The most seconds that a text may take.",
-)
-@method_option()
-@store_option
-@option(
-    "drafting",
-    "--learn",
-    metavar="DIR",
-    type=PATH,
-    help="Keep what the target said where drafts were wrong in this folder, and take "
-    "the drafter's weights that train drafter --from-use learns of it; default: keep "
-    "nothing.",
-)
-@runtime_options
+@given("server", ServeOptions)
+@given("limits", Limits)
+@generate_options("method")
+@runtime_options("store", "learn")
 def command(
     bundle: Path,
-    host: str,
-    port: int,
-    uds: Path | None,
-    api_key: str | None,
-    name: str | None,
-    models: int,
-    max_new_tokens: int,
-    max_body_bytes: int,
-    max_sound_bytes: int,
-    max_waiting: int,
-    max_wait: float,
-    max_seconds: float,
-    drain: int,
-    method: str,
-    store: Path | None,
-    learn: Path | None,
+    server: ServeOptions,
+    limits: Limits,
+    options: GenerateOptions,
     runtime: LoadOptions,
 ) -> None:
     """Answer requests for BUNDLE's model over HTTP until SIGTERM or Ctrl-C."""
     app = extra_module("jetdraft.server.app", "serving", "serve")
     admission = extra_module("jetdraft.server.admission", "serving", "serve")
     sockets = extra_module("jetdraft.server.listener", "serving", "serve")
-    server = extra_module("jetdraft.server.http_server", "serving", "serve")
-    # click takes an empty variable for none, but who set it meant to have a key.
-    key = os.environ.get("JETDRAFT_API_KEY") if api_key is None else api_key
+    http = extra_module("jetdraft.server.http_server", "serving", "serve")
+    # Who sets an empty variable means to have a key, which is then refused.
+    key = os.environ.get(KEY_VARIABLE) if server.api_key is None else server.api_key
     if key is not None:
         admission.check_key(key)
-    elif not admission.is_loopback(host):
+    elif not admission.is_loopback(server.host):
         raise OptionError(
-            f"anyone could use a server on {host}; give --api-key, or set "
-            "JETDRAFT_API_KEY"
+            f"anyone could use a server on {server.host}; give --api-key, or set "
+            f"{KEY_VARIABLE}"
         )
-    limits = app.Limits(
-        body_bytes=max_body_bytes,
-        new_tokens=max_new_tokens,
-        waiting=max_waiting,
-        wait_seconds=max_wait,
-        seconds=max_seconds,
-        sound_bytes=max_sound_bytes,
-    )
     with ExitStack() as listeners:
-        listener = listeners.enter_context(sockets.listening(host, port))
+        listener = listeners.enter_context(sockets.listening(server.host, server.port))
         own = (
-            [] if uds is None else [listeners.enter_context(sockets.listening_at(uds))]
+            []
+            if server.uds is None
+            else [listeners.enter_context(sockets.listening_at(server.uds))]
         )
-        runtime["store"], runtime["learn"] = store, learn
         _log()
-        pool = Pool(bundle, models, method, **runtime)
-        service = app.Service(pool, name or bundle.resolve().name, limits, key or "")
-        places = [sockets.url(listener), *([] if uds is None else [str(uds)])]
+        pool = Pool(bundle, server.models, options["method"], **runtime)
+        name = server.name or bundle.resolve().name
+        service = app.Service(pool, name, limits, key or "")
+        places = [sockets.url(listener), *map(str, filter(None, [server.uds]))]
         click.echo(f"{service.name} answers at {' and '.join(places)}", err=True)
-        server.run(service, [listener, *own], host, drain)
+        http.run(service, [listener, *own], server.host, server.drain)
 
 
 def _log() -> None:

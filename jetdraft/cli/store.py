@@ -9,13 +9,13 @@ from pathlib import Path
 import click
 
 from jetdraft.bundle import Bundle
+from jetdraft.cli.command import Command
+from jetdraft.cli.flags import PATH, bundle_argument, json_option, user_option
 from jetdraft.errors import StoreError
 from jetdraft.kept.lessons import Lessons
 from jetdraft.kept.weight_sets import WeightSets, base_of, is_learned, label
 from jetdraft.runtime.history.store import ResponseStore
 from jetdraft.runtime.text.codec import TextCodec
-from jetdraft.terminal.command import Command
-from jetdraft.terminal.flags import PATH, bundle_argument, json_option, user_option
 from jetdraft.untrusted.printable import printable
 
 file_argument = click.argument("file", type=PATH)

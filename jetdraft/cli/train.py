@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from jetdraft.terminal.command import LazyGroup, extra_module
+from jetdraft.cli.command import LazyGroup, extra_module
 from jetdraft.train import TRAINERS
 
 

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
+from jetdraft.cli.command import Command, option
+from jetdraft.cli.flags import (
+    DRAFTING,
+    PATH,
+    SAMPLING,
+    bundle_argument,
+    explain_option,
+    generate_options,
+    json_option,
+    runtime_options,
+    with_defaults,
+)
+from jetdraft.cli.summary import announce_first_run, write_out
 from jetdraft.runtime.hearing.segments import Segment, clock
 from jetdraft.runtime.model import load
 from jetdraft.runtime.passes.load_options import LoadOptions
-from jetdraft.runtime.text.stops import INTERRUPTED
-from jetdraft.runtime.transcript import Transcript
+from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.transcription import TRANSCRIBE, Wanted
-from jetdraft.terminal.command import Command, option
-from jetdraft.terminal.first_run import announce_first_run
-from jetdraft.terminal.flags import (
-    PATH,
-    bundle_argument,
-    drafting_options,
-    explain_option,
-    generate_fields,
-    json_option,
-    runtime_options,
-    sampling_options,
+
+FIELDS = (
+    *("text", "language", "seconds", "segments", "token_ids", "from_draft"),
+    "finish_reason",
 )
-from jetdraft.terminal.summary import explanation, summary
 
 
 @click.command("transcribe", cls=Command)
@@ -52,9 +55,8 @@ from jetdraft.terminal.summary import explanation, summary
     help="Let the model write timestamps; windows of a long file then end where a "
     "sentence ends.",
 )
-@sampling_options
-@drafting_options()
-@runtime_options
+@generate_options(*SAMPLING, *DRAFTING)
+@runtime_options()
 @json_option
 @explain_option
 def command(
@@ -66,7 +68,7 @@ def command(
     as_json: bool,
     explain: bool,
     runtime: LoadOptions,
-    **options: Any,
+    options: GenerateOptions,
 ) -> int:
     """Write down what is said in the WAV file FILE, with BUNDLE of a Whisper.
 
@@ -75,41 +77,16 @@ def command(
     """
     model = load(bundle, **runtime)
     wanted = Wanted(language, task, timestamps)
-    fields = generate_fields(options, model)
+    fields = with_defaults(options, model)
     transcription = model.transcription(file, wanted, **fields)
     announce_first_run(model)
-    interrupted = False
-    try:
-        for segment in transcription:
-            if not as_json:
-                click.echo(_line(segment, timestamps))
-    except KeyboardInterrupt:
-        interrupted = True
-        transcription.close(INTERRUPTED)
-    result = transcription.result()
-    if as_json:
-        click.echo(_as_json(result))
-    else:
-        click.echo(summary(result.stats), err=True)
-    if explain:
-        click.echo(explanation(result.stats), err=True)
-    return 130 if interrupted else 0
+    show = partial(_show, timestamps=timestamps)
+    return write_out(transcription, show, FIELDS, as_json, explain)
 
 
-def _line(segment: Segment, timestamps: bool) -> str:
+def _show(segment: Segment | None, timestamps: bool) -> None:
+    """Print a segment on a line; nothing at the end."""
+    if segment is None:
+        return
     times = f"[{clock(segment.start)} --> {clock(segment.end)}] " if timestamps else ""
-    return times + segment.text.strip()
-
-
-def _as_json(result: Transcript) -> str:
-    fields = {
-        "text": result.text,
-        "language": result.language,
-        "seconds": result.seconds,
-        "segments": [vars(segment) for segment in result.segments],
-        "token_ids": result.token_ids,
-        "from_draft": result.from_draft,
-        "finish_reason": result.finish_reason,
-        "stats": result.stats.to_json(),
-    }
-    return json.dumps(fields)  # ASCII, since other encodings than UTF-8 are not JSON
+    click.echo(times + segment.text.strip())

@@ -7,30 +7,21 @@ from pathlib import Path
 
 import click
 
-from jetdraft.bench.picture import draw_curves
 from jetdraft.bench.tuning import steps, tune
+from jetdraft.cli.command import Command
+from jetdraft.cli.flags import bundle_argument, json_option, runtime_options
+from jetdraft.cli.progress import ProgressBars
 from jetdraft.files import check_place
 from jetdraft.runtime.measured.curve import Curve
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.passes.load_options import LoadOptions
-from jetdraft.terminal.command import Command
-from jetdraft.terminal.flags import (
-    bundle_argument,
-    json_option,
-    picture_option,
-    runtime_options,
-)
-from jetdraft.terminal.progress import ProgressBars
 
 
 @click.command("tune", cls=Command)
 @bundle_argument
-@runtime_options
+@runtime_options()
 @json_option
-@picture_option("pass times over the rows of a pass")
-def command(
-    bundle: Path, picture: Path | None, as_json: bool, runtime: LoadOptions
-) -> None:
+def command(bundle: Path, as_json: bool, runtime: LoadOptions) -> None:
     """Measure pass times by width and every proposer, and keep them in BUNDLE."""
     model = load(bundle, **runtime)
     check_place(model.parts.profiles.tuning_file)
@@ -41,10 +32,6 @@ def command(
         click.echo(json.dumps({"machine": machine, "curve": curve.to_json()}))
     else:
         _show(model, curve)
-    if picture is not None:
-        curves = {"chain": curve.passes, "tree": curve.trees}
-        measured = {name: times for name, times in curves.items() if times}
-        draw_curves(picture, measured, "rows in a pass", "milliseconds")
 
 
 def _show(model: Model, curve: Curve) -> None:

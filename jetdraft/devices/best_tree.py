@@ -15,8 +15,6 @@ def best_tree(
     the chances of the second, third, ... sibling where the first is wrong. Rows come
     likeliest first, numbered from 1; 0 is the root. Greedy insertion is optimal where
     a row's chance is the product along its path (Medusa, 2401.10774).
-
-        best_tree(3, [0.6, 0.6, 0.6], [0.3])    # parents [0, 1, 2]: a chain
     """
     parents, depths, chances = list[int](), [0], [1.0]
     heap = [(-firsts[0], 0, 0)]

@@ -1,8 +1,10 @@
-"""Detects the board and its state from files below a root folder."""
+"""Detects this machine: the board and its state, and the processor."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +38,7 @@ class Machine:
 
 
 def detect(root: Path = Path("/")) -> Machine:
-    """Read a machine's files, or a recorded tree of them.
-
-    detect().device
-    """
+    """Read a machine's files, or a recorded tree of them."""
     device, l4t = _device(root), _l4t(root)
     board = _text(root / "proc/device-tree/model")
     memory = _memory(root)
@@ -169,3 +168,29 @@ def _gpu_mhz(root: Path, file: str) -> float | None:
         if text is not None and text.isdigit():
             return int(text) / 1e6
     return None
+
+
+def processor_name() -> str:
+    """The name of the processor; the architecture where the system hides it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith(("model name", "Model")):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def processor_features() -> str:
+    """A hash of the instruction sets, since they decide how kernels round."""
+    used_names = ("flags", "Features", "cpu family", "model", "stepping", "CPU part")
+    used_lines: set[str] = set()
+    for file in ("/proc/cpuinfo", "/proc/device-tree/model"):
+        try:
+            lines = Path(file).read_text(encoding="utf-8", errors="replace").split("\n")
+        except OSError:
+            continue
+        names = {line: line.partition(":")[0].strip() for line in lines}
+        is_board = file.endswith("model")
+        used_lines |= {line for line in lines if is_board or names[line] in used_names}
+    return hashlib.sha256("\n".join(sorted(used_lines)).encode()).hexdigest()[:12]

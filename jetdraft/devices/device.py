@@ -46,8 +46,6 @@ class Device:
     formats that its GPU computes in. The first power mode is the default; it is not a
     "Super" mode. `recipe` is the default of an export with a calibration text, and
     `recipe_evidence` says why.
-
-        Device.named("orin-nx-16gb").power_mode().bandwidth_gbs
     """
 
     name: str
@@ -71,7 +69,7 @@ class Device:
 
     @classmethod
     def named(cls, name: str) -> Device:
-        """The profile of that name; raises `DeviceError` if there is none."""
+        """The profile of that name; raises `DeviceError` for an unknown name."""
         if name not in cls.names():
             raise DeviceError(
                 f"unknown device {name!r}; choose {', '.join(cls.names())}"

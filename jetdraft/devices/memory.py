@@ -14,13 +14,13 @@ _DONTNEED, _HUGE, _COLLAPSE = 4, 14, 25
 """Linux's numbers of MADV_DONTNEED, MADV_HUGEPAGE and MADV_COLLAPSE."""
 
 HUGE_PAGE = 1 << 21
-_STEP = 16 * HUGE_PAGE
+_STEP_BYTES = 16 * HUGE_PAGE
 """Bytes that one call moves; meanwhile no other thread can map memory."""
 
 _ENTRY = 8
 """Bytes of a page's entry in /proc/self/pagemap; its highest bit says: in memory."""
 
-_LEAST = 2 * HUGE_PAGE
+_MIN_MAPPING_BYTES = 2 * HUGE_PAGE
 """The bytes of the smallest mapping that is moved."""
 
 _MAPPING = re.compile(
@@ -83,8 +83,6 @@ def release(folder: Path) -> int:
 
     A page that is read later comes back from its file. A mapping that was written to
     stays as it is.
-
-        release(Path("bundle"))
     """
     released, place = 0, f"{folder.resolve()}/"
     # The sizes of all mappings take ten times as long to read, at each load.
@@ -106,18 +104,16 @@ def gather() -> int:
 
     A pass reads all weights, and for each page of 4 KB the processor looks up an
     address. Linux before 6.1 cannot move memory: only new pages become huge there.
-
-        gather()
     """
     gathered = 0
     for mapping in _mappings():
         size = mapping.end - mapping.first
-        if mapping.path or size < _LEAST or 2 * mapping.huge > size:
+        if mapping.path or size < _MIN_MAPPING_BYTES or 2 * mapping.huge > size:
             continue
         first = -(-mapping.first // HUGE_PAGE) * HUGE_PAGE
         end = mapping.end // HUGE_PAGE * HUGE_PAGE
-        for start in range(first, end, _STEP):
-            stop = min(start + _STEP, end)
+        for start in range(first, end, _STEP_BYTES):
+            stop = min(start + _STEP_BYTES, end)
             # What was never touched must not grow. A mapping may have such parts:
             # Linux joins neighbours.
             if _present(start, stop) >= 0.75:
@@ -127,7 +123,7 @@ def gather() -> int:
 
 
 def _present(first: int, end: int) -> float:
-    """The share of a range's pages that are in memory; 0 where nobody says."""
+    """The share of a range's pages that are in memory; 0 where Linux does not say."""
     try:
         with Path("/proc/self/pagemap").open("rb") as file:
             file.seek(first // mmap.PAGESIZE * _ENTRY)

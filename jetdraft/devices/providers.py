@@ -81,10 +81,7 @@ HALVES, SELECTION = "the halves of a target run", "KV rows are selected"
 
 
 def cpu_only(work: str, provider: str, fix: str) -> str:
-    """Why another provider than the CPU cannot do some work; empty for the CPU.
-
-    cpu_only(HALVES, "cuda", "choose --provider cpu")
-    """
+    """Why another provider than the CPU cannot do some work; empty for the CPU."""
     return "" if provider == "cpu" else f"{work} on the CPU, not on {provider}; {fix}"
 
 
@@ -157,7 +154,7 @@ def request(
 
 
 def provider_named(name: str) -> Provider:
-    """The provider of that name; raises `ProviderError` if there is none."""
+    """The provider of that name; raises `ProviderError` for an unknown name."""
     if name not in PROVIDERS:
         raise ProviderError(f"unknown provider {name!r}; choose {', '.join(PROVIDERS)}")
     return PROVIDERS[name]
@@ -168,8 +165,6 @@ def choose(name: str, graphs: Iterable[tuple[str, str]]) -> Provider:
 
     "auto" takes the fastest provider that can. Raises `ProviderError` with the reason
     if none can, or if the named provider cannot.
-
-        choose("auto", [("contrib", "float32")]).name    # "cpu"
     """
     graphs = list(graphs)
     if name not in (AUTO, *PROVIDERS):
@@ -215,8 +210,6 @@ def installed() -> list[str]:
 
     Nothing is run, so a provider may be here that lacks a library or a GPU: see
     `presence`. Raises `ProviderError` if onnxruntime is missing.
-
-        installed()    # ["webgpu", "cpu"]
     """
     return [name for name in PROVIDERS if not _absence(name)]
 
@@ -249,10 +242,7 @@ class Presence:
 
 @functools.cache
 def presence(name: str) -> Presence:
-    """Run a trial of one of `PROVIDERS`, once per process.
-
-    presence("cuda").reason
-    """
+    """Run a trial of one of `PROVIDERS`, once per process."""
     if reason := _absence(name):
         return Presence(name, False, False, reason)
     full = PROVIDERS[name].full

@@ -9,7 +9,7 @@ from jetdraft.bundle import CONTRIB, DRAFTER, FLAVOURS, TARGET
 from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH, MIN_SELECTED
 from jetdraft.devices.providers import Provider, provider_named
 from jetdraft.errors import OptionError
-from jetdraft.quant.sensitivity import Limit
+from jetdraft.quant.choice import Limit
 from jetdraft.recipe import Recipe
 
 DTYPES = {"fp32": "float32", "fp16": "float16"}

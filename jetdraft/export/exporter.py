@@ -45,7 +45,7 @@ from jetdraft.export.step import Step
 from jetdraft.export.variants import VARIANTS
 from jetdraft.graph_entry import GraphEntry
 from jetdraft.quant.blocks import Floats
-from jetdraft.quant.sensitivity import Limit
+from jetdraft.quant.choice import Limit
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import Recipe
 from jetdraft.staging import writing

@@ -20,10 +20,14 @@ from jetdraft.export.pair.frequent_tokens import frequent_tokens
 from jetdraft.export.pair.reading_head import ReadingHead
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows, own_attention, second_moments
+from jetdraft.quant.choice import (
+    TOP,
+    DrafterChoice,
+    Sensitivity,
+    choose,
+    choose_drafter,
+)
 from jetdraft.quant.divergence import Divergence
-from jetdraft.quant.ladder import TOP, choose
-from jetdraft.quant.pair_speed import DrafterChoice, choose_drafter
-from jetdraft.quant.sensitivity import Sensitivity
 from jetdraft.recipe import Recipe
 
 

@@ -4,130 +4,267 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from jetdraft.bundle import DRAFTER, TARGET, Bundle
+from jetdraft.bundle import DRAFTER, FLAVOURS, TARGET, Bundle
 from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH
 from jetdraft.devices.device import Device
 from jetdraft.devices.planning.plan import Question, plan, refusal
-from jetdraft.devices.providers import AUTO, fastest
+from jetdraft.devices.providers import AUTO, PROVIDERS, fastest
 from jetdraft.errors import JetdraftError, OptionError
-from jetdraft.recipe import CALIBRATED_DEFAULT, DEFAULT_BLOCK_SIZE, FAST_DEFAULT, Recipe
+from jetdraft.options import Flag, takes
+from jetdraft.recipe import (
+    ALGORITHMS,
+    BLOCK_SIZES,
+    CALIBRATED_DEFAULT,
+    DEFAULT_BLOCK_SIZE,
+    FAST_DEFAULT,
+    SCHEMES,
+    Recipe,
+)
 from jetdraft.staging import check_output
 
 _DRAFTER_BLOCK_SIZE = 32
 
 
-def export(
-    target: str | Path,
-    output: str | Path,
-    drafter: str | Path | None = None,
-    *,
-    head: str | Path | None = None,
-    quantize: str | None = None,
-    quantize_drafter: str | None = None,
-    block_size: int | None = None,
-    calibration: str | Path | None = None,
-    max_bytes: int | None = None,
-    max_kl: float | None = None,
-    dtype: str | None = None,
-    capacity: int = CAPACITY,
-    max_width: int = MAX_WIDTH,
-    provider: str = "cpu",
-    drafter_provider: str | None = None,
-    flavour: str | None = None,
-    device: str | None = None,
-    adapter_scale: float = 1.0,
-    fast: bool = False,
-    draft_vocab: int | None = None,
-    exit_layer: int | None = None,
-    select_kv: int | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
-) -> Bundle:
+@dataclass(frozen=True)
+class ExportRequest:
+    """An export; a field with a `Flag` is an option of `jetdraft export` too."""
+
+    target: str | Path
+    output: str | Path
+    drafter: Annotated[
+        str | Path | None,
+        Flag("checkpoint", "A small checkpoint with the same tokenizer.", kind=str),
+    ] = None
+    _: KW_ONLY
+    head: Annotated[
+        str | Path | None,
+        Flag(
+            "checkpoint",
+            "A head that reads the target's states, or a drafter that fills blocks, in "
+            "place of a drafter: the folder or hub id of EAGLE-1, 2 or 3 (speculators' "
+            "too), Medusa, Hydra, DFlash, a diffusion or block drafter, Kangaroo, "
+            "GliDe, Chimera or Falcon, or of the target itself for its MTP module.",
+            kind=str,
+        ),
+    ] = None
+    exit_layer: Annotated[
+        int | None,
+        Flag(
+            "checkpoint",
+            "Let the text leave the target after this many layers: for generate "
+            "--stop-and-exit, with a head that jetdraft train exit trained for them.",
+            names=("--exit-after",),
+        ),
+    ] = None
+    adapter_scale: Annotated[
+        float,
+        Flag(
+            "checkpoint",
+            "How far streams of the shared mode move the target from its base, 0 to 1.",
+        ),
+    ] = 1.0
+    capacity: Annotated[
+        int, Flag("checkpoint", "The most tokens of a prompt and its text together.")
+    ] = CAPACITY
+    max_width: Annotated[int, Flag("checkpoint", "The most rows of a pass.")] = (
+        MAX_WIDTH
+    )
+    dtype: Annotated[
+        str | None,
+        Flag(
+            "checkpoint",
+            "Type of the activations; default: fp32 on the CPU, fp16 elsewhere.",
+            choices=("fp32", "fp16"),
+        ),
+    ] = None
+    flavour: Annotated[
+        str | None,
+        Flag(
+            "checkpoint",
+            "contrib: onnxruntime's own operators; standard: only ai.onnx operators. "
+            "Default: standard for TensorRT, contrib elsewhere.",
+            choices=FLAVOURS,
+        ),
+    ] = None
+    quantize: Annotated[
+        str | None,
+        Flag(
+            "quantization",
+            f"A recipe of weights: {', '.join(SCHEMES)}, followed by overrides, for "
+            f"example int4-gptq-b64-head8. Algorithms: {', '.join(ALGORITHMS)}. "
+            "Default: the recipe of --device, or else the cheapest that keeps the "
+            "target's text, which is measured.",
+        ),
+    ] = None
+    block_size: Annotated[
+        int | None,
+        Flag(
+            "quantization",
+            "Weights that share a scale, if the recipe does not say; default: "
+            f"{DEFAULT_BLOCK_SIZE}.",
+            choices=BLOCK_SIZES,
+        ),
+    ] = None
+    quantize_drafter: Annotated[
+        str | None,
+        Flag(
+            "quantization",
+            "A recipe for the drafter; default: the fastest for the pair, which is "
+            "measured, or none with --quantize none.",
+        ),
+    ] = None
+    calibration: Annotated[
+        str | Path | None,
+        Flag(
+            "quantization",
+            "A text like the texts to come, for all that is measured; default: the "
+            "target writes one.",
+        ),
+    ] = None
+    fast: Annotated[
+        bool,
+        Flag(
+            "quantization",
+            f"Measure nothing and take {FAST_DEFAULT}, which suits large models, and "
+            "int8-rtn-b32 for the drafter, with --device too; options that need a "
+            "measure are refused.",
+        ),
+    ] = False
+    max_bytes: Annotated[
+        int | None,
+        Flag(
+            "quantization",
+            "Give the most sensitive layers of the target more bits, up to this size "
+            "of its matrices in bytes.",
+        ),
+    ] = None
+    max_kl: Annotated[
+        float | None,
+        Flag(
+            "quantization",
+            "Give layers more bits until the mean KL divergence from the full target "
+            "is below this, in nats per token.",
+        ),
+    ] = None
+    draft_vocab: Annotated[
+        int | None,
+        Flag(
+            "drafting",
+            "Let the drafter or head choose among this many tokens only, the most "
+            "frequent in --calibration or in what the target writes; its LM head gets "
+            "as many rows, and the text stays the same.",
+        ),
+    ] = None
+    select_kv: Annotated[
+        int | None,
+        Flag(
+            "drafting",
+            "Add a graph that can read this many of the KV rows only, which each layer "
+            "selects for each pass: for long contexts, as a drafter of itself "
+            "(--method select, lossless), or as the target (--drafting select-kv=true "
+            "--no-exact, lossy).",
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        Flag(
+            "device",
+            "Refuse a bundle that does not fit this device, and take its recipe, which "
+            "measures; jetdraft doctor --devices lists the names.",
+        ),
+    ] = None
+    provider: Annotated[
+        str,
+        Flag(
+            "runtime",
+            "What will run the target; auto: the fastest provider on this machine.",
+            choices=(*PROVIDERS, AUTO),
+        ),
+    ] = "cpu"
+    drafter_provider: Annotated[
+        str | None,
+        Flag(
+            "runtime",
+            "What will run the drafter; default: the target's provider.",
+            choices=tuple(PROVIDERS),
+        ),
+    ] = None
+    progress: Callable[[str, int, int], None] | None = None
+
+    @property
+    def limited(self) -> bool:
+        """Whether layers get more bits up to a limit."""
+        return self.max_bytes is not None or self.max_kl is not None
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The target's recipe; None if the export is to choose it."""
+        if self.quantize is not None:
+            return Recipe.parse(self.quantize, self.block_size or DEFAULT_BLOCK_SIZE)
+        if self.limited:
+            recipe = Recipe.parse(CALIBRATED_DEFAULT)
+        elif self.device is not None and not self.fast:
+            recipe = Recipe.parse(Device.named(self.device).recipe)
+        elif self.fast or self.block_size is not None:
+            recipe = Recipe.parse(FAST_DEFAULT)
+        else:
+            return None
+        return replace(recipe, block_size=self.block_size or recipe.block_size)
+
+
+@takes(ExportRequest)
+def export(request: ExportRequest) -> Bundle:
     """Export checkpoints, folders, GGUF files or hub ids, to a bundle folder.
 
     A `head` reads the states of its target; it takes the place of a `drafter`.
-
-    `quantize` and `quantize_drafter` are recipes, for example "int4-gptq-b64-head8"; by
-    default the export measures which keep the target's text, or, if it must be `fast`,
-    takes a recipe that is safe for large models, and refuses options that need a
-    measure. `block_size` counts the weights that share a scale. `calibration` is the
-    text to measure on; by default the target writes one, and a drafter can draft the
-    `draft_vocab` tokens that are most frequent in it. At most one of `max_bytes`, and
-    `max_kl` in nats per token, gives layers of the target more bits. `capacity` is the
-    tokens of prompt and output together, `max_width` the rows of the widest pass.
-    `provider` will run the target; "auto" is the fastest on this machine. A `device`
-    refuses what would not fit it.
-    With `select_kv` the target can also read only that many of the committed rows,
-    as a drafter of itself or, lossy, as the target.
     `progress` is called with the name of a stage, the steps done and the number of
-    steps. `jetdraft export --help` describes the other options and all defaults.
-
-    Raises a `JetdraftError` before it writes; a failure leaves `output` as it was.
+    steps. Raises a `JetdraftError` before it writes; a failure leaves `output` as it
+    was.
 
         jetdraft.export("target/", "bundle", "drafter/", quantize="int8-rtn-b32")
     """
-    check_output(Path(output))
-    provider = fastest() if provider == AUTO else provider
-    limited = max_bytes is not None or max_kl is not None
-    recipe = _recipe(quantize, block_size, limited, device, fast)
-    if device is not None:
-        scheme = (recipe or Recipe()).scheme
-        _check_fits(device, target, drafter, scheme, capacity, provider)
+    check_output(Path(request.output))
+    provider = fastest() if request.provider == AUTO else request.provider
+    if request.device is not None:
+        _check_fits(request, provider)
     exporter = _exporter()
+    drafter_recipe, calibration = request.quantize_drafter, request.calibration
     options = exporter.ExportOptions(
-        recipe=recipe,
+        recipe=request.recipe,
         drafter_recipe=None
-        if quantize_drafter is None
-        else Recipe.parse(quantize_drafter, _DRAFTER_BLOCK_SIZE),
+        if drafter_recipe is None
+        else Recipe.parse(drafter_recipe, _DRAFTER_BLOCK_SIZE),
         calibration=None if calibration is None else Path(calibration),
-        limit=exporter.Limit(max_bytes, max_kl) if limited else None,
-        dtype=dtype,
-        capacity=capacity,
-        max_width=min(max_width, capacity),
+        limit=exporter.Limit(request.max_bytes, request.max_kl)
+        if request.limited
+        else None,
+        max_width=min(request.max_width, request.capacity),
         provider=provider,
-        flavour=flavour,
-        adapter_scale=adapter_scale,
-        drafter_provider=drafter_provider,
-        fast=fast,
-        draft_vocab=draft_vocab,
-        exit_layer=exit_layer,
-        select_kv=select_kv,
+        **{name: getattr(request, name) for name in _SAME},
     )
-    if fast:
+    if request.fast:
         _check_fast(options)
+    drafter, head = request.drafter, request.head
     bundle: Bundle = exporter.export(
-        str(target),
-        output,
+        str(request.target),
+        request.output,
         None if drafter is None else str(drafter),
         options,
-        progress,
+        request.progress,
         None if head is None else str(head),
     )
     return bundle
 
 
-def _recipe(
-    quantize: str | None,
-    block_size: int | None,
-    limited: bool,
-    device: str | None,
-    fast: bool,
-) -> Recipe | None:
-    """The target's recipe; None if the export is to choose it."""
-    if quantize is not None:
-        return Recipe.parse(quantize, block_size or DEFAULT_BLOCK_SIZE)
-    if limited:
-        recipe = Recipe.parse(CALIBRATED_DEFAULT)
-    elif device is not None and not fast:
-        recipe = Recipe.parse(Device.named(device).recipe)
-    elif fast or block_size is not None:
-        recipe = Recipe.parse(FAST_DEFAULT)
-    else:
-        return None
-    return replace(recipe, block_size=block_size or recipe.block_size)
+_SAME = (
+    *("dtype", "capacity", "flavour", "adapter_scale", "drafter_provider", "fast"),
+    *("draft_vocab", "exit_layer", "select_kv"),
+)
+"""The fields that are `ExportOptions` as they are."""
 
 
 def _check_fast(options: Any) -> None:
@@ -157,16 +294,10 @@ def _exporter() -> Any:
         ) from error
 
 
-def _check_fits(
-    device: str,
-    target: str | Path,
-    drafter: str | Path | None,
-    scheme: str,
-    capacity: int,
-    provider: str,
-) -> None:
+def _check_fits(request: ExportRequest, provider: str) -> None:
     """Raise `DeviceError` for a pair that does not fit the device."""
-    folders = [Path(source) for source in (target, drafter) if source]
+    assert request.device is not None
+    folders = [Path(source) for source in (request.target, request.drafter) if source]
     for folder in folders:
         if not folder.is_dir():
             fix = "leave --device out" if folder.is_file() else "download it first"
@@ -176,10 +307,10 @@ def _check_fits(
             )
     question = Question(
         folders[0],
-        Device.named(device),
-        folders[1] if drafter else None,
-        scheme,
-        capacity,
+        request.device,
+        folders[1] if request.drafter else None,
+        (request.recipe or Recipe()).scheme,
+        request.capacity,
         provider=provider,
     )
     answer = plan(question)

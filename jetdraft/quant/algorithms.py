@@ -123,7 +123,7 @@ def gptq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> 
     """Symmetric; `moments` [rows, rows] are the sums of x x^T over the inputs x.
 
     onnxruntime 1.31 has a GPTQ too, but it reads the side of the inverse's triangle
-    that is zero, so it passes no error on and its result is that of rounding.
+    that is zero, so it passes no error on and it only rounds.
     """
     assert moments is not None
     filled = -(-len(matrix) // block_size) * block_size

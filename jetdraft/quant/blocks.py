@@ -24,8 +24,6 @@ class Blocks:
     block are never read. With an `order` int64 [rows], row i belongs to input
     `order[i]`. A `whole` matrix has one block for each column, of integers with seven
     bits, for products of integers.
-
-        Blocks.of(integers, scales, None, bits=4, rows=384).packed
     """
 
     packed: Bytes

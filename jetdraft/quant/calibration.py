@@ -26,8 +26,6 @@ class Windows:
 
     A model is compared with itself on the last `scored` tokens of each window.
     `tokens` int64 [n] are all tokens whose frequency counts: those, or a whole file.
-
-        Windows.of(Path("notes.txt"), tokenizer).ids
     """
 
     def __init__(
@@ -71,8 +69,6 @@ def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
     """The sums of x x^T over the inputs x of each linear layer, by weight name.
 
     Each is float32 [inputs, inputs]. The model runs with transformers' own attention.
-
-        second_moments(model, windows)["lm_head.weight"]
     """
     sums = _Sums()
     with own_attention(model), sums.watching(model), torch.no_grad():

@@ -1,8 +1,8 @@
 """How far quantized matrices move a model from itself: KL divergence over a text.
 
 The weights are replaced by the floats that their integers stand for, and the inputs of
-their layers are rounded as the CPU's kernels read them. The result is that of the
-bundle within a tenth (docs/log/quantization.md).
+their layers are rounded as the CPU's kernels read them. The result is within a
+tenth of the bundle's (docs/log/quantization.md).
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ class Divergence:
 
     `moments` are the result of `second_moments`, for algorithms that need them.
     `rounds_inputs` says whether the provider rounds what it multiplies weights with.
-
-        Divergence(model, windows, {}).of(Recipe("int4", 32))   # nats per token
     """
 
     def __init__(

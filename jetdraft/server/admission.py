@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from jetdraft.errors import OptionError
 from jetdraft.server.connection import is_local_user
-from jetdraft.server.generation_request import RequestError
+from jetdraft.server.refusal import RequestError
 
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
 _KEY = re.compile(r"[!-~]+")
@@ -20,8 +20,6 @@ class Admission:
     """Admits requests with the right key, or, without a key, for local names only.
 
     `key` is "" for a server without a key; `host` is the address that it listens on.
-
-        Admission("sesame", "0.0.0.0").check(request)
     """
 
     def __init__(self, key: str = "", host: str = "127.0.0.1") -> None:
@@ -59,8 +57,6 @@ def host_name(header: str) -> str | None:
     """Return the host of a Host header, or None if the header is malformed.
 
     Stricter than the URL standard: it allows the characters of DNS names only.
-
-        host_name("[::1]:8080")    # "::1"
     """
     match = _HOST.fullmatch(header)
     if match is None or int(match[3] or 0) > 65535:

@@ -1,17 +1,21 @@
-"""The routes of the server, and its answers to bad requests."""
+"""The routes of the server, its answers to bad requests, and its metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.resources import files
 from typing import Any
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -20,68 +24,56 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jetdraft import __version__
-from jetdraft.errors import JetdraftError, OptionError
+from jetdraft.errors import JetdraftError
 from jetdraft.runtime.pool import Pool
 from jetdraft.runtime.transcript import Transcript
 from jetdraft.runtime.transcription import check_hears
 from jetdraft.server.admission import Admission
 from jetdraft.server.desk import Desk, Job
 from jetdraft.server.events import Events, unless_gone
-from jetdraft.server.generation_request import GenerationRequest, RequestError
-from jetdraft.server.metrics import Metrics
-from jetdraft.server.refusal import refusal
+from jetdraft.server.generation_request import GenerationRequest
+from jetdraft.server.limits import Limits
+from jetdraft.server.refusal import RequestError, refusal
 from jetdraft.server.reply import Reply
-from jetdraft.server.uploads.form import read_form
-from jetdraft.server.uploads.transcription_request import TranscriptionRequest
+from jetdraft.server.transcription_request import TranscriptionRequest, read_form
 from jetdraft.untrusted.json_text import JsonError, read_json
 
 RECEIVE_SECONDS = 30.0
 """The most seconds that a body may take to arrive."""
 
+DEFAULT_LIMITS = Limits()
+
 CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/transcriptions"
 COUNTED = ("/v1/completions", CHAT, SPEECH, "/v1/models", "/metrics")
 JSON, FORM = "application/json", "multipart/form-data"
 
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a request: bytes, new tokens, places in the queue, seconds.
-
-    `sound_bytes` is the most bytes of a request with a sound, and `sounds` how many of
-    them are in memory at once.
-    """
-
-    body_bytes: int = 1_000_000
-    new_tokens: int = 1024
-    waiting: int = 64
-    wait_seconds: float = 120.0
-    seconds: float = 300.0
-    sound_bytes: int = 25_000_000
-    sounds: int = 8
-
-    def __post_init__(self) -> None:
-        for name in ("wait_seconds", "seconds"):
-            if not getattr(self, name) > 0.0:  # refuses NaN too
-                raise OptionError(
-                    f"the limit {name} must be above 0, not {getattr(self, name)}"
-                )
+COUNTERS = {
+    "prompt_tokens": "Tokens of prompts.",
+    "new_tokens": "Tokens that were generated.",
+    "target_passes": "Passes of the target, without passes over prompts.",
+    "drafted_tokens": "Tokens that were drafted.",
+    "accepted_tokens": "Drafted tokens that the target chose too.",
+    "reused_tokens": "Tokens of prompts that were still in the buffers.",
+}
+GAUGES = {
+    "acceptance_rate": "Accepted drafted tokens per evaluated drafted token.",
+    "tokens_per_pass": "Tokens per pass of the target.",
+    "tokens_per_second": "Tokens per second of decoding, after the first round.",
+}
 
 
 class Service:
-    """The models of a pool behind HTTP; `name` is the model's name in requests.
-
-    uvicorn.run(Service(pool, "robot").app())
-    """
+    """The models of a pool behind HTTP; `name` is the model's name in requests."""
 
     def __init__(
-        self, pool: Pool, name: str, limits: Limits = Limits(), api_key: str = ""
+        self, pool: Pool, name: str, limits: Limits = DEFAULT_LIMITS, api_key: str = ""
     ) -> None:
         self.pool, self.name, self.limits = pool, name, limits
         self._key, self._admission = api_key, Admission(api_key)
-        self.desk = Desk(pool.models, limits.waiting, limits.wait_seconds)
+        self.desk = Desk(pool.models, limits.max_waiting, limits.max_wait)
         self.metrics = Metrics(self.desk)
         parts = pool.models[0].parts
-        self._sounds = asyncio.Semaphore(limits.sounds)
+        self._sounds = asyncio.Semaphore(limits.max_sounds)
         self._keeps = parts.store is not None or parts.learning is not None
         self._defaults = pool.models[0].defaults
         self._fingerprint = _fingerprint(parts.profiles.machine)
@@ -159,15 +151,15 @@ class Service:
         body = await self._body(request)
         self._check_name(body.get("model", self.name))
         limits, model = self.limits, self.pool.models[0]
-        wanted = GenerationRequest.of(body, chat, limits.new_tokens, self._defaults)
+        wanted = GenerationRequest.of(body, chat, limits.max_new_tokens, self._defaults)
         if chat and wanted.tools is not None:
             wanted = replace(wanted, tools=model.fitted(wanted.tools))
-        seconds = wanted.options.get("max_seconds", limits.seconds)
-        wanted.options["max_seconds"] = min(seconds, limits.seconds)
+        seconds = wanted.options.get("max_seconds", limits.max_seconds)
+        wanted.options["max_seconds"] = min(seconds, limits.max_seconds)
         reply = Reply(wanted, self.name, model.parts.text, self._fingerprint)
         client = request.client.host if request.client else ""
         if self._keeps:
-            wanted.options["drafting"] = {"user": client}  # nobody else's responses
+            wanted.options["drafting"] = {"user": client}  # only its own responses
         job = Job(self.desk, wanted, client)
         if wanted.streamed:
             first = await unless_gone(request.receive, job, job.next())
@@ -181,7 +173,7 @@ class Service:
         _check_origin(request)
         check_hears(self.pool.models[0].parts)
         try:
-            async with asyncio.timeout(self.limits.wait_seconds):
+            async with asyncio.timeout(self.limits.max_wait):
                 await self._sounds.acquire()
         except TimeoutError:
             raise RequestError(
@@ -194,17 +186,17 @@ class Service:
 
     async def _heard(self, request: Request) -> Response:
         """The transcript of the sound in a request."""
-        data = await self._data(request, FORM, self.limits.sound_bytes)
+        data = await self._data(request, FORM, self.limits.max_sound_bytes)
         form = read_form(data, request.headers["content-type"])
         del data  # the request waits for a model with the sound alone
         wanted = TranscriptionRequest.of(form)
         del form
         if wanted.model is not None:
             self._check_name(wanted.model)
-        wanted.options["max_seconds"] = self.limits.seconds
+        wanted.options["max_seconds"] = self.limits.max_seconds
         client = request.client.host if request.client else ""
         if self._keeps:
-            wanted.options["drafting"] = {"user": client}  # nobody else's responses
+            wanted.options["drafting"] = {"user": client}  # only its own responses
         job = Job(self.desk, wanted, client)
         result = await unless_gone(request.receive, job, job.result())
         assert isinstance(result, Transcript)
@@ -214,9 +206,9 @@ class Service:
     async def _body(self, request: Request) -> dict[str, Any]:
         """Return the JSON object in the body."""
         # A foreign page cannot send JSON unasked.
-        data = await self._data(request, JSON, self.limits.body_bytes)
+        data = await self._data(request, JSON, self.limits.max_body_bytes)
         try:
-            body = read_json(data, most_bytes=self.limits.body_bytes)
+            body = read_json(data, most_bytes=self.limits.max_body_bytes)
         except JsonError as error:
             raise RequestError(f"the body is not JSON ({error})") from error
         if not isinstance(body, dict):
@@ -291,3 +283,39 @@ def _check_origin(request: Request) -> None:
             f"the page at {origin!r} is foreign; send the form from {host!r}",
             status=403,
         )
+
+
+class Metrics(Collector):
+    """Reads a desk; `answered` counts requests by path and status."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self.answered: Counter[tuple[str, int]] = Counter()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """Return the page that Prometheus reads."""
+        return bytes(generate_latest(self._registry))
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families of samples."""
+        requests = CounterMetricFamily(
+            "jetdraft_requests",
+            "Requests by path and status.",
+            labels=["path", "status"],
+        )
+        for (path, status), count in sorted(self.answered.items()):
+            requests.add_metric([path, str(status)], count)
+        yield requests
+        totals = self._desk.total.to_json()
+        for name, help_ in COUNTERS.items():
+            yield CounterMetricFamily(f"jetdraft_{name}", help_, totals[name])
+        for name, help_ in GAUGES.items():
+            yield GaugeMetricFamily(f"jetdraft_{name}", help_, totals[name] or 0.0)
+        for name, help_ in (
+            ("waiting", "Requests that wait for a model."),
+            ("generating", "Models in use."),
+        ):
+            value = getattr(self._desk, name)
+            yield GaugeMetricFamily(f"jetdraft_{name}", help_, value)

@@ -1,4 +1,8 @@
-"""Connections of clients, and the doorkeeper that decides which of them stay."""
+"""Connections of clients, and the doorkeeper that decides which of them stay.
+
+A board answers its clients without a proxy, and uvicorn has no limit for requests that
+come slowly, for answers that are not read, or for the connections of one peer.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,9 @@ UNREAD_SECONDS = 60.0
 """The most seconds in which a client reads nothing of an answer that is there."""
 
 PROBE_SECONDS = 0.25
-"""How often a client that has closed its sending half is asked whether it is there."""
+"""Between probes of a client that has closed its sending half."""
 
-CROWDED = 16
+CROWDED_CONNECTIONS = 16
 """Connections beyond the limits that may still ask for /health."""
 
 SPARE_FILES = 128
@@ -43,12 +47,10 @@ class Doorkeeper:
     longest without a whole request: of the same peer or, if the limit of all is
     reached, of the peer with the most connections. Where all are at work, it stays
     outside and may ask for /health only.
-
-        Doorkeeper(per_peer=128, most=512)
     """
 
     def __init__(self, per_peer: int, most: int) -> None:
-        self.most = min(most, _free_files() - SPARE_FILES - CROWDED)
+        self.most = min(most, _free_files() - SPARE_FILES - CROWDED_CONNECTIONS)
         self.per_peer = min(per_peer, self.most)
         self._by_peer: dict[str, list[Connection]] = defaultdict(list)
         self._outside: list[Connection] = []
@@ -64,7 +66,7 @@ class Doorkeeper:
         if full is None or self._drop_idle(full):
             self._by_peer[connection.peer].append(connection)
             return True
-        if len(self._outside) >= CROWDED:
+        if len(self._outside) >= CROWDED_CONNECTIONS:
             self._outside[0].drop()
         self._outside.append(connection)
         return False
@@ -100,7 +102,9 @@ class Connection(H11Protocol):
     when the connection began to wait for a request.
 
     A client that closes its sending half after its request gets its answer. Until the
-    answer begins, a 102 response from time to time finds out whether the client left.
+    answer begins, a response 100 from time to time finds out whether the client left:
+    every client skips it, while Python's http.client takes other interim responses for
+    the answer.
     """
 
     peer = ""
@@ -184,7 +188,7 @@ class Connection(H11Protocol):
             return  # the answer itself finds it out
         if cycle.scope["http_version"] != "1.0":
             probe = h11.InformationalResponse(
-                status_code=102, headers=[], reason=b"Processing"
+                status_code=100, headers=[], reason=b"Continue"
             )
             self.transport.write(self.conn.send(probe) or b"")
         self.loop.call_later(PROBE_SECONDS, self._probe)

@@ -1,4 +1,4 @@
-"""The desk that lends models to clients in turn, and the jobs that use the models."""
+"""The desk gives models to clients in turn; a job generates with a model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.text.stops import CANCELLED, INTERRUPTED
 from jetdraft.runtime.text_stream import Stream
 from jetdraft.runtime.transcription import Transcription
-from jetdraft.server.generation_request import GenerationRequest, RequestError
-from jetdraft.server.uploads.transcription_request import TranscriptionRequest
+from jetdraft.server.generation_request import GenerationRequest
+from jetdraft.server.refusal import RequestError
+from jetdraft.server.transcription_request import TranscriptionRequest
 
 AnyRequest = GenerationRequest | TranscriptionRequest
 
@@ -27,12 +28,10 @@ WRITTEN: ContextVar[list[int] | None] = ContextVar("WRITTEN", default=None)
 
 
 class Desk:
-    """Lends models: clients take turns, and each client's requests stay in order.
+    """Gives models out: clients take turns, and each client's requests stay in order.
 
     At most `most` requests wait, each of them for at most `seconds`. `total` adds up
     the stats of all generations. A desk belongs to one event loop.
-
-        async with desk.take("client") as model: ...
     """
 
     def __init__(self, models: Sequence[Model], most: int, seconds: float) -> None:
@@ -56,7 +55,7 @@ class Desk:
 
     @property
     def overdue(self) -> float:
-        """Return for how many seconds a text goes on that should have ended."""
+        """Seconds by which the slowest request exceeds its deadline."""
         now = time.monotonic()
         return max((now - job.due for job in self.jobs), default=0.0)
 
@@ -67,7 +66,7 @@ class Desk:
 
     @asynccontextmanager
     async def take(self, client: str) -> AsyncIterator[Model]:
-        """Wait for this client's turn and lend a model for the length of the block.
+        """Wait for this client's turn; the model is the client's inside the block.
 
         Raises `RequestError` if too many requests wait, or this one waits too long.
         """
@@ -120,9 +119,9 @@ class Desk:
             self._give(turn.result())
 
     def _give(self, model: Model) -> None:
-        """Lend a model to the client whose turn it is, and move the client to the end.
+        """Give a model to the client whose turn it is, and move the client to the end.
 
-        A model that nobody waits for becomes free.
+        Without a waiting client the model becomes free.
         """
         while self._waiting:
             client = next(iter(self._waiting))
@@ -137,7 +136,7 @@ class Desk:
 
 
 class Job:
-    """The generation of one request, in a thread; it goes on while nobody reads it.
+    """The generation of one request, in a thread; it does not wait for its reader.
 
     `next` returns its pieces one by one and then its `Result`, or raises its error,
     also where the text was cut.
@@ -149,7 +148,7 @@ class Job:
     def __init__(self, desk: Desk, request: AnyRequest, client: str) -> None:
         self._desk, self._request, self._client = desk, request, client
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Piece | Result | BaseException] = asyncio.Queue()
+        self._events: asyncio.Queue[Piece | Result | Exception] = asyncio.Queue()
         self._cancelled, self._written = False, WRITTEN.get()
         self._model: Model | None = None
         self._stream: Stream | Transcription | None = None
@@ -160,7 +159,7 @@ class Job:
     async def next(self) -> Piece | Result:
         """Wait for the next piece, or the result."""
         event = await self._events.get()
-        if isinstance(event, BaseException):
+        if isinstance(event, Exception):
             raise event
         return event
 
@@ -196,9 +195,7 @@ class Job:
                     await self._in_thread(model)
                 finally:
                     self._model, self.due = None, inf
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # `next` raises it
+        except Exception as error:  # `next` raises it
             self._events.put_nowait(error)
 
     async def _in_thread(self, model: Model) -> None:
@@ -215,7 +212,7 @@ class Job:
         except asyncio.CancelledError:
             self.cancel()
             await asyncio.wait([generation])
-            generation.exception()  # nobody else asks for it
+            generation.exception()  # otherwise asyncio logs it
             raise
 
     def _generate(self, model: Model) -> None:

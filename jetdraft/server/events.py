@@ -1,4 +1,4 @@
-"""Answers that a client waits for, or leaves."""
+"""Server-sent events, which end when the client disconnects."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.piece import Result
 from jetdraft.server.desk import Job
-from jetdraft.server.generation_request import RequestError
-from jetdraft.server.refusal import refusal_fields
+from jetdraft.server.refusal import RequestError, refusal_fields
 from jetdraft.server.reply import Reply
 
 STATUS = "jetdraft.status"
@@ -87,10 +86,7 @@ def _part(line: str, more: bool) -> Message:
 
 
 async def unless_gone(receive: Receive, job: Job, wanted: Awaitable[T]) -> T:
-    """Wait for `wanted` of a job; cancel the job if the client goes away.
-
-    result = await unless_gone(request.receive, job, job.result())
-    """
+    """Wait for `wanted` of a job; cancel the job if the client goes away."""
     waiting = asyncio.ensure_future(wanted)
     gone = asyncio.create_task(_gone(receive))
     try:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Self
 
-from jetdraft.errors import JetdraftError
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.text.prompt import check_characters
 from jetdraft.runtime.text.template import Message, check_messages
 from jetdraft.runtime.text.tools import Tools
 from jetdraft.runtime.text_stream import Stream
+from jetdraft.server.refusal import RequestError
 from jetdraft.untrusted.json_text import JsonError, read_json
 
 Body = Mapping[str, Any]
@@ -44,25 +44,12 @@ IGNORED = (
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Who writes a message."""
 
-MOST_STOPS, LONGEST_STOP = 16, 1000
-"""The most stop strings, and their most characters: each token is compared with all."""
+MAX_STOPS, MAX_STOP_CHARS = 16, 1000
+"""Of stop strings: each token is compared with all."""
 
-MOST_SOURCE = 64_000
-"""The most characters of a constraint, and of all tools. What is short but takes too
+MAX_SOURCE_CHARS = 64_000
+"""Of a constraint, and of all tools. What is short but takes too
 much time or memory is refused while it is compiled, see `Matcher`."""
-
-
-class RequestError(JetdraftError):
-    """A bad request; `status` is the HTTP status, `param` the field at fault.
-
-    `code` is OpenAI's name for the error, if it has one.
-    """
-
-    def __init__(
-        self, message: str, param: str | None = None, status: int = 400, code: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.param, self.status, self.code = param, status, code
 
 
 @dataclass(frozen=True)
@@ -72,8 +59,6 @@ class GenerationRequest:
     `prompt` is a text or token ids, or None for a chat with `messages`. `streamed`
     asks for chunks, `drafted` for a mark on each token that was drafted, and `usage`
     for a last chunk with counts.
-
-        GenerationRequest.of({"model": "b", "prompt": "def"}, chat=False, most=256)
     """
 
     prompt: str | list[int] | None
@@ -208,10 +193,10 @@ def _check_stops(stop: object) -> None:
     """Refuse stop strings that would take longer than the text."""
     stops = stop if isinstance(stop, list) else [stop]
     longest = max((len(s) for s in stops if isinstance(s, str)), default=0)
-    if len(stops) > MOST_STOPS or longest > LONGEST_STOP:
+    if len(stops) > MAX_STOPS or longest > MAX_STOP_CHARS:
         raise RequestError(
             f"stop has {len(stops)} texts of up to {longest} characters; give at most "
-            f"{MOST_STOPS} of {LONGEST_STOP}",
+            f"{MAX_STOPS} of {MAX_STOP_CHARS}",
             "stop",
         )
 
@@ -219,9 +204,10 @@ def _check_stops(stop: object) -> None:
 def _check_size(name: str, value: object) -> None:
     """Refuse a constraint or tools of too many characters."""
     size = len(value if isinstance(value, str) else json.dumps(value))
-    if size > MOST_SOURCE:
+    if size > MAX_SOURCE_CHARS:
         raise RequestError(
-            f"the {name} is longer than {MOST_SOURCE} characters; make it simpler", name
+            f"the {name} is longer than {MAX_SOURCE_CHARS} characters; make it simpler",
+            name,
         )
 
 

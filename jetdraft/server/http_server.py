@@ -1,4 +1,4 @@
-"""uvicorn's server with limits of its connections, a log, and a watchdog."""
+"""uvicorn's server with limits of its connections, a log, and the service manager."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -21,13 +21,12 @@ from jetdraft.server.app import Service
 from jetdraft.server.connection import Connection, Doorkeeper
 from jetdraft.server.desk import WRITTEN
 from jetdraft.server.events import STATUS
-from jetdraft.server.systemd import Systemd
 from jetdraft.untrusted.printable import printable
 
-SPARE = 64
-"""Connections of a client beyond those of waiting requests: idle ones, and /health."""
+SPARE_CONNECTIONS = 64
+"""Connections of a client beside its waiting requests: idle ones, and /health."""
 
-CLIENTS = 4
+MAX_BUSY_CLIENTS = 4
 """How many clients may have all the connections that one may have."""
 
 END_SECONDS = 5
@@ -35,7 +34,7 @@ END_SECONDS = 5
 
 SWEEP_SECONDS = 0.5
 
-ACCEPTED = 8
+ACCEPTED_AT_ONCE = 8
 """Connections accepted at once. They are not counted yet, but have files."""
 
 BACKLOG = 128
@@ -44,8 +43,8 @@ BACKLOG = 128
 POLLED = ("/health", "/metrics")
 """Paths that are asked all the time: their good answers are not logged."""
 
-LONGEST = 200
-"""The most characters of a path in the log."""
+MAX_PATH_CHARS = 200
+"""Of a path in the log."""
 
 log = logging.getLogger("jetdraft.server")
 
@@ -54,13 +53,11 @@ class HttpServer(uvicorn.Server):
     """Serves until SIGTERM or Ctrl-C; then running texts have `drain` seconds to end.
 
     `host` is the address that the server listens on. A second Ctrl-C ends the texts.
-
-        HttpServer(service, "127.0.0.1", drain=30).run(sockets=[listener])
     """
 
     def __init__(self, service: Service, host: str, drain: int = 30) -> None:
-        per_peer = service.limits.waiting + SPARE
-        self.doorkeeper = Doorkeeper(per_peer, CLIENTS * per_peer)
+        per_peer = service.limits.max_waiting + SPARE_CONNECTIONS
+        self.doorkeeper = Doorkeeper(per_peer, MAX_BUSY_CLIENTS * per_peer)
         self._service, self._drain = service, drain
         self._systemd, self._told = Systemd(os.environ), 0.0
         self._is_cut = False
@@ -72,7 +69,7 @@ class HttpServer(uvicorn.Server):
             log_level="error",
             lifespan="on",
             proxy_headers=False,  # a header must not choose whose turn it is
-            backlog=ACCEPTED,
+            backlog=ACCEPTED_AT_ONCE,
             timeout_graceful_shutdown=drain + END_SECONDS,
         )
         super().__init__(config)
@@ -145,14 +142,14 @@ def logged(app: ASGIApp) -> ASGIApp:
             if scope["type"] == "http" and (path not in POLLED or status != 200):
                 tokens = f", {sum(written)} tokens" if written else ""
                 ms = 1e3 * (time.monotonic() - began)
-                request = printable(f"{scope['method']} {path}", LONGEST)
+                request = printable(f"{scope['method']} {path}", MAX_PATH_CHARS)
                 log.info("%s %d%s, %.0f ms", request, status, tokens, ms)
 
     return answer
 
 
 class _Complaints:
-    """Errors of the event loop; a lack of files is told once a minute."""
+    """Reports errors of the event loop, a lack of files once a minute."""
 
     def __init__(self) -> None:
         self._silent_until = 0.0
@@ -173,12 +170,38 @@ class _Complaints:
 def run(
     service: Service, listeners: Sequence[socket.socket], host: str, drain: int
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; then running texts have `drain` seconds to end.
-
-    run(service, [listener], "127.0.0.1", 30)
-    """
+    """Serve until SIGTERM or Ctrl-C; then running texts have `drain` seconds to end."""
     # asyncio logs a warning for each write to a client that has gone.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     # uvicorn raises the signal again after the last answer.
     with suppress(KeyboardInterrupt, SystemExit):
         HttpServer(service, host, drain).run(sockets=list(listeners))
+
+
+class Systemd:
+    """The service manager of this process, as sd_notify(3) has it.
+
+    `watchdog_seconds` is None without a watchdog. Without a service manager `tell` does
+    nothing.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        address = environment.get("NOTIFY_SOCKET", "")
+        # A leading @ stands for the zero byte of an abstract address.
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        self.watchdog_seconds = _watchdog_seconds(environment)
+
+    def tell(self, state: str) -> None:
+        """Send one assignment; failures to notify are ignored."""
+        if not self._address:
+            return
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
+            own.setblocking(False)
+            own.sendto(state.encode(), self._address)
+
+
+def _watchdog_seconds(environment: Mapping[str, str]) -> float | None:
+    if environment.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return None  # it is meant for the parent
+    microseconds = environment.get("WATCHDOG_USEC", "")
+    return int(microseconds) / 1e6 if microseconds.isdecimal() else None

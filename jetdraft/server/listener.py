@@ -45,10 +45,8 @@ def url(listener: socket.socket) -> str:
 def listening_at(path: Path) -> Iterator[socket.socket]:
     """Give a listening socket in the file system that only this user may open.
 
-    A socket that nobody listens on any more is replaced. Raises `OptionError` if
+    A socket without a listener is replaced. Raises `OptionError` if
     anything else is there, or nothing can be made there.
-
-        with listening_at(Path("/run/jetdraft/socket")) as listener: ...
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with listener:
@@ -90,7 +88,7 @@ def _remove_stale(path: Path) -> None:
             path.unlink()
             return
         except BlockingIOError:
-            pass  # so many connect that its queue is full
+            pass  # its queue of connections is full
     raise OptionError(
         f"another server listens on {path}; end it, or choose another --uds", "uds"
     )

@@ -7,20 +7,29 @@ from typing import Any
 
 from starlette.responses import Response
 
-from jetdraft.errors import LengthError
+from jetdraft.errors import JetdraftError, LengthError
 from jetdraft.untrusted.printable import printable
 
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 CODES = {429: "rate_limit_exceeded"}
-LONGEST = 1000
-"""The most characters of a message."""
+MAX_MESSAGE_CHARS = 1000
+
+
+class RequestError(JetdraftError):
+    """A bad request; `status` is the HTTP status, `param` the field at fault.
+
+    `code` is OpenAI's name for the error, if it has one.
+    """
+
+    def __init__(
+        self, message: str, param: str | None = None, status: int = 400, code: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
 
 
 def refusal(error: object, status: int, chat: bool = False) -> Response:
-    """Return the answer to a request that is refused; `chat` says that it was a chat.
-
-    refusal("the model is gone", 500)
-    """
+    """Return the answer to a request that is refused; `chat` says it was a chat."""
     headers = {"Retry-After": "1"} if status in (429, 503) else {}
     # Escapes, since a message may quote what no encoding can hold.
     content = json.dumps(refusal_fields(error, status, chat))
@@ -39,5 +48,5 @@ def refusal_fields(error: object, status: int, chat: bool = False) -> dict[str, 
     if isinstance(error, LengthError):
         code = "context_length_exceeded"
     # It may quote what a client has sent.
-    message = printable(" ".join(str(error).split()), LONGEST)
+    message = printable(" ".join(str(error).split()), MAX_MESSAGE_CHARS)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -10,18 +10,20 @@ from uuid import uuid4
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.sampling.logprobs import Logprob
 from jetdraft.runtime.text.codec import TextCodec
+from jetdraft.runtime.text.stops import DEADLINE, LENGTH, STOP
 from jetdraft.runtime.text.tools import Tools
 from jetdraft.server.generation_request import GenerationRequest
 
 Json = dict[str, Any]
+
+_REASONS = {STOP: "stop", LENGTH: "length", DEADLINE: "length"}
+"""OpenAI's finish reasons of texts that are whole, or as long as they may be."""
 
 
 class Reply:
     """Turns the pieces and the result of one request into JSON objects.
 
     `name` is the model's name, `fingerprint` a name of all that its texts depend on.
-
-        Reply(request, "robot", codec, "fp_0").whole(result)
     """
 
     def __init__(
@@ -191,10 +193,9 @@ def _drafted(texts: Sequence[str], flags: Sequence[bool]) -> list[Json]:
 
 
 def _reason(result: Result, calls: Sequence[Json]) -> str:
-    """Return OpenAI's finish reason; a deadline becomes "length"."""
-    if result.finish_reason != "stop":
-        return "length"
-    return "tool_calls" if calls else "stop"
+    """Return OpenAI's finish reason; it has none for a text that was cancelled."""
+    reason = _REASONS[result.finish_reason]
+    return "tool_calls" if calls and reason == "stop" else reason
 
 
 def _usage(result: Result) -> Json:

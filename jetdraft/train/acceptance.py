@@ -17,6 +17,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from jetdraft.cli.command import Command
+from jetdraft.cli.flags import (
+    bundle_argument,
+    new_tokens_option,
+    prompts_option,
+    temperature_option,
+    threads_option,
+    training_seed_option,
+)
+from jetdraft.cli.progress import ProgressBars
+from jetdraft.cli.prompts import read_prompts
 from jetdraft.errors import DataError, OptionError, OutputError
 from jetdraft.files import replacing
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
@@ -25,17 +36,6 @@ from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.planning.registry import methods
 from jetdraft.runtime.proposers.draft_stops import REPEATED, AcceptanceHead, DraftStop
 from jetdraft.runtime.proposers.model_proposer import ModelProposer
-from jetdraft.terminal.command import Command
-from jetdraft.terminal.flags import (
-    bundle_argument,
-    new_tokens_option,
-    prompts_option,
-    temperature_option,
-    threads_option,
-    training_seed_option,
-)
-from jetdraft.terminal.progress import ProgressBars
-from jetdraft.terminal.prompts import read_prompts
 
 LOOK_EVERY = 10
 """Training steps between two measurements of the held-out loss."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from jetdraft.checkpoints.streamed import StreamSettings
-from jetdraft.terminal.command import Command, option
+from jetdraft.cli.command import Command, option
 from jetdraft.train.stream_training import StreamTraining
 from jetdraft.train.training import TrainingOptions
 from jetdraft.train.training_command import run_training, training_options

@@ -8,12 +8,12 @@ from pathlib import Path
 import click
 
 from jetdraft.bundle import Bundle
+from jetdraft.cli.command import Command, option
+from jetdraft.cli.flags import PATH, output_option
 from jetdraft.errors import DataError, OutputError
 from jetdraft.files import check_place
 from jetdraft.runtime.history.trigrams import Counts
 from jetdraft.runtime.text.codec import TextCodec
-from jetdraft.terminal.command import Command, option
-from jetdraft.terminal.flags import PATH, output_option
 from jetdraft.texts import read_text
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from jetdraft.terminal.command import Decorator, option, together
-from jetdraft.terminal.flags import PATH, output_option, training_seed_option
-from jetdraft.terminal.progress import ProgressBars
+from jetdraft.cli.command import Decorator, option, together
+from jetdraft.cli.flags import PATH, output_option, training_seed_option
+from jetdraft.cli.progress import ProgressBars
 from jetdraft.train.processes import this_process
 from jetdraft.train.training import Progress, Training, TrainingOptions
 

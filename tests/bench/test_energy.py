@@ -4,8 +4,7 @@ import time
 
 import pytest
 
-from jetdraft.bench.energy import Meter
-from jetdraft.devices.rails import rails, totals
+from jetdraft.devices.rails import Meter, rails, totals
 from tests.devices.trees import POWER, RAILS, write
 
 

@@ -9,7 +9,6 @@ import pytest
 
 import jetdraft
 from jetdraft.bench import tuning
-from jetdraft.bench.picture import draw_curves
 from jetdraft.bench.tuning import steps, tune
 from jetdraft.runtime import loaded
 
@@ -93,13 +92,6 @@ def test_times_that_cannot_be_are_left_out(own, field, value):
     file.write_text(json.dumps(stored))
     with pytest.warns(UserWarning, match=r"its times are missing or out of range|NaN"):
         jetdraft.load(own, threads=1)
-
-
-def test_the_curves_are_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    curves = {"chain": {1: 2.0, 2: 2.5}, "tree": {2: 2.6}}
-    draw_curves(tmp_path / "curve.png", curves, "rows in a pass", "milliseconds")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("alone", "chosen"), [(1.0, 1), (3.0, 2)])

@@ -5,7 +5,7 @@ import statistics
 import pytest
 from roofline import fit, leave_one_out, read, runtime_mb
 
-from jetdraft.devices.planning.roofline import FITTED, RUNTIME_MB
+from jetdraft.devices.planning.cost_model import FITTED, RUNTIME_MB
 
 
 def test_the_constants_are_those_that_fit_the_published_rows():

@@ -16,6 +16,7 @@ from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as command
 from tests.ggufs import one, write_gguf
 from tests.tiny import llama_config
+from tools.recipes.__main__ import main as recipes
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -166,7 +167,7 @@ def test_verbs_that_need_a_folder_say_so(tmp_path):
     assert_refused(command("plan", file, "--device", "orin-nx-16gb"), "a GGUF file")
     said = ["leave --device out"]
     assert_no_bundle(tmp_path, file, "--device", "orin-nx-16gb", said=said)
-    assert_refused(command("recipes", file), "is quantized already")
+    assert_refused(command(file, command=recipes), "is quantized already")
     text = tmp_path / "text.txt"
     text.write_text("def f(): pass\n" * 200)
     arguments = ["train", "streams", file, "--data", text, "-o", tmp_path / "out"]

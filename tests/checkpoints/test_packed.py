@@ -18,7 +18,7 @@ import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.quant.sensitivity import Limit
+from jetdraft.quant.choice import Limit
 from jetdraft.recipe import Recipe
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as command

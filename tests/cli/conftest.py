@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 import jetdraft
-from jetdraft.terminal import progress
+from jetdraft.cli import progress
 from tests import manifests
 
 
-@pytest.fixture(scope="session", autouse=True)
-def surveyed(bundle: Path) -> None:
-    """Measures the bundle's first widths, so that no command has to announce that."""
+@pytest.fixture(scope="session")
+def bundle(bundle: Path) -> Path:
+    """The pair's bundle with its first widths measured: no command announces that."""
     for threads in (None, 1):
         with jetdraft.load(bundle, threads=threads) as model:
             model.parts.survey.begin()
+    return bundle
 
 
 @pytest.fixture(autouse=True)

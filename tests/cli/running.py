@@ -1,17 +1,29 @@
-"""Running the command line in this process, and what a refusal looks like."""
+"""Running commands in this process, and what a refusal looks like."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from click import Command
 from click.testing import CliRunner, Result
 
 from jetdraft.cli import main
 
+INTERRUPTIBLE = """
+import signal
+from jetdraft.cli import main
+# A shell's background jobs ignore Ctrl-C, and so do their children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
+"""The command line as a terminal would start it, for `python -c`."""
 
-def jetdraft(*arguments: object, stdin: str | bytes | None = None) -> Result:
-    """What `jetdraft ARGUMENTS` prints and how it ends."""
-    return CliRunner().invoke(main, [str(part) for part in arguments], input=stdin)
+
+def jetdraft(
+    *arguments: object, stdin: str | bytes | None = None, command: Command = main
+) -> Result:
+    """What `jetdraft ARGUMENTS`, or another command, prints and how it ends."""
+    return CliRunner().invoke(command, [str(part) for part in arguments], input=stdin)
 
 
 def assert_refused(

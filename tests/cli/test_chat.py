@@ -12,7 +12,7 @@ import time
 import pytest
 
 import jetdraft as package
-from tests.cli.running import assert_refused, jetdraft
+from tests.cli.running import INTERRUPTIBLE, assert_refused, jetdraft
 from tests.runtime.test_conversation import TEMPLATE, with_template
 
 GIVEN = ("--max-new-tokens", "8", "--threads", "1")
@@ -74,7 +74,7 @@ def test_a_broken_template_is_refused(bundle, tmp_path):
 
 
 def test_lines_that_never_end_or_are_no_text_are_refused(chatty, monkeypatch):
-    monkeypatch.setattr("jetdraft.terminal.prompts.MOST_CHARACTERS", 1000)
+    monkeypatch.setattr("jetdraft.cli.prompts.MAX_INPUT_CHARS", 1000)
     for said, refusal in ("a" * 1001, "more than 1000"), (b"a\xff", "UTF-8"):
         result = jetdraft("chat", chatty, *GIVEN, stdin=said)
         assert_refused(result, "a line of standard input", refusal)
@@ -89,15 +89,6 @@ def read_until(fd, wanted, seconds=60.0):
         if ready:
             shown += os.read(fd, 4096).decode(errors="replace")
     return shown
-
-
-INTERRUPTIBLE = """
-import signal
-from jetdraft.cli import main
-# A test run in the background of a shell has Ctrl-C ignored, and so have its children.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-main()
-"""
 
 
 def test_ctrl_c_stops_a_reply_and_not_the_program(chatty):

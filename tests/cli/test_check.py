@@ -5,8 +5,10 @@ import json
 import pytest
 
 from jetdraft.bench.verification import Comparison
+from jetdraft.bundle import MANIFEST, Bundle
 from jetdraft.cli import check
 from jetdraft.runtime.measured.widths import Widths
+from jetdraft.runtime.planning.registry import methods_of
 from tests.cli.running import assert_refused, jetdraft
 
 
@@ -92,7 +94,6 @@ def test_texts_need_no_run_and_must_be_there(bundle, tmp_path):
     assert not any("tokens/s" in line for line in lines)
     fields = json.loads(jetdraft(*flags, "--json").stdout)
     assert fields["tokenizer"][0]["characters"] == 9
-    assert_refused(jetdraft(*flags[:4], "--for", "cuda"), "--for reads graphs")
 
 
 def test_another_text_is_an_error(bundle, monkeypatch):
@@ -112,13 +113,40 @@ def test_another_text_is_an_error(bundle, monkeypatch):
     assert result.stderr.count("\n") == 1
 
 
-def test_altered_bundle_is_refused(copied_bundle):
-    (copied_bundle / "tokenizer.json").write_text("{}")
-    assert_refused(jetdraft("check", copied_bundle), "tokenizer.json has 2 bytes")
+def test_shows_graphs_shapes_quantization_and_bytes(bundle):
+    result = jetdraft("check", "--no-run", bundle)
+    assert result.exit_code == 0
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    opened = Bundle.open(bundle)
+    for expected in (
+        f"bundle {bundle} (sha256 {opened.sha256[:12]})",
+        f"methods {', '.join(methods_of(opened))}",
+        "provider cpu",
+        "vocabulary 288, end of text 0",
+        "capacity 256 tokens, 64 rows",
+        "quantization int8-rtn-b32; floats are float32",
+        "layers 3, KV heads 2 x 16",
+        "layers 1, KV heads 1 x 16",
+        "input_ids int64 1 x n",
+        "answer_rows int64 m",
+        "past_key.0 float32 1 x 2 x 257 x 16",
+        "past_key.0 float32 1 x 1 x 256 x 16",
+        "candidates int64 1 x m x 64",
+        "logits float32 1 x m x 288",
+        # 3 layers of keys and values of 2 x 256 x 16 floats.
+        "KV buffers 0.2 MB",
+    ):
+        assert expected in lines, expected
+    for name, file in opened.files.items():
+        assert f"{name} {file['bytes']:,} {file['sha256'][:12]}" in lines
 
 
-def test_unknown_provider_is_refused(bundle):
-    assert_refused(
-        jetdraft("check", bundle, "--provider", "abacus"),
-        "choose tensorrt, cuda, webgpu, cpu",
-    )
+def test_json_is_the_manifest(bundle):
+    result = jetdraft("check", "--no-run", bundle, "--json")
+    assert json.loads(result.stdout) == json.loads((bundle / MANIFEST).read_text())
+
+
+def test_bundle_without_drafter_shows_one_graph(lone_bundle):
+    result = jetdraft("check", "--no-run", lone_bundle)
+    assert result.exit_code == 0
+    assert "drafter" not in result.stdout

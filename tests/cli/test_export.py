@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import transformers
 
 from jetdraft.bundle import Bundle
 from jetdraft.export import measures
-from jetdraft.quant.ladder import BOUND, TOP
+from jetdraft.quant.choice import BOUND, TOP
 from jetdraft.recipe import FAST_DEFAULT, Recipe
 from tests.cli.running import jetdraft
 from tests.tiny import (
@@ -134,96 +135,74 @@ def test_fast_measures_nothing(pair, output, monkeypatch, device):
     ]
 
 
-@pytest.mark.usefixtures("nothing_written")
-class TestRefused:
-    """Bad input, after which the output folder must be as it was."""
-
-    def test_missing_checkpoint(self, output, tmp_path):
-        result = jetdraft("export", tmp_path / "nothing", "-o", output)
-        assert_refused(result, "no checkpoint at")
-
-    def test_empty_checkpoint(self, output, tmp_path):
-        (tmp_path / "empty").mkdir()
-        result = jetdraft("export", tmp_path / "empty", "-o", output)
-        assert_refused(result, "has no config.json")
-
-    def test_missing_drafter(self, pair, output, tmp_path):
-        flags = ("--drafter", tmp_path / "nothing", "-o", output)
-        result = jetdraft("export", pair.target, *flags)
-        assert_refused(result, "no checkpoint at", "nothing")
-
-    def test_architecture_whose_attention_cannot_be_exported(self, output, tmp_path):
-        config = transformers.MambaConfig(
-            vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=1
-        )
-        source = save_checkpoint(tmp_path / "mamba", config)
-        result = jetdraft("export", source, "-o", output)
-        assert_refused(result, "has recurrent layers", "see docs/models.md")
-
-    def test_drafter_with_another_vocabulary(self, pair, output, tmp_path):
-        config = drafter_config(vocab_size=9999)
-        other = save_checkpoint(tmp_path / "other", config, tokenizer=False)
-        result = jetdraft("export", pair.target, "--drafter", other, "-o", output)
-        assert_refused(result, "has 9999 tokens", "choose a drafter")
-
-    def test_empty_names(self, pair, output):
-        for flag in ("--drafter", "--head", "--quantize-drafter"):
-            result = jetdraft("export", pair.target, "-o", output, flag, "")
-            assert_refused(result)
-
-    def test_a_drafter_of_a_kind_that_no_graph_is_written_for(
-        self, pair, output, tmp_path
-    ):
-        transformers.MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "m")
-        flags = ("--drafter", tmp_path / "m", "-o", output)
-        result = jetdraft("export", pair.target, *flags)
-        assert_refused(result, f"{tmp_path / 'm'} has recurrent layers")
-
-    def test_drafter_with_another_tokenizer(self, pair, output, tmp_path):
-        other = shutil.copytree(pair.drafter, tmp_path / "other")
-        save_tokenizer(other, WORDS[::-1])
-        result = jetdraft("export", pair.target, "--drafter", other, "-o", output)
-        assert_refused(result, "another tokenizer", "choose a drafter")
-
-    @pytest.mark.parametrize(
-        "flag",
-        [
-            "--capacity=0",
-            "--capacity=15",
-            "--capacity=2000000",
-            "--capacity=many",
-            "--max-width=1",
-            "--block-size=48",
-            "--quantize=int3",
-            "--dtype=bf16",
-            "--provider=abacus",
-            "--provider=tensorrt --flavour=contrib",
-            "--provider=cuda --dtype=fp32",
-            "--flavour=standard --quantize=int4-hqq",
-            "--flavour=standard --quantize=int4-head2",
-            "--quantize=int4-best",
-            "--drafter-provider=cuda --dtype=fp32",
-            "--fast --max-kl=0.1",
-            "--fast --quantize=int4-gptq",
-            "--fast --quantize=int8-kv8",
-            "--fast --quantize-drafter=int4-gptq",
-            "--fast --draft-vocab=100",
-            "--colour=red",
-        ],
+def mamba(folder: Path) -> Path:
+    config = transformers.MambaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=1
     )
-    def test_option_out_of_range(self, pair, output, flag):
-        result = jetdraft("export", pair.target, "-o", output, *flag.split())
-        assert_refused(result)
-        assert result.stderr.count("\n") == 1
-        assert ("a fast export" in result.stderr) == ("--fast" in flag)
+    return save_checkpoint(folder, config)
 
-    def test_no_output(self, pair, output):
-        assert_refused(jetdraft("export", pair.target), "--output")
 
-    def test_output_below_a_file(self, pair, output, tmp_path):
-        (tmp_path / "file").write_text("")
-        result = jetdraft("export", pair.drafter, "-o", tmp_path / "file" / "bundle")
-        assert_refused(result, "choose another")
+@pytest.fixture(scope="module")
+def others(pair, tmp_path_factory) -> dict[str, Path]:
+    """Checkpoints that no export takes, by the names that a command line has."""
+    folder = tmp_path_factory.mktemp("others")
+    (folder / "empty").mkdir()
+    (folder / "file").write_text("")
+    words = shutil.copytree(pair.drafter, folder / "words")
+    save_tokenizer(words, WORDS[::-1])
+    large = drafter_config(vocab_size=9999)
+    save_checkpoint(folder / "large", large, tokenizer=False)
+    mamba(folder / "mamba")
+    return {"target": pair.target, "drafter": pair.drafter, "tmp": folder}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{tmp}/nothing", ["no checkpoint at"]),
+        ("{tmp}/empty", ["has no config.json"]),
+        ("{tmp}/mamba", ["has recurrent layers", "see docs/models.md"]),
+        ("{target} --drafter {tmp}/nothing", ["no checkpoint at", "nothing"]),
+        ("{target} --drafter {tmp}/mamba", ["{tmp}/mamba has recurrent layers"]),
+        ("{target} --drafter {tmp}/large", ["has 9999 tokens", "choose a drafter"]),
+        ("{target} --drafter {tmp}/words", ["another tokenizer", "choose a drafter"]),
+        ("{target} --drafter ''", []),
+        ("{target} --head ''", []),
+        ("{target} --quantize-drafter ''", []),
+        ("{drafter} -o {tmp}/file/bundle", ["choose another"]),
+    ],
+)
+@pytest.mark.usefixtures("nothing_written")
+def test_what_cannot_be_exported_is_refused(others, output, line, said):
+    words = [word.format(**others) for word in shlex.split(line)]
+    result = jetdraft("export", "-o", output, *words)
+    assert_refused(result, *(part.format(**others) for part in said))
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--capacity=0", "--capacity=15", "--capacity=2000000", "--capacity=many"),
+        *("--max-width=1", "--block-size=48", "--quantize=int3", "--dtype=bf16"),
+        *("--provider=abacus", "--provider=tensorrt --flavour=contrib"),
+        *("--provider=cuda --dtype=fp32", "--flavour=standard --quantize=int4-hqq"),
+        *("--flavour=standard --quantize=int4-head2", "--quantize=int4-best"),
+        *("--drafter-provider=cuda --dtype=fp32", "--fast --max-kl=0.1"),
+        *("--fast --quantize=int4-gptq", "--fast --quantize=int8-kv8"),
+        *("--fast --quantize-drafter=int4-gptq", "--fast --draft-vocab=100"),
+        "--colour=red",
+    ],
+)
+@pytest.mark.usefixtures("nothing_written")
+def test_option_out_of_range(pair, output, flag):
+    result = jetdraft("export", pair.target, "-o", output, *flag.split())
+    assert_refused(result)
+    assert result.stderr.count("\n") == 1
+    assert ("a fast export" in result.stderr) == ("--fast" in flag)
+
+
+def test_no_output(pair):
+    assert_refused(jetdraft("export", pair.target), "--output")
 
 
 @pytest.mark.parametrize(
@@ -281,3 +260,13 @@ def test_without_torch_the_extra_is_named(pair, output):
     assert done.stderr.startswith("error: exporting needs torch; pip install")
     assert done.stderr.count("\n") == 1
     assert not output.exists()
+
+
+def test_export_refuses_an_empty_text(pair, tmp_path):
+    how = ("--quantize", "int4-gptq", "-o", tmp_path / "out")
+    (tmp_path / "empty.txt").write_text("")
+    result = jetdraft(
+        "export", pair.target, *how, "--calibration", tmp_path / "empty.txt"
+    )
+    assert_refused(result, "0 tokens")
+    assert not (tmp_path / "out").exists()

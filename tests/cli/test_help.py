@@ -6,6 +6,8 @@ import errno
 import os
 import subprocess
 import sys
+import threading
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,16 +18,16 @@ import pytest
 
 import jetdraft as package
 from jetdraft.cli import main
+from jetdraft.cli.command import GROUPS, Option, option
 from jetdraft.cli.generate import command as generate
 from jetdraft.devices.providers import installed
 from jetdraft.ort import _Missing
-from jetdraft.terminal.command import GROUPS, Option, option
 from jetdraft.train.use.use_verb import command as from_use
 from tests.cli.running import assert_refused, jetdraft
 
 VERBS = [
     *("export", "generate", "transcribe", "chat", "serve", "bench", "check"),
-    *("tune", "plan", "doctor", "recipes", "train", "store"),
+    *("tune", "plan", "doctor", "train", "store"),
 ]
 
 
@@ -82,6 +84,7 @@ def test_help_of_the_verbs_imports_none_of_them():
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
         "verbs = [m for m in sys.modules if m.startswith('jetdraft.cli.')]\n"
+        "verbs.remove('jetdraft.cli.command')\n"
         "assert not verbs, verbs\n"
         "assert 'torch' not in sys.modules"
     )
@@ -188,6 +191,28 @@ def test_a_disk_without_room_is_one_line(error, monkeypatch):
     )
 
 
+def test_another_error_without_a_number_is_no_full_disk(monkeypatch):
+    def broken(root):
+        raise OSError("the header was not written")
+
+    monkeypatch.setattr("jetdraft.cli.doctor.examine", broken)
+    assert isinstance(jetdraft("doctor").exception, OSError)
+
+
+def test_a_verb_runs_off_the_main_thread():
+    results = []
+    thread = threading.Thread(target=lambda: results.append(jetdraft("--version")))
+    thread.start()
+    thread.join(60)
+    assert results[0].exit_code == 0, results[0].exception
+
+
+def test_other_programs_keep_their_warnings():
+    before = warnings.showwarning
+    jetdraft("--version")
+    assert warnings.showwarning is before
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -216,7 +241,7 @@ def test_generate_has_at_most_27_options():
     assert len(options(generate)) <= 27
 
 
-@pytest.mark.parametrize("name", ["inspect", "devices", "quantize"])
+@pytest.mark.parametrize("name", ["inspect", "devices", "quantize", "recipes"])
 def test_old_verbs_are_gone(name):
     assert_refused(jetdraft(name), f"No such command '{name}'")
 
@@ -248,3 +273,22 @@ def test_wrong_usage_is_refused_in_one_line(arguments):
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
+
+
+def test_a_run_is_ended_while_an_object_is_finalized():
+    """Python ignores what a finalizer raises, so a signal in one would be lost."""
+    code = """
+import os, signal, time
+from jetdraft.cli import _terminate
+
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        len("the handler runs before this")
+
+signal.signal(signal.SIGTERM, _terminate)
+Finalized()
+time.sleep(30)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], check=False)
+    assert ended.returncode == 143

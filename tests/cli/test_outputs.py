@@ -10,7 +10,7 @@ import pytest
 from tests.cli.running import assert_refused, jetdraft
 from tests.cli.test_help import COMMANDS, options
 
-WRITTEN = {"--output", "--picture", "--cache"}
+WRITTEN = {"--output", "--cache"}
 PLACES = [
     (words, flag)
     for words, command in COMMANDS.items()
@@ -31,7 +31,7 @@ def given(words, flag, bundle, nothing):
 
 def test_there_are_such_options():
     verbs = {words.split()[0] for words, _ in PLACES}
-    assert verbs == {"export", "bench", "recipes", "train", "tune", "plan"}
+    assert verbs == {"export", "bench", "train"}
     assert len([flag for words, flag in PLACES if "train" in words]) >= 13
 
 

@@ -10,16 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.running import assert_refused, jetdraft
+from tests.cli.running import INTERRUPTIBLE, assert_refused, jetdraft
 from tests.tiny import llama_config, save_checkpoint
 
-# A shell's background jobs ignore Ctrl-C, and so do their children.
-INTERRUPTIBLE = """
-import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from jetdraft.cli import main
-main()
-"""
 QUICK = ("--gamma", "2", "--sequence-length", "24", "--batch-size", "2")
 
 

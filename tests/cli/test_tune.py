@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 
 import pytest
 
@@ -34,29 +33,3 @@ def test_where_the_times_cannot_be_kept_none_are_measured(own):
     shutil.rmtree(own / "profiles")
     (own / "profiles").write_text("a file in the place of the folder")
     assert_refused(jetdraft("tune", own, "-t", "1"), "cannot write", "cpu-1-tuning")
-
-
-def test_a_picture(own, tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "curve.png"
-    done = jetdraft("tune", own, "--threads", "1", "--picture", picture)
-    assert done.exit_code == 0, done.stderr
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_in_the_place_of_another_file_is_refused(own, tmp_path):
-    (tmp_path / "notes").write_text("precious")
-    done = jetdraft("tune", own, "-t", "1", "--picture", tmp_path / "notes")
-    assert_refused(done, "holds no picture")
-    assert (tmp_path / "notes").read_text() == "precious"
-
-
-def test_without_matplotlib_a_picture_is_refused_before_measuring(
-    own, tmp_path, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    done = jetdraft("tune", own, "-t", "1", "--picture", tmp_path / "curve.png")
-    assert_refused(done, "pip install matplotlib")
-    assert not (tmp_path / "curve.png").exists()
-    assert not list((own / "profiles").glob("*-tuning.json"))

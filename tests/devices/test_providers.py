@@ -8,8 +8,8 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from jetdraft.cli.doctor import examine
 from jetdraft.devices import providers
-from jetdraft.devices.doctor import examine
 from jetdraft.devices.providers import (
     PROVIDERS,
     CudaOptions,

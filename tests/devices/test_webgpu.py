@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jetdraft.devices import providers, vulkan, webgpu
-from jetdraft.devices.doctor import examine
+from jetdraft.cli.doctor import examine
+from jetdraft.devices import providers, webgpu
 from jetdraft.devices.providers import Presence
 from jetdraft.errors import ProviderError
 from tests.devices.trees import write
@@ -45,8 +45,8 @@ def offered(monkeypatch, version="0.4.0", kinds=("CPU",)):
     plugin = SimpleNamespace(get_library_path=lambda: "plugin.so")
     monkeypatch.setattr(webgpu, "import_module", lambda name: plugin)
     drivers = [
-        vulkan.VulkanDevice("llvmpipe", 100, software=True),
-        vulkan.VulkanDevice("Orin", 4000, software=False),
+        webgpu.VulkanDevice("llvmpipe", 100, software=True),
+        webgpu.VulkanDevice("Orin", 4000, software=False),
     ]
     monkeypatch.setattr(webgpu, "vulkan_devices", lambda: drivers)
     monkeypatch.setattr(sys, "platform", "linux")
@@ -94,13 +94,13 @@ def test_a_missing_loader_and_a_missing_driver(monkeypatch):
     def no_library(name):
         raise OSError(name)
 
-    monkeypatch.setattr(vulkan.ctypes, "CDLL", no_library)
+    monkeypatch.setattr(webgpu.ctypes, "CDLL", no_library)
     with pytest.raises(ProviderError, match="apt install libvulkan1"):
-        vulkan.vulkan_devices()
+        webgpu.vulkan_devices()
     no_driver = SimpleNamespace(vkCreateInstance=lambda *arguments: -9)
-    monkeypatch.setattr(vulkan.ctypes, "CDLL", lambda name: no_driver)
+    monkeypatch.setattr(webgpu.ctypes, "CDLL", lambda name: no_driver)
     with pytest.raises(ProviderError, match=r"no driver here \(error -9\); install"):
-        vulkan.vulkan_devices()
+        webgpu.vulkan_devices()
 
 
 def test_the_trial_says_why_webgpu_does_not_run(monkeypatch):

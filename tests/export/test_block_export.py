@@ -13,10 +13,10 @@ import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.block_drafter import masked
 from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.cli.description import describe
 from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
-from jetdraft.terminal.description import describe
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.layouts import BLOCK, write
 from tests.export.head_passes import TOKENS, graphs

@@ -16,7 +16,7 @@ from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH
 from jetdraft.errors import DeviceError, OptionError
 from jetdraft.export.exporter import ExportOptions
 from jetdraft.export.request import export
-from jetdraft.quant.ladder import BOUND
+from jetdraft.quant.choice import BOUND
 from jetdraft.recipe import Recipe
 from tests.tiny import drafter_config, save_checkpoint
 

@@ -15,7 +15,6 @@ import torch
 
 from jetdraft.checkpoints.probing.prompted import FORECAST, PromptSettings
 from jetdraft.checkpoints.streamed import SHARED, StreamSettings
-from jetdraft.devices.kernels.forecast import forecasts
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.train.chimera.chimera_training import ChimeraTraining
@@ -25,6 +24,7 @@ from tests.checkpoints.heads import layouts
 from tests.export.empty_sums import empty_sums
 from tests.tiny import llama_config, save_checkpoint, save_prompts, save_streams
 from tests.train.attached.drafts import STILL, trainer
+from tools.forecast.forecast import forecasts
 
 OPTIONS = ExportOptions(
     Recipe("int8", 32), Recipe("int8", 32), capacity=64, max_width=16, provider="cuda"

@@ -10,9 +10,9 @@ import torch
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.cli.description import describe
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
-from jetdraft.terminal.description import describe
 from tests.checkpoints.heads.layouts import H, medusa, write
 from tests.export.head_passes import TOKENS, graphs
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint

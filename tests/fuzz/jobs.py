@@ -109,10 +109,13 @@ class Recipes(Job):
             (place / "report.json").write_text('{"rows": [], "old": 1}')
 
     def run(self, place: Path) -> None:
+        from tools.recipes.__main__ import main as command
+
         checkpoint, text = self.toy.with_name("checkpoint"), place / "text"
         text.write_text(CORPUS)
         options = ("--recipes", "int8-rtn-b32", "--text", text, "-t", "1")
-        _verb("recipes", checkpoint, *options, "--output", place / "report.json")
+        words = (checkpoint, *options, "--output", place / "report.json")
+        command.main([str(word) for word in words], standalone_mode=True)
 
     def state(self, place: Path) -> str:
         if not (place / "report.json").exists():

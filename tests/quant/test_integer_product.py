@@ -13,7 +13,7 @@ from jetdraft.export.export_options import ExportOptions
 from jetdraft.quant.algorithms import LARGEST, whole_columns
 from jetdraft.quant.blocks import Blocks
 from jetdraft.quant.divergence import rounded
-from jetdraft.quant.integer_product import integer_product, stored
+from jetdraft.quant.weights import integer_product, stored
 from jetdraft.recipe import HEAD, Recipe
 from tests.quant.test_weights import (
     VOCAB_SIZE,

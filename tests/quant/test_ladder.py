@@ -6,9 +6,16 @@ import torch
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.export.own_text import NEW_TOKENS, QUESTIONS, own_text
 from jetdraft.quant.calibration import own_attention
+from jetdraft.quant.choice import (
+    DRAFTER_CHOICES,
+    EIGHT_BITS,
+    RUNGS,
+    TOP,
+    WORTH,
+    choose,
+    choose_drafter,
+)
 from jetdraft.quant.divergence import Divergence
-from jetdraft.quant.ladder import EIGHT_BITS, RUNGS, TOP, WORTH, choose
-from jetdraft.quant.pair_speed import CHOICES, choose_drafter
 from jetdraft.recipe import Recipe
 from tests.tiny import drafter_config, llama_config, save_checkpoint
 
@@ -132,7 +139,7 @@ def test_overlap_is_the_acceptance_of_sampled_drafts(pair):
         first = drafter.overlap(floats, target, torch.arange(p.shape[1]))
         assert 0 < part < first == pytest.approx(expected, abs=1e-5)
         choice = choose_drafter(target, drafter, Recipe("int8", 32))
-    assert choice.recipe.name in (*CHOICES, "int8-rtn-b32-head4")
+    assert choice.recipe.name in (*DRAFTER_CHOICES, "int8-rtn-b32-head4")
     assert choice.full_overlap == pytest.approx(expected, abs=1e-5)
 
 

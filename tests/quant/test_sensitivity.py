@@ -7,18 +7,18 @@ import torch
 from onnx import numpy_helper
 
 import jetdraft
-from jetdraft.bench.quality import compare
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.calibration import Windows, own_attention
+from jetdraft.quant.choice import Limit, Sensitivity
 from jetdraft.quant.divergence import Divergence
-from jetdraft.quant.sensitivity import Limit, Sensitivity
 from jetdraft.recipe import HEAD, Recipe
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as command
 from tests.tiny import llama_config, save_checkpoint
+from tools.recipes.quality import compare
 
 RECIPE, INT8 = Recipe("int4", 16), Recipe("int8", 16)
 TEXT = "def f(self):\n    return self.x\n" * 20

@@ -9,10 +9,13 @@ from openai import OpenAI
 
 from jetdraft import Pool
 from jetdraft.runtime.sampling.chooser import Chooser
-from jetdraft.server.app import Limits, Service
+from jetdraft.server.app import Service
+from jetdraft.server.limits import Limits
 from tests.server.serving import served
 
-LIMITS = Limits(body_bytes=20_000, new_tokens=400, waiting=40, wait_seconds=60.0)
+LIMITS = Limits(
+    max_body_bytes=20_000, max_new_tokens=400, max_waiting=40, max_wait=60.0
+)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ def ask(address, host):
         named = request(GOOD).replace(b"localhost", host.encode("latin-1"))
         line.sendall(named)
         line.shutdown(socket.SHUT_WR)
-        return int(read(line).replace(b"HTTP/1.1 102 Processing\r\n\r\n", b"")[9:12])
+        return int(read(line).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")[9:12])
 
 
 @pytest.mark.parametrize("host", [*MALFORMED, *FOREIGN])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import socket
 import threading
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -15,7 +16,7 @@ import httpx
 import pytest
 
 from jetdraft.server import connection, http_server
-from jetdraft.server.connection import CROWDED, Doorkeeper, _peer
+from jetdraft.server.connection import CROWDED_CONNECTIONS, Doorkeeper, _peer
 from jetdraft.server.listener import listening_at
 from tests.server.serving import served, started, until
 
@@ -132,16 +133,16 @@ def test_the_limit_of_all_is_at_the_cost_of_whoever_has_most(enter):
 def test_where_all_work_newcomers_are_crowded_and_bounded(enter):
     keeper = Doorkeeper(per_peer=2, most=2)
     busy = [enter(keeper, "a", idle=False)[0] for _ in range(2)]
-    crowd = [enter(keeper, "a") for _ in range(CROWDED + 1)]
+    crowd = [enter(keeper, "a") for _ in range(CROWDED_CONNECTIONS + 1)]
     assert not any(let_in for _, let_in in crowd)
     assert not any(line.dropped for line in busy)
-    assert [line.dropped for line, _ in crowd] == [1] + [0] * CROWDED
+    assert [line.dropped for line, _ in crowd] == [1] + [0] * CROWDED_CONNECTIONS
     keeper.leave(busy[0])
     assert enter(keeper, "a")[1]
 
 
 def test_health_is_answered_while_all_connections_work(fresh, slow, monkeypatch):
-    monkeypatch.setattr(http_server, "SPARE", -38)  # with 40 that wait: two
+    monkeypatch.setattr(http_server, "SPARE_CONNECTIONS", -38)  # with 40 that wait: two
     with served(fresh) as address, ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(connect(address)).sendall(request(BODY))
@@ -194,12 +195,28 @@ def test_a_half_closed_client_gets_its_answer(address, slow, stream, version, mo
         line.shutdown(socket.SHUT_WR)
         answer = read(line)
     # Before the answer there may be interim responses, which every client skips.
-    interim = b"HTTP/1.1 102 Processing\r\n\r\n"
+    interim = b"HTTP/1.1 100 Continue\r\n\r\n"
     assert answer.replace(interim, b"").startswith(b"HTTP/1.1 200 ")
     assert (interim in answer) == (version == "1.1")
     assert b'"finish_reason":' in answer
     if stream:
         assert answer.rstrip().endswith((b"[DONE]", b"0"))
+
+
+def test_the_answer_of_a_half_closed_client_is_read_by_http_client(address, slow):
+    """It skips 100 only, and takes any other interim response for the answer."""
+    place = urlsplit(address)
+    client = http.client.HTTPConnection(place.hostname, place.port, timeout=60)
+    client.connect()
+    content = json.dumps(BODY)
+    client.putrequest("POST", "/v1/completions")
+    client.putheader("Content-Type", "application/json")
+    client.putheader("Content-Length", str(len(content)))
+    client.endheaders(content.encode())
+    client.sock.shutdown(socket.SHUT_WR)
+    with closing(client), client.getresponse() as answer:
+        assert answer.status == 200
+        assert json.loads(answer.read())["choices"][0]["finish_reason"] == "length"
 
 
 def test_half_a_request_is_none(address):

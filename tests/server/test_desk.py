@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import wraps
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +12,21 @@ import pytest
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.piece import Result
 from jetdraft.server.desk import Desk, Job
-from jetdraft.server.generation_request import RequestError
+from jetdraft.server.refusal import RequestError
 
 
 def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+def story(told):
+    """A test that runs in an event loop, for half a minute at most."""
+
+    @wraps(told)
+    def test():
+        run(told())
+
+    return test
 
 
 async def take(desk, client, log, name=None, hold=None):
@@ -33,104 +44,92 @@ async def start(*coroutines):
     return tasks
 
 
-def test_clients_take_turns():
-    async def story():
-        desk, log, hold = Desk(["m"], 9, 30.0), [], asyncio.Event()
-        tasks = await start(
-            take(desk, "x", log, "x0", hold),
-            *(take(desk, "greedy", log, f"g{i}") for i in range(4)),
-            take(desk, "small", log, "s0"),
-            take(desk, "other", log, "o0"),
-        )
-        assert desk.waiting == 6
-        assert desk.generating == 1
-        hold.set()
-        await asyncio.gather(*tasks)
-        assert log == ["x0", "g0", "s0", "o0", "g1", "g2", "g3"]
-        assert (desk.waiting, desk.generating) == (0, 0)
-
-    run(story())
+@story
+async def test_clients_take_turns():
+    desk, log, hold = Desk(["m"], 9, 30.0), [], asyncio.Event()
+    tasks = await start(
+        take(desk, "x", log, "x0", hold),
+        *(take(desk, "greedy", log, f"g{i}") for i in range(4)),
+        take(desk, "small", log, "s0"),
+        take(desk, "other", log, "o0"),
+    )
+    assert desk.waiting == 6
+    assert desk.generating == 1
+    hold.set()
+    await asyncio.gather(*tasks)
+    assert log == ["x0", "g0", "s0", "o0", "g1", "g2", "g3"]
+    assert (desk.waiting, desk.generating) == (0, 0)
 
 
-def test_a_queue_has_an_end():
-    async def story():
-        desk, log, hold = Desk(["m"], 1, 30.0), [], asyncio.Event()
-        tasks = await start(take(desk, "a", log, hold=hold), take(desk, "b", log))
-        with pytest.raises(RequestError, match="too many") as found:
-            await take(desk, "c", log)
-        assert found.value.status == 429
-        hold.set()
-        await asyncio.gather(*tasks)
-        assert await take(desk, "c", log) == "m"
-
-    run(story())
+@story
+async def test_a_queue_has_an_end():
+    desk, log, hold = Desk(["m"], 1, 30.0), [], asyncio.Event()
+    tasks = await start(take(desk, "a", log, hold=hold), take(desk, "b", log))
+    with pytest.raises(RequestError, match="too many") as found:
+        await take(desk, "c", log)
+    assert found.value.status == 429
+    hold.set()
+    await asyncio.gather(*tasks)
+    assert await take(desk, "c", log) == "m"
 
 
-def test_whoever_fills_the_queue_makes_room():
-    async def story():
-        desk, log, hold = Desk(["m"], 3, 30.0), [], asyncio.Event()
-        tasks = await start(
-            take(desk, "greedy", log, "g0", hold),
-            *(take(desk, "greedy", log, f"g{i}") for i in range(1, 4)),
-            take(desk, "small", log, "s0"),
-        )
-        hold.set()
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [isinstance(end, RequestError) for end in ends] == [0, 0, 0, 1, 0]
-        assert ends[3].status == 429
-        assert log == ["g0", "g1", "s0", "g2"]
-        assert (desk.waiting, desk.generating) == (0, 0)
-
-    run(story())
+@story
+async def test_whoever_fills_the_queue_makes_room():
+    desk, log, hold = Desk(["m"], 3, 30.0), [], asyncio.Event()
+    tasks = await start(
+        take(desk, "greedy", log, "g0", hold),
+        *(take(desk, "greedy", log, f"g{i}") for i in range(1, 4)),
+        take(desk, "small", log, "s0"),
+    )
+    hold.set()
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [isinstance(end, RequestError) for end in ends] == [0, 0, 0, 1, 0]
+    assert ends[3].status == 429
+    assert log == ["g0", "g1", "s0", "g2"]
+    assert (desk.waiting, desk.generating) == (0, 0)
 
 
-def test_waiting_has_an_end():
-    async def story():
-        desk, log, hold = Desk(["m"], 9, 0.05), [], asyncio.Event()
-        tasks = await start(take(desk, "a", log, hold=hold))
-        with pytest.raises(RequestError, match=r"0\.05 s") as found:
-            await take(desk, "b", log)
-        assert found.value.status == 503
-        assert desk.waiting == 0
-        hold.set()
-        await asyncio.gather(*tasks)
-        assert await take(desk, "b", log) == "m"
-
-    run(story())
+@story
+async def test_waiting_has_an_end():
+    desk, log, hold = Desk(["m"], 9, 0.05), [], asyncio.Event()
+    tasks = await start(take(desk, "a", log, hold=hold))
+    with pytest.raises(RequestError, match=r"0\.05 s") as found:
+        await take(desk, "b", log)
+    assert found.value.status == 503
+    assert desk.waiting == 0
+    hold.set()
+    await asyncio.gather(*tasks)
+    assert await take(desk, "b", log) == "m"
 
 
-def test_who_leaves_is_forgotten():
-    async def story():
-        desk, log, hold = Desk(["m"], 9, 30.0), [], asyncio.Event()
-        first, second, third = await start(
-            take(desk, "a", log, hold=hold), take(desk, "b", log), take(desk, "b", log)
-        )
-        second.cancel()
+@story
+async def test_who_leaves_is_forgotten():
+    desk, log, hold = Desk(["m"], 9, 30.0), [], asyncio.Event()
+    first, second, third = await start(
+        take(desk, "a", log, hold=hold), take(desk, "b", log), take(desk, "b", log)
+    )
+    second.cancel()
+    await asyncio.sleep(0)
+    assert desk.waiting == 1
+    hold.set()
+    await asyncio.gather(first, third)
+    assert log == ["a", "b"]
+    assert desk.generating == 0
+
+
+@story
+async def test_a_model_given_to_who_just_left_goes_on():
+    desk, log, hold = Desk(["m"], 9, 30.0), [], asyncio.Event()
+    first, second, third = await start(
+        take(desk, "a", log, hold=hold), take(desk, "b", log), take(desk, "c", log)
+    )
+    hold.set()
+    while not first.done():
         await asyncio.sleep(0)
-        assert desk.waiting == 1
-        hold.set()
-        await asyncio.gather(first, third)
-        assert log == ["a", "b"]
-        assert desk.generating == 0
-
-    run(story())
-
-
-def test_a_model_given_to_who_just_left_goes_on():
-    async def story():
-        desk, log, hold = Desk(["m"], 9, 30.0), [], asyncio.Event()
-        first, second, third = await start(
-            take(desk, "a", log, hold=hold), take(desk, "b", log), take(desk, "c", log)
-        )
-        hold.set()
-        while not first.done():
-            await asyncio.sleep(0)
-        second.cancel()  # its turn has come, and it has not seen so yet
-        await asyncio.gather(third, return_exceptions=True)
-        assert log[-1] == "c"
-        assert desk.generating == 0
-
-    run(story())
+    second.cancel()  # its turn has come, and it has not seen so yet
+    await asyncio.gather(third, return_exceptions=True)
+    assert log[-1] == "c"
+    assert desk.generating == 0
 
 
 class Windows:
@@ -160,15 +159,13 @@ class Windows:
         return Result.of([], Stats("none", True, 0), False)
 
 
-def test_a_job_cancels_its_stream_and_not_only_the_model():
-    async def story():
-        windows = Windows()
-        job = Job(Desk([SimpleNamespace(cancel=lambda: None)], 1, 30.0), windows, "a")
-        await asyncio.to_thread(windows.started.wait, 20)
-        job.cancel()
-        await job.result()
-
-    run(story())
+@story
+async def test_a_job_cancels_its_stream_and_not_only_the_model():
+    windows = Windows()
+    job = Job(Desk([SimpleNamespace(cancel=lambda: None)], 1, 30.0), windows, "a")
+    await asyncio.to_thread(windows.started.wait, 20)
+    job.cancel()
+    await job.result()
 
 
 def test_a_loop_that_ends_leaves_no_generation_behind():
@@ -182,3 +179,24 @@ def test_a_loop_that_ends_leaves_no_generation_behind():
     run(story())
     assert windows.cancelled.is_set()
     assert windows.is_closed
+
+
+def test_an_end_of_the_process_is_no_answer():
+    """It ends the loop; a reader that got it would raise it inside a request."""
+    read = []
+
+    class Ending(Windows):
+        def __iter__(self):
+            raise SystemExit(3)
+
+    async def story():
+        job = Job(Desk([SimpleNamespace(cancel=lambda: None)], 1, 30.0), Ending(), "a")
+        try:
+            await job.next()
+        except BaseException as error:
+            read.append(type(error))
+            raise
+
+    with pytest.raises(SystemExit):
+        run(story())
+    assert read == [asyncio.CancelledError]

@@ -199,7 +199,7 @@ def test_a_text_longer_than_the_drain_is_cut_and_answered(toy, stream):
 
 
 def test_who_waits_too_long_is_refused(service, slow):
-    own = Service(service.pool, "toy", replace(LIMITS, wait_seconds=0.2))
+    own = Service(service.pool, "toy", replace(LIMITS, max_wait=0.2))
     with served(own) as address:
         lines = [connect(address, LONG) for _ in range(2)]
         until(lambda: own.desk.generating == 2)
@@ -278,7 +278,7 @@ def test_wrong_options_of_the_command(toy, tmp_path):
     assert_refused(serve(tmp_path / "none"), "none")
     assert_refused(serve(toy, "--method", "stream"), "no method")
     assert_refused(serve(toy, "--models", "0"), "--models")
-    refusal = "the limit wait_seconds must be above 0, not nan"
+    refusal = "the limit max_wait must be above 0, not nan"
     assert_refused(serve(toy, "--max-wait", "nan"), refusal)
     broken = toy_bundle(tmp_path / "broken")
     template = b"{% for m in messages %}"

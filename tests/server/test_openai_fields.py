@@ -25,7 +25,12 @@ from openai.types.completion_usage import CompletionTokensDetails, PromptTokensD
 from openai.types.shared import ErrorObject
 
 from jetdraft import Pool
-from jetdraft.server.app import Limits, Service
+from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.piece import Result
+from jetdraft.server.app import Service
+from jetdraft.server.generation_request import GenerationRequest
+from jetdraft.server.limits import Limits
+from jetdraft.server.reply import Reply
 from tests import whispers
 from tests.server.serving import served
 from tests.server.test_api import HELLO, PROMPT, READ_SENSOR
@@ -223,6 +228,16 @@ def test_rejected_drafts_are_those_that_were_compared(address, model):
     wrong = sum(stats.evaluated_by_position) - stats.accepted_tokens
     assert details["rejected_prediction_tokens"] == wrong > 0
     assert stats.drafted_tokens > sum(stats.evaluated_by_position)
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "interrupted"])
+def test_a_text_that_was_cut_has_no_finish_reason(reason):
+    """The server answers 503 instead; "length" would be wrong."""
+    request = GenerationRequest.of({"prompt": "x"}, chat=False, most=8)
+    stats = Stats("none", exact=True, prompt_tokens=1)
+    stats.finish_reason = reason
+    with pytest.raises(KeyError):
+        Reply(request, "toy", None, "fp").whole(Result.of([], stats, False))
 
 
 def test_models(address):

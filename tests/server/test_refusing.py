@@ -244,7 +244,7 @@ def error(response):
 @pytest.mark.parametrize("length", [2000, 19_000])
 def test_a_prompt_that_is_too_long_has_openais_code(service, length, monkeypatch):
     """The longer one is not even encoded: that would take its time in vain."""
-    limits = replace(LIMITS, body_bytes=1_000_000)
+    limits = replace(LIMITS, max_body_bytes=1_000_000)
     text = "a b " * length
     if length == 19_000:
         monkeypatch.setattr(TextCodec, "encode", None)

@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from jetdraft.server.systemd import Systemd
+from jetdraft.server.http_server import Systemd
 from tests.server.serving import started
 
 BODY = {"model": "toy", "prompt": "The robot", "max_tokens": 300, "seed": 1,

@@ -10,9 +10,10 @@ import pytest
 from openai import OpenAI
 
 from jetdraft import Pool
-from jetdraft.server.app import Limits, Service
-from jetdraft.server.generation_request import RequestError
-from jetdraft.server.uploads.form import read_form
+from jetdraft.server.app import Service
+from jetdraft.server.limits import Limits
+from jetdraft.server.refusal import RequestError
+from jetdraft.server.transcription_request import read_form
 from tests import whispers
 from tests.server.serving import served
 
@@ -23,7 +24,7 @@ SOUND = whispers.wav(whispers.sound(1.5))
 def hearing(whisper):
     """An address that transcribes, and the model behind it."""
     with Pool(whisper / "bundle", 1, threads=1) as pool:
-        service = Service(pool, "whisper", Limits(sound_bytes=100_000))
+        service = Service(pool, "whisper", Limits(max_sound_bytes=100_000))
         with served(service) as address:
             yield address, pool.models[0].twin()
 
@@ -116,7 +117,7 @@ def test_a_bundle_of_text_refuses_an_upload_unread(address):
 
 def test_a_text_that_was_cut_says_so(whisper):
     with Pool(whisper / "bundle", 1, threads=1) as pool:
-        service = Service(pool, "whisper", Limits(seconds=1e-6, sounds=1))
+        service = Service(pool, "whisper", Limits(max_seconds=1e-6, max_sounds=1))
         with served(service) as address:
             place = f"{address}/v1/audio/transcriptions"
             for form in ("json", "verbose_json"):
@@ -128,7 +129,7 @@ def test_a_text_that_was_cut_says_so(whisper):
 
 def test_sounds_wait_for_memory(whisper):
     with Pool(whisper / "bundle", 1, threads=1) as pool:
-        service = Service(pool, "whisper", Limits(sounds=0, wait_seconds=0.01))
+        service = Service(pool, "whisper", Limits(max_sounds=0, max_wait=0.01))
         with served(service) as address:
             answer = httpx.post(
                 f"{address}/v1/audio/transcriptions", files={"file": SOUND}

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.cli import main
+from jetdraft.cli.description import describe
 from jetdraft.errors import BundleError
 from jetdraft.manifest import MANIFEST
-from jetdraft.terminal.description import describe
 from jetdraft.testing import toy_bundle
 from tests import manifests
 from tests.cli.running import assert_refused

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from jetdraft.contracts.constants import WIDEST
-from jetdraft.devices.planning.dimensions import Dimensions
+from jetdraft.devices.planning.cost_model import Dimensions, Load
 from jetdraft.devices.planning.plan import DRAFTER, Board, Choice, MethodCost, Question
-from jetdraft.devices.planning.roofline import Load
 from jetdraft.recipe import Recipe
 
 SHARE = 0.05
@@ -41,7 +41,7 @@ USUAL = 20
 
 LAYERS = (1, 2, 3, 4)
 STEPS = 16
-"""Widths that are compared: so many parts of the target's width, in heads of 64."""
+"""Widths that are compared: parts of the target's width, in heads of 64."""
 
 HEAD_SIZE = 64
 _CHAINS = (MethodCost("drafter", DRAFTER, trees=False),)
@@ -79,10 +79,7 @@ class Drafter:
 
 
 def excess(weights: float, tokens: float) -> float:
-    """The part of the loss above E that is left, up to a factor.
-
-    excess(1e6, 20e6) / excess(1e6, 2e8)    # 1.33
-    """
+    """The part of the loss above E that is left, up to a factor."""
     return float(weights**-EXPONENT + (tokens / USUAL) ** -EXPONENT)
 
 
@@ -94,8 +91,6 @@ class Advisor:
     largest drafter whose step reads `SHARE` of a pass. That drafter is taken to have
     seen `TOKENS_PER_WEIGHT` tokens for each weight. The number of tokens that a drafter
     can draft is `draft_vocab`, and these make up the share `coverage` of the text.
-
-        Advisor(question).best().weights
     """
 
     question: Question
@@ -103,7 +98,7 @@ class Advisor:
     coverage: float = 1.0
 
     def best(self, tokens_per_weight: int = TOKENS_PER_WEIGHT) -> Drafter:
-        """The fastest drafter, if each sees so many tokens for each weight."""
+        """The fastest drafter, if each sees this many tokens for each weight."""
         drafters = (
             self._predicted(layers, width, sizes, tokens_per_weight)
             for layers, width, sizes in self._shapes()
@@ -145,7 +140,7 @@ class Advisor:
     def _reference(self) -> int:
         """The weights of the drafter that has the question's acceptance."""
         if self.question.drafter is not None:
-            return Dimensions.read(self.question.drafter).weights
+            return Dimensions.read(Path(self.question.drafter)).weights
         context = self.question.context
         most = SHARE * Load(self._target, self.question.recipe).pass_bytes(context)
         shapes = [sizes for _, _, sizes in self._shapes()]
@@ -170,8 +165,8 @@ class Advisor:
         missed = (1.0 - question.acceptance) * own_excess / usual_excess
         acceptance = max(0.0, 1.0 - missed) * self.coverage
         target = Load(self._target, question.recipe)
-        mode = question.device.power_mode(question.power_mode)
-        board = Board(question.device, mode, question.context, target, load)
+        mode = question.profile.power_mode(question.power_mode)
+        board = Board(question.profile, mode, question.context, target, load)
         choices = (
             choice
             for choice in board.choices(_CHAINS, acceptance)

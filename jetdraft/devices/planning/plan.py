@@ -11,22 +11,23 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.devices.best_tree import best_tree
 from jetdraft.devices.device import Device, PowerMode
-from jetdraft.devices.planning.dimensions import Dimensions
-from jetdraft.devices.planning.roofline import (
+from jetdraft.devices.planning.cost_model import (
     BOUND,
     FITTED,
     HALF,
     RUNTIME_MB,
     SINGLE,
+    Dimensions,
     Efficiency,
     Load,
 )
 from jetdraft.errors import DeviceError, OptionError
+from jetdraft.options import Flag
 from jetdraft.recipe import Recipe
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 60, 64)
@@ -37,10 +38,11 @@ NONE, CHAIN, TREE = "none", "chain", "tree"
 DRAFTER, PROBES, FREE = "drafter", "probes", "free"
 """What drafts cost: passes of the drafter, probes in the target's pass, or nothing."""
 
-PLANNED = ("none", "int8", "int4")
+SCHEMES = ("none", "int8", "int4")
 """Quantizations that can be exported; a device may have arithmetic for others."""
 
 CPU = "cpu"
+PROVIDERS = (CPU, "cuda", "tensorrt")
 ON_CPU = (
     "at most, for the CPU: the memory's bandwidth alone, and another engine's memory "
     "of the runtime; jetdraft has never run on a Jetson"
@@ -62,8 +64,6 @@ class MethodCost:
     `cost` "drafter" is a pass of the drafter for each drafted level, "probes" are
     further rows through the target's top layers in the pass that verifies, and "free"
     is nothing. `trees` says whether the method drafts trees too.
-
-        MethodCost("repeats", "free", trees=False)
     """
 
     name: str
@@ -161,25 +161,56 @@ class Plan:
 class Question:
     """The model, the device and the methods of a plan.
 
-    `target` and `drafter` are config files or their folders; `context` is in tokens;
-    `quantization` names a recipe. For the provider "cpu" only a bound of plain decoding
-    is known; what is predicted for any other is for the GPU.
-    Raises `OptionError` or `DeviceError` for values that cannot be planned.
-
-        device = Device.named("orin-nx-16gb")
-        repeats = MethodCost("repeats", "free", trees=False)
-        plan(Question(Path("target"), device, methods=(repeats,))).best.method
+    `target` and `drafter` are config files or their folders. For the provider "cpu"
+    only a bound of plain decoding is known; what is predicted for any other is for the
+    GPU. Raises `OptionError` or `DeviceError` for values that cannot be planned.
     """
 
     target: Path
-    device: Device
-    drafter: Path | None = None
-    quantization: str = "int4"
-    context: int = 2048
-    acceptance: float = 0.6
-    power_mode: str | None = None
+    device: Annotated[
+        str, Flag("device", "A device's name; jetdraft doctor --devices lists them.")
+    ]
+    drafter: Annotated[
+        str | Path | None,
+        Flag(
+            "checkpoint", "The drafter's config.json, or the folder with it.", kind=str
+        ),
+    ] = None
+    quantization: Annotated[
+        str,
+        Flag(
+            "quantization",
+            "The recipe of the weights; int4-headnone keeps the head in halves.",
+            names=("--quantize",),
+        ),
+    ] = "int4"
+    context: Annotated[
+        int, Flag("checkpoint", "Tokens of prompt and output that the buffers hold.")
+    ] = 2048
+    acceptance: Annotated[
+        float,
+        Flag(
+            "drafting",
+            "Assumed probability that the first drafted token is right; the default is "
+            "a guess.",
+        ),
+    ] = 0.6
+    power_mode: Annotated[
+        str | None,
+        Flag(
+            "device", "A power mode of the device; default: the first, without Super."
+        ),
+    ] = None
     methods: tuple[MethodCost, ...] = ()
-    provider: str = CPU
+    provider: Annotated[
+        str,
+        Flag(
+            "runtime",
+            "What will run the target. Methods and a drafter's size are predicted for "
+            "the GPU only.",
+            choices=PROVIDERS,
+        ),
+    ] = CPU
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.acceptance < 1.0:
@@ -189,13 +220,18 @@ class Question:
         if self.context < 1:
             raise OptionError(f"context {self.context} is out of range; give 1 or more")
         recipe = Recipe.parse(self.quantization)
-        choices = [name for name in self.device.quantizations if name in PLANNED]
+        choices = [name for name in self.profile.quantizations if name in SCHEMES]
         for scheme in (recipe.scheme, recipe.head or recipe.scheme):
             if scheme not in choices:
                 raise DeviceError(
-                    f"{scheme!r} cannot be planned on {self.device.name}; choose "
+                    f"{scheme!r} cannot be planned on {self.device}; choose "
                     f"{', '.join(choices)}"
                 )
+
+    @property
+    def profile(self) -> Device:
+        """The profile of the device."""
+        return Device.named(self.device)
 
     @property
     def recipe(self) -> Recipe:
@@ -209,18 +245,15 @@ class Question:
 
 
 def plan(question: Question) -> Plan:
-    """Predict memory and speed from config files; nothing is run, no weights are read.
-
-    plan(question).best.speedup
-    """
-    device = question.device
+    """Predict memory and speed from config files; nothing is run."""
+    device = question.profile
     mode = device.power_mode(question.power_mode)
     recipe, on_cpu = question.recipe, question.on_cpu
     float_bytes = SINGLE if on_cpu else HALF
     target = Load(Dimensions.read(question.target), recipe, float_bytes)
     drafter = None
     if question.drafter is not None:
-        sizes = Dimensions.read(question.drafter)
+        sizes = Dimensions.read(Path(question.drafter))
         drafter = Load(sizes, Recipe.for_drafter(recipe), float_bytes)
     efficiency = BOUND if on_cpu else FITTED
     board = Board(device, mode, question.context, target, drafter, efficiency)
@@ -314,10 +347,7 @@ class Board:
 def expected_levels(
     rows: int, acceptance: float, branching: bool
 ) -> list[tuple[int, float]]:
-    """The likeliest tree: for each level, its rows and how many of them are accepted.
-
-    expected_levels(2, 0.5, branching=False)    # [(1, 0.5), (1, 0.25)]
-    """
+    """The likeliest tree: its rows and the accepted rows of each level."""
     siblings = range(rows - 1 if branching else 0)
     others = [acceptance * (1.0 - acceptance) ** rank for rank in siblings]
     parents, chances = best_tree(rows, [acceptance] * rows, others)
@@ -356,7 +386,7 @@ def _what_fits(question: Question) -> str:
     for device in sorted(devices, key=lambda device: device.memory_gb):
         if question.recipe.scheme not in device.quantizations:
             continue
-        if plan(replace(question, device=device, power_mode=None)).fits:
+        if plan(replace(question, device=device.name, power_mode=None)).fits:
             names.append(device.name)
     if names:
         return f"it fits {', '.join(names)}"

@@ -16,7 +16,7 @@ from jetdraft.export.source.source_seams import (
     source_shapes,
 )
 from jetdraft.export.step import kv_shapes
-from jetdraft.quant.ladder import TOP
+from jetdraft.quant.choice import TOP
 from jetdraft.recipe import Recipe
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jetdraft.bundle import Bundle
-from jetdraft.devices.cpu import processor_features, processor_name
-from jetdraft.devices.detection import detect
+from jetdraft.devices.detection import detect, processor_features, processor_name
 from jetdraft.files import replacing
 from jetdraft.manifest import SEAL, seal_of
 from jetdraft.ort import ort

@@ -3,36 +3,68 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
 from jetdraft.devices.providers import AUTO, PROVIDERS
 from jetdraft.errors import OptionError, ProviderError
+from jetdraft.options import Flag
 
 OFF = "off"
 """The name in place of the drafter's provider to run without the drafter."""
 
 
 class LoadOptions(TypedDict, total=False):
-    """Where and how a bundle runs: the keyword arguments of `jetdraft.load`.
+    """Where and how a bundle runs: the keyword arguments of `jetdraft.load`."""
 
-    provider          "cpu", "cuda", "tensorrt" or "auto", the fastest of them that runs
-                      here; default: the provider that the bundle was exported for
-    threads           threads of the target; default: the cores of this process
-    streams           a `streams.npz` of the same base; default: the bundle's own
-    store             a file that keeps requests and responses to draft from; default:
-                      nothing is kept
-    drafter_provider  another provider for the drafter, or "off" to run without it
-    learn             a folder that keeps what the target said where drafts were wrong,
-                      and the weights that a drafter learned of it; default: nothing is
-                      kept
-    """
-
-    provider: str | None
-    threads: int | None
-    streams: str | Path | None
-    store: str | Path | None
-    drafter_provider: str | None
-    learn: str | Path | None
+    threads: Annotated[
+        int | None,
+        Flag(
+            "runtime",
+            "Threads of the target; default: all cores.",
+            names=("-t", "--threads"),
+        ),
+    ]
+    provider: Annotated[
+        str | None,
+        Flag(
+            "runtime",
+            f"What runs the target: {', '.join(PROVIDERS)} or auto; default: the "
+            "provider of the export.",
+        ),
+    ]
+    drafter_provider: Annotated[
+        str | None,
+        Flag(
+            "runtime",
+            "What runs the drafter: a provider, or off for no drafter; default: the "
+            "provider of the export, or --provider.",
+        ),
+    ]
+    streams: Annotated[
+        str | Path | None,
+        Flag(
+            "runtime",
+            "A streams.npz of the same base; default: the streams in the bundle.",
+        ),
+    ]
+    store: Annotated[
+        str | Path | None,
+        Flag(
+            "drafting",
+            "Keep requests and responses in this file, and draft from them; default: "
+            "keep nothing.",
+        ),
+    ]
+    learn: Annotated[
+        str | Path | None,
+        Flag(
+            "drafting",
+            "Keep what the target said where drafts were wrong in this folder, and "
+            "take the drafter's weights that train drafter --from-use learns of it; "
+            "default: keep nothing.",
+            metavar="DIR",
+        ),
+    ]
 
 
 def check_load_options(options: LoadOptions) -> None:

@@ -11,11 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.devices.kernels.placement import SIZE_OPERATORS
 from jetdraft.devices.memory import release
 from jetdraft.devices.providers import AT_HAND, PROVIDERS, presence, request
 from jetdraft.errors import ContractError, OptionError, ProviderError
 from jetdraft.ort import ort
+
+SIZE_OPERATORS = {"Shape", "Size", "Squeeze", "Unsqueeze", "Cast", "Concat"}
+SIZE_OPERATORS |= {"Range", "Add", "Expand"}
+"""Operators that a provider may leave to the CPU: they compute sizes of a pass."""
 
 MOST_THREADS_PER_CORE = 8
 """With more, threads wait for each other, some for minutes."""

@@ -6,15 +6,17 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Annotated, Any, TypedDict, Unpack
 
 from jetdraft.contracts.constants import CANDIDATES
 from jetdraft.devices.providers import HALVES, cpu_only
 from jetdraft.errors import OptionError
+from jetdraft.options import Flag
 from jetdraft.ranges import Range, between, check_ranges
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.split.exit_head import FIELD, ExitHead, ExitRule
 from jetdraft.runtime.planning.drafting import Drafting
+from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import MethodOptions
 from jetdraft.runtime.sampling.chooser import Sampling
 from jetdraft.runtime.sampling.penalties import Penalties
@@ -84,32 +86,134 @@ class Exiting:
         return ExitRule(head, *(THRESHOLD if t is None else t for t in thresholds))
 
 
+def _method_names() -> str:
+    return f"{', '.join((AUTO, NONE, *methods()))}; or a comma list to pick from."
+
+
 class GenerateOptions(TypedDict, total=False):
     """The keyword arguments of `Model.generate`; `Options` explains them."""
 
-    max_new_tokens: int
-    stop: str | Sequence[str] | None
+    max_new_tokens: Annotated[
+        int,
+        Flag(
+            "ending",
+            "The most tokens of a text.",
+            names=("-n", "--max-new-tokens"),
+            least=1,
+        ),
+    ]
+    stop: Annotated[
+        str | Sequence[str] | None,
+        Flag(
+            "ending",
+            "End before this text; may be given several times.",
+            metavar="TEXT",
+        ),
+    ]
     max_seconds: float | None
-    ignore_eos: bool
-    method: str
-    num_draft_tokens: int | None
-    drafting: Mapping[str, object] | MethodOptions
-    exact: bool
-    stop_and_exit: str | Path | None
+    ignore_eos: Annotated[bool, Flag("ending", "Continue past end of text.")]
+    method: Annotated[str, Flag("drafting", _method_names)]
+    num_draft_tokens: Annotated[
+        int | None,
+        Flag(
+            "drafting",
+            "Draft this many tokens a round, at most this many with several methods; "
+            "default: adaptive.",
+        ),
+    ]
+    drafting: Annotated[
+        Mapping[str, object] | MethodOptions,
+        Flag(
+            "drafting",
+            "Set an option of the method, for example tree=best of draft; may be given "
+            "several times. An unknown KEY lists the keys of the method.",
+            metavar="KEY=VALUE",
+            kind=str,
+            multiple=True,
+        ),
+    ]
+    exact: Annotated[
+        bool, Flag("drafting", "Use only pass widths whose rows agree bit by bit.")
+    ]
+    stop_and_exit: Annotated[
+        str | Path | None,
+        Flag(
+            "drafting",
+            "Let this head end a text that goes wrong, and leave layers out where it "
+            "may: jetdraft train exit makes it. Lossy, so it needs --no-exact.",
+            metavar="HEAD",
+        ),
+    ]
     stop_threshold: float | None
     exit_threshold: float | None
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int | None
+    temperature: Annotated[
+        float,
+        Flag(
+            "sampling",
+            "Temperature of sampling; 0 always takes the most likely token. Default: "
+            "the checkpoint's own in generate and chat, otherwise 0.",
+            names=("--temperature", "--temp"),
+        ),
+    ]
+    top_k: Annotated[
+        int,
+        Flag("sampling", "Sample from this many of the most likely tokens; 0 is off."),
+    ]
+    top_p: Annotated[
+        float,
+        Flag(
+            "sampling",
+            "Sample from the most likely tokens up to this total probability; 1 is "
+            "off.",
+        ),
+    ]
+    min_p: Annotated[
+        float,
+        Flag(
+            "sampling",
+            "Drop tokens below this share of the highest probability; 0 is off.",
+        ),
+    ]
+    seed: Annotated[
+        int | None,
+        Flag(
+            "sampling",
+            "Seed of the random numbers; the same seed gives the same text. Default: "
+            "random in generate and chat, otherwise 0.",
+        ),
+    ]
     logit_bias: Mapping[int, float] | None
-    repetition_penalty: float
+    repetition_penalty: Annotated[
+        float,
+        Flag(
+            "sampling",
+            "Divide the logits of earlier tokens by this; 1 is off. Default: the "
+            "checkpoint's own, or 1.",
+        ),
+    ]
     presence_penalty: float
     frequency_penalty: float
-    json_schema: str | Mapping[str, Any] | None
-    regex: str | None
-    grammar: str | None
+    json_schema: Annotated[
+        str | Mapping[str, Any] | None,
+        Flag(
+            "constraint",
+            "Write JSON that follows the JSON schema in this file.",
+            metavar="FILE",
+            kind=Path,
+        ),
+    ]
+    regex: Annotated[
+        str | None, Flag("constraint", "Write a text that matches this expression.")
+    ]
+    grammar: Annotated[
+        str | None,
+        Flag(
+            "constraint",
+            "Write a text that follows the grammar in this file, in Lark's notation.",
+            metavar="FILE",
+            kind=Path,
+        ),
+    ]
     logprobs: int | None
 
 

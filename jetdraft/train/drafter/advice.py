@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jetdraft.devices.planning.dimensions import Dimensions
+from jetdraft.devices.planning.cost_model import Dimensions, Load
 from jetdraft.devices.planning.drafter_advice import SHARE, TOKENS_PER_WEIGHT
-from jetdraft.devices.planning.roofline import Load
 from jetdraft.recipe import Recipe
 
 __all__ = ["SHARE", "advised_tokens", "cost_share"]

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from jetdraft.terminal.command import Command, option, together
-from jetdraft.terminal.flags import PATH, integers
+from jetdraft.cli.command import Command, option, together
+from jetdraft.cli.flags import PATH, integers
 from jetdraft.train.block.block_settings import BlockSettings, SourceBlockSettings
 from jetdraft.train.drafter.divergences import BETA, FORWARD_KL
 from jetdraft.train.drafter.kinds import DEFAULT, KINDS, settings_of

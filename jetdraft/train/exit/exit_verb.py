@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from jetdraft.terminal.command import Command, option
-from jetdraft.terminal.flags import integers
+from jetdraft.cli.command import Command, option
+from jetdraft.cli.flags import integers
 from jetdraft.train.exit.exit_training import ExitTraining
 from jetdraft.train.training import TrainingOptions
 from jetdraft.train.training_command import run_training, training_options

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from jetdraft.terminal.command import Command, option
+from jetdraft.cli.command import Command, option
 from jetdraft.train.falcon.falcon_training import FalconSettings, FalconTraining
 from jetdraft.train.training import TrainingOptions
 from jetdraft.train.training_command import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from jetdraft.checkpoints.probing.prompted import FORECAST, PromptSettings
-from jetdraft.terminal.command import Command, option
+from jetdraft.cli.command import Command, option
 from jetdraft.train.ppd.prompt_training import Lessons, PromptTraining, lesson_options
 from jetdraft.train.training import TrainingOptions
 from jetdraft.train.training_command import run_training, training_options

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
+from jetdraft.cli.command import Command, option
+from jetdraft.cli.flags import PATH
 from jetdraft.errors import OptionError
-from jetdraft.terminal.command import Command, option
-from jetdraft.terminal.flags import PATH
 from jetdraft.train.head.head_training import KINDS, HeadSettings, HeadTraining
 from jetdraft.train.training import TrainingOptions
 from jetdraft.train.training_command import (

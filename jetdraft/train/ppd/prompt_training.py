@@ -14,13 +14,13 @@ from torch import Tensor
 
 from jetdraft.checkpoints.probing.prompted import RANKS, Prompts, PromptSettings
 from jetdraft.checkpoints.reading.checkpoint_folder import checkpoint_folder
+from jetdraft.cli.command import option
 from jetdraft.errors import (
     CheckpointError,
     OptionError,
     TrainingError,
     UnsupportedModelError,
 )
-from jetdraft.terminal.command import option
 from jetdraft.train.block.block_places import Blocks
 from jetdraft.train.data import Batch
 from jetdraft.train.ppd.prompt_losses import PromptObjective, Sums, total

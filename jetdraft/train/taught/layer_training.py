@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from jetdraft.checkpoints.heads.head_config import HeadConfig
+from jetdraft.cli.command import Command
 from jetdraft.errors import OptionError
-from jetdraft.terminal.command import Command
 from jetdraft.train.head.head_layout import config_of
 from jetdraft.train.taught.next_token_training import (
     NextTokenSettings,

@@ -8,12 +8,12 @@ from typing import Any
 import click
 
 from jetdraft.bundle import Bundle
+from jetdraft.cli.command import Command, option, together
+from jetdraft.cli.flags import PATH, bundle_argument, training_seed_option
+from jetdraft.cli.progress import ProgressBars
 from jetdraft.errors import StoreError
 from jetdraft.files import is_free
 from jetdraft.kept.weight_sets import is_learned, label
-from jetdraft.terminal.command import Command, option, together
-from jetdraft.terminal.flags import PATH, bundle_argument, training_seed_option
-from jetdraft.terminal.progress import ProgressBars
 from jetdraft.train.use.background import Background
 from jetdraft.train.use.head_student import student_of
 from jetdraft.train.use.pace import Pace, stand_back

@@ -28,9 +28,9 @@ class JetdraftExportCommand(BaseOptimumCLICommand):
 
     def run(self) -> None:
         """Export; bad input ends with exit code 2."""
-        from jetdraft.cli.optimum import run
+        from jetdraft.cli.export import run_for_optimum
 
-        run(self.args.arguments)
+        run_for_optimum(self.args.arguments)
 
 
 REGISTER_COMMANDS = [(JetdraftExportCommand, ExportCommand)]

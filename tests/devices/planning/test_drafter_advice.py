@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from jetdraft.devices.device import Device
 from jetdraft.devices.planning.drafter_advice import Advisor, excess
 from jetdraft.devices.planning.plan import Question
 from tests.cli.running import jetdraft
@@ -18,7 +17,7 @@ from tests.devices.planning.test_plan import CONFIG, SMALL
 def advisor(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))
-    return Advisor(Question(file, Device.named("orin-nx-16gb"), provider="cuda"))
+    return Advisor(Question(file, "orin-nx-16gb", provider="cuda"))
 
 
 def test_at_20_tokens_a_weight_both_halves_of_the_loss_are_equal():

@@ -6,8 +6,7 @@ import json
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from jetdraft.devices.planning.dimensions import Dimensions
-from jetdraft.devices.planning.roofline import Load
+from jetdraft.devices.planning.cost_model import Dimensions, Load
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.recipe import Recipe
 

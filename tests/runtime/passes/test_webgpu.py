@@ -17,7 +17,6 @@ import torch
 import jetdraft
 from jetdraft.checkpoints.streamed import StreamSettings
 from jetdraft.devices import providers, webgpu
-from jetdraft.devices.kernels.forecast import Fate, forecasts
 from jetdraft.devices.providers import PROVIDERS, choose, presence
 from jetdraft.errors import ProviderError
 from jetdraft.export.exporter import ExportOptions, export
@@ -27,6 +26,7 @@ from jetdraft.runtime.passes.session import ONE_THREAD
 from jetdraft.runtime.passes.tensor import Tensor
 from tests.checkpoints.heads import layouts
 from tests.tiny import drafter_config, llama_config, save_checkpoint, save_streams
+from tools.forecast.forecast import Fate, forecasts
 
 PROMPT = np.random.default_rng(3).integers(0, 288, 12).tolist()
 TREE = [5, 6, 7, 8, 9], [0, 1, 1, 2, 2], [[], [0], [0], [0, 1], [0, 2]]

@@ -1,0 +1,231 @@
+"""Commands whose help lists options in groups, and options made of declared fields."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any, is_typeddict
+
+import click
+
+from jetdraft.errors import JetdraftError
+from jetdraft.options import Option as Declared
+from jetdraft.options import declared, required
+
+GROUPS = (
+    "prompt",
+    "checkpoint",
+    "quantization",
+    "ending",
+    "sampling",
+    "constraint",
+    "drafting",
+    "training",
+    "measurement",
+    "device",
+    "server",
+    "limits",
+    "runtime",
+    "output",
+)
+"""The groups of options, in the order in which help prints them."""
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Option(click.Option):
+    """An option of one of the `GROUPS`; write it with `option`."""
+
+    def __init__(self, *names: Any, group: str, **settings: Any) -> None:
+        super().__init__(*names, **settings)
+        self.group = group
+
+
+class Command(click.Command):
+    """A command whose help lists its options in groups.
+
+    @click.command("generate", cls=Command)
+    """
+
+    def format_options(
+        self, ctx: click.Context, formatter: click.HelpFormatter
+    ) -> None:
+        """Write a section for each group that has options."""
+        groups: dict[str, list[tuple[str, str]]] = {name: [] for name in GROUPS}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None and isinstance(param, click.Option):
+                # Only click's own --help has no group.
+                groups[getattr(param, "group", "output")].append(record)
+        for name, records in groups.items():
+            if records:
+                with formatter.section(name.capitalize()):
+                    formatter.write_dl(records)
+
+
+class LazyGroup(click.Group):
+    """A group that imports the module of a command when the command is used.
+
+    `summaries` has a line for each command, so that help imports no command. The
+    command NAME is the variable `command` of the module `package.NAME`.
+    """
+
+    package: str
+    summaries: Mapping[str, str]
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order of `summaries`."""
+        return list(self.summaries)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return a command, or None for an unknown name."""
+        if cmd_name not in self.summaries:
+            return None
+        command: click.Command = self.load(cmd_name).command
+        return command
+
+    def load(self, name: str) -> Any:
+        """Import the module of a command."""
+        return importlib.import_module(f"{self.package}.{name}")
+
+    def format_commands(
+        self, ctx: click.Context, formatter: click.HelpFormatter
+    ) -> None:
+        """Write the summary of each command, without importing it."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(self.summaries.items()))
+
+
+def option(group: str, *names: str, help: str, **settings: Any) -> Decorator:
+    """Decorate a command with an option of a group; `settings` are click's.
+
+    @option("runtime", "-t", "--threads", type=int, help="Threads of the target.")
+    """
+    if group not in GROUPS:
+        raise ValueError(f"unknown group {group!r}")
+    return click.option(*names, cls=Option, group=group, help=help, **settings)
+
+
+def together(*decorators: Decorator) -> Decorator:
+    """Join decorators into one; help lists their options in this order."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+def flags(
+    record: type[Any], /, *, only: Collection[str] | None = None, **defaults: Any
+) -> Decorator:
+    """Decorate a command with a flag for each declared field of a record.
+
+    The command gets the fields as keywords, all or `only` some; `defaults` replace the
+    record's.
+
+        @flags(ExportRequest)
+    """
+    return together(*(_as_click(o, defaults) for o in _chosen(record, only)))
+
+
+def _chosen(record: type[Any], only: Collection[str] | None) -> list[Declared]:
+    return [o for o in declared(record) if only is None or o.name in only]
+
+
+def given(
+    name: str,
+    record: type[Any],
+    /,
+    *,
+    only: Collection[str] | None = None,
+    **defaults: Any,
+) -> Decorator:
+    """As `flags`, but the command gets all of them as one `record` named `name`.
+
+    A `TypedDict` has the options that were given only.
+
+        @given("runtime", LoadOptions)
+    """
+    names = [option.name for option in _chosen(record, only)]
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def command(**options: Any) -> Any:
+            own = {field: options.pop(field) for field in names}
+            if is_typeddict(record):
+                own = {n: value for n, value in own.items() if value not in (None, ())}
+            return function(**{name: record(**own)}, **options)
+
+        return flags(record, only=only, **defaults)(command)
+
+    return decorate
+
+
+def _as_click(declared_option: Declared, defaults: Mapping[str, Any]) -> Decorator:
+    """A declared field as an option of click."""
+    flag, kind = declared_option.flag, declared_option.kind
+    default = defaults.get(declared_option.name, declared_option.default)
+    long = f"--{declared_option.name.replace('_', '-')}"
+    settings: dict[str, Any] = {"metavar": flag.metavar}
+    if kind is bool:
+        names = flag.names or ((f"{long}/--no-{long[2:]}",) if default else (long,))
+        settings |= {"is_flag": True, "default": bool(default)}
+        settings["show_default"] = any("/" in name for name in names)
+    else:
+        names = flag.names or (long,)
+        settings |= {
+            "type": _type(declared_option),
+            "multiple": declared_option.multiple,
+        }
+        if required(declared_option) and declared_option.name not in defaults:
+            settings["required"] = True
+        elif default not in (None, (), ""):
+            settings |= {"default": default, "show_default": True}
+        elif default == "":
+            settings["default"] = ""
+    return option(
+        flag.group, *names, declared_option.name, help=declared_option.help, **settings
+    )
+
+
+def _type(declared_option: Declared) -> Any:
+    """The type of a value, as click checks it."""
+    flag, kind = declared_option.flag, declared_option.kind
+    if flag.choices:
+        return _Choice(flag.choices, kind)
+    if kind is Path:
+        return click.Path(path_type=Path)
+    least = flag.least if flag.above is None else flag.above
+    if least is None and flag.most is None:
+        return kind
+    bounded: Any = click.IntRange if kind is int else click.FloatRange
+    return bounded(least, flag.most, min_open=flag.above is not None)
+
+
+class _Choice(click.Choice):  # type: ignore[type-arg]
+    """One of several values, which may be numbers."""
+
+    def __init__(self, choices: Collection[Any], kind: type) -> None:
+        super().__init__([str(choice) for choice in choices])
+        self.kind = kind
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        return self.kind(super().convert(str(value), param, ctx))
+
+
+def extra_module(name: str, doing: str, extra: str) -> Any:
+    """Import a module that needs the packages of an extra.
+
+    Raises `JetdraftError`, with the command that installs them, if a package is
+    missing. `doing` says in that error what needs the package.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise JetdraftError(
+            f"{doing} needs {error.name}; pip install 'jetdraft[cpu,{extra}]'"
+        ) from error

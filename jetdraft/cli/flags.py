@@ -1,0 +1,195 @@
+"""Options and arguments that several verbs share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from jetdraft.cli.command import Decorator, flags, given, option
+from jetdraft.cli.prompts import read_input
+from jetdraft.files import check_place, write_text
+from jetdraft.runtime.model import Model
+from jetdraft.runtime.passes.load_options import LoadOptions
+from jetdraft.runtime.planning.options import GenerateOptions
+from jetdraft.runtime.planning.registry import AUTO
+
+PATH = click.Path(path_type=Path)
+
+RUNTIME = ("threads", "provider", "drafter_provider", "streams")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+CONSTRAINTS = ("json_schema", "regex", "grammar")
+DRAFTING = ("method", "num_draft_tokens", "drafting", "exact")
+"""Fields of `LoadOptions` and `GenerateOptions` that several verbs have."""
+
+bundle_argument = click.argument("bundle", type=PATH)
+
+json_option = option(
+    "output",
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print JSON, and nothing else, to standard output.",
+)
+
+threads_option = flags(LoadOptions, only=("threads",))
+temperature_option = flags(GenerateOptions, only=("temperature",))
+
+training_seed_option = option(
+    "sampling",
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Seed of the random numbers; the same seed gives the same training.",
+)
+
+prompts_option = option(
+    "prompt",
+    "--prompts",
+    "prompts_file",
+    type=PATH,
+    help='JSON lines with "prompt" or "token_ids"; default: four short texts.',
+)
+
+texts_option = option(
+    "measurement",
+    "--tokenize",
+    "texts",
+    multiple=True,
+    type=PATH,
+    help="Say what the tokenizer makes of this text file, by script; give it several "
+    "times, for example once for each language.",
+)
+
+explain_option = option(
+    "output",
+    "--explain",
+    is_flag=True,
+    help="Print to standard error what each method did, and why drafting was off.",
+)
+
+
+def runtime_options(*more: str) -> Decorator:
+    """Give the command `runtime`, the arguments of `jetdraft.load` from its flags.
+
+    `more` are fields beside `RUNTIME`: store, learn.
+    """
+    return given("runtime", LoadOptions, only=(*RUNTIME, *more))
+
+
+def new_tokens_option(default: int) -> Decorator:
+    """Return -n/--max-new-tokens with a verb's default."""
+    return flags(GenerateOptions, only=("max_new_tokens",), max_new_tokens=default)
+
+
+def generate_options(*names: str, **defaults: Any) -> Decorator:
+    """Give the command `options`, the arguments of `Model.generate` from its flags."""
+    if "method" in names:
+        defaults["method"] = AUTO
+    if "exact" in names:
+        defaults["exact"] = True
+    as_options = given("options", GenerateOptions, only=names, **defaults)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def command(options: dict[str, Any], **others: Any) -> Any:
+            for field in {"json_schema", "grammar"} & options.keys():
+                options[field] = read_input(options[field])
+            if "drafting" in options:
+                options["drafting"] = _settings(options["drafting"])
+            return function(options=options, **others)
+
+        return as_options(command)
+
+    return decorate
+
+
+def _settings(values: Sequence[str]) -> dict[str, str]:
+    """Parse KEY=VALUE options; a key may have dashes or underscores."""
+    settings = {}
+    for value in values:
+        key, separator, text = value.partition("=")
+        if not separator:
+            raise click.BadParameter(
+                f"{value!r} is not KEY=VALUE", param_hint="'--drafting'"
+            )
+        settings[key.replace("-", "_")] = text
+    return settings
+
+
+def with_defaults(options: Mapping[str, Any], model: Model) -> GenerateOptions:
+    """The options that were given, beside the defaults of a model's checkpoint."""
+    return cast(GenerateOptions, {**model.defaults, **options})
+
+
+def output_option(what: str) -> Decorator:
+    """Return -o/--output of a command whose result is a file or folder."""
+    return option("output", "-o", "--output", required=True, type=PATH, help=what)
+
+
+def _report_file(context: Any, param: Any, value: Path | None) -> Path | None:
+    """Refuse what `new_file` refuses, and a file that is not a report."""
+    if value is not None and value.is_file() and not _is_report(value):
+        raise click.BadParameter(f"{value} holds no report; choose another file")
+    return new_file(value)
+
+
+def _is_report(file: Path) -> bool:
+    """Whether the file is empty, or holds the rows of an earlier report."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        return not text or "rows" in dict(json.loads(text))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+
+
+def new_file(value: Path | None) -> Path | None:
+    """Refuse a folder, a device, a pipe, and a path in a missing folder."""
+    if value is None:
+        return None
+    if value.is_dir() or not value.absolute().parent.is_dir():
+        raise click.BadParameter(
+            f"{value} is a folder, or its folder is missing; name a file"
+        )
+    if value.exists() and not value.is_file():
+        raise click.BadParameter(f"{value} is a device or a pipe; name a file")
+    check_place(value)
+    return value
+
+
+report_option = option(
+    "output",
+    "-o",
+    "--output",
+    type=PATH,
+    callback=_report_file,
+    help="Write the JSON report to this file.",
+)
+
+
+def write_json(file: Path, fields: Any) -> None:
+    """Write a report; the file appears whole. Raises `OutputError`."""
+    write_text(file, json.dumps(fields, indent=2) + "\n")
+
+
+def integers(text: str, option: str) -> list[int]:
+    """Parse a comma list of integers."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise click.BadParameter(
+            f"{text!r} is not a comma list of integers", param_hint=option
+        ) from error
+
+
+user_option = option(
+    "drafting",
+    "--user",
+    default="",
+    help="The user whose entries count; default: the nameless user.",
+)

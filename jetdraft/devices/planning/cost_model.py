@@ -1,0 +1,308 @@
+"""The time and the memory of a pass, from a model's config.json and a device's rates.
+
+    ms(width) = fixed + bytes read / bandwidth + (width - 1) * operations per row / rate
+
+Reading every weight once bounds a pass of one row; each further row adds its
+arithmetic. A strict roofline would take the larger of the two times, so that rows would
+be free up to a knee; in the published figures the times add up (docs/devices.md has
+the fit). A plan needs no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jetdraft.contracts.constants import EXPERTS
+from jetdraft.devices.device import PowerMode
+from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.recipe import HEAD, SYMMETRIC, Recipe
+from jetdraft.untrusted.json_text import read_json_file
+
+CONFIG = "config.json"
+STATE_BYTES = 4
+MAX_SIZE = 10_000_000
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
+LINEAR_SIZES = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
+
+HALF, SINGLE = 2.0, 4.0
+"""Bytes of a float on a GPU and on a CPU: of a weight, a scale, or a number in the KV
+buffers."""
+
+RUNTIME_MB = 846.0
+"""Memory of a session beside weights, KV and logits; fitted, see docs/devices.md."""
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """The numbers of a decoder's weights and of the values that its caches hold.
+
+    `matrices` counts the weights of the layers' matrices, `head` the weights of the LM
+    head; the embedding has as many, and where `tied` the two are one matrix.
+    `kv_values` are stored per token. `state_values` are stored once, by layers of
+    linear attention, which read and write them in every pass.
+    """
+
+    hidden_size: int
+    layers: int
+    matrices: int
+    head: int
+    tied: bool
+    kv_values: int
+    state_values: int
+
+    @classmethod
+    def read(cls, path: Path) -> Dimensions:
+        """Read a config file or its folder; raises `CheckpointError`."""
+        file = path / CONFIG if path.is_dir() else path
+        if _begins_as_gguf(file):
+            raise CheckpointError(
+                f"{file} is a GGUF file, which a plan does not read; give the "
+                "config.json of the model"
+            )
+        try:
+            config = read_json_file(file)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {file} ({error.strerror}); give a config.json"
+            ) from error
+        except ValueError as error:
+            raise CheckpointError(
+                f"{file} is not JSON ({error}); give a config.json"
+            ) from error
+        try:
+            return cls.of(config)
+        except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+            raise CheckpointError(
+                f"{file} does not describe a decoder; give the config.json of a causal "
+                "language model"
+            ) from error
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Dimensions:
+        """Read a config's fields; of a vision model, the fields of its text part.
+
+        Raises `CheckpointError`, or `UnsupportedModelError` for a mixture of experts
+        and an encoder-decoder.
+        """
+        if config.get("is_encoder_decoder"):
+            raise UnsupportedModelError(
+                "the config is of an encoder-decoder, and a plan predicts decoders "
+                "only; export the model and measure it on the device"
+            )
+        tied = config.get("tie_word_embeddings")
+        config = config.get("text_config", config)
+        experts = [config.get(name) for name in EXPERTS]
+        most = max((n for n in experts if isinstance(n, int)), default=0)
+        if most > 1 and config.get("is_moe") is not False:
+            raise UnsupportedModelError(
+                "a mixture of experts reads only some weights per pass, which a plan "
+                "cannot predict; give a dense model"
+            )
+        tied = config.get("tie_word_embeddings", False) if tied is None else tied
+        _check_sizes(config)
+        _check_groups(config)
+        linear = _linear_layers(config)
+        full = config["num_hidden_layers"] - linear
+        per_full, per_linear = _attention(config), _linear_attention(config, linear)
+        mlp = 3 * config["hidden_size"] * config["intermediate_size"]
+        return cls(
+            hidden_size=config["hidden_size"],
+            layers=config["num_hidden_layers"],
+            matrices=full * (per_full + mlp) + linear * (per_linear + mlp),
+            head=config["hidden_size"] * config["vocab_size"],
+            tied=bool(tied),
+            kv_values=full * 2 * _kv_heads(config) * _head_size(config),
+            state_values=linear * _state(config, linear),
+        )
+
+    @property
+    def weights(self) -> int:
+        """The number of all weights, without the norms."""
+        return self.matrices + self.head * (1 if self.tied else 2)
+
+
+def _check_sizes(config: dict[str, Any]) -> None:
+    """Raise `CheckpointError` unless all sizes are numbers that a model can have."""
+    needed = SIZES + (LINEAR_SIZES if _linear_layers(config) else ())
+    optional = ("num_key_value_heads", "head_dim", "full_attention_interval")
+    present = [name for name in optional if config.get(name) is not None]
+    for name in (*needed, *present):
+        value = config.get(name)
+        if type(value) is not int or not 1 <= value <= MAX_SIZE:
+            shown = repr(value)[:20]
+            raise CheckpointError(
+                f"the config's {name} is {shown}; give a causal language model's config"
+            )
+
+
+def _begins_as_gguf(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(4) == b"GGUF"
+    except OSError:
+        return False  # reading the config says why
+
+
+def _check_groups(config: dict[str, Any]) -> None:
+    heads, groups = config["num_attention_heads"], _kv_heads(config)
+    if heads % groups:
+        raise CheckpointError(
+            f"the config's {heads} attention heads cannot share {groups} heads of keys "
+            "and values; give a causal language model's config"
+        )
+
+
+def _head_size(config: dict[str, Any]) -> int:
+    default = config["hidden_size"] // config["num_attention_heads"]
+    return int(config.get("head_dim") or default)
+
+
+def _kv_heads(config: dict[str, Any]) -> int:
+    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
+
+
+def _attention(config: dict[str, Any]) -> int:
+    """The weights of a layer's q, k, v and o; a gated output doubles q."""
+    gated = 1 + bool(config.get("attn_output_gate"))
+    heads = (1 + gated) * config["num_attention_heads"] + 2 * _kv_heads(config)
+    return int(config["hidden_size"] * heads * _head_size(config))
+
+
+def _linear_layers(config: dict[str, Any]) -> int:
+    kinds = config.get("layer_types")
+    if kinds:
+        return sum(kind == "linear_attention" for kind in kinds)
+    every, layers = config.get("full_attention_interval"), config["num_hidden_layers"]
+    if type(every) is not int or type(layers) is not int or every < 1:
+        return 0
+    return layers - layers // every
+
+
+def _linear_attention(config: dict[str, Any], layers: int) -> int:
+    """The weights of a gated delta net: q, k, v, the gate and the output."""
+    if not layers:
+        return 0
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    return int(config["hidden_size"] * (2 * keys + 3 * values))
+
+
+def _state(config: dict[str, Any], layers: int) -> int:
+    if not layers:
+        return 0
+    per_head = config["linear_key_head_dim"] * config["linear_value_head_dim"]
+    return int(config["linear_num_value_heads"] * per_head)
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The shares of the peak rates that passes reach, the same for every model.
+
+    `bandwidth` is a share of the memory bandwidth; `compute` holds shares of the dense
+    fp16 rate by compute capability. `pass_ms` is the time of launches and the host.
+    """
+
+    bandwidth: float
+    pass_ms: float
+    compute: dict[str, float]
+
+
+FITTED = Efficiency(0.818, 1.062, {"8.7": 0.339, "11.0": 0.095})
+"""From TensorRT Edge-LLM's published rows, by `benchmarks/roofline.py`. onnxruntime
+has not been measured on these devices."""
+
+BOUND = Efficiency(1.0, 0.0, {})
+"""No pass of one row is faster than this, on any processor of the device: the memory
+gives its bytes no sooner. What a further row costs on a CPU is not known."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A decoder in memory, with the weights of a recipe.
+
+    A pass reads the whole head, but only a few rows of the embedding. A float has
+    `float_bytes`.
+    """
+
+    sizes: Dimensions
+    recipe: Recipe
+    float_bytes: float = HALF
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes per weight of the layers, on average."""
+        raised = len(self.recipe.raised) / self.sizes.layers
+        plain = self._bytes(replace(self.recipe, head=None, raised=()))
+        if not raised:
+            return plain
+        more = self._bytes(self.recipe.of_unit(str(self.recipe.raised[0])))
+        return plain + raised * (more - plain)
+
+    @property
+    def head_bytes(self) -> float:
+        """Bytes per weight of the head, and of an embedding beside it."""
+        return self._bytes(self.recipe.of_unit(HEAD))
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of a number in the KV buffers."""
+        return self.recipe.kv_bits / 8 or self.float_bytes
+
+    def pass_bytes(self, context: int) -> float:
+        """The bytes that a pass of one row reads after `context` tokens."""
+        sizes = self.sizes
+        weights = sizes.matrices * self.weight_bytes + sizes.head * self.head_bytes
+        state = 2 * sizes.state_values * STATE_BYTES
+        return weights + context * sizes.kv_values * self.kv_bytes + state
+
+    def memory_mb(self, capacity: int) -> float:
+        """The size of weights, KV buffers and state, in 10^6 bytes."""
+        sizes = self.sizes
+        # A tied head and embedding of the same format are one tensor.
+        embedding = 0.0 if sizes.tied else sizes.head * self.head_bytes
+        cache = capacity * sizes.kv_values * self.kv_bytes
+        cache += sizes.state_values * STATE_BYTES
+        weights = sizes.matrices * self.weight_bytes + sizes.head * self.head_bytes
+        return (weights + embedding + cache) / 1e6
+
+    def pass_ms(
+        self,
+        width: int,
+        context: int,
+        mode: PowerMode,
+        capability: str,
+        efficiency: Efficiency = FITTED,
+    ) -> float:
+        """The predicted time of a pass of `width` rows after `context` tokens."""
+        reading = self.pass_bytes(context) / (mode.bandwidth_gbs * efficiency.bandwidth)
+        rows_ms = 0.0
+        if width > 1:
+            rows_ms = (width - 1) * self.row_ms(mode, capability, efficiency)
+        return efficiency.pass_ms + reading / 1e6 + rows_ms
+
+    def row_ms(
+        self, mode: PowerMode, capability: str, efficiency: Efficiency = FITTED
+    ) -> float:
+        """The time of a further row: its multiplications and additions."""
+        rate = mode.fp16_tflops * efficiency.compute[capability]
+        return 2 * (self.sizes.matrices + self.sizes.head) / (rate * 1e9)
+
+    def _bytes(self, recipe: Recipe) -> float:
+        """Bytes per weight of a scheme: its bits, and a scale and a zero per block."""
+        if recipe.bits is None:
+            return self.float_bytes
+        zero = 0.0 if recipe.algorithm in SYMMETRIC else recipe.bits / 8
+        return recipe.bits / 8 + (self.float_bytes + zero) / recipe.block_size

@@ -1,0 +1,151 @@
+"""Options, declared once: an annotated field is a flag, a keyword, and a row of help.
+
+    @dataclass(frozen=True, kw_only=True)
+    class PlanOptions:
+        context: Annotated[int, Flag("checkpoint", "Tokens in the buffers.")] = 2048
+
+The command line makes `--context` of it (`jetdraft.cli.flags`), `takes` makes a Python
+function with the keyword `context` of it, and the function's reference lists its help.
+The fields of a `TypedDict` can be annotated in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass
+from functools import wraps
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """What a field's annotation adds to its name, type and default.
+
+    `group` is the section of help; a `help` that names what packages add is a function.
+    `names` replace the flag `--name-of-the-field`. `least` and `most` bound a number,
+    `above` bounds it without its bound, and `choices` are all allowed values. `kind` is
+    the type on the command line, where the field has several, and `multiple` lets the
+    flag be given several times, as flags of sequences may.
+    """
+
+    group: str
+    help: str | Callable[[], str]
+    names: Sequence[str] = ()
+    metavar: str | None = None
+    kind: type | None = None
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    choices: Sequence[Any] = ()
+    multiple: bool = False
+
+
+@dataclass(frozen=True)
+class Option:
+    """A declared field; `default` is `MISSING` for an option that must be given.
+
+    `kind` is bool, int, float, str or Path; `multiple` options take several values.
+    """
+
+    name: str
+    kind: type
+    multiple: bool
+    default: Any
+    flag: Flag
+
+    @property
+    def help(self) -> str:
+        """The text of help."""
+        return self.flag.help if isinstance(self.flag.help, str) else self.flag.help()
+
+
+def declared(record: type[Any]) -> Iterator[Option]:
+    """The fields of a dataclass or a `TypedDict` that have a `Flag`, in their order."""
+    defaults = {}
+    if dataclasses.is_dataclass(record):
+        defaults = {field.name: field.default for field in dataclasses.fields(record)}
+    for name, hint in get_type_hints(record, include_extras=True).items():
+        if get_origin(hint) is not Annotated:
+            continue
+        base, *extras = get_args(hint)
+        for flag in (extra for extra in extras if isinstance(extra, Flag)):
+            kind, multiple = _kind(base)
+            default = defaults.get(name)
+            several = multiple or flag.multiple
+            yield Option(name, flag.kind or kind, several, default, flag)
+
+
+def _kind(hint: Any) -> tuple[type, bool]:
+    """The type of one value, and whether there may be several."""
+    origin, types = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        kinds = [_kind(part) for part in types if part is not NoneType]
+        several = [kind for kind in kinds if kind[1]]
+        paths = [kind for kind in kinds if kind[0] is Path]
+        return (several or paths or kinds)[0]
+    if origin in (tuple, list, Sequence):
+        return _kind(types[0])[0], True
+    return hint, False
+
+
+def takes(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]]:
+    """Decorate a function of a record: it takes the record's fields instead.
+
+    Its signature is the record's, and its docstring ends with a line for each option.
+
+        @takes(ExportRequest)
+        def export(request): ...
+
+        export("target/", "bundle", capacity=1024)
+    """
+
+    def decorate(function: Callable[[R], T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> T:
+            return function(record(*args, **options))
+
+        hints = get_type_hints(record)
+        returned = get_type_hints(function).get("return", Any)
+        signature = inspect.signature(record)
+        call.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[
+                parameter.replace(annotation=hints.get(name, Any))
+                for name, parameter in signature.parameters.items()
+            ],
+            return_annotation=returned,
+        )
+        call.__annotations__ = {
+            **{name: hints.get(name, Any) for name in signature.parameters},
+            "return": returned,
+        }
+        call.__doc__ = f"{inspect.getdoc(function)}\n\n{_rows(record)}"
+        return call
+
+    return decorate
+
+
+def _rows(record: Any) -> str:
+    """A line of help for each option of a record."""
+    return "\n".join(f"- `{o.name}`: {o.help}" for o in declared(record))
+
+
+def required(option: Option) -> bool:
+    """Whether an option has no default."""
+    return option.default is MISSING

@@ -1,0 +1,265 @@
+"""Chooses recipes: the cheapest that keeps a target's text, and a pair's fastest.
+
+`choose` goes down the rungs of a ladder, and mixes four and eight bits where no rung
+holds.
+`Sensitivity` finds the layers that need twice the bits: each decoder layer, and the
+head, is quantized alone, and its KL divergence from the unquantized model is its
+sensitivity. The units with the most KL per further byte get twice the bits, until all
+together meet a limit. `choose_drafter` weighs acceptance against the time of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from jetdraft.errors import OptionError
+from jetdraft.quant.divergence import Divergence
+from jetdraft.recipe import Recipe, Unit
+
+BOUND = 0.03
+"""The largest mean KL divergence from the unquantized model, in nats per token."""
+
+RUNGS = ("int4-rtn-b128-head8", "int4-rtn-b64-head8", "int4-rtn-b32-head8")
+"""From the cheapest on: larger blocks are faster and move a model further."""
+
+TOP = "int8-rtn-b32"
+"""The last rung, and what is taken without a measure; it kept every model so far."""
+
+EIGHT_BITS = ("int8-rtn-b64", TOP)
+"""What is taken where four bits are not enough: the first that is within the bound."""
+
+WORTH = 0.9
+"""A mix must have fewer bytes than this share of eight bits, or those are taken."""
+
+DRAFTER_CHOICES = ("int4-rtn-b32", "int8-rtn-b32")
+
+PASS_BYTES = 4e6
+"""What else a pass costs, in bytes that the memory could have delivered: on two cores
+at 16 GB/s about 0.25 ms."""
+
+MAX_DRAFT_TOKENS = 8
+
+MAX_FALL = 0.01
+"""The share of accepted tokens that integers of four bits may cost."""
+
+
+def choose(
+    divergence: Divergence,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    bound: float = BOUND,
+) -> tuple[Recipe, float]:
+    """The cheapest recipe whose KL is at most `bound`, and its KL.
+
+    First the rungs from the top down, as long as they hold; if none holds, a mix of
+    four and eight bits, or eight bits. `progress(stage, done, total)` is called after
+    each step.
+    """
+    chosen: tuple[Recipe, float] | None = None
+    for done, name in enumerate(reversed(RUNGS), start=1):
+        recipe = Recipe.parse(name)
+        kl = divergence.of(recipe)
+        divergence.forget()
+        if kl > bound:
+            break
+        chosen = recipe, kl
+        progress("measure recipes", done, len(RUNGS))
+    progress("measure recipes", len(RUNGS), len(RUNGS))
+    return chosen or _mix(divergence, progress, bound)
+
+
+def _mix(
+    divergence: Divergence, progress: Callable[[str, int, int], None], bound: float
+) -> tuple[Recipe, float]:
+    """The mix with the fewest bytes that meets the bound, if it is worth its name."""
+    top, top_kl = _eight_bits(divergence, progress, bound)
+    try:
+        mix, kl = Sensitivity(divergence, Recipe.parse(RUNGS[-1])).mixed(
+            Limit(max_kl=bound),
+            lambda done, total: progress("measure layers", done, total),
+        )
+    except OptionError:
+        return top, top_kl
+    worth = divergence.bytes_of(mix) < WORTH * divergence.bytes_of(top)
+    return (mix, kl) if worth else (top, top_kl)
+
+
+def _eight_bits(
+    divergence: Divergence, progress: Callable[[str, int, int], None], bound: float
+) -> tuple[Recipe, float]:
+    """The first of `EIGHT_BITS` within the bound, or else the last."""
+    for done, recipe in enumerate(map(Recipe.parse, EIGHT_BITS), start=1):
+        kl = divergence.of(recipe)
+        divergence.forget()
+        progress("measure eight bits", done, len(EIGHT_BITS))
+        if kl <= bound:
+            break
+    return recipe, kl
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a mix must not exceed: bytes of matrices, or mean KL in nats per token.
+
+    Exactly one must be given, above 0; raises `OptionError` otherwise.
+    """
+
+    max_bytes: int | None = None
+    max_kl: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.max_bytes is None) == (self.max_kl is None):
+            raise OptionError("a limit is one number; give either max bytes or max KL")
+        if not (self.max_bytes or self.max_kl or 0) > 0:
+            name = "max KL" if self.max_bytes is None else "max bytes"
+            raise OptionError(
+                f"{name} {self.max_bytes or self.max_kl or 0} is out of range; give "
+                "more than 0"
+            )
+
+
+class Sensitivity:
+    """Finds mixes of a recipe and its raised form."""
+
+    def __init__(self, divergence: Divergence, recipe: Recipe) -> None:
+        self.divergence = divergence
+        self.recipe = recipe
+
+    def mixed(
+        self,
+        limit: Limit,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> tuple[Recipe, float]:
+        """A recipe in which some units have twice the bits, and its KL.
+
+        With a limit of bytes, as many units as fit; with a limit of KL, as few units as
+        meet it.
+
+        `progress(done, total)` is called after each unit. Raises `OptionError` if no
+        mix meets the limit.
+        """
+        units = self.divergence.units
+        candidates = [unit for unit in units if unit and self._more_bytes(unit)]
+        kl_per_byte = {}
+        for done, unit in enumerate(candidates, start=1):
+            # One batch is enough to put the units in an order.
+            kl = self.divergence.of_units({unit: self.recipe.of_unit(unit)}, batches=1)
+            kl_per_byte[unit] = kl / self._more_bytes(unit)
+            progress(done, len(candidates))
+        order = sorted(candidates, key=lambda unit: kl_per_byte[unit], reverse=True)
+        if limit.max_bytes is not None:
+            return self._within_bytes(order, limit.max_bytes)
+        assert limit.max_kl is not None
+        return self._within_kl(order, limit.max_kl)
+
+    def _within_bytes(self, order: list[Unit], most: int) -> tuple[Recipe, float]:
+        """Raise as many units as fit, in this order."""
+        size = self.divergence.bytes_of(self.recipe)
+        if size > most:
+            raise OptionError(
+                f"{self.recipe.name} alone takes {size} bytes of matrices; allow "
+                "that many, or choose fewer bits or larger blocks"
+            )
+        raised_units: list[Unit] = []
+        for unit in order:
+            more = self._more_bytes(unit)
+            if size + more <= most:
+                raised_units.append(unit)
+                size += more
+        recipe = self.recipe.raise_units(raised_units)
+        return recipe, self.divergence.of(recipe)
+
+    def _within_kl(self, order: list[Unit], most: float) -> tuple[Recipe, float]:
+        """Raise the fewest units that are enough, in this order, by bisection."""
+        mixes: dict[int, tuple[Recipe, float]] = {}
+
+        def enough(count: int) -> bool:
+            recipe = self.recipe.raise_units(order[:count])
+            mixes[count] = recipe, self.divergence.of(recipe)
+            return mixes[count][1] <= most
+
+        if not enough(len(order)):
+            raise OptionError(
+                f"{self.recipe.name} with twice the bits for all layers has a KL of "
+                f"{mixes[len(order)][1]:.2g}; allow that much, or choose more bits or "
+                "smaller blocks"
+            )
+        low, high = 0, len(order)
+        while low < high:
+            middle = (low + high) // 2
+            if enough(middle):
+                high = middle
+            else:
+                low = middle + 1
+        return mixes[high]
+
+    def _more_bytes(self, unit: Unit) -> int:
+        """How many bytes a unit takes more with twice the bits."""
+        recipes = self.recipe, self.recipe.raise_units([unit])
+        less, more = (
+            self.divergence.bytes_of_unit(unit, recipe.of_unit(unit))
+            for recipe in recipes
+        )
+        return more - less
+
+
+@dataclass(frozen=True)
+class DrafterChoice:
+    """A drafter's recipe, and the share of its tokens that the target accepts.
+
+    `full_overlap` is the share of the drafter in floats.
+    """
+
+    recipe: Recipe
+    overlap: float
+    full_overlap: float
+
+    @property
+    def overlaps(self) -> dict[str, float]:
+        """What the manifest says of them."""
+        return {
+            "overlap": round(self.overlap, 4),
+            "full_overlap": round(self.full_overlap, 4),
+        }
+
+
+def choose_drafter(
+    target: Divergence,
+    drafter: Divergence,
+    target_recipe: Recipe,
+    ids: torch.Tensor | None = None,
+) -> DrafterChoice:
+    """The recipe with which a pair decodes the most tokens in the time of its passes.
+
+    A pass takes the time that its bytes take. With the acceptance a of a token, K
+    drafted tokens give (1 - a^(K+1)) / (1 - a) tokens for one pass of the target and K
+    of the drafter (Leviathan et al., 2211.17192, theorem 3.8), at the best K. Four bits
+    that cost less acceptance than `MAX_FALL` are taken at once, for the whole drafter
+    or for its LM head. A drafter may choose among the tokens `ids` only.
+    """
+    pass_cost = PASS_BYTES + target.bytes_of(target_recipe)
+
+    @cache
+    def overlap(recipe: Recipe) -> float:
+        share = drafter.overlap(recipe, target, ids)
+        drafter.forget()
+        return min(share, 1.0)
+
+    def speed(recipe: Recipe) -> float:
+        acceptance, step_cost = overlap(recipe), PASS_BYTES + drafter.bytes_of(recipe)
+        return max(
+            sum(acceptance**n for n in range(count + 1))
+            / (pass_cost + count * step_cost)
+            for count in range(1, MAX_DRAFT_TOKENS + 1)
+        )
+
+    full = overlap(Recipe("none"))
+    small, large = map(Recipe.parse, DRAFTER_CHOICES)
+    if full - overlap(small) < MAX_FALL or speed(small) >= speed(large):
+        return DrafterChoice(small, overlap(small), full)
+    mixed = replace(large, head=small.scheme)
+    recipe = mixed if overlap(large) - overlap(mixed) < MAX_FALL else large
+    return DrafterChoice(recipe, overlap(recipe), full)

@@ -1,0 +1,197 @@
+"""A request for a transcript: a multipart form (RFC 7578), as OpenAI's API has it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from email.message import Message
+from email.parser import BytesParser
+from math import inf
+from typing import Any, Self
+
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from jetdraft.runtime.hearing.segments import srt, vtt
+from jetdraft.runtime.model import Model
+from jetdraft.runtime.planning.options import Options
+from jetdraft.runtime.text.stops import LENGTH, STOP
+from jetdraft.runtime.transcript import Transcript
+from jetdraft.runtime.transcription import Transcription, Wanted
+from jetdraft.server.refusal import RequestError
+
+FORMATS = ("json", "text", "verbose_json", "srt", "vtt")
+READ = ("file", "model", "language", "response_format", "timestamp_granularities[]")
+NUMBERS = {"temperature": float, "seed": int, "num_draft_tokens": int}
+REFUSED = ("prompt", "include[]", "chunking_strategy")
+"""Fields of OpenAI that would change the answer, and are not supported."""
+
+MAX_FIELD_CHARS = 1000
+"""Of a field that is not a file."""
+
+MAX_PARTS, MAX_HEAD_BYTES = 32, 4096
+"""Fields of a form, and bytes of a field's headers."""
+
+
+@dataclass(frozen=True)
+class TranscriptionRequest:
+    """A WAV file, what to write of it, with which options, and the answer's form."""
+
+    data: bytes
+    model: str | None
+    wanted: Wanted
+    options: dict[str, Any]
+    form: str
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Sequence[bytes]]) -> Self:
+        """Read the fields of a form; raises `JetdraftError`."""
+        texts = {n: _text(n, v) for n, v in fields.items() if n != "file"}
+        known = (*READ, *NUMBERS, *REFUSED, "method", "stream")
+        for name, text in texts.items():
+            if name not in known:
+                raise RequestError(f"unknown field {name!r}; leave it out")
+            if text and (name in REFUSED or (name == "stream" and text != "false")):
+                raise RequestError(f"{name} is not supported; leave it out", name)
+        if len(fields.get("file", [])) != 1:
+            raise RequestError("give one file, a WAV file", "file")
+        if texts.get("timestamp_granularities[]", "segment") != "segment":
+            raise RequestError(
+                "only segments have timestamps; ask for segment",
+                "timestamp_granularities[]",
+            )
+        form = texts.get("response_format", "json")
+        if form not in FORMATS:
+            raise RequestError(
+                f"there is no format {form!r}; choose {', '.join(FORMATS)}",
+                "response_format",
+            )
+        options: dict[str, Any] = {
+            name: _number(name, texts[name], kind)
+            for name, kind in NUMBERS.items()
+            if texts.get(name)
+        }
+        if texts.get("method"):
+            options["method"] = texts["method"]
+        if form == "verbose_json":
+            options["logprobs"] = 0
+        Options.of(**options)  # refuses bad options
+        return cls(
+            fields["file"][0],
+            texts.get("model"),
+            Wanted(texts.get("language") or None),
+            options,
+            form,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Return the most seconds that the transcript may take."""
+        return float(self.options.get("max_seconds", inf))
+
+    def stream(self, model: Model) -> Transcription:
+        """Start the transcription."""
+        return model.transcription(self.data, self.wanted, **self.options)
+
+    def response(self, transcript: Transcript) -> Response:
+        """The answer in the form that was asked for."""
+        if self.form == "srt":
+            return PlainTextResponse(srt(transcript.segments))
+        if self.form == "vtt":
+            return PlainTextResponse(vtt(transcript.segments), media_type="text/vtt")
+        if self.form == "text":
+            return PlainTextResponse(transcript.text + "\n")
+        usage = {"type": "duration", "seconds": round(transcript.seconds)}
+        fields: dict[str, Any] = {"text": transcript.text, "usage": usage}
+        if transcript.finish_reason != STOP:  # a text that was cut, as in a chat
+            fields["finish_reason"] = LENGTH
+        if self.form == "verbose_json":
+            temperature = self.options.get("temperature", 0.0)
+            fields |= {
+                "task": self.wanted.task,
+                "language": transcript.language,
+                "duration": transcript.seconds,
+                "segments": [
+                    {
+                        "id": number,
+                        "seek": round(100 * segment.window),  # frames of 10 ms
+                        "start": segment.start,
+                        "end": segment.end,
+                        "text": segment.text,
+                        "tokens": segment.token_ids,
+                        "temperature": temperature,
+                        "avg_logprob": segment.avg_logprob,
+                        "compression_ratio": _repetition(segment.text.encode()),
+                        "no_speech_prob": segment.no_speech_prob,
+                    }
+                    for number, segment in enumerate(transcript.segments)
+                ],
+            }
+        return JSONResponse(fields)
+
+
+def _repetition(text: bytes) -> float:
+    """Return how many times smaller a text becomes when it is compressed."""
+    return len(text) / len(zlib.compress(text))
+
+
+def _text(name: str, values: Sequence[bytes]) -> str:
+    try:
+        [value] = values
+        text = value.decode()
+    except ValueError as error:
+        raise RequestError(f"give {name!r} once, in UTF-8", name) from error
+    if len(text) > MAX_FIELD_CHARS:
+        raise RequestError(
+            f"{name!r} is longer than {MAX_FIELD_CHARS} characters", name
+        )
+    return text
+
+
+def _number(name: str, text: str, kind: type[float]) -> float:
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise RequestError(
+            f"{name} {text!r} is not a number; give one", name
+        ) from error
+
+
+def read_form(data: bytes | bytearray, content_type: str) -> dict[str, list[bytes]]:
+    """The values of each field of a form, in their order; raises `RequestError`."""
+    boundary = _parameter(content_type, "boundary")
+    if not boundary or not boundary.isascii():
+        raise _refusal("its content type has no boundary")
+    delimiter = b"\r\n--" + boundary.encode()
+    _, *parts = (b"\r\n" + data).split(delimiter, MAX_PARTS + 2)
+    fields: dict[str, list[bytes]] = {}
+    for part in parts[: MAX_PARTS + 1]:
+        if part.startswith(b"--"):
+            return fields
+        head, separator, content = part.partition(b"\r\n\r\n")
+        if not separator or len(head) > MAX_HEAD_BYTES:
+            raise _refusal("a field has no headers")
+        headers = BytesParser().parsebytes(head.lstrip(), headersonly=True)
+        name = _parameter(str(headers["content-disposition"]), "name")
+        if name is None:
+            raise _refusal("a field has no name")
+        fields.setdefault(name, []).append(content)
+    raise _refusal("it does not end, or has too many fields")
+
+
+def _parameter(header: str, name: str) -> str | None:
+    """A parameter of a header; None if it is missing, or encoded as RFC 2231 says.
+
+    No form encodes a parameter so (RFC 7578, section 4.2).
+    """
+    message = Message()
+    message["content-type"] = header
+    try:
+        value = message.get_param(name)
+    except (ValueError, TypeError):  # what the library raises for wrong RFC 2231
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _refusal(reason: str) -> RequestError:
+    return RequestError(f"the body is not a multipart form ({reason}); send a form")

@@ -1,1 +1,0 @@
-"""Requests that come with a file."""

@@ -1,1 +1,0 @@
-"""What the verbs share on a terminal: grouped options, progress bars, summaries."""

@@ -1,0 +1,208 @@
+"""What the verbs that run a bundle refuse, each in one line that says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from jetdraft.bundle import MANIFEST
+from jetdraft.testing import toy_bundle
+from tests.cli.running import assert_refused, jetdraft
+
+GENERATE = "generate {bundle} -p ' the self' -n 24 -t 1 "
+BENCH = "bench {bundle} --max-new-tokens=12 --repeats=2 --threads=1 "
+FILES = {
+    "text": "text",
+    "empty": "",
+    "binary": b"\xff\xfe\xff",
+    "latin": b"\xff",
+    "no-json": "{",
+    "wrong-type": '{"properties": {"a": {"type": "x"}}}',
+    "wrong-grammar": "start: /a/ )",
+}
+"""Files in the folder {tmp}."""
+
+REFUSED = [
+    # The text's beginning and end.
+    ("generate {bundle}", "give either --prompt or"),
+    ("generate {bundle} -p text --prompt-file {tmp}/text", "give either --prompt or"),
+    ("generate {bundle} --prompt-file {tmp}/nothing", "cannot read"),
+    ("generate {bundle} --prompt-file {tmp}/binary", "UTF-8"),
+    ("generate {bundle} -p ''", "the prompt is empty"),
+    ("generate {toy} -p ''", "the prompt is empty"),
+    ("generate {toy} -p '' --raw", "the prompt is empty"),
+    # What the shell's invalid bytes become in an argument.
+    ("generate {bundle} -p 'def \udcff' -n 24 -t 1", "UTF-8"),
+    ("generate {toy} -p 'def \udcff' -n 24 -t 1", "UTF-8"),
+    ("generate {toy} -p 'def \udcff' --raw -n 24 -t 1", "UTF-8"),
+    ("generate {bundle} -n 24 -t 1 -p " + "x" * 257, ("257", "256")),
+    (GENERATE + "--stop ''", "stop string is empty"),
+    (GENERATE + "--repetition-penalty -1", "repetition penalty"),
+    # Constraints.
+    (GENERATE + "--json-schema {tmp}/no-json", "not JSON"),
+    (GENERATE + "--json-schema {tmp}/wrong-type", "/properties/a"),
+    (GENERATE + "--grammar {tmp}/wrong-grammar", "1(12)"),
+    (GENERATE + "--grammar {tmp}/nothing", "cannot read"),
+    (GENERATE + "--grammar {tmp}/latin", "cannot read"),
+    # Providers, methods and their options.
+    (GENERATE + "--provider=abacus", "unknown provider 'abacus'"),
+    (GENERATE + "--provider=cuda", "no fp32 kernel on CUDA"),
+    (GENERATE + "--provider=tensorrt", "export with --flavour standard"),
+    (GENERATE + "--drafter-provider=abacus", "unknown provider 'abacus'"),
+    (GENERATE + "--drafter-provider off --method draft", "no method 'draft'"),
+    (GENERATE + "--method magic", ("'magic'", "auto, none, lookup")),
+    (
+        "generate {lone} -p x --method draft",
+        ("no method 'draft'", "export with --drafter"),
+    ),
+    ("generate {lone} -p x --method magic", ("'magic'", "auto, none, lookup")),
+    # Bundles.
+    ("generate {tmp}/nothing -p x", "no bundle at"),
+    ("generate {tmp} -p x", "has no bundle.json"),
+    ("check --no-run {tmp}/nothing", "no bundle at"),
+    ("check --no-run {tmp}", "has no bundle.json"),
+    ("check {bundle} --provider abacus", "choose tensorrt, cuda, webgpu, cpu"),
+    ("bench {lone} --methods draft", ("'draft'", "auto, none, lookup")),
+    # Files of prompts and reports.
+    (BENCH + "--prompts {tmp}/nothing", "cannot read"),
+    (BENCH + "--prompts {tmp}/latin", "UTF-8"),
+    (BENCH + "-o {tmp}/no/out.json", "out.json"),
+    (BENCH + "-o /dev/null", "a device"),
+]
+RANGES = {
+    "generate": [
+        *("num-draft-tokens=0", "num-draft-tokens=-1", "num-draft-tokens=16"),
+        *("num-draft-tokens=two", "temperature=-0.1", "temperature=nan"),
+        *("temperature=inf", "top-p=0", "top-p=1.1", "top-p=nan", "top-k=-1"),
+        *("min-p=-0.1", "min-p=1.1", "max-new-tokens=0", "threads=0", "seed=x"),
+    ],
+    "bench": [
+        *("lengths=0", "lengths=1,16", "lengths=two", "lengths=", "repeats=0"),
+        *("max-new-tokens=0", "temperature=-1", "top-p=2", "methods=magic"),
+        *("methods=none,,lookup", "methods=", "provider=abacus", "threads=0"),
+    ],
+}
+DRAFTING = [
+    ("stop-threshold=0.5", "stop-threshold needs a stopping rule"),
+    ("tree-parents=0,1", "tree=static and tree-parents go together"),
+    ("none=1", "stopping, stop-threshold"),
+    ("verifier=typical", "add --no-exact\n"),
+    ("user=ann", "give --store FILE too"),
+    ("tree=my_tree", "unknown tree 'my_tree'"),
+]
+PROMPTS = [
+    ("", "no prompts"),
+    ("not json", "not a prompt"),
+    ("[1, 2]", "not a prompt"),
+    ("{}", "give either"),
+    ('{"prompt": ""}', "prompt is empty"),
+    ('{"token_ids": []}', "prompt is empty"),
+    ('{"prompt": "x", "token_ids": [1]}', "give either"),
+    ('{"prompt": 5}', "text"),
+    ('{"token_ids": "text"}', "integers"),
+    ('{"token_ids": [1.5]}', "integers"),
+    ('{"token_ids": [true]}', "integers"),
+    ('{"token_ids": [[1]]}', "integers"),
+    ('{"token_ids": [[1], [2, 3]]}', "integers"),
+    ('{"token_ids": 5}', "integers"),
+    ('{"token_ids": [288]}', "288"),
+    ('{"token_ids": [-1]}', "-1"),
+    ('{"token_ids": [99999999999999999999]}', "integers"),
+    (json.dumps({"token_ids": [1] * 257}), "256"),
+    ("[" * 100_000, "not a prompt"),
+]
+
+
+@pytest.fixture(scope="module")
+def places(bundle, lone_bundle, tmp_path_factory) -> dict[str, Path]:
+    """The folders that a command line names in braces."""
+    folder = tmp_path_factory.mktemp("refused")
+    for name, content in FILES.items():
+        data = content if isinstance(content, bytes) else content.encode()
+        (folder / name).write_bytes(data)
+    toy = toy_bundle(tmp_path_factory.mktemp("toy") / "bundle")
+    return {"bundle": bundle, "lone": lone_bundle, "toy": toy, "tmp": folder}
+
+
+def run(line: str, places: dict[str, Path], **more: object):
+    return jetdraft(*(word.format(**places) for word in shlex.split(line)), **more)
+
+
+@pytest.mark.parametrize(("line", "said"), REFUSED)
+def test_a_line_is_refused(places, line, said):
+    assert_refused(run(line, places), *([said] if isinstance(said, str) else said))
+
+
+@pytest.mark.parametrize(
+    ("verb", "option"), [(verb, o) for verb, found in RANGES.items() for o in found]
+)
+def test_option_out_of_range_is_refused(places, verb, option):
+    prompt = " -p x" if verb == "generate" else ""
+    result = run(f"{verb} {{bundle}}{prompt} --{option}", places)
+    name = option.partition("=")[0]
+    said = (name, name.replace("-", " ")) if verb == "generate" else ("",)
+    assert_refused(result, *said, of=any)
+
+
+@pytest.mark.parametrize(("option", "said"), DRAFTING)
+def test_options_of_drafting_are_named_as_they_are_typed(places, option, said):
+    line = "generate {bundle} -p def --method draft --drafting "
+    assert_refused(run(line + option, places), said)
+
+
+@pytest.mark.parametrize(("text", "said"), PROMPTS, ids=range(len(PROMPTS)))
+def test_bad_prompts_are_refused(bundle, tmp_path, text, said):
+    (tmp_path / "prompts.jsonl").write_text(text)
+    flags = ("--prompts", tmp_path / "prompts.jsonl", "--threads=1")
+    assert_refused(jetdraft("bench", bundle, *flags), said)
+
+
+@pytest.mark.parametrize(
+    ("stdin", "said"),
+    [("", "the prompt is empty"), (b"\xff\xfe\xff", "UTF-8"), ("a" * 1001, "more th")],
+)
+def test_standard_input_that_is_no_prompt(bundle, monkeypatch, stdin, said):
+    monkeypatch.setattr("jetdraft.cli.prompts.MAX_INPUT_CHARS", 1000)
+    assert_refused(jetdraft("generate", bundle, "-p", "-", stdin=stdin), said)
+
+
+@pytest.mark.parametrize("option", ["--prompt-file", "--json-schema", "--grammar"])
+def test_a_device_that_never_ends_is_not_read_to_its_end(bundle, monkeypatch, option):
+    monkeypatch.setattr("jetdraft.cli.prompts.MAX_INPUT_CHARS", 1000)
+    result = jetdraft("generate", bundle, option, "/dev/zero")
+    assert_refused(result, "/dev/zero has more than 1000 characters")
+
+
+def altered(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def newer(file: Path) -> None:
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps({**manifest, "schema_version": 1 + manifest[VERSION]}))
+
+
+VERSION = "schema_version"
+DAMAGES = [
+    ("drafter.onnx", Path.unlink, "drafter.onnx is missing"),
+    ("target.onnx", Path.unlink, "target.onnx is missing"),
+    ("target.onnx", lambda file: os.truncate(file, 10), "has 10 bytes instead of"),
+    ("target.onnx.data", lambda file: os.truncate(file, 9), "target.onnx.data has"),
+    ("tokenizer.json", lambda f: f.write_text("{}"), "tokenizer.json has 2 bytes"),
+    ("target.onnx.data", altered, "was altered"),
+    (MANIFEST, newer, "update jetdraft"),
+]
+
+
+@pytest.mark.parametrize("line", ["generate {} -p x", "bench {}", "check --no-run {}"])
+@pytest.mark.parametrize(("name", "damage", "said"), DAMAGES)
+def test_a_damaged_bundle_is_refused(copied_bundle, line, name, damage, said):
+    damage(copied_bundle / name)
+    words = line.format(copied_bundle).split()
+    assert_refused(jetdraft(*words), said)

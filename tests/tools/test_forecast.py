@@ -1,0 +1,200 @@
+"""What a provider will do with a graph, from tables and without the provider."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from jetdraft.errors import ContractError, ProviderError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from tests.cli.running import assert_refused, jetdraft
+from tests.tiny import llama_config, save_checkpoint
+from tools.forecast.__main__ import main as command
+from tools.forecast.forecast import Fate, forecast, forecasts
+from tools.forecast.kernel_table import TABLES, KernelTable
+
+KINDS = {
+    "cpu": ExportOptions(Recipe("int4", 32), provider="cpu"),
+    "cuda": ExportOptions(Recipe("int4", 32), provider="cuda"),
+    "webgpu": ExportOptions(Recipe("int4", 32), provider="webgpu"),
+    "tensorrt": ExportOptions(Recipe("int4", 32), provider="tensorrt"),
+}
+CONTRIB_OPERATORS = {
+    "com.microsoft.GatherBlockQuantized",
+    "com.microsoft.GroupQueryAttention",
+    "com.microsoft.MatMulNBits",
+    "com.microsoft.SkipSimplifiedLayerNormalization",
+}
+ATTENTION = {"com.microsoft.GroupQueryAttention"}
+REFUSED = {
+    ("cpu", "cuda"): ATTENTION,  # fp32
+    ("cpu", "webgpu"): ATTENTION,  # branches would get other positions
+    ("cpu", "tensorrt"): CONTRIB_OPERATORS,
+    ("cuda", "cuda"): set(),
+    ("cuda", "webgpu"): ATTENTION,
+    ("cuda", "tensorrt"): CONTRIB_OPERATORS,
+    ("webgpu", "cuda"): ATTENTION,  # fp32
+    ("webgpu", "webgpu"): set(),
+    ("webgpu", "tensorrt"): CONTRIB_OPERATORS | {"com.microsoft.RotaryEmbedding"},
+    ("tensorrt", "tensorrt"): set(),
+    ("tensorrt", "cuda"): set(),
+    ("tensorrt", "webgpu"): {"Attention", "TensorScatter", "DequantizeLinear"},
+}
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory):
+    """A bundle of one tiny model for each provider."""
+    folder = tmp_path_factory.mktemp("forecasts")
+    source = str(save_checkpoint(folder / "c", llama_config(num_hidden_layers=1)))
+    return {
+        name: export(source, folder / name, options=options)
+        for name, options in KINDS.items()
+    }
+
+
+def graph(folder, *nodes, constants=(), inputs=("x",), kind=TensorProto.FLOAT):
+    """A graph file of nodes over [2, 2]; its output is y."""
+    declared = [helper.make_tensor_value_info(name, kind, [2, 2]) for name in inputs]
+    output = helper.make_tensor_value_info("y", kind, [2, 2])
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", declared, [output], list(constants)),
+        opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid("own", 1)],
+    )
+    file = folder / "graph.onnx"
+    onnx.save(model, file)
+    return file
+
+
+def test_tables_know_what_decides_here():
+    assert KernelTable.of("cuda").source.startswith("onnxruntime-gpu 1.")
+    attention = KernelTable.of("cuda").kernels["com.microsoft", "GroupQueryAttention"]
+    types = {name for kernel in attention for name in kernel.types["T"]}
+    assert types == {"float16", "bfloat16"}, "CUDA has no fp32"
+    assert ("", "TensorScatter") in KernelTable.of("cuda").kernels
+    assert ("", "TensorScatter") not in KernelTable.of("webgpu").kernels
+    adds = KernelTable.of("webgpu").kernels["", "Add"]
+    assert "int64" in adds[-1].types["T"]
+    with pytest.raises(ProviderError, match="no table of kernels for 'abacus'"):
+        KernelTable.of("abacus")
+
+
+@pytest.mark.parametrize(("made", "provider"), REFUSED)
+def test_each_kind_of_bundle_for_each_provider(bundles, made, provider):
+    bundle = bundles[made]
+    graphs = list(forecasts(bundle, provider))
+    for one in graphs:
+        model = onnx.load(bundle.path / one.file, load_external_data=False)
+        assert len(one.verdicts) == len(model.graph.node)
+    refused = {verdict.operator for one in graphs for verdict in one.refused}
+    if provider == made or not REFUSED[made, provider]:
+        assert refused == set()
+    # Others of ai.onnx may be missing too, for example where one row attends as two.
+    assert refused >= REFUSED[made, provider]
+    contrib = {operator for operator in refused if operator.startswith("com.")}
+    assert contrib == {one for one in REFUSED[made, provider] if "." in one}
+
+
+def test_a_bundle_for_cuda_takes_the_fast_paths(bundles):
+    by_file = {one.file: one for one in forecasts(bundles["cuda"], "cuda")}
+    chain, tree = by_file["target.onnx"], by_file["target-tree.onnx"]
+    for one in (chain, tree):
+        assert one.copies == ()
+        assert one.no_capture == ""
+    fates = {
+        one.file: {
+            verdict.operator.rpartition(".")[2]: (verdict.fate, verdict.reason)
+            for verdict in one.verdicts
+        }
+        for one in (chain, tree)
+    }
+    assert fates["target.onnx"]["GroupQueryAttention"][0] == Fate.FAST
+    fate, reason = fates["target-tree.onnx"]["GroupQueryAttention"]
+    assert fate == Fate.SLOW
+    assert "attention_bias" in reason
+    assert fates["target.onnx"]["MatMulNBits"][0] == Fate.FAST
+
+
+def test_webgpu_captures_chains_only(bundles):
+    by_file = {one.file: one for one in forecasts(bundles["webgpu"], "webgpu")}
+    assert by_file["target.onnx"].no_capture == ""
+    assert "bias" in by_file["target-tree.onnx"].no_capture
+    wrong = [
+        verdict
+        for one in forecasts(bundles["cuda"], "webgpu")
+        for verdict in one.refused
+        if verdict.fate == Fate.WRONG
+    ]
+    assert wrong
+    assert all("position_ids" in verdict.reason for verdict in wrong)
+
+
+def test_a_planted_node_is_found(tmp_path):
+    """An operator of nobody between two others, and the copies around it."""
+    nodes = [
+        helper.make_node("Relu", ["x"], ["a"], name="before"),
+        helper.make_node("Planted", ["a"], ["b"], name="planted", domain="own"),
+        helper.make_node("Relu", ["b"], ["y"], name="after"),
+    ]
+    file = graph(tmp_path, *nodes)
+    for provider in TABLES:
+        one = forecast(file, provider)
+        assert [verdict.node for verdict in one.refused] == ["planted"]
+        assert "own.Planted" in one.refused[0].reason
+        assert "own.Planted runs elsewhere" in one.no_capture
+    assert forecast(file, "cuda").copies == ("a", "b")
+
+
+def test_types_and_versions_decide(tmp_path):
+    file = graph(tmp_path, helper.make_node("Sin", ["x"], ["y"]), kind=TensorProto.INT8)
+    [refused] = forecast(file, "cuda").refused
+    assert "is int8, the kernel takes" in refused.reason
+    model = onnx.load(file)
+    model.graph.input[0].type.tensor_type.elem_type = TensorProto.FLOAT
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT
+    onnx.save(model, file)
+    assert forecast(file, "cuda").refused == []
+
+
+def test_what_chooses_at_run_time_cannot_be_captured(tmp_path):
+    value = helper.make_tensor_value_info("z", TensorProto.FLOAT, [2, 2])
+    branch = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["z"])], "branch", [], [value]
+    )
+    true = numpy_helper.from_array(np.array(True), "yes")
+    node = helper.make_node(
+        "If", ["yes"], ["y"], then_branch=branch, else_branch=branch
+    )
+    one = forecast(graph(tmp_path, node, constants=[true]), "cuda")
+    assert one.no_capture == "If chooses at run time what runs"
+
+
+def test_damaged_files_and_unknown_providers(tmp_path, bundles):
+    file = tmp_path / "graph.onnx"
+    file.write_bytes(b"\x00\x01not a graph")
+    with pytest.raises(ContractError, match=r"graph\.onnx is not an ONNX graph"):
+        forecast(file, "cuda")
+    with pytest.raises(ProviderError, match="choose cuda, tensorrt, webgpu"):
+        list(forecasts(bundles["cpu"], "abacus"))
+
+
+def test_the_command_line(bundles):
+    done = jetdraft(bundles["cuda"].path, "cuda", command=command)
+    assert done.exit_code == 0, done.stderr
+    assert "target.onnx on cuda, by onnxruntime-gpu" in done.stdout
+    assert "0 Memcpy nodes, capture" in done.stdout
+    assert "fast path: flash decoding" in done.stdout
+    how = (bundles["cuda"].path, "tensorrt", "--json")
+    done = jetdraft(*how, command=command)
+    assert done.exit_code == 2
+    fields = json.loads(done.stdout)
+    fates = {v["fate"] for one in fields["graphs"] for v in one["verdicts"]}
+    assert "no kernel" in fates
+    assert "cannot run on tensorrt, for example" in done.stderr
+    refused = jetdraft(bundles["cuda"].path, "abacus", command=command)
+    assert_refused(refused, "abacus")

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from jetdraft.cli.progress import ProgressBars
+from tests.cli.running import assert_refused, jetdraft
+from tests.quant.test_calibration import TEXT
+from tests.tiny import llama_config, save_checkpoint
+from tools.recipes.__main__ import main as command
+
+recipes = partial(jetdraft, command=command)
+RECIPES = "int4-rtn-b32,int4-gptq-b32,int8-rtn-b32"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("recipes")
+
+
+@pytest.fixture(scope="module")
+def report(pair, folder):
+    """Of a target of one layer: each recipe is an export, which takes its time."""
+    target = save_checkpoint(folder / "target", llama_config(num_hidden_layers=1))
+    (folder / "text.txt").write_text(TEXT)
+    steps = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProgressBars, "__call__", lambda _, *step: steps.append(step))
+        result = recipes(
+            *(target, "--drafter", pair.drafter, "--threads=1"),
+            *("--recipes", RECIPES, "--drafter-recipes", "int4-rtn-b32"),
+            *("--text", folder / "text.txt", "--calibration", folder / "text.txt"),
+            *("--output", folder / "out.json", "--picture", folder / "front.png"),
+        )
+    assert result.exit_code == 0, result.stderr
+    _, done, total = zip(*steps, strict=True)
+    assert list(done) == list(range(total[0])), "every step is announced"
+    found = json.loads((folder / "out.json").read_text())
+    return found, result.stdout, folder / "front.png"
+
+
+def test_every_recipe_has_a_row(report):
+    found, shown, _ = report
+    names = [row["recipe"] for row in found["rows"]]
+    assert names == ["none", *RECIPES.split(",")]
+    for row in found["rows"]:
+        assert set(row["pass_ms"]) == {"1", "2", "4", "8"}
+        assert min(row["pass_ms"].values()) > 0
+        assert row["resident_mb"] > 20
+        assert row["recipe"] in shown
+
+
+def test_the_unquantized_model_is_its_own_measure(report):
+    full, *rest = report[0]["rows"]
+    assert full["kl_mean"] == full["kl_p99"] == 0.0
+    assert full["top1_agreement"] == 1.0
+    assert all(row["kl_mean"] > 0 for row in rest)
+    assert all(row["kl_p99"] >= row["kl_mean"] for row in rest)
+
+
+def test_bits_cost_bytes_and_save_quality(report):
+    rows = {row["recipe"]: row for row in report[0]["rows"]}
+    four, eight = rows["int4-rtn-b32"], rows["int8-rtn-b32"]
+    assert four["bytes"] < eight["bytes"] < rows["none"]["bytes"]
+    assert eight["kl_mean"] < 0.1 * four["kl_mean"]
+    assert eight["top1_agreement"] > four["top1_agreement"]
+
+
+def test_an_algorithm_costs_no_bytes(report):
+    rows = {row["recipe"]: row for row in report[0]["rows"]}
+    gptq, rtn = rows["int4-gptq-b32"], rows["int4-rtn-b32"]
+    assert abs(gptq["bytes"] / rtn["bytes"] - 1) < 0.01
+    # Quantized activations cost a model this small as much again.
+    assert gptq["kl_mean"] < rtn["kl_mean"]
+
+
+def test_every_combination_of_a_pair(report):
+    pairs = report[0]["pairs"]
+    assert {(pair["target"], pair["drafter"]) for pair in pairs} == {
+        (target, drafter)
+        for target in ("none", *RECIPES.split(","))
+        for drafter in ("none", "int4-rtn-b32")
+    }
+    assert all(0 <= pair["acceptance_rate"] <= 1 for pair in pairs)
+    assert all(pair["speedup"] > 0 for pair in pairs)
+
+
+def test_a_picture(report):
+    pytest.importorskip("matplotlib")
+    assert report[2].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--recipes", "int4-best"), "unknown algorithm 'best'"),
+        (("--recipes", "int4-b31"), "unknown block size 31"),
+        (("--recipes", "int3"), "unknown quantization 'int3'"),
+        (("--drafter-recipes", "int9"), "unknown quantization 'int9'"),
+        (("--text", "nothing.txt"), "no file at nothing.txt"),
+        (("--calibration", "nothing.txt"), "no file at nothing.txt"),
+        (("--output", "no/where"), "its folder is missing"),
+    ],
+)
+def test_bad_input_is_refused(pair, tmp_path, options, said):
+    given = {"--output": tmp_path / "out", options[0]: options[1]}
+    flat = [part for option in given.items() for part in option]
+    assert_refused(recipes(pair.target, *flat), said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_text_without_tokens_is_refused(pair, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    out = ("--output", tmp_path / "out", "--recipes", "int4-gptq-b32")
+    for option in ("--text", "--calibration"):
+        result = recipes(pair.target, option, tmp_path / "empty.txt", *out)
+        assert_refused(result, "has no text in it")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_with_something_else_is_refused(pair, tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    result = recipes(pair.target, "--output", tmp_path)
+    assert_refused(result, "is a folder")
+    result = recipes(pair.target, "-o", tmp_path / "precious")
+    assert_refused(result, "holds no report")
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_without_a_text_the_model_writes_one(pair, report, folder, tmp_path):
+    """And over an earlier report a new one may be written."""
+    out = shutil.copy(folder / "out.json", tmp_path / "out")
+    twice = "int8-gptq-b32,none,int8-gptq-b32"
+    how = ("--recipes", twice, "--output", out, "--threads=1")
+    result = recipes(pair.drafter, *how)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(out.read_text())
+    assert found["text"] == "a text of the model"
+    assert [row["recipe"] for row in found["rows"]] == ["none", "int8-gptq-b32"]
+    assert 0 < found["rows"][1]["kl_mean"] < 0.1
+
+
+def test_a_text_without_words_is_told_at_once(pair, tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n")
+    for option in ("--text", "--calibration"):
+        given = (option, tmp_path / "empty.txt", "--output", tmp_path / "out")
+        refused = recipes(pair.target, "--recipes", "int4", *given)
+        assert_refused(refused, "has no text in it")
+    given = ("--drafter-recipes", "int4", "--output", tmp_path / "out")
+    assert_refused(recipes(pair.target, *given), "give --drafter too")
+
+
+def test_a_run_that_is_ended_leaves_nothing(pair, tmp_path):
+    started = [sys.executable, "-m", "tools.recipes", str(pair.target)]
+    started += ["--recipes", "int4", "--output", str(tmp_path / "out")]
+    process = subprocess.Popen(started, cwd=Path(__file__).parents[2])
+    end = time.monotonic() + 60
+    while not list(tmp_path.iterdir()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    time.sleep(1)
+    process.terminate()
+    assert process.wait(60) == 143
+    assert list(tmp_path.iterdir()) == []

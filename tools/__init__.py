@@ -1,0 +1,1 @@
+"""Programs for who develops jetdraft; none is in the wheel."""

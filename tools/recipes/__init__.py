@@ -1,0 +1,1 @@
+"""Compares quantization recipes of a checkpoint: python -m tools.recipes --help."""
