@@ -33,7 +33,7 @@ from jetdraft.devices.providers import PROVIDERS, presence
 from jetdraft.ort import ort
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.passes.step_sessions import Captures
+from jetdraft.runtime.passes.session import Captures
 
 WIDTHS = (1, 2, 3, 4, 5, 8, 16, 32, 64)
 TURNS = 15

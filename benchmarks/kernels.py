@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from jetdraft.devices.providers import PROVIDERS
 from jetdraft.ort import ort
-from jetdraft.runtime.passes.tensor import Memory
+from jetdraft.runtime.passes.buffers import Memory
 
 TURNS = 30
 CONTRIB = "com.microsoft"

@@ -35,30 +35,32 @@ if TYPE_CHECKING:
     from jetdraft.errors import TrainingError as TrainingError
     from jetdraft.errors import UnsupportedModelError as UnsupportedModelError
     from jetdraft.export.request import export as export
-    from jetdraft.runtime.async_stream import AsyncStream as AsyncStream
     from jetdraft.runtime.conversation import Conversation as Conversation
-    from jetdraft.runtime.hearing.segments import Segment as Segment
     from jetdraft.runtime.measured.stats import Stats as Stats
     from jetdraft.runtime.model import Model as Model
     from jetdraft.runtime.model import load as load
-    from jetdraft.runtime.passes.load_options import LoadOptions as LoadOptions
+    from jetdraft.runtime.passes.opener import LoadOptions as LoadOptions
     from jetdraft.runtime.piece import Piece as Piece
     from jetdraft.runtime.piece import Result as Result
     from jetdraft.runtime.planning.drafting import Drafting as Drafting
     from jetdraft.runtime.planning.options import GenerateOptions as GenerateOptions
     from jetdraft.runtime.planning.options import Options as Options
     from jetdraft.runtime.pool import Pool as Pool
+    from jetdraft.runtime.sampling.chooser import Logprob as Logprob
     from jetdraft.runtime.sampling.chooser import Sampling as Sampling
-    from jetdraft.runtime.sampling.logprobs import Logprob as Logprob
-    from jetdraft.runtime.sampling.penalties import Penalties as Penalties
+    from jetdraft.runtime.sampling.processors import Penalties as Penalties
+    from jetdraft.runtime.speech.segments import Segment as Segment
+    from jetdraft.runtime.speech.segments import Transcript as Transcript
+    from jetdraft.runtime.speech.transcription import (
+        TranscribeOptions as TranscribeOptions,
+    )
+    from jetdraft.runtime.speech.transcription import Transcription as Transcription
+    from jetdraft.runtime.stream import AsyncStream as AsyncStream
+    from jetdraft.runtime.stream import Stream as Stream
     from jetdraft.runtime.text.constraint import Constraint as Constraint
     from jetdraft.runtime.text.stops import Ending as Ending
     from jetdraft.runtime.text.tools import ToolCall as ToolCall
     from jetdraft.runtime.text.tools import Tools as Tools
-    from jetdraft.runtime.text_stream import Stream as Stream
-    from jetdraft.runtime.transcript import Transcript as Transcript
-    from jetdraft.runtime.transcription import Transcription as Transcription
-    from jetdraft.runtime.transcription import Wanted as Wanted
 
 __version__ = "0.1.0"
 
@@ -73,25 +75,22 @@ _MODULES = {
     ),
     # `jetdraft.export` is a package and a function too, see its `__init__`.
     "export": ("export",),
-    "runtime.async_stream": ("AsyncStream",),
     "runtime.conversation": ("Conversation",),
-    "runtime.hearing.segments": ("Segment",),
     "runtime.measured.stats": ("Stats",),
     "runtime.model": ("Model", "load"),
-    "runtime.passes.load_options": ("LoadOptions",),
+    "runtime.passes.opener": ("LoadOptions",),
     "runtime.piece": ("Piece", "Result"),
     "runtime.planning.drafting": ("Drafting",),
     "runtime.planning.options": ("GenerateOptions", "Options"),
     "runtime.pool": ("Pool",),
-    "runtime.sampling.chooser": ("Sampling",),
-    "runtime.sampling.logprobs": ("Logprob",),
-    "runtime.sampling.penalties": ("Penalties",),
+    "runtime.sampling.chooser": ("Logprob", "Sampling"),
+    "runtime.sampling.processors": ("Penalties",),
+    "runtime.speech.segments": ("Segment", "Transcript"),
+    "runtime.speech.transcription": ("TranscribeOptions", "Transcription"),
+    "runtime.stream": ("AsyncStream", "Stream"),
     "runtime.text.constraint": ("Constraint",),
     "runtime.text.stops": ("Ending",),
     "runtime.text.tools": ("ToolCall", "Tools"),
-    "runtime.text_stream": ("Stream",),
-    "runtime.transcript": ("Transcript",),
-    "runtime.transcription": ("Transcription", "Wanted"),
 }
 
 __all__ = sorted(name for names in _MODULES.values() for name in names)  # noqa: PLE0605

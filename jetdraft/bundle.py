@@ -36,19 +36,20 @@ import numpy.typing as npt
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import BundleError, PairError
 from jetdraft.files import read_array, read_arrays
-from jetdraft.graph_entry import FileName, GraphEntry
 from jetdraft.manifest import (
     MANIFEST,
     SCHEMA_VERSION,
     SEAL,
     VERSION,
+    FileName,
+    GraphEntry,
     check_files,
     read_manifest,
     seal_of,
     sha256_of,
 )
-from jetdraft.speech.speech_tokens import Speech
-from jetdraft.untrusted.record import Count, Rule, one_of, read_fields
+from jetdraft.parsing import Count, Rule, one_of, read_fields
+from jetdraft.speech_tokens import Speech
 
 CONTRIB, STANDARD, SCATTERED = FLAVOURS = "contrib", "standard", "standard-scatternd"
 """Graphs with onnxruntime's own operators; graphs with operators of ai.onnx only; and
@@ -57,8 +58,8 @@ TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 STREAMS = "streams.npz"
 MOST_WEIGHT = 1e4
-"""No trained stream has such weights. Products of larger numbers may overflow, and what
-is no number would change the text, though it is multiplied by zero there."""
+"""No trained stream has such weights. Products of larger numbers may overflow, and NaN
+would change the text, though it is multiplied by zero there."""
 SIMILARITY = "similarity.npy"
 TARGET = "target"
 DRAFTER = "drafter"
@@ -69,10 +70,7 @@ Provider = Annotated[
 
 
 def is_token_name(name: str) -> bool:
-    """Whether a chat template may use a token by this name, such as bos_token.
-
-    is_token_name("messages")    # False, since it has another sense in a template
-    """
+    """Whether a chat template may use a token by this name, such as bos_token."""
     return bool(re.fullmatch("[a-z_]{1,32}_token", name))
 
 
@@ -342,8 +340,8 @@ def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
             )
         if not np.abs(weights[name]).max(initial=0) <= MOST_WEIGHT:  # refuses NaN too
             raise BundleError(
-                f"{name} in {file} has numbers beyond {MOST_WEIGHT:g}, or that are "
-                "none; train the streams again"
+                f"{name} in {file} has numbers beyond {MOST_WEIGHT:g}, or NaN; train "
+                "the streams again"
             )
     return weights
 

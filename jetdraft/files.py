@@ -1,4 +1,4 @@
-"""Files that appear whole, and arrays in files."""
+"""Files that appear whole, arrays and texts in files, and locks on them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.errors import JetdraftError, OutputError
+from jetdraft.errors import DataError, JetdraftError, OutputError
 
 PROBE_BYTES = 4096
 """A full disk may still take an empty file."""
 
+MOST_BYTES = 1 << 28
+"""Of a device or a pipe, which may never end."""
+
 
 def check_name(file: Path) -> None:
-    """Raise `OSError` for a name that no file can have, with a NUL or a surrogate.
-
-    check_name(Path("a.npz"))
-    """
+    """Raise `OSError` for a name that no file can have, with a NUL or a surrogate."""
     try:
         is_possible = b"\0" not in os.fsencode(file)
     except UnicodeError:
@@ -33,10 +33,7 @@ def check_name(file: Path) -> None:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether a path is an empty folder, or nothing is there. Raises `OSError`.
-
-    is_free(Path("new"))
-    """
+    """Whether a path is an empty folder, or nothing is there. Raises `OSError`."""
     if folder.is_dir():
         return not any(folder.iterdir())
     return not folder.exists()
@@ -46,8 +43,6 @@ def check_place(path: Path) -> None:
     """Raise `OutputError` unless a file or folder can be written at `path`.
 
     It writes a file without a name beside it, or above missing folders.
-
-    check_place(Path("new/table.npz"))
     """
     try:
         check_name(path)
@@ -89,10 +84,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a text file, which appears whole. Raises `OutputError`.
-
-    write_text(Path("report.json"), "{}")
-    """
+    """Write a text file, which appears whole. Raises `OutputError`."""
     try:
         with replacing(file) as partial:
             partial.write_text(text, encoding="utf-8")
@@ -103,10 +95,7 @@ def write_text(file: Path, text: str) -> None:
 
 
 def write_arrays(file: Path, arrays: Mapping[str, Any]) -> None:
-    """Write an npz, which appears whole. Raises `OutputError`.
-
-    write_arrays(Path("table.npz"), {"tokens": np.arange(3)})
-    """
+    """Write an npz, which appears whole. Raises `OutputError`."""
     try:
         with replacing(file) as partial, partial.open("wb") as handle:
             np.savez(handle, **arrays)
@@ -116,13 +105,39 @@ def write_arrays(file: Path, arrays: Mapping[str, Any]) -> None:
         ) from error
 
 
+@contextmanager
+def locked(path: Path, wait: bool = False, create: bool = False) -> Iterator[bool]:
+    """Hold a lock on a folder, or on a file, until the block or the process ends.
+
+    Gives whether the lock was free; with `wait` it always is, after a while. A file may
+    be created. Raises `OSError`, and `OutputError` where the system has no such locks.
+    """
+    try:
+        import fcntl
+    except ImportError as error:
+        raise OutputError(
+            f"cannot lock {path}: this system has no file locks; use jetdraft on Linux"
+        ) from error
+    flags = os.O_CREAT | os.O_RDWR if create else os.O_RDONLY
+    handle = os.open(path, flags, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        is_free = True
+    except BlockingIOError:
+        is_free = False
+    try:
+        yield is_free
+    finally:
+        os.close(handle)
+
+
 def read_arrays(file: Path, refusal: JetdraftError) -> dict[str, npt.NDArray[Any]]:
     """All arrays of an npz by name; raises `refusal` for any other file."""
     try:
-        # numpy leaves files open that it cannot read, but not those of others.
+        # numpy leaves files open that it cannot read, unless it was given a handle.
         with file.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:
             sizes = [entry.file_size for entry in stored.zip.infolist()]
-            if sum(sizes) > file.stat().st_size:  # nobody here compresses arrays
+            if sum(sizes) > file.stat().st_size:  # `write_arrays` compresses nothing
                 raise ValueError("it is compressed")
             return {name: stored[name] for name in stored.files}
     except Exception as error:  # of a dozen types, from zipfile and numpy
@@ -136,3 +151,27 @@ def read_array(file: Path, refusal: JetdraftError) -> npt.NDArray[Any]:
             return np.lib.format.read_array(handle, allow_pickle=False)
     except Exception as error:  # of many types, from numpy
         raise refusal from error
+
+
+def read_bytes(file: Path) -> bytes:
+    """The bytes of a file; raises `DataError`."""
+    try:
+        with file.open("rb") as handle:
+            data = handle.read() if file.is_file() else handle.read(MOST_BYTES + 1)
+    except FileNotFoundError as error:
+        raise DataError(f"no data file {file}; give an existing file") from error
+    except OSError as error:
+        raise DataError(
+            f"cannot read {file} ({error.strerror}); give a text file"
+        ) from error
+    if len(data) > MOST_BYTES and not file.is_file():
+        raise DataError(f"{file} does not end; give a file")
+    return data
+
+
+def read_text(file: Path) -> str:
+    """The text of a UTF-8 file; raises `DataError`."""
+    try:
+        return read_bytes(file).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not text ({error}); give UTF-8 text") from error

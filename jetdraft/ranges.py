@@ -10,10 +10,7 @@ from jetdraft.errors import OptionError
 
 
 class Range(NamedTuple):
-    """The numbers that an option allows, and the words for them.
-
-    Range(lambda x: x >= 1, "1 or more", integer=True)
-    """
+    """The numbers that an option allows, and the words for them."""
 
     contains: Callable[[Any], bool]
     words: str
@@ -22,10 +19,7 @@ class Range(NamedTuple):
 
 
 def between(least: float, most: float, optional: bool = False) -> Range:
-    """The numbers from `least` to `most`, integers where both are integers.
-
-    {"num_draft_tokens": between(1, 15, optional=True)}
-    """
+    """The numbers from `least` to `most`, integers where both are integers."""
     words, integer = f"{least:g} to {most:g}", isinstance(least, int)
     return Range(lambda x: least <= x <= most, words, integer, optional)
 

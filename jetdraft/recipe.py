@@ -48,10 +48,7 @@ HEAD = "head"
 
 
 def unit_of(weight: str) -> Unit:
-    """The unit that a weight belongs to; "" for a weight outside of all layers.
-
-    unit_of("model.layers.3.mlp.up_proj.weight")    # "3"
-    """
+    """The unit that a weight belongs to; "" for a weight outside of all layers."""
     numbers = [part for part in weight.split(".") if part.isdigit()]
     return numbers[0] if numbers else ""
 
@@ -215,8 +212,6 @@ class Recipe:
         """This recipe, with twice the bits for these units as well.
 
         Raises `OptionError` if the scheme has no form with twice the bits.
-
-            Recipe.parse("int4-b64").raise_units(["3", "head"]).name
         """
         layers = {int(unit) for unit in units if unit != HEAD}
         recipe = replace(self, raised=tuple(sorted({*self.raised, *layers})))

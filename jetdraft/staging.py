@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from jetdraft.errors import OutputError
-from jetdraft.files import check_place
+from jetdraft.files import check_place, locked
 from jetdraft.manifest import MANIFEST
 
 
@@ -51,28 +50,13 @@ def writing(output: str | Path) -> Iterator[Path]:
             f"cannot write beside {final} ({error.strerror}); choose another folder"
         ) from error
     try:
-        with _locked(staging):
+        with locked(staging):
             staging.chmod(0o777 & ~_umask())
             yield staging
             _flush(staging)
             _swap_in(staging, final)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Hold a lock until the block or the process ends; True if it was free."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        free = True
-    except BlockingIOError:
-        free = False
-    try:
-        yield free
-    finally:
-        os.close(handle)
 
 
 def _umask() -> int:
@@ -89,7 +73,7 @@ def _sweep(final: Path) -> None:
         aside.rename(final)
     shutil.rmtree(aside, ignore_errors=True)
     for leftover in final.parent.glob(f".{final.name}.partial-*"):
-        with _locked(leftover) as owner_is_dead:
+        with locked(leftover) as owner_is_dead:
             if owner_is_dead:
                 shutil.rmtree(leftover, ignore_errors=True)
 

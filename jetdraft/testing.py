@@ -15,10 +15,9 @@ from pathlib import Path
 from tempfile import mkdtemp
 from zipfile import ZipFile
 
-from jetdraft.errors import OutputError
+from jetdraft.errors import OutputError, printable
 from jetdraft.files import check_name
 from jetdraft.staging import writing
-from jetdraft.untrusted.printable import printable
 
 PACKED = Path(__file__).with_name("toy.zip")
 """The zip that tools/toy.py makes."""

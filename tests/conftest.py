@@ -18,7 +18,7 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.job import Job
 from jetdraft.export.tracing import tracer
 from jetdraft.export.tracing.kept_traces import KeptTraces
-from jetdraft.graph_entry import GraphEntry
+from jetdraft.manifest import GraphEntry
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.measured import survey
 from jetdraft.testing import toy_bundle

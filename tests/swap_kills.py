@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 
-from jetdraft.kept.weight_sets import WeightSets
+from jetdraft.learning.weight_sets import WeightSets
 from jetdraft.train.use.publication import judged_weights, publish
 from tests.kills import die
 

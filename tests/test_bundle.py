@@ -14,9 +14,8 @@ from jetdraft import manifest
 from jetdraft.bundle import Bundle, check_pair
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import BundleError, ContractError, PairError
-from jetdraft.graph_entry import GraphEntry, Halves
-from jetdraft.manifest import MANIFEST, SCHEMA_VERSION
-from jetdraft.untrusted.record import read_record
+from jetdraft.manifest import MANIFEST, SCHEMA_VERSION, GraphEntry, Halves
+from jetdraft.parsing import read_record
 from tests import manifests
 from tests.kills import CONTRACT, content, make
 from tests.manifests import edit

@@ -15,7 +15,7 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensor_check import check_tensors
 from jetdraft.contracts.tensor_spec import TensorSpec
 from jetdraft.errors import ContractError
-from jetdraft.untrusted.record import RecordError, read_record
+from jetdraft.parsing import RecordError, read_record
 from tests.toy_graphs import GUESSES, IDS, STEP, VOCABULARY, write_graph
 from tests.toy_graphs import HEAD_CONTRACT as HEAD
 

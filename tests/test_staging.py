@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from jetdraft import staging
+from jetdraft import files, staging
 from jetdraft.errors import OutputError
 from jetdraft.staging import writing
+from jetdraft.testing import toy_bundle
 from tests.kills import content, fill, make
-from tests.programs import ROOT, printed
+from tests.programs import ROOT, printed, python
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_leftovers_of_dead_processes_are_swept_and_others_kept(tmp_path):
     for folder in (dead, alive):
         folder.mkdir()
         (folder / "half").write_text("half")
-    with staging._locked(alive) as free:
+    with files.locked(alive) as free:
         assert free
         with writing(tmp_path / "bundle") as folder:
             fill(folder, "new")
@@ -157,3 +158,24 @@ def test_bundle_survives_a_kill_at_any_point(tmp_path, before):
     report = json.loads(told)
     assert report["kills"] > 100, "the profiler saw too little"
     assert report["found"] == [before, "new"]
+
+
+def test_a_system_without_file_locks_is_one_line(tmp_path):
+    """Windows has no fcntl and no sched_getaffinity; what needs no lock works there."""
+    code = (
+        "import os, sys\n"
+        "sys.modules |= {'fcntl': None, 'resource': None}\n"
+        "del os.sched_getaffinity\n"
+        "import jetdraft\n"
+        "from jetdraft.staging import writing\n"
+        "model = jetdraft.load(sys.argv[1])\n"
+        "assert model.generate('The robot', max_new_tokens=3).token_ids\n"
+        "try:\n"
+        "    with writing(sys.argv[2]):\n"
+        "        pass\n"
+        "except jetdraft.OutputError as error:\n"
+        "    print(error)\n"
+    )
+    folders = [str(toy_bundle(tmp_path / "toy")), str(tmp_path / "new")]
+    assert "no file locks; use jetdraft on Linux" in python(code, *folders)
+    assert not (tmp_path / "new").exists()

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from jetdraft.bundle import Bundle
-from jetdraft.kept.weight_sets import ARRAYS, CHOICE, PARTIAL, Choice, base_of
+from jetdraft.learning.weight_sets import ARRAYS, CHOICE, PARTIAL, Choice, base_of
 from jetdraft.manifest import sha256_of
 
 HEAD = 16

@@ -29,7 +29,7 @@ from jetdraft.bundle import (
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensor_spec import TensorSpec
 from jetdraft.export.variants.compaction import write_compaction
-from jetdraft.graph_entry import GraphEntry
+from jetdraft.manifest import GraphEntry
 from jetdraft.testing import toy_bundle
 
 WIDTH, SIZE = 6, 16

@@ -16,8 +16,8 @@ from jetdraft.devices.rails import Meter
 from jetdraft.errors import OptionError
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Int64s
-from jetdraft.runtime.measured.places import decoding_widths, pass_times
 from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.measured.survey import decoding_widths, pass_times
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.piece import Result

@@ -18,9 +18,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from jetdraft.errors import DataError
-from jetdraft.texts import read_text
-from jetdraft.untrusted.printable import printable
+from jetdraft.errors import DataError, printable
+from jetdraft.files import read_text
 
 ALL = "all"
 """The row of a whole text."""

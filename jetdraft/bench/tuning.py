@@ -12,9 +12,9 @@ import numpy as np
 from jetdraft.devices.providers import PROVIDERS
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.measured.curve import Curve
+from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.model import Model
-from jetdraft.runtime.passes.cache import Cache
+from jetdraft.runtime.passes.buffers import Cache
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import threads_of_pair
@@ -34,8 +34,12 @@ def tune(model: Model, tick: Tick = lambda: None) -> Curve:
 
     `tick` is called `steps(model)` times.
     """
+    with model.parts.held():
+        return _tune(model, tick)
+
+
+def _tune(model: Model, tick: Tick) -> Curve:
     parts = model.parts
-    parts.check_free()
     while parts.survey.step():
         tick()
     parts.target.prepare(exact=True)

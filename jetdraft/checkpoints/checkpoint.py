@@ -43,9 +43,8 @@ from jetdraft.checkpoints.silence import no_progress_bars, silenced
 from jetdraft.checkpoints.sources.speech_reader import hears, read_speech
 from jetdraft.checkpoints.streamed import SHARED
 from jetdraft.checkpoints.taps import Taps
-from jetdraft.errors import CheckpointError
-from jetdraft.speech.speech_tokens import Speech
-from jetdraft.untrusted.printable import printable
+from jetdraft.errors import CheckpointError, printable
+from jetdraft.speech_tokens import Speech
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from jetdraft.checkpoints.reading.fields import (
     passed_over,
 )
 from jetdraft.errors import CheckpointError
-from jetdraft.untrusted.json_text import read_json_file
-from jetdraft.untrusted.record import RecordError, read_record
+from jetdraft.parsing import RecordError, read_json_file, read_record
 
 FILE, CONFIG = "generation_config.json", "config.json"
 

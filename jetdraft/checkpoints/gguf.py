@@ -45,9 +45,13 @@ from jetdraft.checkpoints.reading.fields import (
 )
 from jetdraft.checkpoints.reading.gguf_config import FamilyFields, head_size, refusal
 from jetdraft.checkpoints.reading.gguf_fields import FILE, MODEL
-from jetdraft.errors import CheckpointError, JetdraftError, UnsupportedModelError
+from jetdraft.errors import (
+    CheckpointError,
+    JetdraftError,
+    UnsupportedModelError,
+    printable,
+)
 from jetdraft.quant.blocks import Blocks
-from jetdraft.untrusted.printable import printable
 
 _MAGIC = b"GGUF"
 

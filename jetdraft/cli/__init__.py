@@ -21,8 +21,7 @@ import click
 from jetdraft import __version__
 from jetdraft.checkpoints.silence import silenced
 from jetdraft.cli.command import Command, LazyGroup
-from jetdraft.errors import DraftingError, JetdraftError, ProviderError
-from jetdraft.untrusted.printable import printable
+from jetdraft.errors import DraftingError, JetdraftError, ProviderError, printable
 
 MAX_MESSAGE_CHARS = 2000
 """Of an error or a warning."""

@@ -27,7 +27,7 @@ from jetdraft.cli.prompts import read_prompts
 from jetdraft.devices.detection import detect
 from jetdraft.devices.rails import Meter
 from jetdraft.runtime.model import load
-from jetdraft.runtime.passes.load_options import LoadOptions
+from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 

@@ -23,7 +23,7 @@ from jetdraft.cli.summary import announce_first_run, summary
 from jetdraft.errors import JetdraftError
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.model import load
-from jetdraft.runtime.passes.load_options import LoadOptions
+from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.text.template import user
 

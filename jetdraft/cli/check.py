@@ -23,10 +23,10 @@ from jetdraft.cli.flags import (
 from jetdraft.cli.progress import ProgressBars
 from jetdraft.errors import CheckError, OptionError
 from jetdraft.export.pair.draft_acceptance import TOLERANCE, fallen, measured_again
-from jetdraft.runtime.measured.places import pass_times
+from jetdraft.runtime.measured.survey import pass_times
 from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.model import load
-from jetdraft.runtime.passes.load_options import LoadOptions
+from jetdraft.runtime.passes.opener import LoadOptions
 
 
 @click.command("check", cls=Command)

@@ -8,11 +8,11 @@ import numpy as np
 
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.graph_entry import GraphEntry
+from jetdraft.errors import printable
+from jetdraft.manifest import GraphEntry
 from jetdraft.recipe import Recipe
-from jetdraft.runtime.hearing.segments import SECONDS_PER_SLOT
 from jetdraft.runtime.planning.registry import methods_of
-from jetdraft.untrusted.printable import printable
+from jetdraft.runtime.speech.segments import SECONDS_PER_SLOT
 
 MAX_LINE_CHARS = 1000
 """The most characters of a line, which may hold a long path."""

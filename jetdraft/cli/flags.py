@@ -14,7 +14,7 @@ from jetdraft.cli.command import Decorator, flags, given, option
 from jetdraft.cli.prompts import read_input
 from jetdraft.files import check_place, write_text
 from jetdraft.runtime.model import Model
-from jetdraft.runtime.passes.load_options import LoadOptions
+from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.planning.registry import AUTO
 

@@ -23,11 +23,11 @@ from jetdraft.cli.prompts import read_prompt
 from jetdraft.cli.summary import announce_first_run, write_out
 from jetdraft.errors import OptionError
 from jetdraft.runtime.model import Model, load
-from jetdraft.runtime.passes.load_options import LoadOptions
+from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.piece import Piece
 from jetdraft.runtime.planning.options import GenerateOptions
+from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.template import user as user_message
-from jetdraft.runtime.text_stream import Stream
 
 FIELDS = ("text", "token_ids", "from_draft", "prompt_tokens", "finish_reason")
 ENDING = ("max_new_tokens", "stop", "ignore_eos")

@@ -15,7 +15,7 @@ from jetdraft.cli.command import Command, extra_module, given
 from jetdraft.cli.flags import bundle_argument, generate_options, runtime_options
 from jetdraft.errors import OptionError
 from jetdraft.options import Flag
-from jetdraft.runtime.passes.load_options import LoadOptions
+from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.pool import Pool
 from jetdraft.server.limits import Limits

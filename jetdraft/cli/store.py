@@ -11,12 +11,11 @@ import click
 from jetdraft.bundle import Bundle
 from jetdraft.cli.command import Command
 from jetdraft.cli.flags import PATH, bundle_argument, json_option, user_option
-from jetdraft.errors import StoreError
-from jetdraft.kept.lessons import Lessons
-from jetdraft.kept.weight_sets import WeightSets, base_of, is_learned, label
+from jetdraft.errors import StoreError, printable
+from jetdraft.learning.lessons import Lessons
+from jetdraft.learning.weight_sets import WeightSets, base_of, is_learned, label
 from jetdraft.runtime.history.store import ResponseStore
 from jetdraft.runtime.text.codec import TextCodec
-from jetdraft.untrusted.printable import printable
 
 file_argument = click.argument("file", type=PATH)
 

@@ -20,11 +20,11 @@ from jetdraft.cli.flags import (
     with_defaults,
 )
 from jetdraft.cli.summary import announce_first_run, write_out
-from jetdraft.runtime.hearing.segments import Segment, clock
 from jetdraft.runtime.model import load
-from jetdraft.runtime.passes.load_options import LoadOptions
+from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
-from jetdraft.runtime.transcription import TRANSCRIBE, Wanted
+from jetdraft.runtime.speech.segments import Segment, clock
+from jetdraft.runtime.speech.transcription import TRANSCRIBE, TranscribeOptions
 
 FIELDS = (
     *("text", "language", "seconds", "segments", "token_ids", "from_draft"),
@@ -76,7 +76,7 @@ def command(
     seconds is a line.
     """
     model = load(bundle, **runtime)
-    wanted = Wanted(language, task, timestamps)
+    wanted = TranscribeOptions(language, task, timestamps)
     fields = with_defaults(options, model)
     transcription = model.transcription(file, wanted, **fields)
     announce_first_run(model)

@@ -12,9 +12,9 @@ from jetdraft.cli.command import Command
 from jetdraft.cli.flags import bundle_argument, json_option, runtime_options
 from jetdraft.cli.progress import ProgressBars
 from jetdraft.files import check_place
-from jetdraft.runtime.measured.curve import Curve
+from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.model import Model, load
-from jetdraft.runtime.passes.load_options import LoadOptions
+from jetdraft.runtime.passes.opener import LoadOptions
 
 
 @click.command("tune", cls=Command)

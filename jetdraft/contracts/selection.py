@@ -7,7 +7,7 @@ from enum import IntEnum
 from typing import Annotated
 
 from jetdraft.contracts.constants import MIN_SELECTED
-from jetdraft.untrusted.record import MOST_SIZE, Size, in_range
+from jetdraft.parsing import MOST_SIZE, Size, in_range
 
 
 class Reading(IntEnum):

@@ -17,7 +17,7 @@ from jetdraft.contracts.tensor_spec import (
     TensorSpec,
 )
 from jetdraft.errors import ContractError
-from jetdraft.untrusted.record import Count, Size, in_range, one_of
+from jetdraft.parsing import Count, Size, in_range, one_of
 
 TARGET_LENGTH = TensorSpec("target_length", "int32", (1,))
 """The committed rows in the target's buffers."""

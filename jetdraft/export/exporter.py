@@ -29,7 +29,7 @@ from jetdraft.checkpoints.heads.head_reader import AnyHead, check_head
 from jetdraft.checkpoints.reading.model_reader import check_exportable
 from jetdraft.checkpoints.silence import silenced
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.errors import OptionError
+from jetdraft.errors import OptionError, printable
 from jetdraft.export.embeddings import write_similarity
 from jetdraft.export.export_options import DTYPES, ExportOptions
 from jetdraft.export.heads.head_export import head_of, taps_of, write_head
@@ -43,13 +43,12 @@ from jetdraft.export.seams import warn_of_length
 from jetdraft.export.source.family import Family
 from jetdraft.export.step import Step
 from jetdraft.export.variants import VARIANTS
-from jetdraft.graph_entry import GraphEntry
+from jetdraft.manifest import GraphEntry
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.choice import Limit
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import Recipe
 from jetdraft.staging import writing
-from jetdraft.untrusted.printable import printable
 
 __all__ = ["ExportOptions", "Limit", "export"]
 

@@ -12,7 +12,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.step import Step
-from jetdraft.graph_entry import GraphEntry
+from jetdraft.manifest import GraphEntry
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.weights import Quantization
 

@@ -14,8 +14,7 @@ point of the group `jetdraft.methods`:
     METHOD = Method("repeat", "the last token, again", lambda loaded, options: Repeat())
 """
 
-from jetdraft.runtime.drafts.probes import Probing
-from jetdraft.runtime.drafts.rows import Kind, Rows
+from jetdraft.runtime.drafts.rows import Kind, Probing, Rows
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.target import Target

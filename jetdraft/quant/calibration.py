@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer
 
 from jetdraft.errors import DataError
+from jetdraft.files import read_text
 from jetdraft.quant.blocks import Floats
-from jetdraft.texts import read_text
 
 WINDOW = 256
 """Tokens that the model reads in one pass."""

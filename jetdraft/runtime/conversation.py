@@ -10,13 +10,13 @@ from typing import Any, Unpack
 
 from jetdraft.errors import JetdraftError, LengthError, OptionError
 from jetdraft.files import write_text
+from jetdraft.parsing import read_json_file
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.planning.options import GenerateOptions, Options
+from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.template import Message, check_messages, user
 from jetdraft.runtime.text.tools import ToolCall, Tools
-from jetdraft.runtime.text_stream import Stream
-from jetdraft.untrusted.json_text import read_json_file
 
 KEPT = 0.75
 """How much of the capacity the remaining turns may fill after turns were dropped. Then
@@ -26,7 +26,7 @@ the whole prompt is read again, so the next few turns should not drop turns too.
 class Conversation:
     """Turns of a user and a model; the model does not read earlier turns again.
 
-    The keyword arguments are those of `Model.generate`. Where the turns would exceed
+    The keyword arguments are `Model.generate`'s options. Where the turns would exceed
     the buffers, `drop_oldest` drops whole turns, oldest first; without it `OptionError`
     is raised. The model may call `tools`: then a piece may be part of a call, `calls`
     holds the calls of the last reply, and `answer` gives their results.

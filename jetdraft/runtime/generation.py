@@ -34,7 +34,7 @@ from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.stats import Round, Stats
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.passes.encoding.source import Material, tokens_of
+from jetdraft.runtime.passes.buffers import Material, tokens_of
 from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.target import EarlyStop, Target
 from jetdraft.runtime.piece import Piece
@@ -42,11 +42,9 @@ from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.planning.planner import Offer, Planner
 from jetdraft.runtime.proposers.method import WALK
 from jetdraft.runtime.proposers.proposer import Seen
-from jetdraft.runtime.sampling.chooser import Chooser
-from jetdraft.runtime.sampling.logprobs import Logprob
-from jetdraft.runtime.sampling.penalties import PenaltyProcessor
-from jetdraft.runtime.sampling.processor import LogitsProcessor
-from jetdraft.runtime.text.matcher import Matcher
+from jetdraft.runtime.sampling.chooser import Chooser, Logprob
+from jetdraft.runtime.sampling.processors import LogitsProcessor, PenaltyProcessor
+from jetdraft.runtime.text.constraint import Matcher
 from jetdraft.runtime.text.stops import (
     CANCELLED,
     EARLY_STOP,
@@ -92,8 +90,9 @@ class Generation:
         self._names = parts.text.stream(prompt, ends, special)
         self._matcher: Matcher | None = None
         if options.constraint is not None:
-            self._matcher = parts.vocabulary.matcher(
-                options.constraint, len(prompt), self.watcher.must_end
+            must_end = self.watcher.must_end
+            self._matcher = Matcher(
+                parts.vocabulary, options.constraint, len(prompt), must_end
             )
         self._rule = options.exiting.rule(parts)
         if prepared:

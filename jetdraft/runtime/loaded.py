@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,32 +16,34 @@ from jetdraft.contracts.split_contract import EARLY_EXIT
 from jetdraft.devices.memory import gather
 from jetdraft.devices.providers import HALVES, Provider, choose, cpu_only
 from jetdraft.errors import DraftingError, OptionError, ProviderError
-from jetdraft.graph_entry import GraphEntry
-from jetdraft.kept.lessons import Lessons
-from jetdraft.kept.weight_sets import WeightSets, base_of
+from jetdraft.learning.lessons import Lessons
+from jetdraft.learning.weight_sets import WeightSets, base_of
+from jetdraft.manifest import GraphEntry
+from jetdraft.runtime.claim import Claim, Idle
 from jetdraft.runtime.drafters.ahead_cache import AheadCache
 from jetdraft.runtime.drafters.draft_cache import DraftCache, GuessCache, LedCache
 from jetdraft.runtime.drafters.learned_weights import LearnedWeights
-from jetdraft.runtime.history.similarity import Similarity
-from jetdraft.runtime.history.store import Entry, ResponseStore
-from jetdraft.runtime.measured.claim import Claim
-from jetdraft.runtime.measured.curve import Curve
-from jetdraft.runtime.measured.idle import Idle
-from jetdraft.runtime.measured.profiles import Profiles
+from jetdraft.runtime.history.store import Entry, ResponseStore, Similarity
+from jetdraft.runtime.measured.cost_model import Curve
+from jetdraft.runtime.measured.profile_files import Profiles
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.measured.widths import Widths
-from jetdraft.runtime.passes.cache import Cache
-from jetdraft.runtime.passes.encoding.source import Material
+from jetdraft.runtime.passes.buffers import Cache, Material
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.passes.load_options import OFF, LoadOptions, check_load_options
-from jetdraft.runtime.passes.opener import Opener, Weights
+from jetdraft.runtime.passes.opener import (
+    OFF,
+    LoadOptions,
+    Opener,
+    Weights,
+    check_load_options,
+)
 from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.session import Spinning, default_threads, threads_of_pair
 from jetdraft.runtime.passes.split.halves import SplitSessions
 from jetdraft.runtime.passes.split.leading_half import LeadingHalf
 from jetdraft.runtime.passes.split.pruned_halves import PrunedHalves
 from jetdraft.runtime.text.codec import TextCodec
-from jetdraft.runtime.text.vocabulary import Vocabulary
+from jetdraft.runtime.text.worker_process import Vocabulary
 
 LARGE_DRAFTER = 30_000_000
 """Parameters from which on a drafter gets all threads, unless `tune` measured."""
@@ -127,17 +130,14 @@ class LoadedBundle:
                 self._curve.take(self._tuned)
         return self._curve
 
-    def check_free(self) -> None:
-        """Raise `JetdraftError` while a generation uses these buffers or the survey's.
-
-        Idle work ends, and goes on after the next generation.
-        """
-        for claim in (self.claim, self._survey_claim):
-            claim.check_free()
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold these buffers and the survey's; see `Claim.held`."""
+        with self.claim.held(), self._survey_claim.held():
+            yield
 
     def measure_again(self) -> None:
-        """Measure all widths and pass times of this machine anew."""
-        self.check_free()
+        """Measure all widths and pass times of this machine again; hold the buffers."""
         self.survey.again()
         self.forget()
         self._curve, self._tuned = None, self.profiles.tuned()

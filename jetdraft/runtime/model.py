@@ -12,21 +12,29 @@ from typing import Any, Unpack, cast
 from jetdraft.bundle import Bundle
 from jetdraft.devices.memory import gather_meanwhile
 from jetdraft.errors import ConstraintError, JetdraftError, OptionError
-from jetdraft.runtime.async_stream import AsyncStream
+from jetdraft.runtime.claim import CLOSED
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.generation import Generation
-from jetdraft.runtime.hearing.sound import check_sound, read_sound
 from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.measured.claim import CLOSED
-from jetdraft.runtime.passes.load_options import LoadOptions
+from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.passes.prefix import load_prefix, save_prefix
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.planning.registry import AUTO
+from jetdraft.runtime.speech.segments import Transcript
+from jetdraft.runtime.speech.sound import check_sound, read_sound
+from jetdraft.runtime.speech.transcription import (
+    TRANSCRIBE,
+    TRANSCRIPT,
+    TranscribeOptions,
+    Transcription,
+    check_hears,
+)
+from jetdraft.runtime.stream import AsyncStream, Stream
+from jetdraft.runtime.text.codec import check_characters, check_ids
 from jetdraft.runtime.text.constraint import Constraint
-from jetdraft.runtime.text.prompt import check_characters, check_ids
 from jetdraft.runtime.text.template import (
     ChatTemplate,
     Message,
@@ -34,16 +42,7 @@ from jetdraft.runtime.text.template import (
     read_template,
 )
 from jetdraft.runtime.text.tools import BEGIN, END, Tools
-from jetdraft.runtime.text.vocabulary import Vocabulary
-from jetdraft.runtime.text_stream import Stream
-from jetdraft.runtime.transcript import Transcript
-from jetdraft.runtime.transcription import (
-    TRANSCRIBE,
-    TRANSCRIPT,
-    Transcription,
-    Wanted,
-    check_hears,
-)
+from jetdraft.runtime.text.worker_process import Vocabulary
 
 
 def load(
@@ -227,13 +226,13 @@ class Model:
 
             model.transcribe("question.wav", language="en").segments
         """
-        wanted = Wanted(language, task, timestamps)
+        wanted = TranscribeOptions(language, task, timestamps)
         return self.transcription(sound, wanted, options, **fields).result()
 
     def transcription(
         self,
         sound: str | Path | bytes | Float32s,
-        wanted: Wanted = TRANSCRIPT,
+        wanted: TranscribeOptions = TRANSCRIPT,
         options: Options | None = None,
         **fields: Unpack[GenerateOptions],
     ) -> Transcription:
@@ -277,10 +276,7 @@ class Model:
         return replace(result, calls=tools.calls(result.text))
 
     def fitted(self, tools: Tools) -> Tools:
-        """The tools, whose calls are marked where the chat template marks calls.
-
-        model.fitted(tools).calls(text)
-        """
+        """The tools, whose calls are marked where the chat template marks calls."""
         tags = (BEGIN, END) if BEGIN in self.template.source else ()
         return replace(tools, tags=tuple(map(self.parts.text.in_lark, tags)))
 
@@ -348,17 +344,16 @@ class Model:
         model.save_prefix("system.npz", model.chat_prompt(messages))
         """
         self._check_prefix()
-        tokens = self.prompt(token_ids=token_ids).tolist()
-        # All proposers see the prompt, since a head reads the target's features.
-        self.generate(token_ids=tokens, method=AUTO, max_new_tokens=1)
-        parts = self.parts
-        parts.claim.check_free()  # ends idle work, which needs the buffers too
-        # A prompt as long as the buffers leaves its last token unread.
-        rows, waiting = tokens[: parts.target.cache.length], None
-        if parts.draft_cache is not None:
-            parts.draft_cache.follow(tokens)
-            waiting = parts.draft_cache.waiting(rows)
-        save_prefix(Path(file), rows, parts.caches, parts.profiles.machine, waiting)
+        tokens, parts = self.prompt(token_ids=token_ids).tolist(), self.parts
+        with parts.claim.held():
+            # All proposers see the prompt, since a head reads the target's features.
+            self.generate(token_ids=tokens, method=AUTO, max_new_tokens=1)
+            # A prompt as long as the buffers leaves its last token unread.
+            rows, waiting = tokens[: parts.target.cache.length], None
+            if parts.draft_cache is not None:
+                parts.draft_cache.follow(tokens)
+                waiting = parts.draft_cache.waiting(rows)
+            save_prefix(Path(file), rows, parts.caches, parts.profiles.machine, waiting)
 
     def load_prefix(self, file: str | Path) -> None:
         """Put a prefix that was saved with this bundle into the buffers.
@@ -367,17 +362,16 @@ class Model:
         `BundleError`.
         """
         self._check_prefix()
-        parts = self.parts
-        parts.claim.check_free()
-        self.forget()
-        drafter = parts.drafter
+        parts, drafter = self.parts, self.parts.drafter
         size = 0 if drafter is None else drafter.contract.feature_input
-        tokens, is_own, waiting = load_prefix(
-            Path(file), parts.caches, parts.profiles.machine, size
-        )
-        parts.prefix.restore(tokens, exact=is_own)
-        if parts.draft_cache is not None:
-            parts.draft_cache.restore(tokens, waiting)
+        with parts.claim.held():
+            self.forget()
+            tokens, is_own, waiting = load_prefix(
+                Path(file), parts.caches, parts.profiles.machine, size
+            )
+            parts.prefix.restore(tokens, exact=is_own)
+            if parts.draft_cache is not None:
+                parts.draft_cache.restore(tokens, waiting)
 
     def _check_prefix(self) -> None:
         """Raise `OptionError` for a text that depends on more than its beginning."""
@@ -390,8 +384,9 @@ class Model:
 
     def measure_again(self) -> None:
         """Measure the width classes and pass times of this machine again."""
-        self.parts.measure_again()
-        self._planner = Planner(self.parts)
+        with self.parts.held():
+            self.parts.measure_again()
+            self._planner = Planner(self.parts)
 
     def forget(self) -> None:
         """Unlearn what earlier generations taught, and read the next prompt whole."""
@@ -415,8 +410,10 @@ class Model:
         return Model(self.bundle, self.parts.options, self.method, like=self)
 
     def close(self) -> None:
-        """Free all memory; later calls raise `JetdraftError`."""
-        self.parts.claim.close()
+        """Free all memory; later calls raise `JetdraftError`, but a second `close`."""
+        parts = self._parts  # another thread may close the model too
+        if parts is not None:
+            parts.claim.close()
         self._parts = self._planner = None
 
     def __enter__(self) -> Model:
@@ -425,5 +422,4 @@ class Model:
     def __exit__(self, *error: object) -> None:
         # An error in the block must not be hidden by the error of an open stream.
         with suppress(JetdraftError) if error[0] else nullcontext():
-            if self._parts is not None:
-                self.close()
+            self.close()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from jetdraft.runtime.measured.stats import Stats
-from jetdraft.runtime.sampling.logprobs import Logprob
+from jetdraft.runtime.sampling.chooser import Logprob
 from jetdraft.runtime.text.tools import ToolCall
 
 

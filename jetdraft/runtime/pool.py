@@ -10,7 +10,7 @@ from typing import Unpack
 
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.model import Model, load
-from jetdraft.runtime.passes.load_options import LoadOptions
+from jetdraft.runtime.passes.opener import LoadOptions
 
 
 class Pool:
@@ -18,7 +18,7 @@ class Pool:
 
     On the CPU the models share their sessions, and so all weights. They also share the
     cores: a pool answers several requests at once, but not faster. The keyword
-    arguments are those of `load`.
+    arguments are the options of `load`.
 
         with Pool("bundle", size=2) as pool, pool.take() as model:
             model.generate("def fib(n):")

@@ -25,9 +25,10 @@ from starlette.types import ASGIApp
 
 from jetdraft import __version__
 from jetdraft.errors import JetdraftError
+from jetdraft.parsing import JsonError, read_json
 from jetdraft.runtime.pool import Pool
-from jetdraft.runtime.transcript import Transcript
-from jetdraft.runtime.transcription import check_hears
+from jetdraft.runtime.speech.segments import Transcript
+from jetdraft.runtime.speech.transcription import check_hears
 from jetdraft.server.admission import Admission
 from jetdraft.server.desk import Desk, Job
 from jetdraft.server.events import Events, unless_gone
@@ -36,7 +37,6 @@ from jetdraft.server.limits import Limits
 from jetdraft.server.refusal import RequestError, refusal
 from jetdraft.server.reply import Reply
 from jetdraft.server.transcription_request import TranscriptionRequest, read_form
-from jetdraft.untrusted.json_text import JsonError, read_json
 
 RECEIVE_SECONDS = 30.0
 """The most seconds that a body may take to arrive."""

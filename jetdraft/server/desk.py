@@ -14,9 +14,9 @@ from math import inf
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.piece import Piece, Result
+from jetdraft.runtime.speech.transcription import Transcription
+from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.stops import CANCELLED, INTERRUPTED
-from jetdraft.runtime.text_stream import Stream
-from jetdraft.runtime.transcription import Transcription
 from jetdraft.server.generation_request import GenerationRequest
 from jetdraft.server.refusal import RequestError
 from jetdraft.server.transcription_request import TranscriptionRequest

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Self
 
+from jetdraft.parsing import JsonError, read_json
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.options import GenerateOptions, Options
-from jetdraft.runtime.text.prompt import check_characters
+from jetdraft.runtime.stream import Stream
+from jetdraft.runtime.text.codec import check_characters
 from jetdraft.runtime.text.template import Message, check_messages
 from jetdraft.runtime.text.tools import Tools
-from jetdraft.runtime.text_stream import Stream
 from jetdraft.server.refusal import RequestError
-from jetdraft.untrusted.json_text import JsonError, read_json
 
 Body = Mapping[str, Any]
 

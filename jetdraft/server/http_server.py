@@ -17,11 +17,11 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jetdraft.errors import printable
 from jetdraft.server.app import Service
 from jetdraft.server.connection import Connection, Doorkeeper
 from jetdraft.server.desk import WRITTEN
 from jetdraft.server.events import STATUS
-from jetdraft.untrusted.printable import printable
 
 SPARE_CONNECTIONS = 64
 """Connections of a client beside its waiting requests: idle ones, and /health."""

@@ -7,8 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from jetdraft.errors import JetdraftError, LengthError
-from jetdraft.untrusted.printable import printable
+from jetdraft.errors import JetdraftError, LengthError, printable
 
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 CODES = {429: "rate_limit_exceeded"}

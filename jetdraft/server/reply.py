@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from jetdraft.runtime.piece import Piece, Result
-from jetdraft.runtime.sampling.logprobs import Logprob
+from jetdraft.runtime.sampling.chooser import Logprob
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.stops import DEADLINE, LENGTH, STOP
 from jetdraft.runtime.text.tools import Tools

@@ -12,12 +12,11 @@ from typing import Any, Self
 
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from jetdraft.runtime.hearing.segments import srt, vtt
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.options import Options
+from jetdraft.runtime.speech.segments import Transcript, srt, vtt
+from jetdraft.runtime.speech.transcription import TranscribeOptions, Transcription
 from jetdraft.runtime.text.stops import LENGTH, STOP
-from jetdraft.runtime.transcript import Transcript
-from jetdraft.runtime.transcription import Transcription, Wanted
 from jetdraft.server.refusal import RequestError
 
 FORMATS = ("json", "text", "verbose_json", "srt", "vtt")
@@ -39,7 +38,7 @@ class TranscriptionRequest:
 
     data: bytes
     model: str | None
-    wanted: Wanted
+    wanted: TranscribeOptions
     options: dict[str, Any]
     form: str
 
@@ -79,7 +78,7 @@ class TranscriptionRequest:
         return cls(
             fields["file"][0],
             texts.get("model"),
-            Wanted(texts.get("language") or None),
+            TranscribeOptions(texts.get("language") or None),
             options,
             form,
         )

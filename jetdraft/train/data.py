@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from jetdraft.errors import DataError, OptionError
+from jetdraft.files import read_bytes, read_text
 from jetdraft.runtime.text.template import ChatTemplate, Message
-from jetdraft.texts import read_bytes, read_text
 
 IGNORED = -100
 """The label of tokens that the loss ignores."""

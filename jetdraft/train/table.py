@@ -11,10 +11,9 @@ from jetdraft.bundle import Bundle
 from jetdraft.cli.command import Command, option
 from jetdraft.cli.flags import PATH, output_option
 from jetdraft.errors import DataError, OutputError
-from jetdraft.files import check_place
+from jetdraft.files import check_place, read_text
 from jetdraft.runtime.history.trigrams import Counts
 from jetdraft.runtime.text.codec import TextCodec
-from jetdraft.texts import read_text
 
 
 def count(corpus: Sequence[Path], bundle: Bundle, output: Path) -> Counts:

@@ -212,7 +212,7 @@ def test_too_little_memory_is_one_line(bundle, monkeypatch):
     def none_left(*shape):
         raise MemoryError
 
-    monkeypatch.setattr("jetdraft.runtime.passes.tensor.np.zeros", none_left)
+    monkeypatch.setattr("jetdraft.runtime.passes.buffers.np.zeros", none_left)
     result = jetdraft("generate", bundle, "-p", "x", *SHORT)
     assert_refused(result, "there is not enough memory")
 

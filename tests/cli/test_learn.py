@@ -7,8 +7,8 @@ import urllib.request
 
 import jetdraft as package
 from jetdraft.bundle import Bundle
-from jetdraft.kept.lessons import FILE, Lessons
-from jetdraft.kept.weight_sets import WeightSets, base_of
+from jetdraft.learning.lessons import FILE, Lessons
+from jetdraft.learning.weight_sets import WeightSets, base_of
 from tests.cli.running import assert_refused, jetdraft
 from tests.server.serving import started
 from tests.toy_drafter import arrays_of, put_on_trial, random_arrays

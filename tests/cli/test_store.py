@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jetdraft.bundle import Bundle
-from jetdraft.kept.lessons import Lesson, Lessons
+from jetdraft.learning.lessons import Lesson, Lessons
 from jetdraft.runtime.text.codec import TextCodec
 from tests.cli.running import assert_refused, jetdraft
 from tests.toy_drafter import put_on_trial

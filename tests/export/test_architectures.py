@@ -24,8 +24,7 @@ from jetdraft.export.step import Step, kv_shapes
 from jetdraft.export.tracing.tracer import trace
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.passes.session import open_session
-from jetdraft.runtime.passes.step_sessions import StepSessions
+from jetdraft.runtime.passes.session import StepSessions, open_session
 from tests import tiny
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 

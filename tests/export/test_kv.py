@@ -12,8 +12,7 @@ import jetdraft
 from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
-from jetdraft.runtime.drafts.probes import NO_PROBES
-from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.drafts.rows import NO_PROBES, Rows
 from jetdraft.runtime.passes.split.halves import Placed
 from tests.quant.test_calibration import TEXT
 

@@ -355,7 +355,7 @@ def test_keys_turn_in_a_lossy_text_and_never_in_a_draft(
 ) -> None:
     model = jetdraft.load(brief / "bundle", threads=1)
     seen = []
-    run = Graph._run
+    run = Graph._ready
 
     def recorded(graph: Graph, *arguments: Any) -> Any:
         seen.append((graph is model.parts.target, graph.reading))
@@ -364,7 +364,7 @@ def test_keys_turn_in_a_lossy_text_and_never_in_a_draft(
     how: dict[str, Any] = {"token_ids": prompt, "max_new_tokens": 4}
     how |= {"ignore_eos": True, "exact": False}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Graph, "_run", recorded)
+        patch.setattr(Graph, "_ready", recorded)
         model.generate(method="none", drafting={"select_kv": True}, **how)
         assert set(seen) == {(True, Reading.TURNED)}
         seen.clear()

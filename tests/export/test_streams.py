@@ -14,7 +14,7 @@ from jetdraft.checkpoints.streamed import LOSSLESS, SHARED, Streams, StreamSetti
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
-from jetdraft.runtime.drafts.probes import Probing
+from jetdraft.runtime.drafts.rows import Probing
 from jetdraft.train.stream_attention import IMPLEMENTATION
 from tests.tiny import llama_config, save_checkpoint, save_streams
 

@@ -19,7 +19,7 @@ from jetdraft.errors import (
 )
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
-from jetdraft.runtime.hearing.log_mel import log_mel
+from jetdraft.runtime.speech.sound import log_mel
 from tests import manifests, whispers
 
 OPTIONS = ExportOptions(Recipe("none"), max_width=16)
@@ -244,7 +244,7 @@ def test_wrong_wishes_are_refused(model, bundle, tmp_path):
 
 def test_a_transcription_can_be_cancelled_and_has_a_deadline(model):
     long = whispers.sound(20.0)
-    transcription = model.transcription(long, jetdraft.Wanted("en"))
+    transcription = model.transcription(long, jetdraft.TranscribeOptions("en"))
     next(transcription)
     transcription.cancel()
     ended = transcription.result()
@@ -272,7 +272,10 @@ def test_a_cancel_before_the_language_is_known_ends_it(model):
 def test_a_later_window_says_why_the_text_ended(model, reason):
     """Also where the text of an earlier window was too long, or whole."""
     transcription = model.transcription(
-        whispers.sound(3.0), jetdraft.Wanted("en"), max_new_tokens=4, max_seconds=60.0
+        whispers.sound(3.0),
+        jetdraft.TranscribeOptions("en"),
+        max_new_tokens=4,
+        max_seconds=60.0,
     )
     write, windows = transcription._write, []
 

@@ -21,8 +21,8 @@ import jetdraft
 from jetdraft.bundle import STREAMS, Bundle
 from jetdraft.cli import main
 from jetdraft.errors import JetdraftError
-from jetdraft.kept.lessons import FILE
-from jetdraft.kept.weight_sets import ARRAYS, CHOICE, Choice, base_of
+from jetdraft.learning.lessons import FILE
+from jetdraft.learning.weight_sets import ARRAYS, CHOICE, Choice, base_of
 from jetdraft.manifest import MANIFEST, sha256_of
 from jetdraft.runtime.piece import Result
 from jetdraft.testing import toy_bundle

@@ -16,7 +16,7 @@ from zipfile import ZipFile
 import numpy as np
 
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.graph_entry import GraphEntry, Halves
+from jetdraft.manifest import GraphEntry, Halves
 from jetdraft.recipe import Recipe
 
 DEEP = "@deep@"

@@ -39,8 +39,8 @@ class SameText(Subject):
         self.table = _table(folder, self.worlds[0])
         self._verbose = bool(os.environ.get("JETDRAFT_FUZZ_VERBOSE"))
         self._earlier: list[int] = []
-        self._run = Graph._run
-        Graph._run = _checked(Graph._run)  # type: ignore[method-assign]
+        self._ready = Graph._ready
+        Graph._ready = _checked(Graph._ready)  # type: ignore[method-assign]
 
     def run(self, draw: Random) -> str:
         """Disturb a model up to three times, then compare up to three ways to draft."""
@@ -140,13 +140,13 @@ class SameText(Subject):
 
     def close(self) -> None:
         """Close all models."""
-        Graph._run = self._run  # type: ignore[method-assign]
+        Graph._ready = self._ready  # type: ignore[method-assign]
         for world in self.worlds:
             world.close()
 
 
 def _checked(run: Any) -> Any:
-    """`Graph._run`, which refuses a pass that reaches past the buffers."""
+    """`Graph._ready`, which refuses a pass that reaches past the buffers."""
 
     def checked(graph: Graph, binding: Any, cursor: int) -> Any:
         end = cursor + binding.size.width + binding.size.probes.total

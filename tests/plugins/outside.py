@@ -7,7 +7,7 @@ from itertools import product
 
 import jetdraft
 from jetdraft.methods import methods
-from jetdraft.runtime.measured.curve import Curve
+from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.planning.drafting import Drafting
 
 PROMPT = "The robot sees"

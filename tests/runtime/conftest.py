@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from jetdraft.runtime.passes.binding import Bound
 from jetdraft.runtime.passes.graph import Graph
 from tests.runtime.method_bundles import MethodBundles
 
@@ -18,7 +19,7 @@ class Clock:
     """Passes move this clock; each look at it adds a microsecond."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = self.pass_seconds = 0.0
 
     def __call__(self) -> float:
         self.now += 1e-6
@@ -32,18 +33,21 @@ def steady_passes(monkeypatch):
     A graph that answers with features is a target, and every other graph takes a tenth
     of its time. Without a target with features all passes take the same time.
     """
-    clock, run = Clock(), Graph._run
+    clock, ready, run = Clock(), Graph._ready, Bound.run
 
-    def steadily(graph, binding, cursor):
-        answer = run(graph, binding, cursor)
-        of_target = graph.contract.feature_size > 0
-        seconds = TARGET_SECONDS if of_target else DRAFTER_SECONDS
-        clock.now += seconds
-        graph.seconds += seconds
-        return answer
+    def steadily_ready(graph, binding, cursor):
+        is_target = graph.contract.feature_size > 0
+        clock.pass_seconds = TARGET_SECONDS if is_target else DRAFTER_SECONDS
+        return ready(graph, binding, cursor)
+
+    def steadily(bound, options=None):
+        run(bound, options)
+        clock.now += clock.pass_seconds
+        return clock.pass_seconds
 
     monkeypatch.setattr(time, "perf_counter", clock)
-    monkeypatch.setattr(Graph, "_run", steadily)
+    monkeypatch.setattr(Graph, "_ready", steadily_ready)
+    monkeypatch.setattr(Bound, "run", steadily)
 
 
 @pytest.fixture

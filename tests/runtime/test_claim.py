@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-from threading import Thread
+from contextlib import contextmanager
+from threading import Thread, get_ident
 
 import numpy as np
 import pytest
 
+import jetdraft
 from jetdraft.bench.tuning import tune
 from jetdraft.errors import JetdraftError
 from jetdraft.methods import Method, Proposer, Traits, registered
+from jetdraft.runtime.claim import Idle
 
 IDS = np.random.default_rng(12).integers(0, 288, 20).tolist()
 HOW = {"token_ids": IDS, "max_new_tokens": 30, "ignore_eos": True, "method": "none"}
@@ -23,7 +25,8 @@ def going(model):
     next(stream)
     yield stream
     stream.close()
-    model.parts.claim.check_free()
+    with model.parts.claim.held():
+        pass
 
 
 def test_a_second_generation_is_refused_and_the_first_goes_on(model, going):
@@ -37,25 +40,27 @@ def test_a_second_generation_is_refused_and_the_first_goes_on(model, going):
     assert len(found) == 30
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda model, file: tune(model),
-        lambda model, file: model.measure_again(),
-        lambda model, file: model.load_prefix(file),
-        lambda model, file: model.save_prefix(file, IDS),
-        lambda model, file: model.close(),
-    ],
-    ids=["tune", "measure", "load", "save", "close"],
-)
+USES = {
+    "tune": lambda model, file: tune(model),
+    "measure": lambda model, file: model.measure_again(),
+    "load": lambda model, file: model.load_prefix(file),
+    "save": lambda model, file: model.save_prefix(file, IDS),
+    "close": lambda model, file: model.close(),
+}
+"""What needs the buffers beside a generation."""
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_nobody_else_uses_the_buffers_meanwhile(model, going, tmp_path, use):
     with pytest.raises(JetdraftError, match="already generating"):
         use(model, tmp_path / "prefix.npz")
     assert len(going.result().token_ids) == 30
+    assert model.generate(**HOW).token_ids, "a refusal to close leaves it open"
 
 
-def test_another_thread_is_refused_too(model, going):
-    refusals = []
+def refusal_in_a_thread(model):
+    """Why another thread cannot generate; "" if it can."""
+    refusals = [""]
 
     def run():
         try:
@@ -66,23 +71,36 @@ def test_another_thread_is_refused_too(model, going):
     thread = Thread(target=run)
     thread.start()
     thread.join()
-    assert len(refusals) == 1
-    assert "already generating" in refusals[0]
+    return refusals[-1]
 
 
-def test_a_closed_stream_frees_the_model(model, going):
-    going.close()
-    model.parts.claim.check_free()
-    assert going.result().finish_reason == "cancelled"
-    assert len(model.generate(**HOW).token_ids) == 30
+def test_another_thread_is_refused_too(model, going):
+    assert "already generating" in refusal_in_a_thread(model)
+    assert len(going.result().token_ids) == 30
 
 
-def test_an_abandoned_stream_frees_the_model(model):
-    stream = model.stream(**HOW)
-    next(stream)
-    del stream
-    gc.collect()
-    model.parts.claim.check_free()
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_no_generation_begins_while_the_buffers_are_used(
+    own, tmp_path, monkeypatch, use
+):
+    """Not even between the look whether they are free and their use."""
+    model, file = jetdraft.load(own, threads=1), tmp_path / "prefix.npz"
+    model.save_prefix(file, IDS)
+    paused, user, refusals = Idle.paused, get_ident(), []
+
+    @contextmanager
+    def interrupted(idle, **how):
+        if get_ident() == user:
+            refusals.append(refusal_in_a_thread(model))
+        with paused(idle, **how):
+            yield
+
+    monkeypatch.setattr(Idle, "paused", interrupted)
+    use(model, file)
+    monkeypatch.undo()
+    assert refusals
+    assert all("already generating" in refusal for refusal in refusals)
+    model.close()
 
 
 def test_cancelling_ends_whoever_holds_the_buffers(model, going):
@@ -108,7 +126,8 @@ def test_a_generation_that_fails_frees_the_model(model):
     how = {**HOW, "method": "failing", "num_draft_tokens": 2}
     with registered(method), pytest.raises(RuntimeError, match="a bug in another"):
         model.generate(**how)
-    model.parts.claim.check_free()
+    with model.parts.claim.held():
+        pass
     assert len(model.generate(**HOW).token_ids) == 30
 
 

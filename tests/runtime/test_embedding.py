@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -24,19 +26,10 @@ def test_a_model_is_closed_with_its_context(bundle):
     with jetdraft.load(bundle, threads=1) as model:
         text = model.generate(**OPTIONS).text
     assert text
-    for use in (lambda: model.generate("a"), lambda: model.methods, model.close):
+    model.close()  # like a file
+    for use in (lambda: model.generate("a"), lambda: model.methods):
         with pytest.raises(JetdraftError, match="closed"):
             use()
-
-
-def test_a_model_under_way_is_not_closed(bundle):
-    model = jetdraft.load(bundle, threads=1)
-    stream = model.stream(**OPTIONS)
-    next(iter(stream))
-    with pytest.raises(JetdraftError, match="already generating"):
-        model.close()
-    stream.close()
-    model.close()
 
 
 def test_a_model_has_a_method_of_its_own(bundle):
@@ -77,36 +70,6 @@ def test_log_probabilities_are_those_of_all_logits(model, method, temperature):
 def test_without_being_asked_there_are_none(model):
     assert model.generate(**OPTIONS).logprobs is None
     assert all(not each.top for each in model.generate(**OPTIONS, logprobs=0).logprobs)
-
-
-def test_one_generation_at_a_time_over_threads(model):
-    stream = model.stream(**OPTIONS)
-    next(iter(stream))
-    with ThreadPoolExecutor(1) as threads:
-        other = threads.submit(model.generate, **OPTIONS)
-        with pytest.raises(JetdraftError, match="already generating"):
-            other.result()
-    assert len(stream.result().token_ids) == 80
-
-
-def test_leaving_a_loop_frees_the_model(model):
-    def first():
-        for piece in model.stream(**OPTIONS):
-            return piece
-        raise AssertionError
-
-    assert first().token_ids
-    for _ in model.stream(**OPTIONS):
-        break
-    assert model.generate(**OPTIONS).finish_reason == "length"
-
-
-def test_a_stream_that_is_left_says_so(model):
-    with model.stream(**OPTIONS) as stream:
-        next(stream)
-    assert stream.result().finish_reason == "cancelled"
-    assert len(stream.result().token_ids) < 80
-    model.parts.claim.check_free()
 
 
 def test_an_error_on_the_way_out_is_not_hidden(bundle):
@@ -181,6 +144,45 @@ def test_a_cancelled_task_frees_the_model(model):
     assert len(asyncio.run(main()).token_ids) == 80
 
 
+class Executor:
+    """Only what `concurrent.futures.Executor` promises."""
+
+    def __init__(self, *arguments):
+        executor = ThreadPoolExecutor(*arguments)
+        self.submit, self.shutdown = executor.submit, executor.shutdown
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["to the end", "left"])
+def test_asyncio_needs_no_private_name_of_the_library(model, monkeypatch, ended):
+    monkeypatch.setattr("jetdraft.runtime.stream.ThreadPoolExecutor", Executor)
+
+    async def main():
+        texts = model.astream(**OPTIONS)
+        pieces = [await anext(texts)]
+        if not ended:
+            await texts.aclose()
+        pieces += [piece async for piece in texts]
+        result = await texts.result()
+        assert [id for piece in pieces for id in piece.token_ids] == result.token_ids
+        return result.finish_reason
+
+    assert asyncio.run(main()) == ("length" if ended else "cancelled")
+
+
+def test_a_stream_that_lives_as_long_as_the_program_ends_in_silence(bundle):
+    code = (
+        "import asyncio, sys, jetdraft\n"
+        "async def main():\n"
+        "    return [model.astream('a'), await anext(texts)]\n"
+        "model = jetdraft.load(sys.argv[1], threads=1)\n"
+        "texts = model.astream('a', max_new_tokens=200, ignore_eos=True)\n"
+        "kept = asyncio.run(main())\n"
+    )
+    program = [sys.executable, "-c", code, str(bundle)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_stream_that_is_dropped_frees_the_model_soon(model):
     async def main():
         async for _ in model.astream(**OPTIONS):
@@ -189,7 +191,8 @@ def test_a_stream_that_is_dropped_frees_the_model_soon(model):
     asyncio.run(main())
     for _ in range(200):
         try:
-            return model.parts.claim.check_free()
+            with model.parts.claim.held():
+                return
         except JetdraftError:
             time.sleep(0.01)
     raise AssertionError("it stayed busy")

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from jetdraft.cli import main
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.piece import Result
-from jetdraft.runtime.sampling.logprobs import Logprob
+from jetdraft.runtime.sampling.chooser import Logprob
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.server.generation_request import GenerationRequest
 from jetdraft.server.reply import Reply

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jetdraft.bundle import Bundle
-from jetdraft.graph_entry import GraphEntry
+from jetdraft.manifest import GraphEntry
 from jetdraft.runtime.passes.session import SIZE_OPERATORS
 from tools.forecast import fast_paths
 from tools.forecast.graph_view import GraphView, Operator

@@ -21,7 +21,7 @@ from jetdraft.cli.flags import PATH, json_option, new_file, report_option, write
 from jetdraft.cli.progress import ProgressBars
 from jetdraft.errors import OptionError
 from jetdraft.recipe import Recipe
-from jetdraft.runtime.passes.load_options import LoadOptions
+from jetdraft.runtime.passes.opener import LoadOptions
 from tools.recipes import report as reports
 from tools.recipes.bars import bars
 from tools.recipes.picture import draw_points

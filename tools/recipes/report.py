@@ -16,11 +16,11 @@ from jetdraft.bundle import DRAFTER, TARGET, Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.errors import DataError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.files import read_text
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.planning.registry import NONE, methods
-from jetdraft.texts import read_text
 from tools.recipes.picture import Panel
 from tools.recipes.quality import compare
 from tools.recipes.resident import resident_mb
@@ -129,7 +129,8 @@ class RecipeComparison:
         calibration = self.calibration
         if calibration is None and self._needs_calibration:
             calibration = self._write_calibration(full)
-        full.parts.claim.check_free()  # ends the idle work of the texts' generations
+        with full.parts.claim.held():
+            pass  # the idle work of the texts' generations has ended
         source = "a text of the model" if self.text is None else str(self.text)
         report = Report(self.target, self.drafter, source)
         bundles = {}

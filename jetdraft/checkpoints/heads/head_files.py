@@ -17,9 +17,8 @@ from torch import Tensor
 
 from jetdraft.checkpoints.preview.shard_index import check_shards
 from jetdraft.checkpoints.reading.checkpoint_folder import check_entries
-from jetdraft.errors import CheckpointError
-from jetdraft.untrusted.json_text import read_json_file
-from jetdraft.untrusted.printable import printable
+from jetdraft.errors import CheckpointError, printable
+from jetdraft.parsing import read_json_file
 
 _PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
 """The last is Medusa's and Hydra's; other files of torch belong to a training."""

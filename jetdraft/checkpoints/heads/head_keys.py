@@ -9,8 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from jetdraft.errors import CheckpointError
-from jetdraft.untrusted.printable import printable
+from jetdraft.errors import CheckpointError, printable
 
 _LAYER = {
     "hidden_size",

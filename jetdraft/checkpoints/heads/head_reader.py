@@ -54,8 +54,7 @@ from jetdraft.checkpoints.heads.medusa import (
 from jetdraft.checkpoints.heads.mtp import is_mtp, read_mtp
 from jetdraft.checkpoints.parameters import run_in
 from jetdraft.checkpoints.reading.loading_errors import as_checkpoint_error
-from jetdraft.errors import CheckpointError, UnsupportedModelError
-from jetdraft.untrusted.printable import printable
+from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 

@@ -12,8 +12,7 @@ from jetdraft.checkpoints.heads.head_config import MEDUSA, HeadConfig
 from jetdraft.checkpoints.heads.head_fields import fit_heads
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_keys import check_keys
-from jetdraft.errors import CheckpointError
-from jetdraft.untrusted.printable import printable
+from jetdraft.errors import CheckpointError, printable
 
 _KEYS = {
     "medusa_num_heads",  # published configs have it wrong: the tensors are counted

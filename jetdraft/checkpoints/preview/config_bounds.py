@@ -18,9 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers.initialization import no_init_weights
 
-from jetdraft.errors import CheckpointError
-from jetdraft.untrusted.json_text import JsonError, read_json_file
-from jetdraft.untrusted.printable import printable
+from jetdraft.errors import CheckpointError, printable
+from jetdraft.parsing import JsonError, read_json_file
 
 LAYERS = {
     *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "layers", "depth"),

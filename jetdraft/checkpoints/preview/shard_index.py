@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from jetdraft.errors import CheckpointError
-from jetdraft.untrusted.json_text import JsonError, read_json_file
-from jetdraft.untrusted.printable import printable
+from jetdraft.errors import CheckpointError, printable
+from jetdraft.parsing import JsonError, read_json_file
 
 _MOST_BYTES = 1 << 28
 """The largest published indices have some 20 MB."""

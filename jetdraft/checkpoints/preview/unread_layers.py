@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from jetdraft.errors import CheckpointError
-from jetdraft.untrusted.printable import printable
+from jetdraft.errors import CheckpointError, printable
 
 _LAYER = re.compile(r"((?:.*?\.)?(?:layers?|blocks?|h))\.(\d+)\.(.*)")
 """A stack of layers, a layer's number, and a weight in it."""

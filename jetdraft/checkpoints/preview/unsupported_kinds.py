@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jetdraft.contracts.constants import EXPERTS
-from jetdraft.errors import UnsupportedModelError
-from jetdraft.untrusted.printable import printable
+from jetdraft.errors import UnsupportedModelError, printable
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from jetdraft.checkpoints.streamed import (
     load_streams,
 )
 from jetdraft.errors import CheckpointError
-from jetdraft.untrusted.json_text import read_json_file
-from jetdraft.untrusted.record import read_record
+from jetdraft.parsing import read_json_file, read_record
 
 ProbeSettings = StreamSettings | PromptSettings
 

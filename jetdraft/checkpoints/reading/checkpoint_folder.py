@@ -14,8 +14,7 @@ from jetdraft.checkpoints.gguf import is_gguf
 from jetdraft.checkpoints.preview.shard_index import check_shards
 from jetdraft.checkpoints.streamed import SETTINGS
 from jetdraft.checkpoints.streamed import WEIGHTS as STREAM_WEIGHTS
-from jetdraft.errors import CheckpointError
-from jetdraft.untrusted.printable import printable
+from jetdraft.errors import CheckpointError, printable
 
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 

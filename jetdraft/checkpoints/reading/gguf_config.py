@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jetdraft.errors import UnsupportedModelError
-from jetdraft.untrusted.printable import printable
+from jetdraft.errors import UnsupportedModelError, printable
 
 _NUMBERS = {
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),

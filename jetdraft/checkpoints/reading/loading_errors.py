@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 from safetensors import SafetensorError
 
-from jetdraft.errors import CheckpointError, JetdraftError
-from jetdraft.untrusted.printable import printable
+from jetdraft.errors import CheckpointError, JetdraftError, printable
 
 OWN_CODE = {"trust_remote_code": False}
 """Otherwise transformers asks on the terminal whether to run a checkpoint's code."""

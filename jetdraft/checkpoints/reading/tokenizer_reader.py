@@ -15,8 +15,7 @@ from jetdraft.checkpoints.gguf import is_gguf, read_gguf_tokenizer
 from jetdraft.checkpoints.reading.checkpoint_folder import check_folder
 from jetdraft.checkpoints.reading.loading_errors import OWN_CODE, first_line
 from jetdraft.checkpoints.silence import no_progress_bars, silenced
-from jetdraft.errors import CheckpointError
-from jetdraft.untrusted.printable import printable
+from jetdraft.errors import CheckpointError, printable
 
 
 def load_tokenizer(source: str) -> Any:

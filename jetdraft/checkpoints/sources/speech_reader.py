@@ -7,11 +7,9 @@ from typing import Any
 
 import transformers
 
-from jetdraft.errors import CheckpointError, UnsupportedModelError
-from jetdraft.speech.speech_tokens import HOP, SAMPLE_RATE, WINDOW, Speech
-from jetdraft.untrusted.json_text import read_json_file
-from jetdraft.untrusted.printable import printable
-from jetdraft.untrusted.record import RecordError, read_record
+from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
+from jetdraft.parsing import RecordError, read_json_file, read_record
+from jetdraft.speech_tokens import HOP, SAMPLE_RATE, WINDOW, Speech
 
 PREPROCESSOR = "preprocessor_config.json"
 _SPECTRUM = {"sampling_rate": SAMPLE_RATE, "hop_length": HOP, "n_fft": WINDOW}

@@ -17,8 +17,8 @@ from typing import Any
 from jetdraft.contracts.constants import EXPERTS
 from jetdraft.devices.device import PowerMode
 from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.parsing import read_json_file
 from jetdraft.recipe import HEAD, SYMMETRIC, Recipe
-from jetdraft.untrusted.json_text import read_json_file
 
 CONFIG = "config.json"
 STATE_BYTES = 4

@@ -42,7 +42,7 @@ from jetdraft.export.source.source_block_step import (
 )
 from jetdraft.export.step import Step
 from jetdraft.export.variants import chain_graph, source_graph, tree_graph
-from jetdraft.graph_entry import GraphEntry
+from jetdraft.manifest import GraphEntry
 from jetdraft.quant.weights import Quantization
 
 _FUSION = ("fc", "hidden_norm", "input_norm", "fc_norm")

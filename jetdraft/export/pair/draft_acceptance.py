@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from jetdraft.bundle import DRAFTER, Bundle
-from jetdraft.graph_entry import AcceptanceRecord
+from jetdraft.manifest import AcceptanceRecord
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.registry import methods

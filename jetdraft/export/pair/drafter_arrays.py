@@ -24,7 +24,7 @@ from jetdraft.export.job import Job
 from jetdraft.export.pair.cut_head import CutHead
 from jetdraft.export.step import Step, kv_shapes
 from jetdraft.export.variants import chain_graph
-from jetdraft.graph_entry import GraphEntry
+from jetdraft.manifest import GraphEntry
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import MOST_WINDOWS, WINDOW, Windows, second_moments
 from jetdraft.quant.weights import Quantization

@@ -10,8 +10,7 @@ from jetdraft.bundle import DRAFTER, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.draft_vocabulary import MOST_PADDING
 from jetdraft.checkpoints.reading.tokenizer_reader import read_tokenizer
-from jetdraft.errors import CheckpointError, PairError
-from jetdraft.untrusted.printable import printable
+from jetdraft.errors import CheckpointError, PairError, printable
 
 
 def compare_tokenizers(sources: Mapping[str, str]) -> None:

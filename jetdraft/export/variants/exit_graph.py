@@ -17,7 +17,7 @@ from jetdraft.export.step import Step
 from jetdraft.export.variants.chain_graph import write as write_chain
 from jetdraft.export.variants.exit_step import ExitStep
 from jetdraft.export.variants.variant import Variant
-from jetdraft.graph_entry import Halves
+from jetdraft.manifest import Halves
 
 
 def check(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:

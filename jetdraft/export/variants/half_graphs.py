@@ -17,7 +17,7 @@ from jetdraft.export.step import CUT, Step
 from jetdraft.export.variants.compaction import write_compaction
 from jetdraft.export.variants.exit_graph import write_exit
 from jetdraft.export.variants.variant import Variant
-from jetdraft.graph_entry import Halves
+from jetdraft.manifest import Halves
 from jetdraft.quant.edits import substitute
 
 _ROWS_MASK = "rows_mask"

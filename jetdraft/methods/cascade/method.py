@@ -22,7 +22,7 @@ from typing import NamedTuple
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.measured.rates import Acceptance, Streak, prior
+from jetdraft.runtime.measured.acceptance_rates import Acceptance, Streak, prior
 from jetdraft.runtime.proposers.drafter_methods import drafter_method
 from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
 from jetdraft.runtime.proposers.method import MethodOptions

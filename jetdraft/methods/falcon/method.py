@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from jetdraft.runtime.drafters.ahead_cache import AheadCache, Block
 from jetdraft.runtime.drafters.draft_cache import DraftCache
-from jetdraft.runtime.drafts.distribution import Distribution
+from jetdraft.runtime.drafts.noise import Distribution
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Answer

@@ -19,8 +19,8 @@ from jetdraft.methods.ppd.sparse_trees import SparsePlan, best_plan
 from jetdraft.ranges import between, check_ranges
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.measured.guess_rates import GuessRates, Ranks
-from jetdraft.runtime.measured.round_costs import PassMs, RoundCosts
+from jetdraft.runtime.measured.acceptance_rates import GuessRates, Ranks
+from jetdraft.runtime.measured.cost_model import PassMs, RoundCosts
 from jetdraft.runtime.measured.stats import Round
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.method import Method

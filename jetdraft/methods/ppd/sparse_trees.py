@@ -25,8 +25,8 @@ from functools import cached_property
 
 import numpy as np
 
-from jetdraft.runtime.measured.guess_rates import Ranks
-from jetdraft.runtime.measured.round_costs import PassMs
+from jetdraft.runtime.measured.acceptance_rates import Ranks
+from jetdraft.runtime.measured.cost_model import PassMs
 
 _LEAK = 1e-3
 """The chance that a round begins without guesses, as the first round of a text does."""

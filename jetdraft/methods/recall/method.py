@@ -17,8 +17,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.history.similarity import Similarity
-from jetdraft.runtime.history.store import MOST_TOKENS, ResponseStore
+from jetdraft.runtime.history.store import MOST_TOKENS, ResponseStore, Similarity
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.prefix import common_length
 from jetdraft.runtime.proposers.method import Method, MethodOptions

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.history.search import TreeSearch
-from jetdraft.runtime.history.trigrams import WINDOW, Counts, Trigrams
+from jetdraft.runtime.history.trigrams import WINDOW, Counts, TreeSearch, Trigrams
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits

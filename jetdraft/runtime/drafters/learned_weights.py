@@ -7,9 +7,15 @@ import warnings
 from threading import Lock
 
 from jetdraft.errors import JetdraftError
-from jetdraft.graph_entry import GraphEntry
-from jetdraft.kept.tally import Tally, is_better
-from jetdraft.kept.weight_sets import OWN, Choice, WeightSets, label
+from jetdraft.learning.weight_sets import (
+    OWN,
+    Choice,
+    Tally,
+    WeightSets,
+    is_better,
+    label,
+)
+from jetdraft.manifest import GraphEntry
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.opener import Opener, Weights
 
@@ -19,8 +25,8 @@ log = logging.getLogger("jetdraft.learning")
 class LearnedWeights:
     """Which weights draft, for all twins of a model.
 
-    A new set is on trial. The weights before it go on until `WINDOW` of their drafted
-    tokens have been evaluated; then the set drafts, and `is_better` compares the two.
+    A new set is on trial. The weights before it go on until `VERDICT_TOKENS` of their
+    drafts have been evaluated; then the set drafts, and `is_better` compares the two.
     `version` counts the changes: a twin whose graph is of another version takes `graph`
     between two of its generations. Nothing of the target is loaded again.
     """

@@ -1,4 +1,4 @@
-"""Gumbel noise as a pure function of (seed, position, token id).
+"""Gumbel noise as a pure function of (seed, position, token id), and draws with it.
 
 So the noise of a token does not depend on how passes were grouped. Noise is drawn from
 the top down, in blocks of B = 256 ids (after A* sampling, Maddison et al., 2014): the
@@ -18,6 +18,7 @@ number generators, 2014).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import lt
 from typing import NamedTuple
@@ -106,7 +107,7 @@ def _strip(seed: int, number: int, blocks: int) -> _Strip:
     return _Strip((bits & _PLACE).astype(np.int64), least, least.min(1).tolist())
 
 
-def quiet(
+def exponentials_below(
     seed: int, positions: Int64s, vocab_size: int, most: Float64s
 ) -> tuple[Int64s, Int64s, Float64s]:
     """The pairs of row and token id whose exponential is below `most`, with it.
@@ -114,8 +115,6 @@ def quiet(
     They are int64, int64 and float64 [k]. `positions` int64 [n] and `most` float64 [n]
     have an entry per row. Only blocks with a least exponential below `most` are
     visited. A pair at `most` itself may come too.
-
-        rows, ids, values = quiet(7, np.array([12]), 151936, np.array([1e-4]))
     """
     blocks = -(-vocab_size // BLOCK)
     places = [(_strip(seed, p // STRIP, blocks), p % STRIP) for p in positions.tolist()]
@@ -169,7 +168,29 @@ def gumbel(seed: int, positions: Int64s, ids: Int64s) -> Float64s:
 
     The largest sum of logit and variate is a draw from the softmax of the logits.
     `positions` and `ids` broadcast against each other.
-
-        gumbel(7, np.array([[12]]), np.array([[3, 4, 5]]))   # [1, 3]
     """
     return np.asarray(-np.log(exponentials(seed, positions, ids)))
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """The `probabilities` float64 [m] of the tokens `ids` int64 [m]; others have 0."""
+
+    ids: Int64s
+    probabilities: Float64s
+
+    def draw(self, seed: int, position: int) -> int:
+        """One token by the Gumbel-max trick; the same seed and position repeat it."""
+        return int(self.ids[np.argmax(self.scores(seed, position))])
+
+    def scores(self, seed: int, position: int) -> Float64s:
+        """Log probability plus noise, float64 [m]; the k best are k distinct draws."""
+        with np.errstate(divide="ignore"):  # log 0 never wins
+            logs = np.log(self.probabilities)
+        return np.asarray(logs + gumbel(seed, np.array([position]), self.ids))
+
+    def over(self, ids: Int64s) -> Float64s:
+        """The probabilities of `ids`, ascending ids that include all of its own."""
+        probabilities = np.zeros(len(ids))
+        probabilities[np.searchsorted(ids, self.ids)] = self.probabilities
+        return probabilities

@@ -1,17 +1,22 @@
-"""The rows of a pass, and the walk that verifies them.
+"""The rows of a pass, the walk that verifies them, and the probes that they carry.
 
 Plain lists, not arrays: a round handles a few rows, and between two passes that stream
 all the weights through the caches every numpy call costs ten microseconds.
+
+Probes are rows that draft further tokens while other rows are verified. A graph trained
+for it has several learned *streams* (Speculative Streaming, 2402.11131; prompt tokens,
+2405.18628). Each stream that a row carries is one probe: it predicts one more token
+ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from jetdraft.errors import DraftingError
-from jetdraft.runtime.drafts.distribution import Distribution
+from jetdraft.runtime.drafts.noise import Distribution
 
 
 def without_gaps(path: Sequence[int]) -> int:
@@ -66,33 +71,22 @@ class Rows:
 
     def cut(self, drafted: int) -> Rows:
         """The root and the first `drafted` rows below it."""
-        if drafted >= self.drafted:
-            return self
-        end = drafted + 1
-        return Rows(
-            self.tokens[:end],
-            self.parents[:end],
-            self.kind,
-            self.drawn_from,
-            self._probes_of(range(end)),
-        )
-
-    def _probes_of(self, rows: Iterable[int]) -> tuple[int, ...] | None:
-        """The numbers of probes of some rows."""
-        probes = self.probes
-        return None if probes is None else tuple(probes[row] for row in rows)
+        return self if drafted >= self.drafted else self._in_order(range(drafted + 1))
 
     def only(self, kept: Sequence[int]) -> Rows:
         """The `kept` rows, ascending; the parent of each kept row must be kept too."""
-        if len(kept) == len(self.tokens):
-            return self
-        place = {row: i for i, row in enumerate(kept)}
+        return self if len(kept) == len(self.tokens) else self._in_order(kept)
+
+    def _in_order(self, order: Sequence[int]) -> Rows:
+        """Some rows, or all, in another order: the root first, parents above."""
+        place = {row: i for i, row in enumerate(order)}
+        probes = self.probes
         return Rows(
-            [self.tokens[row] for row in kept],
-            [-1] + [place[self.parents[row]] for row in kept[1:]],
+            [self.tokens[row] for row in order],
+            [-1] + [place[self.parents[row]] for row in order[1:]],
             self.kind,
             {place[row]: q for row, q in self.drawn_from.items() if row in place},
-            self._probes_of(kept),
+            None if probes is None else tuple(probes[row] for row in order),
         )
 
     def under(self, path: list[int]) -> Rows:
@@ -117,14 +111,7 @@ class Rows:
             row = waiting.pop()
             order.append(row)
             waiting += reversed(self.children(row))
-        place = {row: i for i, row in enumerate(order)}
-        return Rows(
-            [self.tokens[row] for row in order],
-            [-1] + [place[self.parents[row]] for row in order[1:]],
-            self.kind,
-            {place[row]: q for row, q in self.drawn_from.items()},
-            self._probes_of(order),
-        )
+        return self._in_order(order)
 
     def check(self) -> None:
         """Raise `OptionError` unless this is a tree with parents before children."""
@@ -147,10 +134,7 @@ class Rows:
 
     @property
     def paths(self) -> list[list[int]]:
-        """For each row, the tokens from below the root down to the row itself.
-
-        Rows([5, 8, 9], [-1, 0, 0]).paths    # [[], [8], [9]]
-        """
+        """For each row, the tokens from below the root down to the row itself."""
         paths: list[list[int]] = [[]]
         for token, parent in zip(self.tokens[1:], self.parents[1:], strict=True):
             paths.append([*paths[parent], token])
@@ -201,3 +185,82 @@ class Rows:
             if self.parents[row] == here and self.tokens[row] == chosen[here]:
                 path.append(row)
         return path
+
+
+@dataclass(frozen=True)
+class Probes:
+    """The probes of one pass: row i carries the first `counts[i]` streams."""
+
+    counts: tuple[int, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """The number of probes."""
+        return sum(self.counts)
+
+    @property
+    def carriers(self) -> list[int]:
+        """The rows that carry probes."""
+        return [row for row, count in enumerate(self.counts) if count]
+
+    @property
+    def rows(self) -> list[int]:
+        """The carrier of each probe."""
+        return [row for row, count in enumerate(self.counts) for _ in range(count)]
+
+    @property
+    def ids(self) -> list[int]:
+        """The stream of each probe."""
+        return [stream for count in self.counts for stream in range(count)]
+
+    def seen(
+        self, ancestors: Sequence[Sequence[int]], members: int = 1, prefix: int = 0
+    ) -> list[list[int]]:
+        """Per slot behind the rows, the slots that it attends to, itself left out.
+
+        Behind the rows lie the `prefix` slots of the graph, which see nothing, and then
+        the probes: each takes `members` slots. A member sees the prefix, its carrier,
+        the carrier's `ancestors`, and the same member of the carrier's lower streams
+        (2405.18628, figure 4).
+        """
+        if not self.total:
+            return []
+        rows = len(ancestors)
+        known, first = list(range(rows, rows + prefix)), rows + prefix
+        seen: list[list[int]] = [[] for _ in known]
+        for row, count in enumerate(self.counts):
+            above = [*ancestors[row], row, *known]
+            for slot in range(count * members):
+                below = range(first + slot % members, first + slot, members)
+                seen.append([*above, *below])
+            first += count * members
+        return seen
+
+
+NO_PROBES = Probes()
+
+
+@dataclass(frozen=True)
+class Probing:
+    """Which rows of the coming passes carry probes: all rows, or the last row only.
+
+    If all do, the row that is accepted last has drafted. The last row alone is cheaper,
+    but drafts nothing after a wrong guess. A draft can also say how many `counts` its
+    rows carry, one by one.
+    """
+
+    streams: int = 0
+    last_only: bool = False
+    counts: tuple[int, ...] = ()
+
+    def of(self, rows: int) -> Probes:
+        """The probes of a pass over `rows` rows."""
+        if self.counts:
+            return Probes(self.counts[:rows])
+        if not self.streams:
+            return NO_PROBES
+        counts = [0 if self.last_only else self.streams] * (rows - 1)
+        return Probes((*counts, self.streams))
+
+
+NO_PROBING = Probing()

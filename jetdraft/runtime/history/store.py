@@ -2,7 +2,8 @@
 
 They lie in one SQLite file that only its owner can read, since it holds what users
 wrote. Each entry belongs to a user; their number and age are bounded. Entries are only
-used as drafts: a wrong or poisoned entry costs time, but never changes a text.
+used as drafts: a wrong or poisoned entry costs time, but never changes a text. Which
+requests are similar is decided by the target's own token embeddings.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jetdraft.errors import StoreError
-from jetdraft.kept.store_file import DAMAGE, StoreFile, checked_user, possible_times
+from jetdraft.errors import BundleError, StoreError
+from jetdraft.learning.store_file import DAMAGE, StoreFile, checked_user, possible_times
 from jetdraft.runtime.drafts.arrays import Float32s
 
 MOST_ENTRIES = 256
@@ -60,11 +61,6 @@ class ResponseStore:
 
     Raises `StoreError` if the file belongs to another tokenizer or program, or cannot
     be created. A damaged file is moved aside with a warning and a new one is begun.
-
-        store = ResponseStore(Path("said.sqlite"), tokenizer="<sha256>", user="ann")
-        store.add(Entry([5, 8], [9, 2], vector))
-        store.entries[0].response    # the latest first
-        store.of("bob").entries      # another user's
     """
 
     def __init__(
@@ -83,6 +79,8 @@ class ResponseStore:
         self._store_file = StoreFile(file, tokenizer, _TABLES)
         self._by_user: dict[str, ResponseStore] = {user: self}
         self.user = checked_user(user)
+        self.entries: list[Entry] = []
+        """The user's entries, latest first."""
         self.entries = self._open_or_replace()
 
     def of(self, user: str) -> ResponseStore:
@@ -92,7 +90,7 @@ class ResponseStore:
         """
         if user not in self._by_user:
             store = copy(self)
-            store.user = checked_user(user)
+            store.user, store.entries = checked_user(user), []
             store.entries = store._open_or_replace()
             if len(self._by_user) == MOST_USERS:
                 del self._by_user[next(iter(self._by_user))]
@@ -115,16 +113,32 @@ class ResponseStore:
         return self._read()
 
     def _read(self) -> list[Entry]:
-        """The user's entries, latest first."""
+        """The user's entries, latest first.
+
+        Only entries that are not known yet are read whole, since the next request may
+        wait for this.
+        """
+        known = {(entry.id, entry.used): entry for entry in self.entries}
+        entries = []
         with self._store_file.connect() as database:
-            rows = database.execute(
-                "select id, used, prompt, response, vector from entries"
-                " where user = ? and used between ? and ? and"
-                " length(prompt) + length(response) <= ? order by used desc limit ?",
+            keys = database.execute(
+                "select id, used from entries where user = ? and used between ? and ?"
+                " and length(prompt) + length(response) <= ?"
+                " order by used desc limit ?",
                 (self.user, *self._times, _MOST_BYTES, self.most_entries),
             ).fetchall()
-        entries = (_entry(*row) for row in rows)
-        return [entry for entry in entries if entry and self._is_in_vocabulary(entry)]
+            for key in keys:
+                entry = known.get(key)
+                if entry is None:
+                    row = database.execute(
+                        "select id, used, prompt, response, vector from entries"
+                        " where id = ?",
+                        key[:1],
+                    ).fetchone()
+                    entry = _entry(*row)
+                if entry is not None and self._is_in_vocabulary(entry):
+                    entries.append(entry)
+        return entries
 
     @property
     def _times(self) -> tuple[float, float]:
@@ -143,7 +157,7 @@ class ResponseStore:
     def add(self, entry: Entry) -> None:
         """Keep an entry, instead of an entry of the same request; delete old entries.
 
-        If that fails, for example on a full disk, it only warns: decoding goes on.
+        If that fails, for example on a full disk, it only warns: decoding continues.
         """
         length = len(entry.prompt) + len(entry.response)
         if not entry.response or length > MOST_TOKENS:
@@ -189,15 +203,7 @@ class ResponseStore:
 
         Raises `StoreError`.
         """
-        try:
-            with self._store_file.connect() as database:
-                deletion = "delete from entries where user = ?"
-                count = database.execute(deletion, (self.user,)).rowcount
-            self._store_file.remove_damaged()
-        except (sqlite3.Error, OSError) as error:
-            raise StoreError(
-                f"cannot clear the store {self.file} ({error}); try again"
-            ) from error
+        count = self._store_file.clear("entries", self.user)
         self.entries = []
         return count
 
@@ -220,3 +226,27 @@ def _entry(
 
 def _blob(tokens: Sequence[int]) -> bytes:
     return np.asarray(tokens, np.uint32).tobytes()
+
+
+class Similarity:
+    """Turns token ids into a unit vector; similar requests have a large dot product.
+
+    Reads the embeddings, int8 or float [vocab, d], from an npy file that export wrote.
+    Raises `BundleError` if it cannot be read, or has fewer rows than `vocab_size`.
+    """
+
+    def __init__(self, file: Path, vocab_size: int = 0) -> None:
+        refusal = BundleError(f"{file} cannot be read; export the bundle again")
+        try:
+            self._table = np.lib.format.open_memmap(file, mode="r")
+        except (OSError, ValueError) as error:
+            raise refusal from error
+        is_matrix = self._table.ndim == 2 and self._table.dtype.kind in "fi"
+        if not is_matrix or len(self._table) < vocab_size:
+            raise refusal
+
+    def vector(self, tokens: Sequence[int]) -> Float32s:
+        """Float32 [d] of unit length: the direction of the mean embedding."""
+        mean = self._table[np.asarray(tokens)].astype(np.float32).mean(0)
+        vector: Float32s = mean / max(float(np.linalg.norm(mean)), 1e-9)
+        return vector

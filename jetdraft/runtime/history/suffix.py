@@ -11,19 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 ROOT = 0
-FAR = 64
-"""The most links that are followed to count occurrences: repetitions form long chains.
-"""
+MOST_LINKS = 64
+"""Links that are followed to count occurrences: repetitions form long chains."""
 
 
 class SuffixAutomaton:
     """Token sequences, with how often and how recently each of their parts occurred.
 
     A state is an int; `ROOT` is the state of the empty text.
-
-    automaton = SuffixAutomaton()
-    automaton.extend([1, 2, 3, 1, 2])
-    automaton.follow(automaton.match, 2)    # [3, 1] and the score
     """
 
     def __init__(self) -> None:
@@ -140,7 +135,7 @@ class SuffixAutomaton:
     def _count_endings(self) -> None:
         """Count one more occurrence of every ending of the current sequence."""
         state = self._last
-        for _ in range(FAR):
+        for _ in range(MOST_LINKS):
             if state <= ROOT:
                 break
             self._count[state] += 1

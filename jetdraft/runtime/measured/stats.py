@@ -19,8 +19,8 @@ class Round(NamedTuple):
     the rank is their number. `probes` is the number of probes, which drafted for the
     next round. `off` says why this round had no draft. `asked` maps each method that
     was asked to the number of rows that it offered and its seconds. `evidence` is the
-    proposer's for this draft. `seconds` is the time of the whole round, 0 if nobody
-    took it; `draft_seconds` are those until the draft was there, or given up.
+    proposer's for this draft. `seconds` is the time of the whole round, 0 if it was not
+    taken; `draft_seconds` is the time until the draft was there, or given up.
     `skipped_layers` is the number of layers that the pass left out.
     """
 
@@ -80,9 +80,6 @@ class Stats:
     `exited_tokens`, and left out `skipped_layers` layers for them in all. `seed` is the
     seed of a sampled text, also where it was drawn at random. `select_kv` is how many
     of the committed KV rows a pass read; None for all rows.
-
-    stats.tokens_per_pass      # committed tokens / target passes, without prefill
-    stats.to_json()            # every metric under its name
     """
 
     method: str

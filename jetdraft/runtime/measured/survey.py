@@ -2,13 +2,16 @@
 
 The first generation on a machine waits only for `begin`, which compares a few widths.
 The others are compared while nobody generates, or by `finish`. An exact generation uses
-a width only after its rows had the bits of the exact class at all places.
+a width only after its rows had the bits of the exact class at all places in the
+buffers: kernels split a long context and add up its parts, so widths that agree early
+in the buffers may differ late in them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import RLock
@@ -17,18 +20,10 @@ import numpy as np
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.runtime.drafts.probes import NO_PROBING, Probing
-from jetdraft.runtime.measured.curve import Curve
-from jetdraft.runtime.measured.idle import StoppedError
-from jetdraft.runtime.measured.places import (
-    decoding_widths,
-    filled,
-    place,
-    room,
-    settle,
-    tokens_of,
-)
-from jetdraft.runtime.measured.profiles import Profiles
+from jetdraft.runtime.claim import StoppedError
+from jetdraft.runtime.drafts.rows import NO_PROBING, Probing
+from jetdraft.runtime.measured.cost_model import Curve
+from jetdraft.runtime.measured.profile_files import Profiles
 from jetdraft.runtime.measured.widths import Widths, prefill_widths
 from jetdraft.runtime.passes.graph import Graph
 
@@ -38,13 +33,20 @@ FIRST = (2, 4)
 NEXT = (8, 6, 3)
 """The widths that come after these, before all others."""
 
-LEAST_ROWS = 8
-"""The rows that are compared at each place, at least."""
+MIN_ROWS, MAX_ROWS = 8, 36
+"""The rows whose logits are compared at each place, at least and at most."""
 
 FIRST_MS = 1500.0
 """Before the first token, widths are compared for this long at most, beyond `FIRST`."""
 
-PROBE_TURNS, DRAFTER_TURNS = 5, 3
+PROBE_TURNS, DRAFTER_TURNS, PASS_TURNS = 5, 3, 5
+"""How often a pass with probes, of the drafter and of each width is timed."""
+
+_FIRST_PLACE = 12
+"""The first row of the earliest place in empty buffers."""
+
+_MIN_ROOM = 2 * MAX_ROWS
+"""Rows of room without which the committed rows are given up."""
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
@@ -67,10 +69,6 @@ class Survey:
     """What is known of a target's widths and pass times; `step` finds out more.
 
     `profiles` keeps the results; `announce` is called before the first are measured.
-
-        survey = Survey(target, drafter, profiles)
-        survey.widths.exact     # [2, 4], after about 20 passes
-        survey.finish()
     """
 
     def __init__(
@@ -150,7 +148,7 @@ class Survey:
             pass
 
     def again(self) -> None:
-        """Measure everything anew; the largest class becomes the exact class."""
+        """Measure everything again; the largest class becomes the exact class."""
         with self._lock:
             self._widths, self._curve, self._gaps = None, Curve({}), {}
             self._is_begun = False
@@ -182,7 +180,7 @@ class Survey:
         widest = known.exact[-1]
         if known.untried:
             width = known.untried[0]
-            rows = max(LEAST_ROWS, width)
+            rows = max(MIN_ROWS, width)
             pairs = [(width, -(-rows // width)), (widest, -(-rows // widest))]
         else:
             wide = prefill_widths(self.target.contract)
@@ -262,7 +260,7 @@ class Survey:
 
     def _gap(self, one: int, other: int) -> float:
         """The largest difference between the logits of two widths; 0 for equal bits."""
-        rows = min(max(LEAST_ROWS, one, other), room(self.target, self._starts))
+        rows = min(max(MIN_ROWS, one, other), room(self.target, self._starts))
         gap = 0.0
         for start in self._starts:
             logits, others = (self._logits(start, rows, w) for w in (one, other))
@@ -277,7 +275,7 @@ class Survey:
 
         The last pass may overlap the pass before, so that every pass has that width.
         """
-        tokens = tokens_of(self.target, rows)
+        tokens = random_tokens(self.target, rows)
         logits = np.zeros((rows, self.target.contract.vocab_size), np.float32)
         for end in [*range(width, rows, width), rows]:
             first = end - width
@@ -316,7 +314,7 @@ class Survey:
 
     def _agrees(self, width: int, ways: list[Way]) -> bool:
         """Whether rows that run in other ways have the bits of a chain pass."""
-        tokens = tokens_of(self.target, width)
+        tokens = random_tokens(self.target, width)
         for start in self._starts if ways else []:
             chain = self._run(start, tokens, PLAIN).copy()
             for way in ways:
@@ -337,7 +335,7 @@ class Survey:
             for wide in prefill_widths(graph.contract):
                 if wide > graph.contract.capacity - start:
                     continue
-                self._run(start, tokens_of(graph, wide), PLAIN, last_only=True)
+                self._run(start, random_tokens(graph, wide), PLAIN, last_only=True)
                 whole = _kept(graph, start, wide)
                 self._logits(start, wide, step)
                 yield all(map(np.array_equal, whole, _kept(graph, start, wide)))
@@ -345,12 +343,7 @@ class Survey:
     @staticmethod
     def _drafter_ms(drafter: Graph) -> float:
         """The shortest time of a pass over one row; the buffers stay nearly empty."""
-        seconds = []
-        for _ in range(DRAFTER_TURNS):
-            before = drafter.seconds
-            drafter.run([0])
-            seconds.append(drafter.seconds - before)
-        return 1e3 * min(seconds)
+        return 1e3 * min(_seconds(drafter, [0]) for _ in range(DRAFTER_TURNS))
 
     def _probe_ms(self) -> float:
         """The milliseconds that one probe adds to a pass of two rows."""
@@ -359,13 +352,18 @@ class Survey:
             return 0.0
         place(graph, self._starts[0])
         for probing in (NO_PROBING, Probing(streams)):
-            times = []
-            for _ in range(PROBE_TURNS):
-                before = graph.seconds
-                graph.run([0, 0], probing=probing)
-                times.append(graph.seconds - before)
+            times = (_seconds(graph, [0, 0], probing) for _ in range(PROBE_TURNS))
             shortest.append(min(times))
         return 1e3 * max(shortest[1] - shortest[0], 0.0) / (2 * streams)
+
+
+def _seconds(
+    graph: Graph, tokens: Sequence[int], probing: Probing = NO_PROBING
+) -> float:
+    """The time of a chain pass."""
+    before = graph.seconds
+    graph.run(tokens, probing=probing)
+    return graph.seconds - before
 
 
 def _kept(graph: Graph, start: int, rows: int) -> list[np.ndarray]:
@@ -383,3 +381,97 @@ def probe_ways(contract: StepContract) -> list[Way]:
         for branching in ((False, True) if contract.tree else (False,))
         for last_only in (False, True)
     ]
+
+
+def decoding_widths(graph: Graph) -> list[int]:
+    """The widths that decoding may use, without those that run with padding rows."""
+    capacity = graph.contract.capacity
+    rows = min(MAX_ROWS, capacity - 1 - min(_FIRST_PLACE, capacity // 4))
+    widest = min(WIDEST, graph.contract.max_width, rows)
+    widths = range(1, widest + 1)
+    return [w for w in widths if graph.sessions.width(w, capacity) == w]
+
+
+def random_tokens(graph: Graph, count: int) -> list[int]:
+    """Random tokens: always the first `count` tokens of the same row of tokens."""
+    random = np.random.default_rng(0)
+    tokens: list[int] = random.integers(0, graph.contract.vocab_size, count).tolist()
+    return tokens
+
+
+@contextmanager
+def filled(graph: Graph) -> Iterator[list[int]]:
+    """Fill the buffers with random numbers; gives the cursors to measure at.
+
+    They lie early, midway and late after the committed rows, which stay valid: after
+    the block the cursor and the count of passes are as before. Where the committed rows
+    leave no room they are lost. To fill the buffers by running tokens would take as
+    long as a long prompt.
+    """
+    cache, passes = graph.cache, graph.passes
+    length = cache.length if cache.room >= _MIN_ROOM else 0
+    is_lost = length < cache.length
+    _fill(graph, length)
+    early = max(length, min(_FIRST_PLACE, cache.capacity // 4))
+    late = max(early, cache.capacity - 1 - MAX_ROWS)
+    try:
+        yield sorted({early, (early + late) // 2, late})
+    finally:
+        place(graph, length)
+        if not is_lost:
+            graph.passes = passes
+
+
+def room(graph: Graph, starts: Sequence[int]) -> int:
+    """How many rows can be compared at each place."""
+    return min(MAX_ROWS, graph.cache.capacity - 1 - starts[-1])
+
+
+def _fill(graph: Graph, length: int) -> None:
+    random = np.random.default_rng(1)
+    arrays: dict[tuple[int, ...], np.ndarray] = {}
+    for spec in graph.contract.buffers("past"):
+        shape, buffer = spec.sized(), graph.cache.buffers[spec.name]
+        if shape not in arrays:
+            numbers = random.standard_normal(shape, np.float32)
+            integers = np.dtype(spec.dtype).kind in "iu"
+            arrays[shape] = (numbers * 40 if integers else numbers).astype(spec.dtype)
+        if length:
+            whole = np.array(buffer.numpy())
+            whole[:, :, length:] = arrays[shape][:, :, length:]
+            buffer.update_inplace(whole)
+        else:
+            buffer.update_inplace(arrays[shape])
+
+
+def place(graph: Graph, start: int) -> None:
+    """Set the cursor to `start` rows."""
+    graph.cache.rewind(0)
+    graph.cache.advance(start)
+
+
+def settle(graph: Graph, run: Callable[[], object]) -> None:
+    """Run a pass until it is captured, since decoding will replay the capture."""
+    if graph.captures is not None:
+        run()
+        run()
+
+
+def pass_times(
+    graph: Graph, widths: Sequence[int], turns: int = PASS_TURNS
+) -> dict[int, float]:
+    """The shortest time in milliseconds of a chain pass, by width.
+
+    The widths take turns, since a busy second would otherwise slow the passes of one
+    width only. The shortest time counts, since noise only makes a pass longer.
+    """
+    with filled(graph) as starts:
+        place(graph, starts[0])
+        tokens = random_tokens(graph, max(widths))
+        for width in widths:
+            settle(graph, partial(graph.run, tokens[:width]))
+        seconds: dict[int, list[float]] = {width: [] for width in widths}
+        for _ in range(turns):
+            for width in widths:
+                seconds[width].append(_seconds(graph, tokens[:width]))
+    return {width: 1e3 * min(times) for width, times in seconds.items()}

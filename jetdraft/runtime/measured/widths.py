@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.untrusted.record import in_range, read_record
+from jetdraft.parsing import in_range, read_record
 
 Width = Annotated[int, in_range(1, WIDEST)]
 
@@ -29,8 +29,6 @@ class Widths:
     trees_agree     a branching pass gives a chain's rows the same bits
     prefills_agree  the wide passes that read a prompt give the bits of decoding;
                     None if they were not compared yet
-
-        Widths([[1], [2, 3, 4]], {1: 0.01, 2: 0.0, 3: 0.0, 4: 0.0}).exact    # [2, 3, 4]
     """
 
     classes: list[list[Width]]

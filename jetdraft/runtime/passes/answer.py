@@ -1,4 +1,4 @@
-"""What a pass says of its rows."""
+"""The answer of a pass: the best tokens of its rows, and their logits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
-from jetdraft.runtime.drafts.probes import Probes
-from jetdraft.runtime.passes.tensor import Tensor
+from jetdraft.runtime.drafts.rows import Probes
+from jetdraft.runtime.passes.buffers import Tensor
 
 
-class Source(Protocol):
-    """What fills an answer's logits when they are first read."""
+class LogitsSource(Protocol):
+    """Fills an answer's logits when they are first read."""
 
     def fetch(self) -> None:
         """Fill the array, unless that was done before."""
@@ -28,17 +28,17 @@ Pick = Callable[[Int64s, Int64s], Float32s]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a pass says of m of its n rows; views that the next pass overwrites.
+    """The answer to m of the n rows of a pass; views that the next pass overwrites.
 
     `candidates` int64 [m, K] best first, `candidate_logits` float32 [m, K],
     `logsumexp` float32 [m], `logits` float32 [m, vocab], and `hidden` float32 [m, h]
     where the graph gives them. A graph that chooses among a part of the vocabulary can
     draft its candidates only: their logits are all its `logits`. `features` float
     [n, w] and `carried` float [n, c] have one row per row of the pass, answered or not.
-    `probes` maps each row that carried
-    probes to the answer of its probes. The logits are fetched from the device, or
-    computed, when they are first read, and so is a `logsumexp` that the graph did not
-    give. `skipped_layers` counts the layers that the pass left out.
+    `probes` maps each row that carried probes to the answer of its probes. The logits
+    are fetched from the device, or computed, when they are first read, and so is a
+    `logsumexp` that the graph did not give. `skipped_layers` counts the layers that the
+    pass left out.
     """
 
     candidates: Int64s
@@ -51,7 +51,7 @@ class Answer:
     probes: Mapping[int, Answer] = field(default_factory=dict, repr=False)
     skipped_layers: int = 0
     _parts: dict[int, Answer] = field(default_factory=dict, repr=False)
-    _source: Source | None = field(default=None, repr=False)
+    _source: LogitsSource | None = field(default=None, repr=False)
     _pick: Pick | None = field(default=None, repr=False)
 
     @property
@@ -118,7 +118,7 @@ class Answer:
         return replace(self, features=features, _parts={})
 
     def leaving_out(self, layers: int) -> Answer:
-        """This answer, of a pass that left so many layers out."""
+        """This answer, of a pass that left `layers` layers out."""
         return replace(self, skipped_layers=layers, _parts={})
 
 

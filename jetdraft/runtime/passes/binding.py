@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from jetdraft.contracts.tensor_spec import TensorSpec
 from jetdraft.ort import ort
-from jetdraft.runtime.passes.tensor import HOST, Memory, Tensor
+from jetdraft.runtime.passes.buffers import HOST, Memory, Tensor
 
 VisibleSlots = Sequence[Sequence[int]]
 """For each row of a draft, the slots that it attends to, without its own slot."""
@@ -32,14 +32,9 @@ class Bound:
     """The inputs and outputs of passes with fixed numbers of rows, answers and probes.
 
     `tensors` holds them by name, on the host and on the device; `arrays` holds their
-    arrays on the host. `buffers` are the KV buffers, by name of the input; those that
-    are `lent` belong to another graph, and are only read. `members` and `prefix` are
-    those of the contract.
-
-        bound = Bound(session, inputs, outputs, buffers, rows=4, answers=4, probes=0)
-        bound.arrays["input_ids"][0] = [5, 8, 9, 2]
-        bound.run()
-        bound.arrays["candidates"]
+    arrays on the host. `buffers` are the KV buffers, by name of the input; the `lent`
+    ones belong to another graph, and are only read. The contract has `members` and
+    `prefix`.
     """
 
     def __init__(

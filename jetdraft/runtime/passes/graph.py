@@ -12,20 +12,23 @@ from jetdraft.contracts.selection import Reading
 from jetdraft.contracts.step_contract import SELECTING, StepContract
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
-from jetdraft.runtime.drafts.probes import NO_PROBES, NO_PROBING, Probes, Probing
-from jetdraft.runtime.drafts.rows import Rows, without_gaps
+from jetdraft.runtime.drafts.rows import (
+    NO_PROBES,
+    NO_PROBING,
+    Probes,
+    Probing,
+    Rows,
+    without_gaps,
+)
 from jetdraft.runtime.passes.answer import Answer, answer_of
 from jetdraft.runtime.passes.binding import Bound, VisibleSlots
-from jetdraft.runtime.passes.cache import Cache
-from jetdraft.runtime.passes.encoding.source import Source
-from jetdraft.runtime.passes.step_sessions import Captures, StepSession, StepSessions
-from jetdraft.runtime.passes.tensor import HOST, Memory
+from jetdraft.runtime.passes.buffers import HOST, Cache, Memory, Source
+from jetdraft.runtime.passes.session import Captures, StepSession, StepSessions
 
-MOST_WIDE = 8
-"""The most sizes of passes over prompts that stay bound; a prompt may have any length.
-"""
+MAX_WIDE_BINDINGS = 8
+"""The sizes of passes over prompts that stay bound; a prompt may have any length."""
 
-SHORTEST = 256
+MIN_LENGTH = 256
 """The smallest `total_length` of captured graphs."""
 
 
@@ -35,12 +38,8 @@ class Graph:
     `seconds` adds up the time inside `session.run`, `passes` counts the passes. If
     there are `lengths`, ascending up to the capacity, `total_length` is the smallest
     length that holds the pass; otherwise it is the exact length. Without `captures` no
-    CUDA graph is captured. A `cache` in place of an own belongs to another graph of the
-    same contract.
-
-        graph = Graph(StepSessions(session, contract))
-        answer = graph.run([5, 8])      # rows 0 and 1 of an empty cache
-        graph.cache.advance(2)
+    CUDA graph is captured. A given `cache` belongs to another graph of the same
+    contract.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Graph:
 
         Each captured graph has a fixed `total_length`, so there are few lengths. Since
         kernels split their work by the length, it decides how they round. So an `exact`
-        generation uses a single length. Rows are selected anew.
+        generation uses a single length. The next pass selects rows again.
         """
         self.reading = reading
         self.selected.forget()
@@ -103,8 +102,8 @@ class Graph:
         a prefill computes the LM head for this row only. Rows that fill up the `width`
         repeat the last token. The cursor does not move: the caller knows which rows
         count, and calls `cache.advance`. A head graph reads `features` float [n, w],
-        and `recent` int64 [n, q] if its contract says so. A graph that fills a block is
-        told its first tokens, `block`.
+        and `recent` int64 [n, q] if its contract says so. `block` has the first tokens
+        of a graph that fills a block.
         """
         rows, cursor, room = len(tokens), self.cache.length, self.cache.room
         width = max(width, rows)
@@ -124,10 +123,12 @@ class Graph:
             binding.show_only([*chain, *self._seen(probes, chain)], cursor)
         else:
             binding.show_all()
-        answer = self._run(binding, cursor)
+        # Here and not in a method: each frame above a pass costs time in every round.
+        self.seconds += binding.run(self._ready(binding, cursor))
+        self.passes += 1
         if last_only or width == rows or self.contract.guesses:
-            return answer
-        return answer.first(rows)
+            return binding.answer
+        return binding.answer.first(rows)
 
     def verify(
         self, rows: Rows, width: int, probing: Probing = NO_PROBING
@@ -195,8 +196,9 @@ class Graph:
         binding.fill_rows("recent_ids", recent)
         seen = [*ancestors, *[[]] * padding]
         binding.show_only([*seen, *self._seen(probes, seen)], cursor, filled)
-        answer = self._run(binding, cursor + filled)
-        return answer if width == rows else answer.first(rows)
+        self.seconds += binding.run(self._ready(binding, cursor + filled))
+        self.passes += 1
+        return binding.answer if width == rows else binding.answer.first(rows)
 
     def _binding(self, size: _Size, room: int) -> _Binding:
         if not 1 <= size.width <= min(self.contract.max_width, room):
@@ -209,7 +211,7 @@ class Graph:
         bindings = self._wide_bindings if is_wide else self._bindings
         binding = bindings.pop(size, None)
         if binding is None:
-            if is_wide and len(bindings) == MOST_WIDE:
+            if is_wide and len(bindings) == MAX_WIDE_BINDINGS:
                 del bindings[next(iter(bindings))]
             session = self.sessions.of(size.width, size.branching)
             binding = _Binding(self, session, size)
@@ -225,23 +227,21 @@ class Graph:
         """What the slots behind the rows of a pass attend to."""
         return probes.seen(ancestors, self.contract.members, self.contract.prefix)
 
-    def _run(self, binding: _Binding, cursor: int) -> Answer:
+    def _ready(self, binding: _Binding, cursor: int) -> ort.RunOptions | None:
+        """Set what a pass reads beside its rows; gives the options to run it."""
         size = binding.size
         length = self._length(cursor + size.width, binding.biased)
         binding.cursor[0] = cursor
         binding.total_length[0] = length
         if self.lender is not None:
             binding.arrays["target_length"][0] = self.lender.length
-        options = None
-        if self.captures is not None:
-            # Prefills have few passes of any width, which are not worth a capture.
-            is_prefill = size.width > WIDEST
-            options = self.captures.run_options(None if is_prefill else (size, length))
         if self.contract.selection is not None:
             binding.arrays[SELECTING.name][0] = self.reading
-        self.seconds += binding.run(options)
-        self.passes += 1
-        return binding.answer
+        if self.captures is None:
+            return None
+        # Prefills have few passes of any width, which are not worth a capture.
+        is_prefill = size.width > WIDEST
+        return self.captures.run_options(None if is_prefill else (size, length))
 
     def _length(self, filled: int, biased: bool) -> int:
         """The `total_length` of a pass that fills `filled` rows of the buffers."""
@@ -252,7 +252,7 @@ class Graph:
 
 def _lengths(capacity: int) -> list[int]:
     """Powers of two, and the capacity."""
-    powers = (SHORTEST << doubling for doubling in range(capacity.bit_length()))
+    powers = (MIN_LENGTH << doubling for doubling in range(capacity.bit_length()))
     return [*(length for length in powers if length < capacity), capacity]
 
 
@@ -329,11 +329,7 @@ class _Binding(Bound):
 
 
 class SelectedRows:
-    """Tensors that selecting passes read and write in place, on the host.
-
-    selected = SelectedRows(contract)
-    selected.forget()    # before another text
-    """
+    """Tensors that selecting passes read and write in place, on the host."""
 
     def __init__(self, contract: StepContract) -> None:
         self._tensors = {
@@ -344,6 +340,6 @@ class SelectedRows:
         self.forget()
 
     def forget(self) -> None:
-        """Let the next pass select anew: no query is like zeros."""
+        """Forget the last query, so the next pass selects: no query is like zeros."""
         for tensor in self._tensors.values():
             tensor.array[...] = np.zeros((), tensor.array.dtype)

@@ -1,10 +1,11 @@
-"""Opens the graphs of a bundle on one provider (CPU, CUDA or TensorRT)."""
+"""Opens the graphs of a bundle on one provider: CPU, CUDA, TensorRT or WebGPU."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,8 @@ from jetdraft.bundle import CONTRIB, Bundle
 from jetdraft.devices import webgpu
 from jetdraft.devices.detection import detect
 from jetdraft.devices.providers import (
+    AUTO,
+    PROVIDERS,
     CudaOptions,
     Provider,
     ProviderOptions,
@@ -20,13 +23,95 @@ from jetdraft.devices.providers import (
     as_options,
 )
 from jetdraft.devices.tensorrt import WIDTHS, engine_folder, engine_options
-from jetdraft.graph_entry import GraphEntry
+from jetdraft.errors import OptionError, ProviderError
+from jetdraft.manifest import GraphEntry
+from jetdraft.options import Flag
 from jetdraft.ort import import_onnx, ort
-from jetdraft.runtime.passes.encoding.source import Source
+from jetdraft.runtime.passes.buffers import HOST, Memory, Source
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.passes.session import Threads, open_session
-from jetdraft.runtime.passes.step_sessions import Captures, StepSessions
-from jetdraft.runtime.passes.tensor import HOST, Memory
+from jetdraft.runtime.passes.session import (
+    Captures,
+    StepSessions,
+    Threads,
+    open_session,
+)
+
+OFF = "off"
+"""The name in place of the drafter's provider to run without the drafter."""
+
+
+class LoadOptions(TypedDict, total=False):
+    """Where and how a bundle runs: the keyword arguments of `jetdraft.load`."""
+
+    threads: Annotated[
+        int | None,
+        Flag(
+            "runtime",
+            "Threads of the target; default: all cores.",
+            names=("-t", "--threads"),
+        ),
+    ]
+    provider: Annotated[
+        str | None,
+        Flag(
+            "runtime",
+            f"What runs the target: {', '.join(PROVIDERS)} or auto; default: the "
+            "provider of the export.",
+        ),
+    ]
+    drafter_provider: Annotated[
+        str | None,
+        Flag(
+            "runtime",
+            "What runs the drafter: a provider, or off for no drafter; default: the "
+            "provider of the export, or --provider.",
+        ),
+    ]
+    streams: Annotated[
+        str | Path | None,
+        Flag(
+            "runtime",
+            "A streams.npz of the same base; default: the streams in the bundle.",
+        ),
+    ]
+    store: Annotated[
+        str | Path | None,
+        Flag(
+            "drafting",
+            "Keep requests and responses in this file, and draft from them; default: "
+            "keep nothing.",
+        ),
+    ]
+    learn: Annotated[
+        str | Path | None,
+        Flag(
+            "drafting",
+            "Keep what the target said where drafts were wrong in this folder, and "
+            "take the drafter's weights that train drafter --from-use learns of it; "
+            "default: keep nothing.",
+            metavar="DIR",
+        ),
+    ]
+
+
+def check_load_options(options: LoadOptions) -> None:
+    """Refuse wrong values; only the command line has checked its options before."""
+    choices = LoadOptions.__annotations__
+    for name in options:
+        if name not in choices:
+            words = ", ".join(choices)
+            raise OptionError(f"unknown option {name!r} of load; choose {words}", name)
+    for path in ("streams", "store", "learn"):
+        value = options.get(path)
+        if not isinstance(value, (str, Path, type(None))):
+            raise OptionError(f"{path} {value!r} is not a path; give a path", path)
+    drafter = options.get("drafter_provider")
+    if drafter not in (None, OFF, AUTO, *PROVIDERS):
+        names = ", ".join((*PROVIDERS, AUTO, OFF))
+        raise ProviderError(
+            f"unknown provider {drafter!r} for the drafter; choose {names}"
+        )
+
 
 Weights = Mapping[str, npt.NDArray[np.generic]]
 
@@ -37,8 +122,6 @@ class Opener:
 
     On the CPU all graphs of one file share one session, also between models that use
     the same opener: a CPU session holds no state of a pass.
-
-        Opener(bundle, PROVIDERS["cpu"], ONE_THREAD).graph(bundle.target)
     """
 
     bundle: Bundle
@@ -70,7 +153,7 @@ class Opener:
     ) -> ort.InferenceSession:
         """The session of one of the bundle's files; see `open_session`.
 
-        Without `threads` it has those of the opener.
+        Without `threads` it has the opener's.
         """
         if file in self._opened:
             return self._opened[file]
@@ -87,7 +170,7 @@ class Opener:
         return session
 
     def reopen(self) -> None:
-        """Open each file anew when it is asked for; sessions in use live on."""
+        """Forget the sessions, which live on in their graphs: open files again."""
         self._opened.clear()
 
     def compaction(self, file: str | None) -> ort.InferenceSession | None:
@@ -191,9 +274,6 @@ class SharedWeights:
     `views` are given to the sessions (`SessionOptions.add_initializer`): a session
     refuses a value that owns its memory. The `owners` of the memory must outlive the
     sessions.
-
-        shared = SharedWeights.of(chain, "cuda")
-        open_session(tree, "cuda", shared=shared.views)
     """
 
     views: dict[str, ort.OrtValue]

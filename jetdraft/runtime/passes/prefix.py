@@ -2,8 +2,8 @@
 
 The part of a prompt that is equal to the beginning of that text is not read again. The
 keys and values of a row depend on the tokens before it, and their last bits depend on
-the kernels that computed them. Prompts are read in passes whose rows are bit for bit
-those of decoding (`Widths.prefills_agree`). So a kept row has the bits that a new pass
+the kernels that computed them. Prompts are read in passes whose rows have the bits of
+decoding (`Widths.prefills_agree`). So a kept row has the bits that a new pass
 would compute, and the text cannot depend on earlier texts. An exact generation does not
 use rows that an inexact generation left. A prefix can be saved to a file.
 """
@@ -21,18 +21,18 @@ import numpy.typing as npt
 
 from jetdraft.errors import BundleError
 from jetdraft.files import read_arrays, write_arrays
+from jetdraft.parsing import read_json
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
-from jetdraft.runtime.passes.cache import Cache
+from jetdraft.runtime.passes.buffers import Cache
 from jetdraft.runtime.passes.target import Target
-from jetdraft.untrusted.json_text import read_json
+
+TOKENS, IDENTITY, DIGEST = "tokens", "identity", "sha256"
+WAITING = "waiting"
+"""The arrays of a saved prefix beside the rows; `WAITING` has unread features."""
 
 
 class Prefix:
-    """The tokens whose rows are in a target's buffers since its last generation.
-
-    prefix.keep(prompt, exact=True)     # rows that may stay
-    prefix.hold(sequence, exact=True)   # after a generation
-    """
+    """The tokens whose rows are in a target's buffers since its last generation."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -71,10 +71,6 @@ def common_length(one: Sequence[int] | Int64s, other: Sequence[int] | Int64s) ->
     return int(differ[0]) if len(differ) else length
 
 
-TOKENS, IDENTITY, DIGEST = "tokens", "identity", "sha256"
-WAITING = "waiting"
-
-
 def save_prefix(
     file: Path,
     tokens: list[int],
@@ -100,10 +96,7 @@ def save_prefix(
 
 
 def digest_of(arrays: Mapping[str, npt.NDArray[Any]]) -> str:
-    """A hash over the names, types, shapes and numbers of all arrays but the hash.
-
-    digest_of({"tokens": np.arange(3)})
-    """
+    """A hash over the names, types, shapes and numbers of all arrays but the hash."""
     digest = hashlib.sha256()
     for name in sorted(arrays.keys() - {DIGEST}):
         array = np.ascontiguousarray(arrays[name])
@@ -117,8 +110,8 @@ def load_prefix(
 ) -> tuple[list[int], bool, Float32s | None]:
     """Put saved rows into all caches.
 
-    Gives their tokens, whether this machine computed them, and the features of that
-    `size` that wait for a head, if it has such. Raises `BundleError` for rows of
+    Gives their tokens, whether this machine computed them, and the features that wait
+    for a head, float32 [1, `size`], if there is one. Raises `BundleError` for rows of
     another bundle, and for a file that was altered or does not fit the buffers.
     """
     refusal = BundleError(f"{file} is not a saved prefix; save it again")

@@ -1,9 +1,14 @@
-"""Opens onnxruntime sessions, and refuses those that would run elsewhere."""
+"""Opens onnxruntime sessions, and chooses the session of a step graph for a pass.
+
+A session is refused where its graph would run on another provider than it should.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensor_check import check_tensors
 from jetdraft.devices.memory import release
 from jetdraft.devices.providers import AT_HAND, PROVIDERS, presence, request
 from jetdraft.errors import ContractError, OptionError, ProviderError
@@ -19,6 +26,9 @@ from jetdraft.ort import ort
 SIZE_OPERATORS = {"Shape", "Size", "Squeeze", "Unsqueeze", "Cast", "Concat"}
 SIZE_OPERATORS |= {"Range", "Add", "Expand"}
 """Operators that a provider may leave to the CPU: they compute sizes of a pass."""
+
+EAGER = "-1"
+"""onnxruntime's id of a run that neither captures nor replays."""
 
 MOST_THREADS_PER_CORE = 8
 """With more, threads wait for each other, some for minutes."""
@@ -51,8 +61,6 @@ def threads_of_pair(target: int, drafter: int) -> tuple[Threads, Threads]:
 
     A drafter with one thread sleeps while it waits, and leaves the target's spinning
     alone. With more, each pool yields the cores when its pass ends.
-
-        threads_of_pair(4, 4)[1].spinning    # Spinning.IN_PASSES
     """
     if drafter == 1:
         return Threads(target, Spinning.ALWAYS), ONE_THREAD
@@ -62,7 +70,9 @@ def threads_of_pair(target: int, drafter: int) -> tuple[Threads, Threads]:
 
 def default_threads() -> int:
     """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def open_session(
@@ -79,8 +89,6 @@ def open_session(
     weights, which lie in the provider's memory and must outlive the session. Raises
     `ProviderError` if the provider cannot run the whole graph, `ContractError` if
     onnxruntime cannot load the file, and `OptionError` for wrong `threads`.
-
-        open_session(Path("bundle/target.onnx"), "cpu", Threads(4, Spinning.ALWAYS))
     """
     full = PROVIDERS[provider].full
     options = _options(provider, threads)
@@ -164,3 +172,85 @@ def _operators_elsewhere(session: ort.InferenceSession, full: str) -> set[str]:
         for node in part.get_nodes()
         if part.ep_name != full
     }
+
+
+class Captures:
+    """One graph id per key, since onnxruntime replays whatever id it gets.
+
+    A replay reads no shape and no value on the host: passes that differ in these need
+    different keys. The first run of a key is eager, so that kernels are chosen and
+    memory is allocated outside of a capture. The second run captures, and runs the pass
+    three times, which is harmless: the rows go to the same slots. Later runs replay.
+    """
+
+    def __init__(self) -> None:
+        self.ids: dict[Hashable, int] = {}
+        self._warm: set[Hashable] = set()
+        self._options: dict[str, ort.RunOptions] = {}
+
+    def run_options(self, key: Hashable | None) -> ort.RunOptions:
+        """The options to run a pass of that key with; None is always eager."""
+        if key is None:
+            return self._options_of(EAGER)
+        if key not in self._warm:
+            self._warm.add(key)
+            return self._options_of(EAGER)
+        graph_id = self.ids.setdefault(key, len(self.ids) + 1)
+        return self._options_of(str(graph_id))
+
+    def _options_of(self, graph_id: str) -> ort.RunOptions:
+        if graph_id not in self._options:
+            options = ort.RunOptions()
+            options.add_run_config_entry("gpu_graph_id", graph_id)
+            self._options[graph_id] = options
+        return self._options[graph_id]
+
+
+@dataclass(frozen=True)
+class StepSession:
+    """A session and the contract that its inputs and outputs were checked against."""
+
+    session: ort.InferenceSession
+    contract: StepContract
+
+    def __post_init__(self) -> None:
+        contract, session = self.contract, self.session
+        check_tensors(contract.inputs, session.get_inputs(), "the graph's inputs")
+        check_tensors(contract.outputs, session.get_outputs(), "the graph's outputs")
+
+
+class StepSessions:
+    """A session for any pass, and further sessions that run some passes faster.
+
+    `chain` runs passes that do not branch; it has no attention bias, which some kernels
+    run faster. `fixed` has sessions that each run passes of one width only, by width; a
+    pass runs in the narrowest of them that holds its rows, filled up with padding rows.
+    The `owners` of weights are kept alive for the sessions that share these.
+    """
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        contract: StepContract,
+        chain: ort.InferenceSession | None = None,
+        fixed: Mapping[int, ort.InferenceSession] | None = None,
+        owners: Sequence[ort.OrtValue] = (),
+    ) -> None:
+        self._owners = owners
+        self.any = StepSession(session, contract)
+        self.chain = self.any
+        if chain is not None:
+            self.chain = StepSession(chain, replace(contract, tree=False))
+        self.fixed = {w: StepSession(s, contract) for w, s in (fixed or {}).items()}
+        self._widths = sorted(self.fixed)
+
+    def width(self, rows: int, room: int) -> int:
+        """The width of a pass over `rows` rows if the buffers have `room` rows left."""
+        place = bisect_left(self._widths, rows)
+        if place < len(self._widths) and self._widths[place] <= room:
+            return self._widths[place]
+        return rows
+
+    def of(self, width: int, branching: bool) -> StepSession:
+        """The session for a pass of that width."""
+        return self.fixed.get(width, self.any if branching else self.chain)

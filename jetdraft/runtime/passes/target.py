@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.runtime.drafts.probes import NO_PROBING, Probing
-from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.drafts.rows import NO_PROBING, Probing, Rows
 from jetdraft.runtime.passes.answer import Answer
 
 
 class EarlyStop(Exception):  # noqa: N818  # nothing went wrong
-    """A target ends the text before its next token; see `split.exit_head`."""
+    """A target ends the text before its next token."""
 
 
 class TargetCache(Protocol):
@@ -45,9 +44,6 @@ class Target(Protocol):
 
     `contract` has the shapes of the whole model, `seconds` adds up the time inside
     `session.run`, `passes` counts the passes.
-
-        rows, answer = target.verify(rows, width=4)
-        target.commit(rows.walk(chosen), exact=True)
     """
 
     contract: StepContract

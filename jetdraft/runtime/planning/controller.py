@@ -8,10 +8,9 @@ from typing import NamedTuple, Protocol
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.devices.best_tree import best_tree
-from jetdraft.runtime.drafts.probes import NO_PROBING, Probing
-from jetdraft.runtime.measured.curve import Curve
-from jetdraft.runtime.measured.profit import Profit
-from jetdraft.runtime.measured.rates import Acceptance
+from jetdraft.runtime.drafts.rows import NO_PROBING, Probing
+from jetdraft.runtime.measured.acceptance_rates import Acceptance
+from jetdraft.runtime.measured.cost_model import Curve, Profit
 from jetdraft.runtime.measured.stats import Round
 from jetdraft.runtime.proposers.proposer import Proposer
 

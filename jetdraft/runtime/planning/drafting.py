@@ -12,8 +12,7 @@ from jetdraft.errors import DraftingError, OptionError
 from jetdraft.ranges import between, check_flags, check_ranges
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import WALK, MethodOptions, unknown_key
-from jetdraft.runtime.sampling.verifier import Verifier
-from jetdraft.runtime.sampling.verifiers import VERIFIERS
+from jetdraft.runtime.sampling.verifiers import VERIFIERS, Verifier
 
 MAX_DRAFT_TOKENS = WIDEST - 1
 """The longest draft: the widest decoding pass without the root."""

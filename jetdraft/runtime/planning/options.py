@@ -19,7 +19,7 @@ from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import MethodOptions
 from jetdraft.runtime.sampling.chooser import Sampling
-from jetdraft.runtime.sampling.penalties import Penalties
+from jetdraft.runtime.sampling.processors import Penalties
 from jetdraft.runtime.text.constraint import Constraint
 from jetdraft.runtime.text.stops import Ending
 

@@ -14,14 +14,13 @@ import numpy as np
 from jetdraft.contracts.selection import Reading
 from jetdraft.devices.providers import SELECTION, cpu_only
 from jetdraft.errors import DraftingError, JetdraftError, OptionError
-from jetdraft.kept.lessons import CANDIDATES, MOST_PLACES, MOST_TOKENS, Lesson
+from jetdraft.learning.lessons import CANDIDATES, MOST_PLACES, MOST_TOKENS, Lesson
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
-from jetdraft.runtime.drafts.probes import NO_PROBING, Probing
-from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.drafts.rows import NO_PROBING, Probing, Rows
 from jetdraft.runtime.loaded import Learning, LoadedBundle
-from jetdraft.runtime.measured.profit import Profit
-from jetdraft.runtime.measured.rates import Acceptance
+from jetdraft.runtime.measured.acceptance_rates import Acceptance
+from jetdraft.runtime.measured.cost_model import Profit
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.measured.widths import prefill_widths
 from jetdraft.runtime.passes.split.exit_head import ExitRule
@@ -33,8 +32,8 @@ from jetdraft.runtime.proposers.constrained import constrained
 from jetdraft.runtime.proposers.method import WALK, Method, MethodOptions
 from jetdraft.runtime.proposers.proposer import Observer, Proposer, Seen
 from jetdraft.runtime.sampling.chooser import Chooser
-from jetdraft.runtime.sampling.verifier import Verifier, check_kind
-from jetdraft.runtime.text.matcher import Matcher
+from jetdraft.runtime.sampling.verifiers import Verifier
+from jetdraft.runtime.text.constraint import Matcher
 
 
 class Learner(Observer):
@@ -286,7 +285,7 @@ class Planner:
         chosen = self._chosen(drafting)
         verifier = drafting.checker
         for proposer in chosen:
-            check_kind(verifier, proposer.traits.kind)
+            verifier.check_kind(proposer.traits.kind)
         # Learners first: they may change what the proposers draft with.
         learners = self._learners if learns else []
         observers: list[Observer] = [*learners, *chosen]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
-from jetdraft.runtime.text.matcher import Matcher
+from jetdraft.runtime.text.constraint import Matcher
 
 
 class ForcedProposer(Proposer):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import DraftingError, OptionError
-from jetdraft.graph_entry import GraphEntry
+from jetdraft.manifest import GraphEntry
 from jetdraft.ranges import Range, check_ranges
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.loaded import LoadedBundle

@@ -8,7 +8,7 @@ method with an entry point of the group `jetdraft.methods` that names a `Method`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Integral, Real
 from operator import index
@@ -33,9 +33,7 @@ from jetdraft.ranges import Range, between, check_ranges
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.target import Target
 from jetdraft.runtime.proposers.proposer import Proposer
-from jetdraft.runtime.sampling.lossy import Tolerant
-from jetdraft.runtime.sampling.verifier import Verifier
-from jetdraft.runtime.sampling.verifiers import VERIFIERS
+from jetdraft.runtime.sampling.verifiers import TOLERANCE, TOP, VERIFIERS, Verifier
 
 _RANGES = {
     "top": between(1, CANDIDATES),
@@ -65,8 +63,8 @@ class MethodOptions:
     verifier: str = WALK
     user: str = ""
     select_kv: bool = False
-    top: int = Tolerant.top
-    tolerance: float = Tolerant.tolerance
+    top: int = TOP
+    tolerance: float = TOLERANCE
 
     def __post_init__(self) -> None:
         for key, hint in _hints(type(self)).items():  # type: ignore[arg-type]
@@ -88,9 +86,7 @@ class MethodOptions:
         """The verifier itself, with the settings that are its own."""
         verifier = VERIFIERS[self.verifier]
         settings = {name: getattr(self, name) for name in verifier.settings}
-        if not settings:
-            return verifier
-        return replace(verifier, **settings)  # type: ignore[type-var]  # a dataclass
+        return verifier.with_settings(settings) if settings else verifier
 
     @property
     def draft_size(self) -> int | None:

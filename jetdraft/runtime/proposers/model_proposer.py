@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from jetdraft.runtime.drafters.draft_cache import DraftCache
-from jetdraft.runtime.drafts.distribution import Distribution
+from jetdraft.runtime.drafts.noise import Distribution
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.draft_stops import DraftStop

@@ -14,17 +14,16 @@ the other logits are never fetched.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from jetdraft.ranges import Range, check_ranges
 from jetdraft.runtime.drafts.arrays import Float64s, Int64s
-from jetdraft.runtime.drafts.distribution import Distribution
-from jetdraft.runtime.drafts.noise import exponentials, quiet
+from jetdraft.runtime.drafts.noise import Distribution, exponentials, exponentials_below
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.sampling.processor import LogitsProcessor, best_ids
+from jetdraft.runtime.sampling.processors import LogitsProcessor, best_ids
 
 _RANGES = {
     "temperature": Range(lambda t: 0.0 <= t <= 100.0, "0 (greedy) to 100"),
@@ -67,8 +66,6 @@ class Chooser:
     """Chooses a token for each row of an `Answer` of the target or of a drafter.
 
     `process` lets the `processors` change the target's logits before.
-
-    Chooser(Sampling()).choose(answer, [40, 41])   # two tokens
     """
 
     def __init__(
@@ -229,14 +226,14 @@ class Chooser:
     ) -> None:
         """Let tokens outside the candidates win, which can happen without filters.
 
-        The scaled logit of such a token is at most `last`, that of the last candidate.
+        The scaled logit of such a token is at most `last`, the last candidate's.
         It beats the best candidate's score s only if its noise is larger than
         s - last, so only tokens with such noise are visited. Updates `scores` and
         `chosen` in place.
         """
         seed, temperature = self.sampling.seed, self.sampling.temperature
         most = np.exp(last - scores)
-        rows, ids, values = quiet(seed, positions, answer.vocab_size, most)
+        rows, ids, values = exponentials_below(seed, positions, answer.vocab_size, most)
         if not len(rows):
             return
         rivals = answer.logits_at(rows, ids).astype(np.float64) / temperature
@@ -263,3 +260,34 @@ def _softmax(answer: Answer, scaled: Float64s, kept: int) -> Distribution:
 def _prefix(mass: Float64s, wanted: Float64s) -> Int64s:
     """How many candidates the cumulative `mass` [n, K] takes to reach `wanted` [n]."""
     return np.asarray(np.count_nonzero(mass < wanted[:, None], axis=1) + 1)
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """The natural logarithm of a token's probability.
+
+    It is the model's own, before temperature, filters, biases and penalties. `top` has
+    the (id, logprob) pairs of the best tokens, best first. `names` has the bytes that
+    each of these tokens stands for at its place in the text, None for a hidden token.
+    A token may be a part of a character; the bytes of all tokens together are the text.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    names: dict[int, bytes | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, answer: Answer, row: int, token: int, top: int) -> Logprob:
+        """The logprob of the token chosen after a row, and of the `top` best tokens.
+
+        `top` is at most the number of the answer's candidates.
+        """
+        # A kernel may sum the graph's own logsumexp in another order in another row.
+        whole = answer.logits[row]
+        peak = whole.max()
+        total = float(peak + np.log(np.exp(whole - peak).sum(dtype=np.float64)))
+        best = answer.candidates[row, :top].tolist()
+        values = (float(whole[id]) - total for id in best)
+        logprob = float(whole[token]) - total
+        return cls(token, logprob, tuple(zip(best, values, strict=True)))

@@ -1,4 +1,4 @@
-"""Turns text into token ids, and token ids into text as they arrive."""
+"""Turns text into token ids, checks them, and turns ids into text as they arrive."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers
 
-from jetdraft.errors import BundleError, OptionError
-from jetdraft.runtime.text.vocabulary import Vocabulary
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.errors import BundleError, LengthError, OptionError
+from jetdraft.runtime.drafts.arrays import Int64s
+from jetdraft.runtime.text.worker_process import Vocabulary
+
+CHARACTERS_PER_TOKEN = 64
+"""A prompt with more characters for each token of the capacity is not even encoded."""
 
 
 class TextCodec:
     """The bundle's tokenizer. Without a `file`, prompts and texts are token ids only.
 
     Raises `BundleError` if the file is not a tokenizer.
-
-    codec = TextCodec(bundle.tokenizer)
-    codec.stream(codec.encode("def")).push([5, 6])
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -99,12 +103,7 @@ class TextCodec:
 
 
 class TokenBytes:
-    """The bytes that tokens stand for in a text.
-
-    A token may stand for a part of a character, so that only bytes can be exact.
-
-        TokenBytes(tokenizer).of([], 42)    # b"\\xf0\\x9f"
-    """
+    """The bytes that tokens stand for in a text; a token may be part of a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -156,8 +155,7 @@ def _byte_letters() -> dict[str, int]:
 
 
 _BYTES = _byte_letters()
-
-_CONTEXT = 4
+_CONTEXT_TOKENS = 4
 """Tokens that are decoded before a token, so that it is not the first of a text."""
 
 
@@ -182,7 +180,7 @@ class TextStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._before: list[int] = []
         shown = (id for id in reversed(prompt) if self._name(id) is not None)
-        for id in reversed(list(islice(shown, _CONTEXT))):
+        for id in reversed(list(islice(shown, _CONTEXT_TOKENS))):
             self._utf8.decode(self._next(id))
         self._began_in_prompt = bool(self._utf8.getstate()[0])
         if special:
@@ -211,10 +209,10 @@ class TextStream:
         return self._tokens.of(self._before, id)
 
     def _next(self, id: int) -> bytes:
-        """The bytes of the next token, b"" for a hidden token."""
+        """The bytes of the next token; b"" if it is hidden."""
         data = self._name(id)
         if data is not None:
-            self._before = [*self._before[1 - _CONTEXT :], id]
+            self._before = [*self._before[1 - _CONTEXT_TOKENS :], id]
         return data or b""
 
     def _characters(self, data: bytes) -> str:
@@ -227,3 +225,39 @@ class TextStream:
             text = text.removeprefix("\ufffd")
             self._began_in_prompt = False
         return text + self._utf8.decode(data[1:])
+
+
+def check_characters(count: int, capacity: int) -> None:
+    """Raise `LengthError` for a text that cannot fit: to encode it may take minutes."""
+    most = CHARACTERS_PER_TOKEN * capacity
+    if count > most:
+        raise LengthError(
+            f"the prompt has {count} characters, at most {most} are read for a "
+            f"capacity of {capacity} tokens; shorten it"
+        )
+
+
+def check_ids(token_ids: Any, contract: StepContract) -> Int64s:
+    """The ids as int64 [length]; raises `OptionError` for an invalid prompt."""
+    try:
+        array = np.asarray(token_ids)
+    except ValueError as error:
+        raise OptionError("token_ids must be a list of integers", "prompt") from error
+    if array.ndim == 1 and not len(array):
+        raise OptionError("the prompt is empty; give at least one token", "prompt")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise OptionError("token_ids must be a list of integers", "prompt")
+    ids = array.astype(np.int64)
+    if len(ids) > contract.capacity:
+        raise LengthError(
+            f"the prompt has {len(ids)} tokens, the capacity is "
+            f"{contract.capacity}; shorten it or export with a larger --capacity"
+        )
+    if ids.min() < 0 or ids.max() >= contract.vocab_size:
+        wrong_id = ids[(ids < 0) | (ids >= contract.vocab_size)][0]
+        raise OptionError(
+            f"token id {wrong_id} is outside the vocabulary; "
+            f"ids are 0 to {contract.vocab_size - 1}",
+            "prompt",
+        )
+    return ids

@@ -49,11 +49,7 @@ _WIDE = re.compile(r"\*|\d{5}|:[^}]*\{")
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja as transformers sets it up for chat templates, with bounds.
-
-    with (sandbox := Sandbox()).bounded():
-        "".join(sandbox.from_string("{{ x }}").generate(x=5))
-    """
+    """Jinja as transformers sets it up for chat templates, with bounds."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
@@ -201,10 +197,7 @@ _SIZED = (str, bytes, list, tuple, dict, set, frozenset)
 
 
 def weight(value: Any) -> int:
-    """The characters and items of a value and of all that it holds, up to `MOST`.
-
-    weight(["ab", {"c": 5}])    # 7
-    """
+    """The characters and items of a value and of all that it holds, up to `MOST`."""
     total, rest = 0, [value]
     while rest and total <= MOST:
         item = rest.pop()

@@ -67,10 +67,6 @@ class StopWatcher:
     become a stop string. The time limit `seconds` counts from the construction.
     `reason` is "" while the generation goes on. `texts` has the text that each token of
     the last `keep` completed.
-
-        watcher = StopWatcher(codec.stream(prompt, ends), ends, ["\\n\\n"])
-        watcher.keep([5, 8, 9])         # the tokens before the end
-        watcher.take()                  # the text that is certain so far
     """
 
     def __init__(

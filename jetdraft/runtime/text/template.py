@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jetdraft.errors import OptionError
-from jetdraft.untrusted.printable import printable
+from jetdraft.errors import OptionError, printable
 
 Message = dict[str, Any]
 """A dict with a `role` and a `content`, as templates of transformers expect."""
@@ -22,8 +21,6 @@ class ChatTemplate:
 
     `tokens` are the tokenizer's special tokens by name, for example `bos_token`.
     Raises `OptionError` if the template is broken or refuses the messages.
-
-        ChatTemplate(source, {"eos_token": "</s>"}).render([user("Hello")])
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:

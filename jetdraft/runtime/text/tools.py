@@ -15,24 +15,28 @@ from typing import Any
 from uuid import uuid4
 
 from jetdraft.errors import OptionError
-from jetdraft.runtime.text.constraint import Constraint, check_kept
-from jetdraft.runtime.text.matcher import COMPILE_SECONDS
+from jetdraft.parsing import read_json
+from jetdraft.runtime.text.constraint import (
+    COMPILE_SECONDS,
+    Constraint,
+    Matcher,
+    check_kept,
+)
 from jetdraft.runtime.text.stops import overlap
-from jetdraft.runtime.text.vocabulary import Vocabulary
-from jetdraft.runtime.text.worker import SPACING
-from jetdraft.untrusted.json_text import read_json
+from jetdraft.runtime.text.worker_main import SPACING
+from jetdraft.runtime.text.worker_process import Vocabulary
 
 Schema = dict[str, Any]
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
-MARKED = f"""
+_MARKED = f"""
 before[suffix="{BEGIN}"]: /(.|\\n)*/
 begin: {{}}
 GAP: /\\n?/
 call: GAP one GAP {{}}
 """
-TEXT = {
+_TEXT = {
     True: f"answer: TEXT\nTEXT: /(.|\\n)*/ & ~/(.|\\n)*{BEGIN}(.|\\n)*/",
     False: "answer: TEXT |\nTEXT: /[^{](.|\\n)*/",
 }
@@ -128,11 +132,11 @@ class Tools:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the functions."""
+        """The names of the functions."""
         return [tool["function"]["name"] for tool in self.functions]
 
     def grammar(self) -> str:
-        """Return the grammar of an answer, in Lark's notation."""
+        """The grammar of an answer, in Lark's notation."""
         before = ""
         if self.tags:
             # A text may lead to a tag in any spelling, and then a call must follow.
@@ -140,10 +144,10 @@ class Tools:
             before = "before" if is_free else "begin"
         is_several = self.tags and self.parallel and self.choice not in self.names
         calls = "call (GAP begin call)*" if is_several else "call"
-        answer = TEXT[bool(self.tags)]
+        answer = _TEXT[bool(self.tags)]
         if self.schema is not None:
             answer = f"answer: {_json(self.schema)}"
-        rules = MARKED.format(*self.tags) if self.tags else "call: one"
+        rules = _MARKED.format(*self.tags) if self.tags else "call: one"
         # A document for each: an id in one may be another's too.
         ones = {f"one{n}": _call_schema(each) for n, each in enumerate(self._allowed)}
         one = f"one: {' | '.join(ones)}"
@@ -157,19 +161,21 @@ class Tools:
         It looks at them for `COMPILE_SECONDS` in all.
         """
         end = time.monotonic() + COMPILE_SECONDS
+
+        def is_late() -> bool:
+            return time.monotonic() > end
+
         for tool in self.functions:
             schema = json.dumps(_call_schema(tool["function"]))
             try:
                 constraint = Constraint("JSON schema", schema)
-                vocabulary.matcher(
-                    constraint, 0, lambda: time.monotonic() > end
-                ).prepare()
+                Matcher(vocabulary, constraint, 0, is_late).prepare()
             except OptionError as error:
                 name = tool["function"]["name"]
                 raise OptionError(f"tool {name!r}: {error}", "constraint") from error
 
     def calls(self, text: str) -> list[ToolCall]:
-        """Return the calls in a text; an incomplete call at its end is left out."""
+        """The calls in a text; an incomplete call at its end is left out."""
         calls, at = list[ToolCall](), self._next(text, 0)
         decode = json.JSONDecoder().raw_decode
         with suppress(ValueError, TypeError, KeyError, RecursionError):
@@ -184,23 +190,21 @@ class Tools:
         return calls
 
     def _next(self, text: str, start: int) -> int | None:
-        """Return the place of the next call's JSON, or None."""
+        """Where the next call's JSON begins, or None."""
         pattern = f"{BEGIN}\\s*" if self.tags else r"\A(?=\{)"
         match = re.compile(pattern).search(text, start)
         return match.end() if match else None
 
     def shown(self, text: str) -> int:
-        """Return how many characters cannot become a call, whatever text follows."""
+        """How many characters cannot become a call, whatever text follows."""
         if not self.tags:
             return 0 if text.startswith("{") else len(text)
         at = text.find(BEGIN)
-        if at >= 0:
-            return at
-        return len(text) - overlap(text, BEGIN)
+        return at if at >= 0 else len(text) - overlap(text, BEGIN)
 
     @property
     def _allowed(self) -> list[dict[str, Any]]:
-        """Return the functions that it may call."""
+        """The functions that it may call."""
         return [
             tool["function"]
             for tool in self.functions
@@ -209,7 +213,7 @@ class Tools:
 
 
 def _call_schema(function: dict[str, Any]) -> Schema:
-    """Return the schema of a call of one function."""
+    """The schema of a call of one function."""
     parameters = function.get("parameters", {"type": "object"})
     draft = {}
     if isinstance(parameters, dict):
@@ -247,4 +251,5 @@ def _is_function(tool: object) -> bool:
     match tool:
         case {"type": "function", "function": {"name": str()}}:
             return True
-    return False
+        case _:
+            return False

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from jetdraft.runtime.drafts.distribution import Distribution
+from jetdraft.runtime.drafts.noise import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.sampling.chooser import Sampling
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from jetdraft.devices.best_tree import best_tree
 from jetdraft.errors import DraftingError
-from jetdraft.runtime.drafts.distribution import Distribution
+from jetdraft.runtime.drafts.noise import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.trees.shape import Shape, Tree
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from jetdraft.kept.lessons import Lesson
-from jetdraft.kept.weight_sets import label
+from jetdraft.learning.lessons import Lesson
+from jetdraft.learning.weight_sets import label
 from jetdraft.train.use.pace import Pace
 from jetdraft.train.use.use_training import Learned, UseTraining
 

@@ -17,7 +17,7 @@ from jetdraft.errors import CheckpointError
 from jetdraft.export.heads.head_arrays import head_arrays
 from jetdraft.export.pair.cut_head import cut_head
 from jetdraft.export.pair.drafter_arrays import Arrays, check_swappable
-from jetdraft.kept.lessons import Lesson
+from jetdraft.learning.lessons import Lesson
 from jetdraft.train.head.head_losses import unrolled
 from jetdraft.train.head.teacher import states_at
 from jetdraft.train.taught.taught_training import teacher_of

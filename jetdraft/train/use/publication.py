@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from jetdraft.errors import OutputError, StoreError
-from jetdraft.kept.weight_sets import ARRAYS, OWN, PARTIAL, Choice, WeightSets
+from jetdraft.learning.weight_sets import ARRAYS, OWN, PARTIAL, Choice, WeightSets
 from jetdraft.manifest import sha256_of
 
 Arrays = Mapping[str, npt.NDArray[Any]]

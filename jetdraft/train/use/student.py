@@ -15,7 +15,7 @@ from jetdraft.checkpoints.parameters import convert
 from jetdraft.checkpoints.streamed import decoder_layers
 from jetdraft.errors import CheckpointError
 from jetdraft.export.pair.drafter_arrays import Arrays, check_trainable, drafter_arrays
-from jetdraft.kept.lessons import Lesson
+from jetdraft.learning.lessons import Lesson
 from jetdraft.train.taught.chosen_rows import logits_at
 from jetdraft.train.use.wrong_places import LessonBatch, Missed, missed
 

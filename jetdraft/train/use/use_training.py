@@ -17,8 +17,8 @@ from torch import Tensor
 
 from jetdraft.errors import DataError, OptionError, TrainingError
 from jetdraft.files import check_place
-from jetdraft.kept.lessons import Lesson, Lessons
-from jetdraft.kept.weight_sets import CHOICE, WeightSets, base_of
+from jetdraft.learning.lessons import Lesson, Lessons
+from jetdraft.learning.weight_sets import CHOICE, WeightSets, base_of
 from jetdraft.train.taught.taught_training import Stages
 from jetdraft.train.use.adapters import add_lora, merge_lora
 from jetdraft.train.use.pace import Pace

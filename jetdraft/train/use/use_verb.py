@@ -13,7 +13,7 @@ from jetdraft.cli.flags import PATH, bundle_argument, training_seed_option
 from jetdraft.cli.progress import ProgressBars
 from jetdraft.errors import StoreError
 from jetdraft.files import is_free
-from jetdraft.kept.weight_sets import is_learned, label
+from jetdraft.learning.weight_sets import is_learned, label
 from jetdraft.train.use.background import Background
 from jetdraft.train.use.head_student import student_of
 from jetdraft.train.use.pace import Pace, stand_back

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetdraft.kept.lessons import Lesson
+from jetdraft.learning.lessons import Lesson
 
 
 @dataclass(frozen=True)

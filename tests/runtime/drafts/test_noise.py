@@ -7,7 +7,12 @@ once holds always. The bounds are the 99.99% points of chi-square.
 import numpy as np
 import pytest
 
-from jetdraft.runtime.drafts.noise import BLOCK, exponentials, gumbel, quiet
+from jetdraft.runtime.drafts.noise import (
+    BLOCK,
+    exponentials,
+    exponentials_below,
+    gumbel,
+)
 
 BINS = 64
 LIMIT_63 = 117.0  # chi-square, 63 degrees of freedom, p = 1e-4, rounded up
@@ -91,7 +96,7 @@ def test_quiet_tokens_are_those_below_the_limit(vocab_size, most):
     positions = POSITIONS[:50]
     values = exponentials(3, positions, np.arange(vocab_size)[None])
     limits = np.full(50, most)
-    rows, ids, quiets = quiet(3, positions.ravel(), vocab_size, limits)
+    rows, ids, quiets = exponentials_below(3, positions.ravel(), vocab_size, limits)
     assert list(zip(rows, ids, strict=True)) == list(
         zip(*np.nonzero(values < most), strict=True)
     )

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from jetdraft.errors import OptionError
-from jetdraft.runtime.drafts.distribution import Distribution
+from jetdraft.runtime.drafts.noise import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
 
 

@@ -11,12 +11,13 @@ import pytest
 from jetdraft.errors import StoreError
 from jetdraft.methods.trigram.method import TrigramProposer
 from jetdraft.runtime.history import trigrams as trigram
-from jetdraft.runtime.history.search import TreeSearch, puct
 from jetdraft.runtime.history.trigrams import (
     MOST_SUCCESSORS,
     MOST_WEIGHT,
     Counts,
+    TreeSearch,
     Trigrams,
+    puct,
 )
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 

@@ -9,12 +9,11 @@ import pytest
 import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import WIDEST
-from jetdraft.runtime.measured import idle
+from jetdraft.runtime import claim
+from jetdraft.runtime.claim import StoppedError
 from jetdraft.runtime.measured import survey as surveys
-from jetdraft.runtime.measured.idle import StoppedError
-from jetdraft.runtime.measured.places import pass_times
-from jetdraft.runtime.measured.profiles import Profiles
-from jetdraft.runtime.measured.survey import FIRST, Survey
+from jetdraft.runtime.measured.profile_files import Profiles
+from jetdraft.runtime.measured.survey import FIRST, Survey, pass_times
 from jetdraft.runtime.measured.widths import Widths
 
 IDS = np.random.default_rng(5).integers(0, 288, 12).tolist() * 3
@@ -104,12 +103,13 @@ def test_a_width_that_lies_is_never_used(own, slow, monkeypatch):
 
 
 def test_the_first_generation_measures_a_few_widths(own, slow, monkeypatch):
-    monkeypatch.setattr(idle, "QUIET_SECONDS", 20.0)  # on a busy machine too
+    monkeypatch.setattr(claim, "QUIET_SECONDS", 20.0)  # on a busy machine too
     model = jetdraft.load(own, threads=1)
     survey = model.parts.survey
     assert model.parts.profiles.stored() is None, "nothing is measured at load"
     model.generate(token_ids=IDS, max_new_tokens=3)
-    model.parts.claim.check_free()  # nothing goes on in the background
+    with model.parts.claim.held():  # nothing goes on in the background
+        pass
     assert sorted(survey.widths.gaps) == list(FIRST)
     assert survey.widths.exact == list(FIRST)
     assert survey.widths.allowed(exact=False) == list(range(1, WIDEST + 1))
@@ -152,7 +152,8 @@ def test_idle_work_leaves_the_rows_of_the_last_text(own, slow):
     expected = jetdraft.load(own, threads=1).generate(
         token_ids=[*IDS, *first.token_ids], **how
     )
-    model.parts.claim.check_free()
+    with model.parts.claim.held():
+        pass
     survey._widths = replace(survey.widths, untried=(7,), prefills_agree=None)
     survey.finish()
     after = model.generate(token_ids=[*IDS, *first.token_ids], **how)

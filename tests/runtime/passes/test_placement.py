@@ -21,10 +21,9 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.passes import opener as opening
+from jetdraft.runtime.passes.buffers import Memory
 from jetdraft.runtime.passes.opener import SharedWeights
-from jetdraft.runtime.passes.session import open_session
-from jetdraft.runtime.passes.step_sessions import Captures
-from jetdraft.runtime.passes.tensor import Memory
+from jetdraft.runtime.passes.session import Captures, open_session
 from jetdraft.runtime.planning.drafting import Drafting
 from tests.tiny import llama_config, save_checkpoint, save_streams
 

@@ -21,9 +21,9 @@ from jetdraft.devices.providers import PROVIDERS, choose, presence
 from jetdraft.errors import ProviderError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
+from jetdraft.runtime.passes.buffers import Tensor
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
-from jetdraft.runtime.passes.tensor import Tensor
 from tests.checkpoints.heads import layouts
 from tests.tiny import drafter_config, llama_config, save_checkpoint, save_streams
 from tools.forecast.forecast import Fate, forecasts

@@ -2,9 +2,9 @@ import random
 
 import pytest
 
-from jetdraft.runtime.drafts.probes import Probing
-from jetdraft.runtime.measured.curve import Curve
-from jetdraft.runtime.measured.rates import Acceptance
+from jetdraft.runtime.drafts.rows import Probing
+from jetdraft.runtime.measured.acceptance_rates import Acceptance
+from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.measured.stats import Round
 from jetdraft.runtime.planning.controller import PLAIN, Adaptive, Fixed
 from jetdraft.runtime.proposers.lookup import LookupProposer

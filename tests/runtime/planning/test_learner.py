@@ -13,10 +13,9 @@ import pytest
 import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.errors import OptionError, StoreError
-from jetdraft.kept import lessons
-from jetdraft.kept.lessons import CANDIDATES, FILE, Lessons
-from jetdraft.kept.tally import EARLY, WINDOW
-from jetdraft.kept.weight_sets import Choice, base_of
+from jetdraft.learning import lessons
+from jetdraft.learning.lessons import CANDIDATES, FILE, Lessons
+from jetdraft.learning.weight_sets import EARLY_TOKENS, VERDICT_TOKENS, Choice, base_of
 from tests.toy_drafter import arrays_of, choose, put_on_trial, random_arrays
 
 PROMPTS = ("The robot sees", "A man likes", "Hello", "Sue finds a", "The cat", "Go")
@@ -123,12 +122,12 @@ def test_new_weights_wait_for_a_rate_before_them(toy, tmp_path, plain):
         weights = model.parts.learning.weights
         target = model.parts.target.sessions.any.session
         before = model.parts.drafter.sessions.any.session
-        rounds(model, WINDOW, plain)
+        rounds(model, VERDICT_TOKENS, plain)
         assert model.parts.drafter.sessions.any.session is before
         rounds(model, 1, plain)
         assert model.parts.drafter.sessions.any.session is not before
         assert model.parts.target.sessions.any.session is target
-        rounds(model, WINDOW - 1, plain)
+        rounds(model, VERDICT_TOKENS - 1, plain)
         choice = weights._sets.choice()
         assert (choice.name, choice.before) in ((name, None), ("", None))
     with load(toy, tmp_path) as model:  # what was kept drafts from the beginning
@@ -140,13 +139,13 @@ def test_bad_weights_are_taken_back(toy, tmp_path, plain, caplog):
     caplog.set_level("INFO", "jetdraft.learning")
     with load(toy, tmp_path) as model:
         sets = model.parts.learning.weights._sets
-        good = rounds(model, WINDOW, plain)
+        good = rounds(model, VERDICT_TOKENS, plain)
         name = put_on_trial(tmp_path, toy, random_arrays(toy))
-        bad = rounds(model, EARLY, plain)
+        bad = rounds(model, EARLY_TOKENS, plain)
         assert bad < good / 2
         assert sets.choice().name == "", "the verdict needs no more tokens"
         assert not (tmp_path / name).exists()
-        assert rounds(model, WINDOW, plain) == pytest.approx(good, abs=0.1)
+        assert rounds(model, VERDICT_TOKENS, plain) == pytest.approx(good, abs=0.1)
     learned, verdict, own = caplog.messages
     assert learned == f"the learned set {name[:12]} drafts on trial"
     assert verdict.startswith(f"the learned set {name[:12]} is taken back: 0.")
@@ -185,11 +184,11 @@ WRONG = {
 @pytest.mark.parametrize("arrays", WRONG.values(), ids=WRONG)
 def test_weights_that_do_not_fit_are_refused(toy, tmp_path, plain, arrays):
     with load(toy, tmp_path) as model:
-        rounds(model, WINDOW, plain)
+        rounds(model, VERDICT_TOKENS, plain)
         put_on_trial(tmp_path, toy, arrays)
         with pytest.warns(UserWarning, match="no weights were swapped"):
             rounds(model, 1, plain)
-        rounds(model, WINDOW, plain)
+        rounds(model, VERDICT_TOKENS, plain)
         assert model.parts.learning.weights._sets.choice().name == ""
 
 
@@ -197,10 +196,10 @@ def test_huge_weights_change_no_text(toy, tmp_path, plain):
     """Numbers that overflow give logits that are no numbers."""
     huge = {name: array * 1e30 for name, array in random_arrays(toy).items()}
     with load(toy, tmp_path) as model:
-        rounds(model, WINDOW, plain)
+        rounds(model, VERDICT_TOKENS, plain)
         put_on_trial(tmp_path, toy, huge)
-        rounds(model, EARLY, plain)
-        rounds(model, EARLY, plain, temperature=0.0, drafting={"tree": "best"})
+        rounds(model, EARLY_TOKENS, plain)
+        rounds(model, EARLY_TOKENS, plain, temperature=0.0, drafting={"tree": "best"})
 
 
 def test_a_trial_against_itself_is_none(toy, tmp_path, plain):
@@ -208,7 +207,7 @@ def test_a_trial_against_itself_is_none(toy, tmp_path, plain):
     with load(toy, tmp_path) as model:
         name = put_on_trial(tmp_path, toy, random_arrays(toy))
         choose(tmp_path, Choice(name, name, base_of(Bundle.open(toy))))
-        rounds(model, EARLY, plain)
+        rounds(model, EARLY_TOKENS, plain)
         assert model.parts.learning.weights._name == name
 
 
@@ -226,11 +225,11 @@ def test_poisoned_lessons_change_no_text(toy, tmp_path, plain):
 def test_twins_take_the_same_weights(toy, tmp_path, plain):
     with load(toy, tmp_path) as model:
         twin = model.twin()
-        rounds(model, WINDOW, plain)
+        rounds(model, VERDICT_TOKENS, plain)
         put_on_trial(tmp_path, toy, random_arrays(toy))
         rounds(model, 1, plain)
         assert rounds(twin, 1, plain) < 0.4, "the twin swaps too"
-        rounds(twin, EARLY, plain)
+        rounds(twin, EARLY_TOKENS, plain)
         assert model.parts.learning.weights._sets.choice().name == ""
         rounds(model, 1, plain)
         rounds(twin, 1, plain)

@@ -8,8 +8,7 @@ import pytest
 from jetdraft.methods.cascade.method import REVIEWED, CascadeProposer, Trial, _trials
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.passes.session import open_session
-from jetdraft.runtime.passes.step_sessions import StepSessions
+from jetdraft.runtime.passes.session import StepSessions, open_session
 from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from tests.runtime.proposers.drafter import drafter_of

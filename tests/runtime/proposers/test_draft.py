@@ -5,8 +5,7 @@ import pytest
 
 from jetdraft.methods import Method, registered
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.passes.session import open_session
-from jetdraft.runtime.passes.step_sessions import StepSessions
+from jetdraft.runtime.passes.session import StepSessions, open_session
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from tests.runtime.proposers.drafter import drafter_of
 

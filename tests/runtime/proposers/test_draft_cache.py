@@ -14,10 +14,10 @@ from jetdraft.bench.tuning import tune
 from jetdraft.methods import Method, Proposer, Rows, Traits, registered
 from jetdraft.methods.cascade.method import REVIEWED
 from jetdraft.runtime.drafts.rows import Kind
+from jetdraft.runtime.passes.buffers import Memory
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.opener import Opener
-from jetdraft.runtime.passes.step_sessions import StepSessions
-from jetdraft.runtime.passes.tensor import Memory
+from jetdraft.runtime.passes.session import StepSessions
 from jetdraft.runtime.planning.registry import methods
 from jetdraft.runtime.proposers.lookup import Guess
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling

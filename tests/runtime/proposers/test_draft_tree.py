@@ -7,7 +7,7 @@ import jetdraft
 from jetdraft.errors import OptionError
 from jetdraft.methods import Proposer, Rows, Traits
 from jetdraft.runtime.sampling.chooser import Sampling
-from jetdraft.runtime.sampling.verifier import Walk
+from jetdraft.runtime.sampling.verifiers import Walk
 from jetdraft.testing import toy_bundle
 from tests.fuzz.other_bundles import resized
 from tests.runtime import fake_method

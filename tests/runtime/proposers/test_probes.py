@@ -22,10 +22,9 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.ppd import method as ppd
 from jetdraft.methods.ppd.method import PromptProposer
 from jetdraft.recipe import Recipe
-from jetdraft.runtime.drafts.probes import Probes, Probing
-from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.measured.curve import Curve
-from jetdraft.runtime.measured.rates import Acceptance
+from jetdraft.runtime.drafts.rows import Probes, Probing, Rows
+from jetdraft.runtime.measured.acceptance_rates import Acceptance
+from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.measured.stats import Round
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.planning.drafting import Drafting

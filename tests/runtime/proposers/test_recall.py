@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from jetdraft.methods.recall.method import RecallProposer, Script, adapted
-from jetdraft.runtime.history.similarity import Similarity
-from jetdraft.runtime.history.store import Entry, ResponseStore
+from jetdraft.runtime.history.store import Entry, ResponseStore, Similarity
 from jetdraft.runtime.proposers.lookup import LookupProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 

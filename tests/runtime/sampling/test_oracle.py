@@ -9,9 +9,13 @@ from jetdraft.runtime.drafts.noise import gumbel
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
-from jetdraft.runtime.sampling.penalties import Penalties, PenaltyProcessor
-from jetdraft.runtime.sampling.processor import best_ids, changed
-from jetdraft.runtime.text.matcher import NEVER, Mask
+from jetdraft.runtime.sampling.processors import (
+    Penalties,
+    PenaltyProcessor,
+    best_ids,
+    changed,
+)
+from jetdraft.runtime.text.constraint import NEVER, Mask
 
 VOCABULARIES = (64, 300, 5_000, 50_000)
 SPREADS = (0.01, 1.0, 4.0)

@@ -8,7 +8,7 @@ import pytest
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.sampling.penalties import Penalties, PenaltyProcessor
+from jetdraft.runtime.sampling.processors import Penalties, PenaltyProcessor
 
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
 WAYS = [

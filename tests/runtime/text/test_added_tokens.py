@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.text.codec import TextCodec
-from jetdraft.runtime.text.constraint import Constraint
+from jetdraft.runtime.text.constraint import Constraint, Matcher
 from jetdraft.runtime.text.tools import BEGIN, END, Tools
 from tests.tiny import END_OF_TEXT, VOCAB_SIZE, tokenizer
 
@@ -93,7 +93,7 @@ class Text:
 
     def allowed(self, constraint, ids):
         """The tokens that may come after each of some tokens, which may come."""
-        matcher = self.vocabulary.matcher(constraint, 1)
+        matcher = Matcher(self.vocabulary, constraint, 1)
         counts, bits = matcher._masks(Rows.chain([7, *ids]), [7])
         masks = np.frombuffer(bits, np.uint8).reshape(len(ids) + 1, -1)
         found = [

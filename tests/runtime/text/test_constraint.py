@@ -17,10 +17,8 @@ from jetdraft.methods import Method, Proposer, Traits, registered
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.constrained import ForcedProposer
-from jetdraft.runtime.text.constraint import Constraint
-from jetdraft.runtime.text.link import Link
-from jetdraft.runtime.text.matcher import NEVER, Matcher
-from jetdraft.runtime.text.vocabulary import Vocabulary
+from jetdraft.runtime.text.constraint import NEVER, Constraint, Matcher
+from jetdraft.runtime.text.worker_process import Pipe, Vocabulary
 from tests.tiny import END_OF_TEXT, save_tokenizer
 
 ROBOT = {
@@ -178,7 +176,7 @@ def answer(rows):
 
 
 def test_each_row_is_masked_after_its_own_path(vocabulary):
-    matcher = vocabulary.matcher(Constraint("regex", "ab|cd?"), start=1)
+    matcher = Matcher(vocabulary, Constraint("regex", "ab|cd?"), start=1)
     a, b, c, d = ids("abcd")
     rows = Rows([9, a, c, b, b], [-1, 0, 0, 1, 2])
     given = answer(5)
@@ -197,7 +195,7 @@ def test_each_row_is_masked_after_its_own_path(vocabulary):
 
 def test_what_is_withdrawn_is_forgotten(vocabulary):
     """A context may end with tokens that are not proven yet."""
-    matcher = vocabulary.matcher(Constraint("regex", "abcdef|xyz"), start=2)
+    matcher = Matcher(vocabulary, Constraint("regex", "abcdef|xyz"), start=2)
     propose = ForcedProposer(matcher).propose
     a, b, x = ids("abx")
     assert propose([7, 7], 5).tokens == [7]
@@ -273,7 +271,7 @@ def test_a_number_is_exact_or_refused(vocabulary, keyword, sign, right, wrong):
     for number in (sign * number for number in sorted(NUMBERS)):
         try:
             constraint = Constraint.of(json_schema={"type": "integer", keyword: number})
-            matcher = vocabulary.matcher(constraint, start=1)
+            matcher = Matcher(vocabulary, constraint, start=1)
             matcher.prepare()
         except OptionError as error:
             refused.append(str(error))
@@ -292,22 +290,25 @@ def test_limits_of_the_library_are_said_in_our_words():
     words = "lexer precomputation failed; either increase limits.initial_lexer_fuel"
 
     class Refusing:
+        """A vocabulary, and its worker."""
+
+        def worker(self, must_end: object) -> Refusing:
+            return self
+
         def send(self, *request: object) -> None:
             pass
 
         def reply(self, *limits: object) -> tuple[dict[str, str], bytes]:
             return {"error": words}, b""
 
-    matcher = Matcher(
-        lambda _: Refusing(), Constraint("regex", "a"), 9, 0, lambda: False
-    )
+    matcher = Matcher(Refusing(), Constraint("regex", "a"), 0)
     with pytest.raises(ConstraintError, match="takes too much time or memory; make it"):
         matcher.prepare()
 
 
 @pytest.mark.parametrize("method", ["none", "lookup", "draft"])
 def test_the_library_s_limits_end_in_an_error_and_no_text(model, monkeypatch, method):
-    monkeypatch.setattr("jetdraft.runtime.text.matcher.MOST_STATES", 60)
+    monkeypatch.setattr("jetdraft.runtime.text.constraint.MOST_STATES", 60)
     with pytest.raises(OptionError, match=r"cannot be followed|refused"):
         model.generate("a", regex="[ -~]*a[ -~]{40}!", method=method)
     assert model.generate("a", max_new_tokens=3).token_ids
@@ -333,7 +334,7 @@ class Trapped(Proposer):
 def test_a_limit_below_a_rejected_draft_does_not_end_the_text(
     model, monkeypatch, states
 ):
-    monkeypatch.setattr("jetdraft.runtime.text.matcher.MOST_STATES", states)
+    monkeypatch.setattr("jetdraft.runtime.text.constraint.MOST_STATES", states)
     [x] = model.parts.text.encode("x")
     trap = model.parts.text.encode("y" + "a" * 9)
     options = {"regex": TRAP, "logit_bias": {x: 50.0}, "max_new_tokens": 30}
@@ -346,7 +347,7 @@ def test_a_limit_below_a_rejected_draft_does_not_end_the_text(
     assert drafted.stats.drafted_tokens
 
 
-class Costly(Link):
+class Costly(Pipe):
     """A worker that ends as soon as it looks below a draft, or after `looks`."""
 
     looks = 0
@@ -365,7 +366,7 @@ def test_time_and_memory_below_a_draft_do_not_end_the_text(model, monkeypatch, l
     """Plain decoding would never have looked there."""
     options = {"json_schema": ROBOT, "max_new_tokens": 120}
     plain = model.generate("a", method="none", **options)
-    monkeypatch.setattr("jetdraft.runtime.text.vocabulary.Link", Costly)
+    monkeypatch.setattr("jetdraft.runtime.text.worker_process.Pipe", Costly)
     for method in ("lookup", "draft", "auto"):
         Costly.looks = looks
         drafted = model.generate("a", method=method, num_draft_tokens=4, **options)
@@ -383,7 +384,9 @@ def test_twins_share_what_was_read_of_the_vocabulary(model):
     assert model.twin().vocabulary is model.vocabulary
 
 
-def test_without_a_tokenizer_or_an_end_nothing_can_be_constrained(tmp_path):
+def test_without_a_tokenizer_or_an_end_nothing_can_be_constrained(
+    tmp_path, monkeypatch
+):
     with pytest.raises(OptionError, match="no tokenizer"):
         Vocabulary(None, 300, [0])
     file = save_tokenizer(tmp_path) / "tokenizer.json"
@@ -392,7 +395,10 @@ def test_without_a_tokenizer_or_an_end_nothing_can_be_constrained(tmp_path):
     small = Vocabulary(file, 9, [0])
     for _ in range(2):  # nobody finds the process that did not start
         with pytest.raises(OptionError, match="cannot be constrained"):
-            small.link()
+            small.worker()
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(OptionError, match="on Linux only; leave"):
+        Vocabulary(file, 300, [0])
 
 
 def test_without_the_library_it_says_what_to_install(bundle):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import numpy as np
 import pytest
 
@@ -96,36 +93,6 @@ def test_pieces_never_show_what_the_result_does_not(model):
     stream = model.stream(**OPTIONS, stop=[stop, "never"])
     pieces = "".join(piece.text for piece in stream)
     assert pieces == stream.result().text == text[: text.index(stop)]
-
-
-def test_any_thread_may_cancel(model):
-    stream = model.stream(**OPTIONS)
-    pieces = iter(stream)
-    next(pieces)
-    thread = threading.Thread(target=model.cancel)
-    thread.start()
-    thread.join()
-    result = stream.result()
-    assert result.finish_reason == "cancelled"
-    assert 0 < len(result.token_ids) < 120
-    whole = model.generate(**OPTIONS).token_ids
-    assert whole[: len(result.token_ids)] == result.token_ids
-    model.cancel()  # nothing to cancel, nothing happens
-
-
-def test_a_deadline_ends_a_text(model):
-    stream = model.stream(**OPTIONS, max_seconds=0.05)
-    next(iter(stream))
-    time.sleep(0.1)
-    result = stream.result()
-    assert result.finish_reason == "deadline"
-    assert 0 < len(result.token_ids) < 120
-
-
-def test_a_deadline_may_pass_before_the_first_token(model):
-    result = model.generate(**OPTIONS, max_seconds=1e-9)
-    assert (result.token_ids, result.finish_reason) == ([], "deadline")
-    assert result.stats.time_to_first_token == 0
 
 
 @pytest.mark.parametrize(

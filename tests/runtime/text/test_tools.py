@@ -9,7 +9,7 @@ import pytest
 import jetdraft
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.text.constraint import Constraint
+from jetdraft.runtime.text.constraint import Constraint, Matcher
 from jetdraft.runtime.text.tools import BEGIN, END, Tools
 from jetdraft.testing import toy_bundle
 
@@ -31,7 +31,7 @@ def model(tmp_path_factory):
 
 def allowed(model, tools, text):
     """Whether a whole text may be written."""
-    matcher = model.vocabulary.matcher(Constraint("grammar", tools.grammar()), 1)
+    matcher = Matcher(model.vocabulary, Constraint("grammar", tools.grammar()), 1)
     ids = model.parts.text.encode(text, special=False)
     rows = Rows.chain([0, *ids, model.bundle.eos_token_ids[0]])
     return len(matcher.allowed(rows, [0])) == len(rows)

@@ -19,7 +19,7 @@ import pytest
 
 import jetdraft
 from jetdraft.errors import ConstraintError, JetdraftError, OptionError
-from jetdraft.runtime.text import matcher, vocabulary
+from jetdraft.runtime.text import constraint, worker_process
 from jetdraft.testing import toy_bundle
 from tests.server.serving import until
 
@@ -72,7 +72,11 @@ def workers(parents):
         with suppress(OSError):
             state, parent = status(folder.name)
             command = folder.joinpath("cmdline").read_bytes()
-            if int(parent) in parents and b"text/worker.py" in command and state != "Z":
+            if (
+                int(parent) in parents
+                and b"text/worker_main.py" in command
+                and state != "Z"
+            ):
                 below.add(int(folder.name))
     return below | workers(below) if below else below
 
@@ -95,7 +99,7 @@ def is_alive(process):
 
 
 def test_a_grammar_that_never_ends_is_ended(model, monkeypatch):
-    monkeypatch.setattr(matcher, "COMPILE_SECONDS", 1.0)
+    monkeypatch.setattr(constraint, "COMPILE_SECONDS", 1.0)
     with pytest.raises(ConstraintError, match="too much time or memory") as found:
         model.generate("a", grammar=FOREVER, max_new_tokens=4)
     assert found.value.field == "grammar"
@@ -122,8 +126,8 @@ def test_a_deadline_ends_a_compilation(model, way):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_takes_too_much_is_refused_in_time(model, monkeypatch, name):
-    monkeypatch.setattr(matcher, "COMPILE_SECONDS", 0.5)
-    monkeypatch.setattr(matcher, "STEP_SECONDS", 0.5)
+    monkeypatch.setattr(constraint, "COMPILE_SECONDS", 0.5)
+    monkeypatch.setattr(constraint, "STEP_SECONDS", 0.5)
     start = time.monotonic()
     with pytest.raises(OptionError):
         model.generate("a", **REFUSED[name], max_new_tokens=4)
@@ -133,8 +137,8 @@ def test_what_takes_too_much_is_refused_in_time(model, monkeypatch, name):
 
 def test_memory_has_a_limit(model, monkeypatch):
     model.vocabulary.start()
-    monkeypatch.setattr(vocabulary, "MOST_BYTES", 16 << 20)
-    monkeypatch.setattr(matcher, "COMPILE_SECONDS", 60.0)
+    monkeypatch.setattr(worker_process, "MOST_BYTES", 16 << 20)
+    monkeypatch.setattr(constraint, "COMPILE_SECONDS", 60.0)
     start = time.monotonic()
     with pytest.raises(ConstraintError, match="too much time or memory"):
         model.generate("a", grammar=FOREVER)
@@ -143,7 +147,7 @@ def test_memory_has_a_limit(model, monkeypatch):
 
 def test_a_step_that_takes_too_long_ends_the_text(model, monkeypatch):
     """The pattern is compiled at once; the first mask would take for ever."""
-    monkeypatch.setattr(matcher, "STEP_SECONDS", 0.3)
+    monkeypatch.setattr(constraint, "STEP_SECONDS", 0.3)
     stream = model.stream("a", **REFUSED["long pattern"])
     start = time.monotonic()
     with pytest.raises(ConstraintError, match=r"cannot be followed .*too much time"):
@@ -165,15 +169,15 @@ def test_a_step_ends_with_its_text(model, seconds, reason):
         timer.start()
     start = time.monotonic()
     assert stream.result().finish_reason == reason
-    assert time.monotonic() - start < matcher.STEP_SECONDS
+    assert time.monotonic() - start < constraint.STEP_SECONDS
     os.kill(text, signal.SIGCONT)
     until(lambda: not is_alive(text), 2)
 
 
 def test_a_worker_that_stops_is_given_up(model, monkeypatch):
     stream = model.stream("a", regex="[a-z]{1,50}", method="none")
-    monkeypatch.setattr(matcher, "STEP_SECONDS", 0.2)
-    monkeypatch.setattr("jetdraft.runtime.text.link.PATIENCE", 1.5)
+    monkeypatch.setattr(constraint, "STEP_SECONDS", 0.2)
+    monkeypatch.setattr("jetdraft.runtime.text.worker_process.PATIENCE", 1.5)
     (text,) = texts_of(model)
     os.kill(text, signal.SIGSTOP)
     start = time.monotonic()
@@ -197,8 +201,8 @@ def computed(process):
 def test_only_computing_counts_for_the_limits(model, monkeypatch):
     """A machine that has no time for the process refuses nothing."""
     assert model.vocabulary
-    monkeypatch.setattr(matcher, "COMPILE_SECONDS", 2.0)
-    monkeypatch.setattr(matcher, "STEP_SECONDS", 2.0)
+    monkeypatch.setattr(constraint, "COMPILE_SECONDS", 2.0)
+    monkeypatch.setattr(constraint, "STEP_SECONDS", 2.0)
     results = []
 
     def run():
@@ -277,7 +281,7 @@ def test_what_arrives_meanwhile_does_not_end_a_worker(model):
     """The system tells a process of what arrives, perhaps when it was read already."""
     properties = {f"name{i}": {"type": "string"} for i in range(300)}
     schema = json.dumps({"type": "object", "properties": properties})
-    link = model.vocabulary.link()
+    link = model.vocabulary.worker()
     link.send(5.0, lambda: False, "compile", {}, "json_schema", schema)
     for _ in range(3):
         time.sleep(0.01)
@@ -318,7 +322,7 @@ def test_the_event_loop_is_free_while_a_constraint_is_compiled(model):
 @pytest.fixture
 def slow_start(monkeypatch):
     """The processes of vocabularies, which stop before they read anything."""
-    started, popen = [], vocabulary._popen
+    started, popen = [], worker_process._popen
 
     def stopped(*arguments):
         process = popen(*arguments)
@@ -326,8 +330,8 @@ def slow_start(monkeypatch):
         started.append(process.pid)
         return process
 
-    monkeypatch.setattr(vocabulary, "_popen", stopped)
-    monkeypatch.setattr(vocabulary, "START_SECONDS", 4.0)
+    monkeypatch.setattr(worker_process, "_popen", stopped)
+    monkeypatch.setattr(worker_process, "START_SECONDS", 4.0)
     yield started
     for process in started:
         with suppress(ProcessLookupError):
@@ -370,7 +374,7 @@ def test_who_waits_for_a_process_that_another_text_started_can_end_too(
 
 
 def test_a_process_that_never_starts_is_given_up(model, slow_start, monkeypatch):
-    monkeypatch.setattr(vocabulary, "START_SECONDS", 0.3)
+    monkeypatch.setattr(worker_process, "START_SECONDS", 0.3)
     for _ in range(2):
         with pytest.raises(OptionError, match="could not be started"):
             model.generate("a", regex="yes")

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from jetdraft.errors import OptionError
-from jetdraft.runtime.drafts.distribution import Distribution
+from jetdraft.runtime.drafts.noise import Distribution
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.sampling.chooser import Sampling
-from jetdraft.runtime.sampling.rejection import recursive
+from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from jetdraft.runtime.trees.shape import Tree
 from jetdraft.runtime.trees.shapes import (
     Best,
@@ -228,4 +228,5 @@ def test_a_shape_that_looks_at_draws_does_not_bias_them(shape, second):
 
 def conditional(p, q, rows, row):
     children = [rows.tokens[child] for child in rows.children(row)]
-    return recursive(p, q, children, replaced=False) if children else p
+    rule = VERIFIERS["recursive"].rule
+    return rule(p, q, children, Kind.DISTINCT) if children else p

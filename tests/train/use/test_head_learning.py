@@ -15,7 +15,7 @@ from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.heads.head_arrays import head_arrays
-from jetdraft.kept.lessons import Lesson
+from jetdraft.learning.lessons import Lesson
 from jetdraft.recipe import Recipe
 from jetdraft.train.head.head_training import HeadSettings, HeadTraining
 from jetdraft.train.training import TrainingOptions

@@ -15,8 +15,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.parameters import convert
 from jetdraft.export.pair.drafter_arrays import drafter_arrays
-from jetdraft.kept.tally import WINDOW
-from jetdraft.kept.weight_sets import WeightSets, base_of
+from jetdraft.learning.weight_sets import VERDICT_TOKENS, WeightSets, base_of
 from jetdraft.train.use.head_student import student_of
 from jetdraft.train.use.pace import Pace
 from jetdraft.train.use.publication import publish
@@ -99,18 +98,18 @@ def test_acceptance_comes_back_after_a_shift(toy, tmp_path):
         wanted = [model.generate(token_ids=p, **plain).token_ids for p in second]
         put_first_topic(bundle, learned, source, texts)
 
-        before = Traffic(model, first).rate(2 * WINDOW)
+        before = Traffic(model, first).rate(2 * VERDICT_TOKENS)
         traffic = Traffic(model, second)
-        shifted = traffic.rate(6 * WINDOW)
+        shifted = traffic.rate(6 * VERDICT_TOKENS)
         student = student_of(bundle, str(source))
         training = UseTraining(student, learned, UseOptions(steps=300))
         rates = [shifted]
         while rates[-1] <= before and traffic.rounds <= ROUNDS:
             figures = training.run(Pace())
             assert figures.after.right > figures.before.right
-            traffic.rate(2 * WINDOW)  # the rate before the trial, and the trial
+            traffic.rate(2 * VERDICT_TOKENS)  # the rate before the trial, and the trial
             assert training.sets.choice().before is None, "judged"
-            rates.append(traffic.rate(2 * WINDOW))
+            rates.append(traffic.rate(2 * VERDICT_TOKENS))
         print(f"{before:.3f} before, {rates}, {traffic.rounds} rounds")
         assert shifted < before - 0.1
         assert rates[-1] > before

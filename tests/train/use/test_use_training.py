@@ -14,7 +14,7 @@ from jetdraft.devices.providers import PROVIDERS
 from jetdraft.errors import CheckpointError, DataError, PairError, TrainingError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.pair.drafter_arrays import drafter_arrays
-from jetdraft.kept.lessons import Lesson
+from jetdraft.learning.lessons import Lesson
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from jetdraft.kept.lessons import Lesson
+from jetdraft.learning.lessons import Lesson
 from jetdraft.train.taught.chosen_rows import logits_at
 from jetdraft.train.use.wrong_places import LessonBatch, missed
 from tests.tiny import llama_config

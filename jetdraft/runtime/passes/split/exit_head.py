@@ -15,10 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jetdraft.errors import OptionError, PairError
+from jetdraft.errors import OptionError, PairError, printable
 from jetdraft.files import read_arrays
 from jetdraft.runtime.drafts.arrays import Float32s
-from jetdraft.untrusted.printable import printable
 
 FILE = "exit.npz"
 """The file in the folder of a head."""

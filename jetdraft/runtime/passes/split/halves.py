@@ -9,8 +9,7 @@ from jetdraft.contracts.split_contract import SplitContract
 from jetdraft.contracts.tensor_check import check_tensors
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Float32s
-from jetdraft.runtime.drafts.probes import NO_PROBES, Probes
-from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.drafts.rows import NO_PROBES, Probes, Rows
 from jetdraft.runtime.passes.answer import Answer, answer_of
 from jetdraft.runtime.passes.binding import Bound
 

@@ -23,10 +23,9 @@ import numpy as np
 
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Float32s
-from jetdraft.runtime.drafts.probes import NO_PROBES, NO_PROBING, Probing
-from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.drafts.rows import NO_PROBES, NO_PROBING, Probing, Rows
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.passes.cache import Cache
+from jetdraft.runtime.passes.buffers import Cache
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
 from jetdraft.runtime.passes.split.exit_head import Decision, ExitRule

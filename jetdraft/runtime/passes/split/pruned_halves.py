@@ -23,11 +23,17 @@ from typing import NamedTuple
 
 from jetdraft.contracts.split_contract import SplitContract
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.probes import NO_PROBES, NO_PROBING, Probes, Probing
-from jetdraft.runtime.drafts.rows import Rows, without_gaps
+from jetdraft.runtime.drafts.rows import (
+    NO_PROBES,
+    NO_PROBING,
+    Probes,
+    Probing,
+    Rows,
+    without_gaps,
+)
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.binding import Bound
-from jetdraft.runtime.passes.cache import Cache
+from jetdraft.runtime.passes.buffers import Cache
 from jetdraft.runtime.passes.split.halves import Halves, Placed, SplitSessions
 
 CHOICES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)

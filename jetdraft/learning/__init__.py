@@ -1,0 +1,1 @@
+"""What is learned from use: stores, lessons, and weights with the verdict on them."""

@@ -1,0 +1,205 @@
+"""The SQLite files of what users wrote: created, checked, replaced if damaged."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sqlite3
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from glob import escape
+from pathlib import Path
+
+from jetdraft.errors import StoreError, printable
+from jetdraft.files import check_name
+
+DAMAGE = (sqlite3.Error, UnicodeDecodeError)
+"""The exceptions that reading a damaged file raises."""
+
+_APPLICATION_ID = 0x4A444654
+"""Written into the file's header, so that no other program's database is touched."""
+_ID_OFFSET = 68
+"""Where SQLite keeps the application id in the file's header."""
+
+_ASIDE = ".damaged"
+"""What is put behind a damaged file's name; a number may follow."""
+
+_ABOUT = "create table if not exists about (tokenizer text not null);"
+
+_SECONDS_PER_DAY = 86400.0
+_NEVER = 1e11
+"""A time in the year 5138. Texts and blobs are larger, as SQLite compares them."""
+
+
+class StoreFile:
+    """A file of token ids of one tokenizer; only its owner can read it.
+
+    `tables` is the SQL that makes its tables, if they are missing.
+
+        file = StoreFile(Path("said.sqlite"), tokenizer="<sha256>", tables=TABLES)
+        file.create_or_check()
+        with file.connect() as database: ...
+    """
+
+    def __init__(self, path: Path, tokenizer: str, tables: str) -> None:
+        self.path = path
+        self.tokenizer = tokenizer
+        self._tables = _ABOUT + tables
+
+    def create_or_check(self) -> None:
+        """Create the file, or check that it is whole and for this tokenizer.
+
+        Raises `StoreError` if the file belongs to another program or tokenizer or
+        cannot be written, and an exception in `DAMAGE` if it cannot be read.
+        """
+        _create_or_check_owner(self.path)
+        with self.connect() as database:
+            _check_integrity(database)
+            database.execute(f"pragma application_id = {_APPLICATION_ID}")
+            database.executescript(self._tables)
+            self._check_tokenizer(database)
+        self.path.chmod(0o600)
+
+    def open(self) -> None:
+        """`create_or_check`, which replaces a damaged file by an empty one."""
+        try:
+            self.create_or_check()
+        except DAMAGE as error:
+            self.move_damaged(error)
+            self.create_or_check()
+
+    @contextmanager
+    def connect(self) -> Iterator[sqlite3.Connection]:
+        """A connection; the block is one transaction."""
+        with closing(sqlite3.connect(self.path, timeout=2.0)) as database, database:
+            database.execute("pragma secure_delete = on")
+            yield database
+
+    def is_missing(self) -> bool:
+        """Whether the file was deleted or emptied by another process."""
+        return not self.path.exists() or not self.path.stat().st_size
+
+    def move_damaged(self, error: Exception) -> None:
+        """Move the file aside with a warning.
+
+        Raises `StoreError` if `error` does not come from damage, or if another program
+        wrote the file.
+        """
+        if _is_inaccessible(error) or not _is_ours(self.path):
+            raise StoreError(
+                f"cannot use the store {self.path} ({error}); choose another file"
+            ) from error
+        warnings.warn(
+            f"the store {self.path} is damaged; it was moved to "
+            f"{_moved_aside(self.path)} and a new store is begun",
+            stacklevel=4,
+        )
+
+    def clear(self, table: str, user: str) -> int:
+        """Delete a user's rows of a table, whose number it returns.
+
+        Deletes the files that were moved aside too, whoever's texts they hold. Raises
+        `StoreError`.
+        """
+        try:
+            with self.connect() as database:
+                deletion = f"delete from {table} where user = ?"
+                count = database.execute(deletion, (user,)).rowcount
+            for numbers in ("", "-*"):
+                names = f"{escape(self.path.name)}{_ASIDE}{numbers}"
+                for file in self.path.parent.glob(names):
+                    file.unlink(missing_ok=True)
+        except (*DAMAGE, OSError) as error:
+            raise StoreError(
+                f"cannot clear {self.path} ({error}); try again"
+            ) from error
+        return count
+
+    def _check_tokenizer(self, database: sqlite3.Connection) -> None:
+        # One statement, since another process may be creating the file too.
+        database.execute(
+            "insert into about select ? where not exists (select 1 from about)",
+            (self.tokenizer,),
+        )
+        [(owner,)] = database.execute("select tokenizer from about limit 1")
+        if owner != self.tokenizer:
+            raise StoreError(
+                f"the store {self.path} belongs to another tokenizer; choose another "
+                "file"
+            )
+
+
+def possible_times(most_days: float) -> tuple[float, float]:
+    """From when to when an entry can have been kept, in seconds since 1970."""
+    return time.time() - most_days * _SECONDS_PER_DAY, _NEVER
+
+
+def checked_user(user: str) -> str:
+    """The name of a user; raises `StoreError` for a name that cannot be shown."""
+    if not user.isprintable():
+        raise StoreError(
+            f"user {user!r} has unprintable characters; choose another name"
+        )
+    return user
+
+
+def _create_or_check_owner(path: Path) -> None:
+    """Create an empty file for its owner only; refuse another program's file."""
+    try:
+        check_name(path)
+        if not path.exists():
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        if not path.is_file() or not _is_ours(path):
+            raise StoreError(f"{path} is not a store of responses; choose another file")
+    except OSError as error:
+        raise StoreError(
+            f"cannot write the store {printable(path)} ({error.strerror}); choose "
+            "another file"
+        ) from error
+
+
+def _check_integrity(database: sqlite3.Connection) -> None:
+    [(verdict,)] = database.execute("pragma quick_check(1)").fetchall()
+    if verdict != "ok":
+        raise sqlite3.DatabaseError(verdict)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether the file has jetdraft's application id, or is empty or all zeros."""
+    with path.open("rb") as handle:
+        header = handle.read(_ID_OFFSET + 4)
+        if header[_ID_OFFSET:] == _APPLICATION_ID.to_bytes(4, "big"):
+            return True
+        parts = iter(partial(handle.read, 1 << 20), b"")
+        return not any(part.strip(b"\0") for part in itertools.chain([header], parts))
+
+
+def _is_inaccessible(error: Exception) -> bool:
+    """Whether the file is locked, read-only or on a broken disk, but not damaged."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in (
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_CANTOPEN,
+    )
+
+
+def _moved_aside(path: Path) -> Path:
+    """Rename a file to a name that no file has, and give that name."""
+    suffixes = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+    aside = next(
+        free
+        for suffix in suffixes
+        if not (free := path.with_name(f"{path.name}{_ASIDE}{suffix}")).exists()
+    )
+    with suppress(FileNotFoundError):  # another process may have been faster
+        path.chmod(0o600)
+        path.rename(aside)
+    return aside

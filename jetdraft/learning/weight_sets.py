@@ -1,0 +1,236 @@
+"""The sets of a drafter's weights in a folder, and the choice between them.
+
+A set is a folder with the arrays of a graph; its name is the hash of their file.
+`choice.json` names the set that drafts. Sets and choice each appear in one step, so a
+kill at any point leaves one whole set; several processes may share the folder. New
+weights are on trial: what the target accepts of their drafts decides whether they stay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shutil
+import warnings
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from secrets import token_hex
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jetdraft.bundle import DRAFTER, Bundle
+from jetdraft.errors import JetdraftError, StoreError
+from jetdraft.files import locked, read_arrays, write_text
+from jetdraft.learning.lessons import FILE
+from jetdraft.manifest import sha256_of
+from jetdraft.parsing import Rule, read_json_file, read_record
+
+ARRAYS = "arrays.npz"
+"""The arrays of a set, by their names in the graph."""
+
+CHOICE = "choice.json"
+OWN = ""
+"""The name of the weights in the bundle."""
+
+LEARNED_TYPES = ("float32", "float16", "uint8")
+"""Floats and packed integers; the indexes of tokens in a graph are never replaced."""
+
+PARTIAL = ".partial-"
+"""How the name of a set begins while it is written."""
+
+VERDICT_TOKENS = 256
+"""Evaluated tokens of a verdict, before the new weights and with them."""
+
+EARLY_TOKENS = 64
+"""Evaluated tokens after which a clear loss ends a trial."""
+
+CLEAR_LOSS = 3.0
+"""Standard errors by which worse weights go early: a false alarm in 1 of 700 looks. A
+trial has several looks: with texts of 16 tokens one trial in 170 ends by chance."""
+
+_HASH = re.compile("[0-9a-f]{64}")
+Name = Annotated[
+    str, Rule("a hash", lambda name: name == OWN or bool(_HASH.fullmatch(name)))
+]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The set that drafts for the drafter `base`.
+
+    It is on trial while there is a set `before`, to which a bad trial goes back. Each
+    clear draws a new `cleared`: a training that began before it publishes nothing.
+    """
+
+    name: Name
+    before: Name | None
+    base: Name
+    cleared: str = ""
+
+
+class WeightSets:
+    """The sets of weights in a folder, for the drafter with the hash `base`."""
+
+    def __init__(self, folder: Path, base: str) -> None:
+        self.folder, self.base = folder, base
+
+    def check(self) -> None:
+        """Raise `StoreError` if the folder's sets belong to another drafter."""
+        if self._stored().base != self.base:
+            raise StoreError(
+                f"{self.folder} holds weights of another drafter; choose another "
+                "folder, or clear it with jetdraft store clear"
+            )
+
+    def choice(self) -> Choice:
+        """What drafts: a set, or the bundle's own weights."""
+        choice = self._stored()
+        if choice.base == self.base:
+            return choice
+        return replace(choice, name=OWN, before=None, base=self.base)
+
+    def _stored(self) -> Choice:
+        """The choice in the file; a missing or malformed file chooses no set."""
+        try:
+            fields = read_json_file(self.folder / CHOICE)
+            choice: Choice = read_record(Choice, fields)
+        except (OSError, ValueError):
+            return Choice(OWN, None, self.base)
+        # A set against itself would be a trial without a rate before it.
+        return replace(choice, before=None) if choice.name == choice.before else choice
+
+    def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
+        """The arrays of a set; raises `StoreError` unless they are whole numbers."""
+        if name == OWN:
+            return {}
+        file = self.folder / name / ARRAYS
+        refusal = StoreError(f"the learned weights in {file} are damaged or missing")
+        try:
+            if not file.is_file() or sha256_of(file) != name:  # a pipe never ends
+                raise refusal
+        except OSError as error:
+            raise refusal from error
+        arrays = read_arrays(file, refusal)
+        for array in arrays.values():
+            if array.dtype.name not in LEARNED_TYPES or not np.isfinite(array).all():
+                raise refusal
+        return arrays
+
+    def change(self, change: Callable[[Choice], Choice | None]) -> None:
+        """Choose the active weights under a file lock, and delete unused sets.
+
+        `change` may write sets too; if it gives None, all stays as it was. Raises
+        `OutputError` or `OSError`.
+        """
+        with locked(self.folder / "lock", wait=True, create=True):
+            after = change(self.choice())
+            if after is None:
+                return
+            write_text(self.folder / CHOICE, json.dumps(asdict(after)) + "\n")
+            self._sweep({after.name, after.before})
+
+    def settle(self, name: str, keep: bool) -> bool:
+        """End the trial of a set; False if another process was faster.
+
+        A failure only warns: decoding continues.
+        """
+        is_on_trial = False
+
+        def settled(now: Choice) -> Choice | None:
+            nonlocal is_on_trial
+            if now.name != name or now.before is None:
+                return None
+            is_on_trial = True
+            return replace(now, name=name if keep else now.before, before=None)
+
+        try:
+            self.change(settled)
+        except (OSError, JetdraftError) as error:
+            warnings.warn(f"no verdict on learned weights ({error})", stacklevel=2)
+            return False
+        return is_on_trial
+
+    def clear(self) -> None:
+        """Delete all sets; the bundle's own weights draft from now on."""
+        self.change(lambda now: Choice(OWN, None, self.base, token_hex(16)))
+
+    def _sweep(self, used: set[str | None]) -> None:
+        """Delete sets that are not used, and what killed processes have left."""
+        for entry in self.folder.iterdir():
+            is_set = entry.name.startswith(PARTIAL) or _HASH.fullmatch(entry.name)
+            if is_set and entry.name not in used:
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name.startswith(f"{CHOICE}."):
+                entry.unlink(missing_ok=True)
+
+
+def label(name: str) -> str:
+    """A set's name in a message."""
+    return f"the learned set {name[:12]}" if name else "the bundle's own drafter"
+
+
+def is_learned(folder: Path) -> bool:
+    """Whether a model has learned into a folder: there are lessons or a choice."""
+    return (folder / FILE).is_file() or (folder / CHOICE).is_file()
+
+
+def base_of(bundle: Bundle) -> str:
+    """The hash of the drafter's graph and weights in a bundle."""
+    files = sorted(n for n in bundle.files if n.startswith(f"{DRAFTER}.onnx"))
+    hashes = " ".join(bundle.files[name]["sha256"] for name in files)
+    return hashlib.sha256(hashes.encode()).hexdigest()
+
+
+class Tally:
+    """Accepted and evaluated drafted tokens of the latest generations.
+
+    Generations that are not needed for `VERDICT_TOKENS` evaluated tokens are forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._counts: deque[tuple[int, int]] = deque()
+        self.accepted = self.evaluated = 0
+
+    def add(self, accepted: int, evaluated: int) -> None:
+        """Count a generation."""
+        self._counts.append((accepted, evaluated))
+        self.accepted += accepted
+        self.evaluated += evaluated
+        while self.evaluated - self._counts[0][1] >= VERDICT_TOKENS:
+            accepted, evaluated = self._counts.popleft()
+            self.accepted -= accepted
+            self.evaluated -= evaluated
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are enough tokens for a verdict."""
+        return self.evaluated >= VERDICT_TOKENS
+
+    @property
+    def rate(self) -> float:
+        """Accepted / evaluated tokens."""
+        return self.accepted / max(1, self.evaluated)
+
+
+def is_better(before: Tally, after: Tally) -> bool | None:
+    """Whether the weights of `after` are kept; None while that is open.
+
+    They go if their rate is lower: at `EARLY_TOKENS` if it is lower by `CLEAR_LOSS`
+    standard errors of the difference, at `VERDICT_TOKENS` in any case. At a rate of one
+    half the standard error is then 0.044: weights that are as good as before go every
+    second time, and weights that are worse by that much stay one time in six.
+    """
+    if after.evaluated < EARLY_TOKENS:
+        return None
+    if after.is_full:
+        return after.rate >= before.rate
+    pooled = (before.accepted + after.accepted) / (before.evaluated + after.evaluated)
+    variance = pooled * (1 - pooled) * (1 / before.evaluated + 1 / after.evaluated)
+    loss = before.rate - after.rate
+    return False if loss > CLEAR_LOSS * math.sqrt(variance) else None

@@ -1,0 +1,298 @@
+"""JSON of strangers: read within limits, then as the types that a program declares."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
+
+from jetdraft.errors import printable
+
+_BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
+"""A whole string, so that the brackets in it do not count, or one bracket."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_MAX_DIGITS, _MAX_EXACT_DIGITS = 20, 4000
+"""No integer of 64 bits has more characters, and Python reads few more of them."""
+_MIN_INTEGER, _MAX_INTEGER = -(2**63), 2**64 - 1
+
+MOST_SIZE = 2**31 - 1
+"""The largest number of rows, tokens or bytes per row that graphs can address."""
+
+
+class JsonError(ValueError):
+    """A text is not JSON, or JSON beyond the limits of `read_json`."""
+
+
+class RecordError(ValueError):
+    """A value does not have the declared type, or is out of range; says where."""
+
+
+def read_json(
+    data: bytes | bytearray | str,
+    *,
+    most_bytes: int = 1_000_000,
+    most_depth: int = 64,
+    exact: bool = False,
+) -> Any:
+    r"""The value of a JSON text that may have been written to do harm.
+
+    Raises `JsonError` for more than `most_bytes` of UTF-8, for arrays and objects
+    nested deeper than `most_depth`, and for what JSON or other programs cannot
+    hold: NaN and infinite numbers, integers beyond 64 bits unless `exact`, lone
+    surrogates, and objects with the same key twice. Checks the depth before it parses.
+
+    read_json("[1e999]")           # JsonError: a number is too large: 1e999
+    """
+    if len(data) > most_bytes:
+        raise JsonError(f"more than {most_bytes} bytes")
+    text = _utf8(data, most_bytes)
+    _check_depth(text, most_depth)
+    try:
+        value = json.loads(
+            text,
+            parse_int=_exact_integer if exact else _integer,
+            parse_float=_number,
+            parse_constant=_constant,
+            object_pairs_hook=_without_repeats,
+        )
+    except json.JSONDecodeError as error:
+        raise JsonError(
+            f"no valid JSON: {error.msg} in line {error.lineno}, column {error.colno}"
+        ) from error
+    except RecursionError as error:
+        raise JsonError("nested too deeply") from error
+    if _SURROGATE.search(text):
+        try:  # no file and no answer can hold a lone surrogate
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeError as error:
+            raise JsonError("a text has a lone surrogate") from error
+    return value
+
+
+def read_json_file(file: Path, most_bytes: int = 1_000_000, exact: bool = False) -> Any:
+    """The value in a JSON file, see `read_json`; raises `OSError` or `JsonError`.
+
+    Reads no more than `most_bytes`, and no device or pipe, which might never end.
+    """
+    if file.exists() and not file.is_file():
+        raise JsonError("no regular file")
+    with file.open("rb") as handle:
+        data = handle.read(most_bytes + 1)
+    return read_json(data, most_bytes=most_bytes, exact=exact)
+
+
+def _utf8(data: bytes | bytearray | str, most_bytes: int) -> str:
+    try:
+        if not isinstance(data, str):
+            return data.decode("utf-8")
+        if len(data.encode("utf-8")) > most_bytes:
+            raise JsonError(f"more than {most_bytes} bytes")
+    except UnicodeError as error:
+        raise JsonError("no valid UTF-8") from error
+    return data
+
+
+def _check_depth(text: str, most_depth: int) -> None:
+    if text.count("[") + text.count("{") <= most_depth:
+        return
+    depth = 0
+    for match in _BRACKETS.finditer(text):
+        if match[0] in "[{":
+            depth += 1
+        elif match[0] in "]}":
+            depth -= 1
+        if depth > most_depth:
+            raise JsonError(f"nested deeper than {most_depth} levels")
+
+
+def _integer(digits: str) -> int:
+    # Python refuses thousands of digits with an error of its own.
+    if len(digits) <= _MAX_DIGITS and _MIN_INTEGER <= int(digits) <= _MAX_INTEGER:
+        return int(digits)
+    raise JsonError(f"an integer does not fit in 64 bits: {printable(digits, 40)}")
+
+
+def _exact_integer(digits: str) -> int:
+    if len(digits) > _MAX_EXACT_DIGITS:
+        raise JsonError(f"an integer has {len(digits)} digits")
+    return int(digits)
+
+
+def _number(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise JsonError(f"a number is too large: {printable(digits, 40)}")
+    return value
+
+
+def _constant(name: str) -> float:
+    raise JsonError(f"{name} is not a number in JSON")
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise JsonError("an object has the same key twice")
+    return fields
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What values must be, beside their type; for `Annotated`."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def in_range(least: float, most: float) -> Rule:
+    """The numbers from `least` to `most`."""
+    return Rule(f"{least} to {most}", lambda value: least <= value <= most)
+
+
+def one_of(*choices: object) -> Rule:
+    """The values in `choices`."""
+    words = "one of " + ", ".join(map(str, choices))
+    return Rule(words, lambda value: value in choices)
+
+
+Count = Annotated[int, in_range(0, MOST_SIZE)]
+Size = Annotated[int, in_range(1, MOST_SIZE)]
+
+
+def read_record(hint: Any, value: Any, where: str = "") -> Any:
+    """A value of JSON as the declared type; `where` names it in errors.
+
+    A type is str, int, float or bool, a dataclass or a `TypedDict`, `X | None`, list,
+    tuple or dict of types, or any of them `Annotated` with a `Rule`, or with a second
+    type to read the value as. An object must have all fields that its class declares
+    without a default, and no undeclared field. Numbers are finite. The keys of a
+    `dict[int, X]` are digits. Raises `RecordError`.
+
+        read_record(tuple[Size, ...], [1, 2])    # (1, 2)
+    """
+    origin, types = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        value = read_record(types[0], value, where)
+        for rule in types[1:]:
+            if not isinstance(rule, Rule):
+                value = read_record(rule, value, where)
+            elif not rule.holds(value):
+                raise _wrong(where, rule.words, value)
+        return value
+    if origin in (Union, UnionType):
+        [kind] = (kind for kind in types if kind is not NoneType)
+        return None if value is None else read_record(kind, value, where)
+    if origin in (tuple, list):
+        return _items(hint, value, where)
+    if origin is dict:
+        return _entries(hint, value, where)
+    if is_dataclass(hint) or is_typeddict(hint):
+        return hint(**read_fields(hint, value, where))
+    return _plain(hint, value, where)
+
+
+def read_fields(kind: Any, value: Any, where: str = "", but: str = "") -> Any:
+    """The fields of a dataclass or `TypedDict` in a JSON object, but for `but`."""
+    hints = {name: hint for name, hint in _hints(kind).items() if name != but}
+    fields = _object(value, where)
+    for name in _required(kind) & hints.keys():
+        if name not in fields:
+            raise RecordError(f"{_inside(where, name)} is missing")
+    for name in fields:
+        if name not in hints:
+            raise RecordError(f"{_inside(where, name)} is unknown")
+    return {
+        name: read_record(hints[name], field, _inside(where, name))
+        for name, field in fields.items()
+    }
+
+
+@cache
+def _required(kind: Any) -> frozenset[str]:
+    if is_typeddict(kind):
+        return frozenset(kind.__required_keys__)
+    return frozenset(
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is field.default_factory is MISSING
+    )
+
+
+@cache
+def _hints(kind: Any) -> Mapping[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def _items(hint: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, list):
+        raise _wrong(where, "a list", value)
+    kind, types = get_origin(hint), get_args(hint)
+    if kind is tuple and types[-1] is not Ellipsis:
+        if len(value) != len(types):
+            raise _wrong(where, f"a list of {len(types)}", value)
+    else:
+        types = types[:1] * len(value)
+    places = (f"{where}[{place}]" for place in range(len(value)))
+    return kind(map(read_record, types, value, places))
+
+
+def _entries(hint: Any, value: Any, where: str) -> dict[Any, Any]:
+    key_kind, kind = get_args(hint)
+    entries: dict[Any, Any] = {}
+    for key, entry in _object(value, where).items():
+        place = _inside(where, key)
+        name = read_record(key_kind, _key(key_kind, key, place), place)
+        entries[name] = read_record(kind, entry, place)
+    return entries
+
+
+def _key(kind: Any, key: str, where: str) -> str | int:
+    """A key as the type of keys; JSON turned numbers into text."""
+    if kind is str or get_args(kind)[:1] == (str,):
+        return key
+    if key.isascii() and key.isdigit() and len(key) < 10:
+        return int(key)
+    raise _wrong(where, "a number", key)
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _wrong(where, "an object", value)
+    return value
+
+
+def _plain(kind: Any, value: Any, where: str) -> Any:
+    if kind is Any:
+        return value
+    # A bool is an int, and an int is a float, unless the exact type is compared.
+    if type(value) is kind or (kind is float and type(value) is int):
+        if kind is float and not math.isfinite(value):
+            raise _wrong(where, "a finite number", value)
+        return value
+    words = {str: "text", int: "an integer", float: "a number", bool: "true or false"}
+    raise _wrong(where, words[kind], value)
+
+
+def _inside(where: str, name: str) -> str:
+    name = printable(name, 60)
+    return f"{where}.{name}" if where else name
+
+
+def _wrong(where: str, words: str, value: Any) -> RecordError:
+    shown = printable(repr(value), 40)
+    return RecordError(f"{where or 'it'} must be {words}, not {shown}")

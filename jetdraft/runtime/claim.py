@@ -1,0 +1,201 @@
+"""Who may use the buffers of a model: a generation, a measurement, or idle work.
+
+A generation, a measurement and a prefix hold the buffers one at a time; whoever comes
+second is refused at once. Idle work runs in a thread between them, one short step after
+another, and waits as soon as the buffers are held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Lock, Thread, get_ident, main_thread
+from weakref import WeakMethod
+
+from jetdraft.errors import JetdraftError
+from jetdraft.runtime.text.stops import StopWatcher
+
+QUIET_SECONDS = 0.25
+"""Idle work begins this long after the last generation."""
+
+QUIET_TURNS = 5
+"""How often the idle thread looks in this time whether the interpreter ends."""
+
+CLOSED = "this model is closed; load the bundle again"
+
+Work = Callable[[Callable[[], bool]], bool]
+"""Does one step, and gives False when nothing is left.
+
+It may raise `StoppedError` when the function that it gets says that it must stop.
+"""
+
+
+class StoppedError(Exception):
+    """The buffers are needed elsewhere; the step must be repeated later."""
+
+
+class Idle:
+    """Does steps of work between generations; a generation waits for one pass at most.
+
+    `work` must be a bound method; the thread does not keep its object alive. `before`
+    is called once, before the first step, and does not touch the buffers.
+
+        idle = Idle(survey.step, gather)
+        idle.start()
+        with idle.paused():
+            ...    # the buffers are free
+    """
+
+    def __init__(self, work: Work, before: Callable[[], object]) -> None:
+        self._work, self._before = WeakMethod(work), before
+        self._is_prepared = self._is_done = False
+        self._buffers, self._count = Lock(), Lock()
+        self._users = 0
+        self._must_wait = Event()
+        self._thread: Thread | None = None
+
+    def start(self) -> None:
+        """Go on with the work soon, in a thread."""
+        alive = self._thread is not None and self._thread.is_alive()
+        # A stream may end with the interpreter, which starts no thread any more.
+        if main_thread().is_alive() and not (alive or self._is_done):
+            self._thread = Thread(target=self._run, name="jetdraft-idle")
+            self._thread.start()
+
+    @contextmanager
+    def paused(self, until_ended: bool = False) -> Iterator[None]:
+        """Keep the thread from the buffers in the block; several blocks may overlap.
+
+        With `until_ended` the block also waits for the end of `before`, so that nothing
+        of the thread is left.
+        """
+        self._count_users(1)
+        try:
+            with self._buffers:
+                pass  # a step that was under way has ended
+            if until_ended and self._thread is not None:
+                self._thread.join()
+            yield
+        finally:
+            self._count_users(-1)
+
+    def _count_users(self, more: int) -> None:
+        with self._count:
+            self._users += more
+            if self._users:
+                self._must_wait.set()
+            else:
+                self._must_wait.clear()
+
+    def _must_stop(self) -> bool:
+        # The interpreter waits for threads before it ends.
+        return self._must_wait.is_set() or not main_thread().is_alive()
+
+    def _run(self) -> None:
+        for _ in range(QUIET_TURNS):
+            if self._must_stop() or self._must_wait.wait(QUIET_SECONDS / QUIET_TURNS):
+                return
+        if not self._is_prepared:
+            self._before()
+            self._is_prepared = True
+        while self._one_step():
+            pass
+
+    def _one_step(self) -> bool:
+        """Whether a step was done, and there may be more."""
+        with self._buffers:
+            work = self._work()
+            if self._must_stop() or work is None:
+                return False
+            try:
+                self._is_done = not work(self._must_stop)
+                return not self._is_done
+            except StoppedError:
+                return False
+
+
+class Claim:
+    """Lets one thread at a time use the buffers, and `idle` work in between.
+
+    with claim.held_by(watcher):    # a generation
+        ...
+    with claim.held():              # anything else; this thread may generate in it
+        ...
+    """
+
+    BUSY = (
+        "this model is already generating; finish or close the other stream, or take "
+        "another model from a Pool"
+    )
+
+    def __init__(self, idle: Idle) -> None:
+        self._idle = idle
+        self._lock = Lock()
+        self._owner: int | None = None
+        self._watchers: list[StopWatcher] = []
+        self._is_closed = False
+
+    @contextmanager
+    def held_by(self, watcher: StopWatcher) -> Iterator[None]:
+        """Hold the buffers for a generation, which `cancel` reaches.
+
+        Raises `JetdraftError` while they are held elsewhere, and after `close`.
+        """
+        if self._owner == get_ident():
+            with self.reaching(watcher):
+                yield
+            return
+        self._acquire()
+        try:
+            with self._idle.paused(), self.reaching(watcher):
+                yield
+        finally:
+            self._lock.release()
+            self._idle.start()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the buffers in the block; raises what `held_by` raises.
+
+        Idle work ends, and continues after the next generation. In the block this
+        thread may generate, or hold them again.
+        """
+        if self._owner == get_ident():
+            yield
+            return
+        self._acquire()
+        self._owner = get_ident()
+        try:
+            with self._idle.paused(until_ended=True):
+                yield
+        finally:
+            self._owner = None
+            self._lock.release()
+
+    def _acquire(self) -> None:
+        is_free = self._lock.acquire(blocking=False)
+        if self._is_closed:  # asked with the lock, since `close` needs it too
+            if is_free:
+                self._lock.release()
+            raise JetdraftError(CLOSED)
+        if not is_free:
+            raise JetdraftError(self.BUSY)
+
+    @contextmanager
+    def reaching(self, watcher: StopWatcher) -> Iterator[None]:
+        """Let `cancel` reach a generation, with the buffers or without."""
+        self._watchers.append(watcher)
+        try:
+            yield
+        finally:
+            self._watchers.remove(watcher)
+
+    def close(self) -> None:
+        """Refuse all later use; raises `JetdraftError` while the buffers are held."""
+        with self.held():
+            self._is_closed = True
+
+    def cancel(self) -> None:
+        """End the running generation at its next round; any thread may call this."""
+        for watcher in list(self._watchers):
+            watcher.cancelled.set()

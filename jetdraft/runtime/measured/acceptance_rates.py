@@ -1,0 +1,212 @@
+"""Running estimates of how often drafted tokens are right, by place and by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jetdraft.runtime.measured.stats import Round
+
+Ranks = Sequence[Sequence[float]]
+"""For each depth, how often the best, the second, ... guess is right."""
+
+
+class Streak:
+    """Running estimates of the success rate at each position of a series of events.
+
+    Each rate is an exponentially weighted share of successes with a weak prior: the
+    rate of the position before it, and at the first position `prior`. The counts fade
+    in rounds without such events, so the rates return to the prior. `RUN` failures in a
+    row erase the earlier successes: at a success rate of a third, such a run happens
+    once in a hundred rounds.
+    """
+
+    WEIGHT = 1.0
+    MEMORY = 0.95
+    FADING = 0.99
+    RUN = 12
+
+    def __init__(self, prior: float) -> None:
+        self.prior = prior
+        self.successes: list[float] = []
+        self.trials: list[float] = []
+        self._failures_in_a_row: list[int] = []
+        self._rounds_without = 0
+
+    def fade(self) -> None:
+        """Let the counts fade after a round without such events."""
+        self._rounds_without += 1
+
+    def _faded(self) -> None:
+        """Make up for the rounds without events, when the counts are needed."""
+        if self._rounds_without:
+            left = self.FADING**self._rounds_without
+            self.successes = [x * left for x in self.successes]
+            self.trials = [x * left for x in self.trials]
+            self._rounds_without = 0
+
+    def observe(self, outcomes: Sequence[bool]) -> None:
+        """Count the outcomes of one series of events, from position 0 on."""
+        self._faded()
+        grow = len(outcomes) - len(self.trials)
+        self.successes += [0.0] * grow
+        self.trials += [0.0] * grow
+        self._failures_in_a_row += [0] * grow
+        for place, success in enumerate(outcomes):
+            failures = 0 if success else self._failures_in_a_row[place] + 1
+            self._failures_in_a_row[place] = failures
+            if failures >= self.RUN:
+                self.successes[place] = 0.0
+                self.trials[place] = float(failures)
+                continue
+            self.successes[place] = self.successes[place] * self.MEMORY + success
+            self.trials[place] = self.trials[place] * self.MEMORY + 1
+
+    @property
+    def reach(self) -> int:
+        """Twice the positions up to the first without any success."""
+        return 2 * (1 + sum(successes > 0 for successes in self.successes))
+
+    def rates(self, length: int) -> list[float]:
+        """The rates at positions 0..length-1, each given successes at all before it."""
+        self._faded()
+        rates, rate = [], self.prior
+        for place in range(length):
+            counted = place < len(self.trials)
+            successes = self.successes[place] if counted else 0.0
+            trials = self.trials[place] if counted else 0.0
+            rate = (successes + self.WEIGHT * rate) / (trials + self.WEIGHT)
+            rates.append(rate)
+        return rates
+
+
+class Acceptance:
+    """Running acceptance of one proposer's drafts, by position and by sibling.
+
+    Drafts with different evidence have rates of their own, see `Proposer.evidence`.
+    More evidence is expected to be better: 1 starts at a rate of 0.5, 2 at 0.75.
+
+    Where a draft branches, the second sibling may be right where the first is wrong,
+    and so on. Both priors are hopeful, so that every proposer and every branch is
+    tried, and is tried again later.
+    """
+
+    PRIOR = 0.9
+    SIBLING_PRIOR = 0.3
+
+    def __init__(self) -> None:
+        self.places = Streak(self.PRIOR)
+        self.by_evidence: dict[int, Streak] = {}
+        # A success is a wrong sibling: the series of siblings ends with the right one.
+        self.siblings = Streak(1.0 - self.SIBLING_PRIOR)
+
+    @property
+    def reach(self) -> int | None:
+        """The longest draft to pay for: it doubles while drafts are right.
+
+        What lies farther is mere hope. None where evidence says more.
+        """
+        return None if self.by_evidence else self.places.reach
+
+    def fade(self) -> None:
+        """Let the rates fade after a round without a draft of this proposer."""
+        self.places.fade()
+        self.siblings.fade()
+        for streak in self.by_evidence.values():
+            streak.fade()
+
+    def observe(self, round_: Round) -> None:
+        """Count the draft of one round."""
+        outcomes = [rank == 0 for rank, _ in round_.ranks]
+        self.places.observe(outcomes)
+        if round_.evidence:
+            self._streak(round_.evidence).observe(outcomes)
+        for rank, count in round_.ranks:
+            if rank and count > 1:
+                right_sibling = [False] if rank < count else []
+                self.siblings.observe([True] * (rank - 1) + right_sibling)
+
+    def rates(self, length: int, evidence: int | None = 0) -> list[float]:
+        """The rates of first siblings at depths 1..length, given right ancestors.
+
+        They hold for drafts with this evidence. None is for a draft that is not there
+        yet: where evidence differs, it may be the best.
+        """
+        if evidence:
+            return self._streak(evidence).rates(length)
+        if evidence is None and self.by_evidence:
+            return [1.0] * length
+        return self.places.rates(length)
+
+    def _streak(self, evidence: int) -> Streak:
+        return self.by_evidence.setdefault(evidence, Streak(prior(evidence)))
+
+    def shares(self, count: int) -> list[float]:
+        """How often sibling 2, 3, ... is right where the first sibling is wrong."""
+        all_wrong, shares = 1.0, []
+        for wrong in self.siblings.rates(count):
+            shares.append(all_wrong * (1.0 - wrong))
+            all_wrong *= wrong
+        return shares
+
+
+def prior(evidence: int) -> float:
+    """The rate of drafts with this evidence before any of them was verified."""
+    return float(1.0 - 0.5**evidence)
+
+
+class GuessRates:
+    """Rates that begin at `priors` and follow what the text turned out to be.
+
+    Held-out text says little of a text that repeats itself, or of another topic. A
+    guess is compared with the token that the text has in its place, whether it was
+    drafted or not: so ranks that no draft has are learned too.
+    """
+
+    WEIGHT = 40.0
+    """The places that the priors count for."""
+
+    MEMORY = 0.995
+
+    def __init__(self, priors: Ranks) -> None:
+        self._priors = [list(rates) for rates in priors]
+        self.forget()
+
+    def forget(self) -> None:
+        """Return to the priors."""
+        self.settled = 0
+        """The places of the text that were compared with a guess."""
+        self._trials = [self.WEIGHT] * len(self._priors)
+        self._hits = [[self.WEIGHT * r for r in rates] for rates in self._priors]
+        self._waiting: dict[int, list[tuple[int, list[int]]]] = {}
+
+    def begin(self) -> None:
+        """Start another text; what was learned stays."""
+        self._waiting = {}
+
+    def guess(self, guesses: Mapping[int, Sequence[int]]) -> None:
+        """Remember the guesses for some places, best first; the nearest has depth 0."""
+        for depth, (place, tokens) in enumerate(guesses.items()):
+            self._waiting.setdefault(place, []).append((depth, list(tokens)))
+
+    def see(self, first: int, tokens: Sequence[int]) -> None:
+        """Compare what was guessed with tokens of the text, from place `first` on."""
+        for place, token in enumerate(tokens, first):
+            for depth, guessed in self._waiting.pop(place, []):
+                self._settle(depth, guessed, token)
+
+    def _settle(self, depth: int, guessed: list[int], token: int) -> None:
+        rank = guessed.index(token) if token in guessed else -1
+        self.settled += 1
+        self._trials[depth] = self._trials[depth] * self.MEMORY + 1
+        self._hits[depth] = [
+            hits * self.MEMORY + (place == rank)
+            for place, hits in enumerate(self._hits[depth])
+        ]
+
+    @property
+    def ranks(self) -> list[list[float]]:
+        """The rates of each depth, best guess first."""
+        return [
+            [hits / trials for hits in of_ranks]
+            for of_ranks, trials in zip(self._hits, self._trials, strict=True)
+        ]

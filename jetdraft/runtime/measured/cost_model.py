@@ -1,0 +1,329 @@
+"""What passes, drafts and probes cost on this machine: measured, then learned.
+
+The first generation measures a few passes, `jetdraft tune` measures with care, and
+every round corrects the estimates.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from statistics import median_low
+from typing import Any
+
+from jetdraft.contracts.constants import WIDEST
+from jetdraft.parsing import Size, read_record
+from jetdraft.runtime.measured.stats import Round
+
+PassMs = Callable[[int, int], float]
+"""The milliseconds of a pass, by its rows and its probes."""
+
+MIN_PROBE_MS = 1e-3
+"""A lower bound: `_followed` could never raise an estimate of 0."""
+
+MAX_MS = 1e6
+"""A quarter of an hour; nothing that was measured takes as long."""
+
+ROUND_WEIGHT = 0.05
+"""The weight of one round in an estimate; one stall says little."""
+
+IDLE_ROUNDS = 32
+"""Rounds after which a time that none of them took follows the times that they took."""
+
+RECENT_ROUNDS = 5
+"""Rounds whose median is the time of a drafted token, or of a round without a plan. It
+depends on how tokens are chosen, so a new generation may need another time at once, and
+two stalls change it little."""
+
+
+@dataclass
+class Curve:
+    """Milliseconds on this machine; empty or 0 where nothing was measured.
+
+    passes[w]       a pass of the target over a chain of w rows
+    trees[w]        a pass of the target over w rows that branch
+    compaction      moving the rows of an accepted branch together
+    probe           what one probe adds to a pass
+    probed[w]       a pass over w rows that all carry all their probes
+    ended[w]        a pass over w rows of which the last one carries its probes
+    drafter         a pass of the drafter over one row
+    drafts[method]  one drafted token
+
+        Curve({1: 20.0, 4: 26.0}).pass_ms(2)    # 22.0
+    """
+
+    passes: dict[Size, float]
+    trees: dict[Size, float] = field(default_factory=dict)
+    compaction: float = 0.0
+    probe: float = 0.0
+    drafter: float = 0.0
+    drafts: dict[str, float] = field(default_factory=dict)
+    probed: dict[Size, float] = field(default_factory=dict)
+    ended: dict[Size, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._recent: dict[str, deque[float]] = {}
+        self._rounds = 0
+        self._taken: dict[int | str, int] = {}  # the last round at a width, of a method
+
+    def pass_ms(self, width: int) -> float:
+        """The milliseconds of a chain pass, on a line through the nearest widths."""
+        return _between(self.passes, width)
+
+    def probed_ms(self, width: int, probes: int, streams: int) -> float:
+        """The milliseconds of a branching pass in which rows carry `probes` probes.
+
+        On the line through a pass of one row with all its `streams` and a pass where
+        all rows have them: the first probe costs more than the others.
+        """
+        bare = self.tree_ms(width, exact=True)
+        if not probes:
+            return bare
+        if not (self.ended and self.probed):
+            return bare + probes * self.probe
+        few, many = _between(self.ended, width), _between(self.probed, width)
+        each = (many - few) / (streams * max(1, width - 1))
+        return max(bare, few + (probes - streams) * max(0.0, each))
+
+    def tree_ms(self, width: int, exact: bool) -> float:
+        """The milliseconds of a branching pass.
+
+        Inexact generations also move the rows of the accepted branch together.
+        """
+        ms = max(self.trees.get(width, 0.0), self.pass_ms(width))
+        return ms if exact else ms + self.compaction
+
+    def take(self, tuned: Curve) -> None:
+        """Take the times that `jetdraft tune` has measured."""
+        self.passes |= {w: ms for w, ms in tuned.passes.items() if w <= WIDEST}
+        self.drafts |= tuned.drafts
+        self._recent.clear()
+        self.trees, self.compaction = dict(tuned.trees), tuned.compaction
+
+    def learn(self, round_: Round) -> None:
+        """Move the estimates a little towards the times of a round.
+
+        A slow minute, the first perhaps, makes all times long. Then plain rounds would
+        correct their own width alone, and drafts would always seem dear. So what no
+        recent round took moves in proportion.
+        """
+        self._rounds += 1
+        if round_.probes:
+            added = round_.target_seconds * 1e3 - self.pass_ms(round_.width)
+            per_probe = max(added / round_.probes, MIN_PROBE_MS)
+            self.probe = _followed(max(self.probe, MIN_PROBE_MS), per_probe)
+        elif round_.width in self.passes:
+            before = self.passes[round_.width]
+            after = _followed(before, round_.target_seconds * 1e3)
+            self._taken[round_.width] = self._rounds
+            self._move_idle(after / before)
+            self.passes[round_.width] = after
+        for method in round_.asked.keys() & self.drafts.keys():
+            drafted, seconds = round_.asked[method]
+            if drafted:
+                if self._is_idle(method):
+                    self._recent.pop(method, None)
+                self._taken[method] = self._rounds
+                recent = self._recent.setdefault(method, deque(maxlen=RECENT_ROUNDS))
+                if not recent and self.drafts[method]:  # 0 was never timed
+                    recent.append(self.drafts[method])
+                recent.append(seconds * 1e3 / drafted)
+                self.drafts[method] = median_low(recent)
+
+    def _move_idle(self, ratio: float) -> None:
+        """Move the times that no recent round took by this factor."""
+        for width in filter(self._is_idle, [*self.passes]):
+            self.passes[width] *= ratio
+        for method in filter(self._is_idle, [*self.drafts]):
+            self.drafts[method] *= ratio
+
+    def _is_idle(self, key: int | str) -> bool:
+        return self._rounds - self._taken.get(key, -IDLE_ROUNDS) >= IDLE_ROUNDS
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Any) -> Curve:
+        """Read `to_json`'s object; JSON turned the widths into text.
+
+        Raises `ValueError` where it is malformed.
+        """
+        curve: Curve = read_record(cls, fields)
+        passes = [
+            ms
+            for times in (curve.passes, curve.trees, curve.probed, curve.ended)
+            for ms in times.values()
+        ]
+        others = [curve.compaction, curve.probe, curve.drafter, *curve.drafts.values()]
+        plausible = [0 < ms < MAX_MS for ms in passes]
+        plausible += [0 <= ms < MAX_MS for ms in others]
+        if not curve.passes or not all(plausible):
+            raise ValueError("its times are missing or out of range")
+        return curve
+
+
+def _between(times: Mapping[int, float], width: int) -> float:
+    """The milliseconds of a width, on a line through the nearest measured widths."""
+    if width in times:
+        return times[width]
+    below = [w for w in times if w < width]
+    above = [w for w in times if w > width]
+    if below and above:
+        low, high = max(below), min(above)
+    elif len(times) > 1:
+        low, high = sorted(times)[-2:] if below else sorted(times)[:2]
+    else:
+        return next(iter(times.values()))
+    slope = (times[high] - times[low]) / (high - low)
+    return times[low] + slope * (width - low)
+
+
+def _followed(estimate: float, ms: float) -> float:
+    """An estimate after one more measurement, which counts as at most 1.5 times it."""
+    return estimate + ROUND_WEIGHT * (min(ms, 1.5 * estimate) - estimate)
+
+
+class LinearFit:
+    """The line a + b * x of least squares through points, of which the last count most.
+
+    Neither a nor b is negative. Points of one x leave the line open: then it is the
+    shortest pair (a, b) that fits them.
+    """
+
+    def __init__(self, memory: float) -> None:
+        self.memory = memory
+        self.count = self._x = self._xx = self._y = self._xy = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        """One more point."""
+        self.count = self.memory * self.count + 1.0
+        self._x = self.memory * self._x + x
+        self._xx = self.memory * self._xx + x * x
+        self._y = self.memory * self._y + y
+        self._xy = self.memory * self._xy + x * y
+
+    @property
+    def share(self) -> float:
+        """The mean y for each of 1 + x; 0 without points."""
+        return self._y / (self.count + self._x) if self.count else 0.0
+
+    def at(self, x: float) -> float:
+        """The line's y; 0 without points."""
+        if not self.count:
+            return 0.0
+        mean_x, mean_y = self._x / self.count, self._y / self.count
+        spread = self._xx / self.count - mean_x**2
+        if spread < 1e-6 * (1.0 + mean_x**2):
+            return mean_y * (1.0 + x * mean_x) / (1.0 + mean_x**2)
+        slope = (self._xy / self.count - mean_x * mean_y) / spread
+        slope = min(max(slope, 0.0), mean_y / mean_x)
+        return mean_y + slope * (x - mean_x)
+
+
+class RoundCosts:
+    """Predicts the milliseconds of a round of one way to draft.
+
+    Passes in a round take longer than passes that a survey runs one after another, and
+    a round takes time outside them too, more with each drafted row, and more where
+    tokens are drawn:
+
+        pass     `pass_ms`, times how much longer the passes of the last rounds took
+        outside  a + b * drafted rows, the line through the last rounds
+    """
+
+    MEMORY = 0.98
+
+    MAX_STALL = 3.0
+    """A round counts as at most this many times what was expected of it."""
+
+    def __init__(self, pass_ms: PassMs) -> None:
+        self._pass_ms = pass_ms
+        self.forget()
+
+    def forget(self) -> None:
+        """Return to the times of passes alone."""
+        self._expected = self._taken = 0.0
+        self._outside = LinearFit(self.MEMORY)
+
+    def learn(self, round_: Round) -> None:
+        """Learn from the times of a round."""
+        if not round_.seconds:
+            return
+        drafted = round_.drafted
+        expected = self._pass_ms(1 + drafted, round_.probes)
+        taken = 1e3 * round_.target_seconds
+        outside = 1e3 * (round_.seconds - round_.target_seconds)
+        if self._expected:
+            taken = min(taken, self.MAX_STALL * self._longer * expected)
+            # The line may be open, so that it says little of a draft of another size.
+            most = self.MAX_STALL * self._outside.share * (1 + drafted)
+            outside = min(outside, most)
+        self._expected = self.MEMORY * self._expected + expected
+        self._taken = self.MEMORY * self._taken + taken
+        self._outside.add(drafted, outside)
+
+    def ms(self, rows: int, probes: int) -> float:
+        """The milliseconds of a round whose pass has `rows` rows, and `probes` too."""
+        pass_ms = self._longer * self._pass_ms(rows, probes)
+        return pass_ms + self._outside.at(rows - 1)
+
+    @property
+    def _longer(self) -> float:
+        return self._taken / self._expected if self._expected else 1.0
+
+
+class Profit:
+    """The milliseconds that a planned round gains on average, negative if it loses.
+
+    To look for a draft takes time in every round, also where none is found or none
+    pays: beside a pass of half a millisecond a tenth of it. With p the time of a round
+    without a draft, which commits one token:
+
+        gain = tokens * p - the time of the round
+        rest = -average / (SHARE * p) rounds, if the average is negative
+
+    So planning that gains nothing takes `SHARE` of the time, and planning that gains
+    is done in every round.
+    """
+
+    WEIGHT = 0.1
+    """The weight of one planned round."""
+
+    SHARE = 0.01
+    """The share of the time that vain planning may take."""
+
+    MAX_REST = 64
+    """The most rounds without a plan in a row."""
+
+    def __init__(self) -> None:
+        self.average_ms = 0.0
+        self._plain_ms: deque[float] = deque(maxlen=RECENT_ROUNDS)
+
+    def begin(self) -> None:
+        """A new generation, which may choose its tokens in another way."""
+        self._plain_ms.clear()
+
+    def plain(self, round_: Round) -> None:
+        """Take the time of a round without a plan, or the rest of a vain round."""
+        if round_.seconds:
+            self._plain_ms.append(1e3 * (round_.seconds - round_.draft_seconds))
+
+    def planned(self, round_: Round) -> int:
+        """Learn from a planned round; how many rounds should go without a plan."""
+        is_vain = not round_.drafted and not round_.probes
+        if is_vain:
+            self.plain(round_)
+        if not self._plain_ms or not round_.seconds:
+            return 0
+        plain_ms = median_low(self._plain_ms)
+        # A stall says nothing of the plan.
+        spent_ms = min(1e3 * round_.seconds, 2 * plain_ms * (1 + round_.drafted))
+        gain_ms = (1 + round_.accepted) * plain_ms - spent_ms
+        if is_vain:
+            gain_ms = -1e3 * round_.draft_seconds
+        self.average_ms += self.WEIGHT * (gain_ms - self.average_ms)
+        rest = max(0.0, -self.average_ms) / (self.SHARE * plain_ms)
+        return min(self.MAX_REST, int(rest))

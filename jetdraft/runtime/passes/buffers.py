@@ -1,0 +1,277 @@
+"""What sessions read and write in place: tensors, KV buffers, and an encoded source."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jetdraft.contracts.source_contract import SourceContract
+from jetdraft.contracts.step_contract import SOURCE_LENGTH, StepContract
+from jetdraft.contracts.tensor_check import check_tensors
+from jetdraft.ort import ort
+from jetdraft.runtime.drafts.arrays import Float32s
+from jetdraft.runtime.drafts.rows import without_gaps
+
+_ALONE = RLock()
+"""WebGPU's sessions share one queue: two threads in it end the process."""
+
+
+class Tensor:
+    """A fixed `value` to bind, and the `array` with the same content on the host.
+
+    In the host's memory both are one. Otherwise `upload` and `download` copy, and
+    `fetch` downloads only if the array is `stale`, that is, older than the last pass.
+    """
+
+    def __init__(
+        self, array: npt.NDArray[Any], value: ort.OrtValue, memory: Memory
+    ) -> None:
+        self.array = array
+        self.value = value
+        self.stale = False
+        self._memory = memory
+
+    def upload(self) -> None:
+        """Copy the array to the device."""
+        if self._memory.copies:
+            with self._memory.alone():
+                self.value.update_inplace(self.array)
+
+    def download(self) -> None:
+        """Copy the value to the host."""
+        if self._memory.copies:
+            with self._memory.alone():
+                np.copyto(self.array, self.value.numpy())
+        self.stale = False
+
+    def fetch(self) -> None:
+        """Download if the array is stale."""
+        if self.stale:
+            self.download()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory that tensors are allocated in: a `device`, "cpu", "cuda" or "webgpu".
+
+    `copies` says that host and session do not share this memory. Tests set it without a
+    GPU, to run the code that a GPU needs. Kernels read the inputs `on_host` there.
+    """
+
+    device: str = "cpu"
+    copies: bool = False
+    on_host: tuple[str, ...] = ("total_length",)
+
+    def tensor(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """A tensor of zeros: a NaN in new memory would spread even from masked rows."""
+        array = np.zeros(shape, dtype)
+        if not self.copies:
+            value = ort.OrtValue.ortvalue_from_numpy(array)
+        else:
+            with self.alone():
+                value = ort.OrtValue.ortvalue_from_shape_and_type(
+                    shape, np.dtype(dtype).type, self.device, 0
+                )
+                if array.size:
+                    value.update_inplace(array)
+        return Tensor(array, value, self)
+
+    def alone(self) -> AbstractContextManager[object]:
+        """What to hold while a session or a copy uses this memory."""
+        return _ALONE if self.device == "webgpu" else nullcontext()
+
+
+HOST = Memory()
+"""The memory of the CPU provider; nothing is copied."""
+
+
+class Cache:
+    """Fixed buffers, allocated once, and a cursor.
+
+    Rows beyond `length` are stale and get overwritten, so a rewind is free. With a
+    `compaction` session the rows of an accepted branch can be moved together; `seconds`
+    is the total time spent in it.
+    """
+
+    def __init__(
+        self,
+        contract: StepContract,
+        compaction: ort.InferenceSession | None = None,
+        memory: Memory = HOST,
+    ) -> None:
+        self.capacity = contract.capacity
+        self.length = 0
+        self.seconds = 0.0
+        self.memory = memory
+        tensors = {
+            spec.name: memory.tensor(spec.sized(), spec.dtype)
+            for spec in contract.buffers("past")
+        }
+        self.buffers = {name: tensor.value for name, tensor in tensors.items()}
+        self._compaction = compaction
+        self._moves: dict[int, _Move] = {}
+
+    @property
+    def room(self) -> int:
+        """How many rows still fit."""
+        return self.capacity - self.length
+
+    def advance(self, rows: int) -> None:
+        """Commit the next `rows` rows."""
+        if not 0 <= rows <= self.room:
+            raise ValueError(f"cannot commit {rows} rows, {self.room} fit")
+        self.length += rows
+
+    def rewind(self, length: int) -> None:
+        """Go back to `length` committed rows; nothing is copied."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot rewind from {self.length} rows to {length}")
+        self.length = length
+
+    def stored(self, rows: int) -> dict[str, npt.NDArray[Any]]:
+        """Copies of the first `rows` rows by buffer, [1, kv_heads, rows, head_dim]."""
+        with self.memory.alone():
+            return {
+                name: np.ascontiguousarray(buffer.numpy()[:, :, :rows])
+                for name, buffer in self.buffers.items()
+            }
+
+    def restore(self, stored: Mapping[str, npt.NDArray[Any]], rows: int) -> None:
+        """Put back the rows that `stored` has given, and commit them."""
+        with self.memory.alone():
+            for name, buffer in self.buffers.items():
+                whole = np.array(buffer.numpy())
+                whole[:, :, :rows] = stored[name]
+                buffer.update_inplace(whole)
+        self.length = rows
+
+    def compact(self, path: Sequence[int]) -> None:
+        """Commit only the rows `path` of the last pass, ascending from 0.
+
+        Rows after the first gap are moved, on the device and in place. Raises
+        `ValueError` if that needs a compaction graph and there is none.
+        """
+        kept = without_gaps(path)
+        if kept < len(path):
+            self._move([self.length + row for row in path[kept:]], self.length + kept)
+        self.advance(len(path))
+
+    def _move(self, source: list[int], target: int) -> None:
+        """Move the rows `source` to `target` and the rows after it."""
+        if self._compaction is None:
+            raise ValueError("this cache has no compaction graph; give it one")
+        move = self._moves.get(len(source))
+        if move is None:
+            move = _Move(self._compaction, self, len(source))
+            self._moves[len(source)] = move
+        with self.memory.alone():
+            start = time.perf_counter()
+            move.set(source, target)
+            self._compaction.run_with_iobinding(move.io)
+            self.seconds += time.perf_counter() - start
+
+
+class _Move:
+    """The binding of the compaction session for moves of `rows` rows."""
+
+    def __init__(self, session: ort.InferenceSession, cache: Cache, rows: int) -> None:
+        self.source = cache.memory.tensor((rows,), "int64")
+        places = 1 if session.get_inputs()[1].shape == [1] else rows
+        self.target = cache.memory.tensor((places,), "int64")
+        self.io = session.io_binding()
+        self.io.bind_ortvalue_input("source", self.source.value)
+        self.io.bind_ortvalue_input("target", self.target.value)
+        for name, buffer in cache.buffers.items():
+            self.io.bind_ortvalue_input(name, buffer)
+            self.io.bind_ortvalue_output(name.replace("past_", "present_"), buffer)
+
+    def set(self, source: list[int], target: int) -> None:
+        """Set the rows to move, and their places; some graphs read the first place."""
+        self.source.array[:] = source
+        self.target.array[:] = range(target, target + len(self.target.array))
+        self.source.upload()
+        self.target.upload()
+
+
+Material = Sequence[int] | Float32s
+"""What an encoder reads: token ids, or a sound's features float32 [bins, frames]."""
+
+
+def tokens_of(material: Material) -> list[int]:
+    """The tokens of what an encoder reads; a sound has none."""
+    return [] if np.ndim(material) > 1 else [int(token) for token in material]
+
+
+class Source:
+    """The cross buffers of one decoder, allocated once; a decoder only reads them.
+
+    The encoder's session runs once for each source, and writes the buffers in place.
+    `lent` has them by the decoder's inputs; `seconds` adds up the encoder's time.
+    """
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        contract: StepContract,
+        memory: Memory = HOST,
+    ) -> None:
+        declared = SourceContract(contract)
+        check_tensors(declared.inputs, session.get_inputs(), "the encoder's inputs")
+        check_tensors(declared.outputs, session.get_outputs(), "the encoder's outputs")
+        self.slots = contract.source_slots
+        self.tokens: list[int] = []
+        self.seconds = 0.0
+        [self._input] = declared.inputs
+        self._material: npt.NDArray[Any] = np.zeros(0)
+        self._session, self._memory = session, memory
+        self._buffers = {
+            spec.name: _filled(memory.tensor(spec.sized(), spec.dtype), place)
+            for place, spec in enumerate(declared.outputs)
+        }
+        self._length = memory.tensor(SOURCE_LENGTH.sized(), SOURCE_LENGTH.dtype)
+        self._set_length(self.slots)
+
+    @property
+    def lent(self) -> dict[str, ort.OrtValue]:
+        """The values to bind, by the names of the decoder's inputs."""
+        tensors = {**self._buffers, SOURCE_LENGTH.name: self._length}
+        return {name: tensor.value for name, tensor in tensors.items()}
+
+    def read(self, material: Material) -> bool:
+        """Encode a source, unless the buffers hold it already; says whether it ran."""
+        array = np.asarray(material, self._input.dtype)
+        if np.array_equal(array, self._material):
+            return False
+        # For the case that the pass fails.
+        self._material, self.tokens = np.zeros(0), []
+        with self._memory.alone():
+            start = time.perf_counter()
+            io = self._session.io_binding()
+            io.bind_cpu_input(self._input.name, array[None])
+            for name, tensor in self._buffers.items():
+                io.bind_ortvalue_output(name, tensor.value)
+            self._session.run_with_iobinding(io)
+            self.seconds += time.perf_counter() - start
+        self._material, self.tokens = array, tokens_of(material)
+        # A sound fills all slots.
+        self._set_length(len(self.tokens) or self.slots)
+        return True
+
+    def _set_length(self, length: int) -> None:
+        self._length.array[0] = length
+        self._length.upload()
+
+
+def _filled(tensor: Tensor, seed: int) -> Tensor:
+    """Random numbers, so that passes which are compared before any source differ."""
+    random = np.random.default_rng(seed)
+    tensor.array[:] = random.standard_normal(tensor.array.shape, np.float32)
+    tensor.upload()
+    return tensor

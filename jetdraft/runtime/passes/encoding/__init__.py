@@ -1,1 +1,0 @@
-"""What a decoder reads beside its own text."""

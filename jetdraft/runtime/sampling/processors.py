@@ -1,0 +1,272 @@
+"""What changes a model's logits before a token is chosen from them.
+
+A processor must depend on a row's prefix alone. A drafted row's prefix is known: the
+committed text and the path down to the row. So each row is changed as plain decoding
+would change it, and the same seed gives the same text with every draft.
+
+A vocabulary may have 150,000 tokens, so the changes are made on the candidates first:
+a token that is neither a candidate nor changed is no better than the last candidate.
+The changed logits of all tokens are computed when they are first read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from jetdraft.errors import OptionError
+from jetdraft.ranges import Range, between, check_ranges
+from jetdraft.runtime.drafts.arrays import Float32s, Int64s
+from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.passes.answer import Answer
+
+MIN_CANDIDATES = 8
+"""Candidates that must be left of a row, or the whole row is searched for the best."""
+
+
+class LogitsProcessor(Protocol):
+    """Changes the logits that one generation's tokens are chosen from."""
+
+    def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
+        """The answer with changed logits.
+
+        `context` holds all committed tokens; its last token is the root of `rows`.
+        """
+        ...
+
+
+class Change(Protocol):
+    """A change of one row's logits."""
+
+    def apply(self, logits: Float32s) -> None:
+        """Change all logits of the row, float32 [vocab], in place."""
+
+    def at(self, ids: Int64s, values: Float32s) -> Float32s:
+        """The new logits of single tokens, whose old ones are `values`."""
+
+    def best(self, answer: Answer, row: int) -> tuple[Int64s, Float32s] | None:
+        """The best tokens after the change, best first, and their logits.
+
+        No other token may be better than the last of these. `answer` is the answer
+        before. None if the tokens cannot be known without visiting the whole row.
+        """
+
+
+def changed(answer: Answer, changes: Sequence[Change]) -> Answer:
+    """The answer after one change for each of its rows."""
+    later, width = _Later(answer, changes), answer.candidates.shape[1]
+    best = []
+    for row, change in enumerate(changes):
+        known = change.best(answer, row)
+        if known is None or len(known[0]) < min(MIN_CANDIDATES, width):
+            later.fetch()
+            ids = best_ids(later.logits[row], width)
+            known = ids, later.logits[row, ids]
+        best.append(known)
+    width = min(len(ids) for ids, _ in best)
+    return replace(
+        answer,
+        candidates=np.stack([ids[:width] for ids, _ in best]),
+        candidate_logits=np.stack([values[:width] for _, values in best]),
+        _logsumexp=None,
+        _logits=later.logits,
+        _parts={},
+        _source=later,
+        _pick=later.at,
+    )
+
+
+@dataclass
+class _Later:
+    """The changed logits, float32 [m, vocab], computed when they are first read."""
+
+    answer: Answer
+    changes: Sequence[Change]
+    logits: Float32s = field(init=False)
+    is_filled: bool = False
+
+    def __post_init__(self) -> None:
+        shape = len(self.changes), self.answer.vocab_size
+        self.logits = np.empty(shape, np.float32)  # costs nothing until it is filled
+
+    def fetch(self) -> None:
+        """Copy the logits and change them, once."""
+        if not self.is_filled:
+            np.copyto(self.logits, self.answer.logits)
+            for row, change in zip(self.logits, self.changes, strict=True):
+                change.apply(row)
+            self.is_filled = True
+
+    def at(self, rows: Int64s, ids: Int64s) -> Float32s:
+        """Single logits, without the work for all tokens."""
+        values = self.answer.logits_at(rows, ids)
+        for row in np.unique(rows):
+            own = rows == row
+            values[own] = self.changes[row].at(ids[own], values[own])
+        return values
+
+
+def best_ids(row: Float32s, count: int) -> Int64s:
+    """The ids of the largest logits, best first; of equal logits the lower id first."""
+    # A partition alone would choose freely among equal logits at its end.
+    least = np.partition(row, -count)[-count]
+    better = np.flatnonzero(row > least)
+    # A mask may make nearly all logits equal, so these are not sorted.
+    equal = np.flatnonzero(row == least)[: count - len(better)]
+    return np.append(better[np.argsort(-row[better], kind="stable")], equal)
+
+
+def ordered(ids: Int64s, values: Float32s) -> tuple[Int64s, Float32s]:
+    """Tokens and their logits, best first; of equal logits the lower id first."""
+    order = np.lexsort((ids, -values))
+    return ids[order], values[order]
+
+
+_RANGES = {
+    "repetition_penalty": Range(
+        lambda penalty: 0.0 < penalty <= 100.0, "more than 0 (1: off), at most 100"
+    ),
+    "presence_penalty": between(-100.0, 100.0),
+    "frequency_penalty": between(-100.0, 100.0),
+}
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """The biases of tokens, and the penalties on tokens that the text already has.
+
+    l <- l + bias
+    l <- l / r if l > 0 else l * r     for tokens in prompt or output (CTRL, 1909.05858)
+    l <- l - presence - frequency * n  for tokens that occur n times in the output
+
+    `logit_bias` maps token ids to the number that is added to their logits. A
+    `repetition_penalty` of 1 and other penalties of 0 change nothing. Raises
+    `OptionError` for a value out of range.
+
+        Penalties({13: -100.0}, repetition_penalty=1.1)
+    """
+
+    logit_bias: Mapping[int, float] | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.logit_bias, (Mapping, type(None))):
+            raise OptionError(
+                f"logit_bias {self.logit_bias!r} is not a mapping; give {{id: number}}",
+                "logit_bias",
+            )
+        for token, bias in self.biases.items():
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise OptionError(
+                    f"logit bias of {token!r}: give ids of tokens", "logit_bias"
+                )
+            if not isinstance(bias, (int, float)) or not abs(bias) < 3e38:
+                raise OptionError(
+                    f"logit bias of {token} is not a number of 32 bits; give a number",
+                    "logit_bias",
+                )
+        check_ranges(self, _RANGES)
+
+    @property
+    def biases(self) -> Mapping[int, float]:
+        """`logit_bias`; empty if it is None."""
+        return self.logit_bias or {}
+
+    @property
+    def changes(self) -> bool:
+        """Whether any logit changes at all."""
+        return bool(self.biases) or replace(self, logit_bias=None) != Penalties()
+
+
+class PenaltyProcessor:
+    """Applies `Penalties` in one generation after `prompt`; a `LogitsProcessor`."""
+
+    def __init__(self, penalties: Penalties, prompt: Sequence[int]) -> None:
+        self.penalties = penalties
+        self._prompt = prompt
+        self._counted = len(prompt)
+        # The changed tokens, and by token id: bias, count in the output, and whether
+        # it is in the text; made when the vocabulary's size is known.
+        self._ids: set[int] = set()
+        self._bias = self._times = np.zeros(0, np.float32)
+        self._seen = np.zeros(0, bool)
+
+    def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
+        """The answer with penalized logits; `context` ends with the root of `rows`."""
+        if not len(self._seen):
+            self._begin(answer.vocab_size)
+        fresh = context[self._counted :]
+        self._counted = len(context)
+        np.add.at(self._times, fresh, 1)
+        self._seen[fresh] = True
+        self._ids.update(fresh)
+        ids = np.fromiter(self._ids, np.int64, len(self._ids))
+        changes = [
+            self._change(row, ids, path)
+            for row, path in zip(answer.logits, rows.paths, strict=True)
+        ]
+        return changed(answer, changes)
+
+    def _begin(self, vocab_size: int) -> None:
+        """Make the tables."""
+        biases = self.penalties.biases
+        self._bias = np.zeros(vocab_size, np.float32)
+        self._bias[list(biases)] = list(biases.values())
+        self._times = np.zeros(vocab_size, np.float32)
+        self._seen = np.zeros(vocab_size, bool)
+        self._ids.update(biases)
+        if self.penalties.repetition_penalty != 1.0:
+            self._ids.update(self._prompt)
+            self._seen[list(self._prompt)] = True
+
+    def _change(self, logits: Float32s, ids: Int64s, path: Sequence[int]) -> _Penalized:
+        """The new logits of a row, after the tokens of a path to the row."""
+        new = np.setdiff1d(np.array(path, np.int64), ids)
+        ids = np.concatenate([ids, new])
+        values = logits[ids] + self._bias[ids]
+        times, seen = self._times[ids], self._seen[ids]
+        for token in path:
+            times[ids == token] += 1
+            seen[ids == token] = True
+        rate = np.float32(self.penalties.repetition_penalty)
+        repeated = np.where(values > 0, values / rate, values * rate)
+        values = np.where(seen, repeated, values)
+        frequency = np.float32(self.penalties.frequency_penalty) * times
+        presence = np.float32(self.penalties.presence_penalty)
+        values -= np.where(times > 0, presence + frequency, np.float32(0))
+        return _Penalized(ids, values)
+
+
+@dataclass(frozen=True)
+class _Penalized:
+    """New logits of some tokens of a row; a `Change`."""
+
+    ids: Int64s
+    values: Float32s
+
+    def apply(self, logits: Float32s) -> None:
+        """Set the tokens' logits."""
+        logits[self.ids] = self.values
+
+    def at(self, ids: Int64s, values: Float32s) -> Float32s:
+        """The new logits of those of the tokens that are changed."""
+        if not len(self.ids):
+            return values
+        order = np.argsort(self.ids)
+        places = np.searchsorted(self.ids, ids, sorter=order)
+        places = order[np.minimum(places, len(order) - 1)]
+        return np.where(self.ids[places] == ids, self.values[places], values)
+
+    def best(self, answer: Answer, row: int) -> tuple[Int64s, Float32s]:
+        """The tokens that are better than any token that is not known here."""
+        ids, values = answer.candidates[row], answer.candidate_logits[row]
+        floor = values[-1] if len(ids) < answer.vocab_size else -np.inf
+        kept = ~np.isin(ids, self.ids)
+        ids = np.concatenate([ids[kept], self.ids])
+        values = np.concatenate([values[kept], self.values])
+        return ordered(ids[values > floor], values[values > floor])

@@ -1,0 +1,1 @@
+"""Transcribes sounds: spectrum, rules of what may be written, segments."""

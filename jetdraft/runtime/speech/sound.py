@@ -1,0 +1,268 @@
+"""From a WAV file to the log-mel spectrum that Whisper's encoder reads.
+
+Sounds have one channel and 16,000 samples a second.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+from functools import cache
+from math import gcd
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+
+from jetdraft.errors import OptionError, printable
+from jetdraft.runtime.drafts.arrays import Float32s, Float64s
+from jetdraft.speech_tokens import HOP, SAMPLE_RATE, WINDOW
+
+MIN_SECONDS, MAX_SECONDS = 0.1, 2 * 3600.0
+"""Seconds of a sound that is read."""
+
+_UNKNOWN = 2**62
+"""Bytes of sound where the header was written before the sound, as into a pipe."""
+
+_MOST_PARTS = 1000
+"""Parts of a file up to its sound."""
+
+_PCM, _FLOATS, _EXTENSIBLE = 1, 3, 0xFFFE
+_WIDTHS = {_PCM: (1, 2, 3, 4), _FLOATS: (4, 8)}
+"""Bytes of a sample in each format that is read."""
+
+_RATES = range(1000, 768_001)
+_ADVICE = "convert it with ffmpeg -i IN -ac 1 -ar 16000 -c:a pcm_s16le OUT.wav"
+_ZEROS = 16
+"""Zero crossings of the resampling filter on each side."""
+
+_MOST_WEIGHTS = 100_000
+"""The most weights of all filters of a rate; 44,100 samples/s need 14,400."""
+
+_LINEAR_HERTZ, _LINEAR_MELS = 1000.0, 15.0
+"""Slaney's scale: linear to 1000 Hz, which are 15 mels, logarithmic above."""
+
+_OCTAVE = np.log(6.4) / 27.0
+_FLOOR, _RANGE = 1e-10, 8.0
+
+
+def read_sound(file: str | Path | bytes) -> Float32s:
+    """The samples of a WAV file, or of its bytes: float32 [samples] within -1 and 1.
+
+    The file must hold PCM of 8 to 32 bits, or floats of 32 or 64; it may be RF64, and
+    may not know its length. Several channels become their mean, and rates other than
+    16,000 samples/s are resampled. Warns of a file that was cut off. Raises
+    `OptionError` for anything else, for a rate that is in no simple ratio to 16,000,
+    and for a sound shorter than 0.1 s or longer than two hours.
+
+        read_sound("question.wav")
+    """
+    if isinstance(file, bytes):
+        return _read("the file", io.BytesIO(file))
+    name = printable(file, 1000)
+    try:
+        if Path(file).is_dir():
+            raise _refusal(f"{name} is a folder; give a WAV file")
+        if not Path(file).is_file():
+            raise _refusal(f"there is no file {name}; give a WAV file")
+        with Path(file).open("rb") as opened:
+            return _read(name, opened)
+    except OSError as error:
+        raise _refusal(
+            f"{name} cannot be read ({error.strerror}); give a WAV file"
+        ) from error
+
+
+def _read(name: str, opened: IO[bytes]) -> Float32s:
+    if not opened.read(1):
+        raise _refusal(f"{name} is empty; give a WAV file")
+    opened.seek(0)
+    try:
+        header, size = _found(opened)
+        kind, channels, rate, bits = struct.unpack_from("<HHI6xH", header)
+        if kind == _EXTENSIBLE:
+            [kind] = struct.unpack_from("<H", header, 24)
+        width = (bits + 7) // 8
+        if width not in _WIDTHS.get(kind, ()) or not channels:
+            raise ValueError(f"format {kind}, {bits} bits, {channels} channels")
+    except (struct.error, ValueError) as error:
+        reason = error if isinstance(error, ValueError) else "a part is missing"
+        raise _refusal(
+            f"{name} is not a WAV file of PCM or floats ({reason}); {_ADVICE}"
+        ) from error
+    places, _, reach = _resampling(rate)
+    if rate not in _RATES or places * 2 * reach > _MOST_WEIGHTS:
+        raise _refusal(
+            f"{name} has {rate} samples a second, which cannot be resampled to "
+            f"{SAMPLE_RATE} in few steps; {_ADVICE}"
+        )
+    data = _sound(name, opened, size, width * channels, rate)
+    samples = _floats(data, kind, width).reshape(-1, channels)
+    if np.isnan(samples).any():
+        raise _refusal(f"{name} has samples that are not numbers; {_ADVICE}")
+    return resampled(samples.mean(1, dtype=np.float32), rate)
+
+
+def _found(opened: IO[bytes]) -> tuple[bytes, int]:
+    """Go to the sound of a file; gives the format, and how many bytes are stated."""
+    kind, whole, form = struct.unpack("<4sI4s", opened.read(12))
+    if kind not in (b"RIFF", b"RF64", b"BW64") or form != b"WAVE":
+        raise ValueError("it begins otherwise")
+    header, long_size = b"", 0
+    for _ in range(_MOST_PARTS):
+        part, size = struct.unpack("<4sI", opened.read(8))
+        if part == b"data":
+            is_known = size < 2**32 - 1 and size >> 16 != 2**15 - 1  # as sox says
+            if size == 0:  # nothing, if other parts follow
+                is_known = opened.tell() < whole + 8 < 2**32 - 1
+            return header, size if is_known else long_size or _UNKNOWN
+        end = opened.tell() + size + size % 2
+        if part == b"fmt ":
+            header = opened.read(min(size, 40))
+        elif part == b"ds64":
+            [long_size] = struct.unpack("<8xQ", opened.read(16))
+        opened.seek(end)
+    raise ValueError(f"no sound after {_MOST_PARTS} parts")
+
+
+def _sound(
+    name: str, opened: IO[bytes], size: int, frame: int, rate: int
+) -> npt.NDArray[np.uint8]:
+    """The sound of a file in whole frames, at most `size` bytes, or what is there."""
+    second = frame * rate
+    place = opened.tell()
+    rest = opened.seek(0, 2) - place  # memory is taken for all that is asked for
+    opened.seek(place)
+    data = opened.read(min(size, rest, int(MAX_SECONDS * second) + frame))
+    data = data[: len(data) // frame * frame]
+    _check_seconds(name, len(data) / second)
+    if size < _UNKNOWN and len(data) < size // frame * frame:
+        warnings.warn(
+            f"{name} is cut off: its header says {size / second:.2f} s of sound, and "
+            f"it has {len(data) / second:.2f}; record it again",
+            stacklevel=2,
+        )
+    return np.frombuffer(data, np.uint8)
+
+
+def check_sound(samples: object) -> Float32s:
+    """Samples as `read_sound` gives them; raises `OptionError` for other arrays."""
+    array = np.asarray(samples)
+    if array.ndim != 1 or array.dtype.kind not in "f" or not np.isfinite(array).all():
+        raise _refusal(
+            "a sound is a WAV file, or finite floats [samples] of one channel at "
+            f"{SAMPLE_RATE} samples a second; give one of them"
+        )
+    _check_seconds("the sound", len(array) / SAMPLE_RATE)
+    return array.astype(np.float32)
+
+
+def _check_seconds(name: str, seconds: float) -> None:
+    if seconds < MIN_SECONDS:
+        raise _refusal(
+            f"{name} has {seconds:.2f} s of sound, at least {MIN_SECONDS:g} are "
+            "needed; give a longer one"
+        )
+    if seconds > MAX_SECONDS:
+        raise _refusal(
+            f"{name} is longer than {MAX_SECONDS / 3600:g} hours; cut it into shorter "
+            "files"
+        )
+
+
+def _floats(data: npt.NDArray[np.uint8], kind: int, width: int) -> Float32s:
+    """Samples of `width` bytes, the lowest first, as float32 within -1 and 1."""
+    if kind == _FLOATS:
+        floats: Float32s = data.view(f"<f{width}").clip(-1, 1).astype(np.float32)
+        return floats
+    longer = np.zeros((len(data) // width, 4), np.uint8)
+    longer[:, 4 - width :] = data.reshape(-1, width)
+    if width == 1:  # the only width without a sign
+        longer[:, 3] ^= 128
+    floats = longer.view("<i4")[:, 0].astype(np.float32)
+    floats *= np.float32(2.0**-31)
+    return floats
+
+
+def _resampling(rate: int) -> tuple[int, int, int]:
+    """How many filters a rate needs, the step between them, and the samples before
+    and behind a place that a filter reads.
+    """
+    common = gcd(rate, SAMPLE_RATE)
+    reach = int(np.ceil(_ZEROS * max(1.0, rate / SAMPLE_RATE)))
+    return SAMPLE_RATE // common, rate // common, reach
+
+
+def resampled(samples: Float32s, rate: int) -> Float32s:
+    """Samples at `rate` as samples at 16,000 a second, by a windowed sinc.
+
+    Each new sample lies at one of few places between two old ones, so the filters of
+    all places are made once.
+    """
+    if rate == SAMPLE_RATE:
+        return samples
+    places, step, reach = _resampling(rate)
+    # Below the lower of both rates, or sounds would come back as others.
+    cutoff = min(1.0, SAMPLE_RATE / rate)
+    taps = np.arange(-reach + 1, reach + 1)
+    distance = taps - np.arange(places)[:, None] / places
+    window = 0.5 + 0.5 * np.cos(np.pi * np.clip(distance / reach, -1, 1))
+    filters = (cutoff * np.sinc(cutoff * distance) * window).astype(np.float32)
+    padded = np.pad(samples, (reach - 1, reach + 1))
+    count = len(samples) * SAMPLE_RATE // rate
+    result = np.zeros(count, np.float32)
+    for place in range(min(places, count)):
+        own = result[place::places]
+        starts = place * step // places + step * np.arange(len(own))
+        # A place is where it falls between two samples, so the filters are in turn.
+        filter_ = filters[place * step % places]
+        for tap, weight in enumerate(filter_):
+            own += weight * padded[starts + tap]
+    return result
+
+
+def _refusal(problem: str) -> OptionError:
+    return OptionError(problem, "file")
+
+
+def log_mel(samples: Float32s, bins: int, frames: int) -> Float32s:
+    """Samples as a spectrum float32 [bins, frames], a frame each 10 ms.
+
+    The spectrum of Whisper (2212.04356, section 2.2). A longer sound is cut off behind
+    the frames, and a shorter one is filled up with silence.
+    """
+    size = frames * HOP
+    padded = np.zeros(size, np.float32)
+    padded[: min(size, len(samples))] = samples[:size]
+    # A frame's middle is at its time, so the first one sees the sound mirrored.
+    mirrored = np.pad(padded, WINDOW // 2, mode="reflect")
+    windows = np.lib.stride_tricks.sliding_window_view(mirrored, WINDOW)
+    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
+    spectrum = np.fft.rfft(windows[: frames * HOP : HOP] * hann)
+    mels = np.abs(spectrum) ** 2 @ _mel_filters(bins)
+    logarithms = np.log10(np.maximum(mels, _FLOOR))
+    loud = np.maximum(logarithms, logarithms.max() - _RANGE)
+    return np.ascontiguousarray(((loud + 4) / 4).T, np.float32)
+
+
+@cache
+def _mel_filters(bins: int) -> Float64s:
+    """Triangles [frequencies, bins] of equal area, equally wide in mels."""
+    hertz = np.linspace(0, SAMPLE_RATE / 2, WINDOW // 2 + 1)[:, None]
+    corners = _hertz(np.linspace(0, _mels(SAMPLE_RATE / 2), bins + 2))
+    low, middle, high = corners[:-2], corners[1:-1], corners[2:]
+    rising, falling = (hertz - low) / (middle - low), (high - hertz) / (high - middle)
+    return np.asarray(np.maximum(0, np.minimum(rising, falling)) * 2 / (high - low))
+
+
+def _mels(hertz: float) -> float:
+    """A frequency above the linear part, in mels."""
+    return float(_LINEAR_MELS + np.log(hertz / _LINEAR_HERTZ) / _OCTAVE)
+
+
+def _hertz(mels: Float64s) -> Float64s:
+    linear = mels * _LINEAR_HERTZ / _LINEAR_MELS
+    curved = _LINEAR_HERTZ * np.exp(_OCTAVE * (mels - _LINEAR_MELS))
+    return np.asarray(np.where(mels < _LINEAR_MELS, linear, curved))

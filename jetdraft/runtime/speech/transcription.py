@@ -1,0 +1,290 @@
+"""A transcription under way: a sound in windows, each of which is a generation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from statistics import fmean
+
+from jetdraft.contracts.source_contract import SourceContract
+from jetdraft.errors import OptionError
+from jetdraft.runtime.drafts.arrays import Float32s
+from jetdraft.runtime.generation import Generation
+from jetdraft.runtime.loaded import LoadedBundle
+from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.piece import Piece, Result
+from jetdraft.runtime.planning.options import Options
+from jetdraft.runtime.planning.planner import Planner
+from jetdraft.runtime.planning.registry import NONE
+from jetdraft.runtime.sampling.processors import LogitsProcessor
+from jetdraft.runtime.speech.rules import OneOf, SpeechRules
+from jetdraft.runtime.speech.segments import (
+    SECONDS_PER_SLOT,
+    Segment,
+    Transcript,
+    Window,
+)
+from jetdraft.runtime.speech.sound import MIN_SECONDS, log_mel
+from jetdraft.runtime.stream import Stream
+from jetdraft.runtime.text.stops import CANCELLED, LENGTH, STOP
+from jetdraft.speech_tokens import HOP, SAMPLE_RATE, Speech
+
+TRANSCRIBE = "transcribe"
+"""The task of writing in the language that is spoken; the other is "translate"."""
+
+Scores = tuple[float | None, float | None]
+"""The mean log probability of a window's tokens, and the probability of no speech."""
+
+_SAMPLES_PER_SLOT = round(SECONDS_PER_SLOT * SAMPLE_RATE)
+
+
+@dataclass(frozen=True)
+class TranscribeOptions:
+    """What to write of a sound: in which `language` it speaks, None to detect it."""
+
+    language: str | None = None
+    task: str = TRANSCRIBE
+    timestamps: bool = True
+
+    def check(self, speech: Speech) -> None:
+        """Raise `OptionError` for a language or a task that the model does not have."""
+        for name, wanted, known in (
+            ("language", self.language, list(speech.languages)),
+            ("task", self.task, list(speech.tasks) or [TRANSCRIBE]),
+        ):
+            if wanted is not None and wanted not in known:
+                raise OptionError(
+                    f"the model has no {name} {wanted!r}; {_choices(known)}", name
+                )
+
+
+TRANSCRIPT = TranscribeOptions()
+"""A transcript with timestamps, in the language that is detected."""
+
+
+def check_hears(parts: LoadedBundle) -> Speech:
+    """The tokens of speech; raises `OptionError` for a model that hears nothing."""
+    if parts.bundle.speech is None:
+        raise OptionError(
+            "the bundle's model reads text and hears nothing; export a checkpoint of "
+            "Whisper, or use jetdraft generate",
+            "file",
+        )
+    return parts.bundle.speech
+
+
+class Transcription:
+    """An iterator of `Segment`, with `stats` that fill up.
+
+    Any thread may `cancel` it. Each window of the sound is encoded once and written
+    about by one generation; where timestamps cut off its last segment, the next window
+    begins there. The language is detected in the first window. The time limit counts
+    from `started`, in seconds of `time.perf_counter`.
+    """
+
+    def __init__(
+        self,
+        parts: LoadedBundle,
+        planner: Planner,
+        samples: Float32s,
+        wanted: TranscribeOptions,
+        options: Options,
+        started: float,
+    ) -> None:
+        self._speech = check_hears(parts)
+        wanted.check(self._speech)
+        _check_options(options)
+        self._parts, self._planner = parts, planner
+        self._samples, self._wanted, self._options = samples, wanted, options
+        self._started = started
+        self.stats = Stats(
+            method=options.drafting.method,
+            exact=options.drafting.exact,
+            lossy=options.lossy,
+            seed=options.sampling.seed if options.sampling.temperature else None,
+            prompt_tokens=0,
+        )
+        self.language = wanted.language or ""
+        self._pieces: list[Piece] = []
+        self._window_pieces: list[Piece] = []
+        self._past: list[Segment] = []
+        self._stream: Stream | None = None
+        self._cancelled = False
+        self._segments = self._run()
+
+    def __iter__(self) -> Transcription:
+        return self
+
+    def __next__(self) -> Segment:
+        return next(self._segments)
+
+    def cancel(self) -> None:
+        """End at the next round, with finish reason "cancelled"."""
+        self._cancelled = True
+        if self._stream is not None:
+            self._stream.cancel()
+
+    def close(self, reason: str = CANCELLED) -> None:
+        """End now, with this finish reason; the model is free again."""
+        self._cancelled = True
+        if self._stream is not None:
+            self._stream.close(reason)
+        self._end(reason)
+
+    def result(self) -> Transcript:
+        """Run the transcription to its end, and give all of it."""
+        for _ in self._segments:
+            pass
+        return replace(
+            Transcript.of(self._pieces, self.stats, self._options.logprobs is not None),
+            text="".join(segment.text for segment in self._past).strip(),
+            language=self.language,
+            seconds=len(self._samples) / SAMPLE_RATE,
+            segments=self._past,
+        )
+
+    def _end(self, reason: str) -> None:
+        """Set why the text ends, unless it ended before."""
+        self.stats.finish_reason = self.stats.finish_reason or reason
+
+    def _run(self) -> Iterator[Segment]:
+        """Window after window, until the sound or the time is over."""
+        contract = self._parts.target.contract
+        sizes = contract.source_bins, SourceContract(contract).frames
+        begin, ending = 0, STOP
+        least = round(MIN_SECONDS * SAMPLE_RATE)
+        while len(self._samples) - begin >= least:
+            if self._cancelled:
+                return self._end(CANCELLED)
+            part = self._samples[begin : begin + sizes[1] * HOP]
+            features = log_mel(part, *sizes)
+            if self._speech.languages and not self.language:
+                reason = self._detect(features)
+                if not self.language:
+                    return self._end(reason)
+            result = self._write(features)
+            self._pieces += self._window_pieces
+            window = self._cut(result)
+            scores = self._scores(features, result)
+            for segment in self._placed(window, begin, scores):
+                self._past.append(segment)
+                yield segment
+            if result.finish_reason not in (STOP, LENGTH):
+                return self._end(result.finish_reason)
+            if result.finish_reason == LENGTH:
+                ending = LENGTH
+            begin += window.slots * _SAMPLES_PER_SLOT
+        self._end(ending)
+
+    def _detect(self, features: Float32s) -> str:
+        """Find the language whose token the model would write first.
+
+        Gives the finish reason, with which there may be no language.
+        """
+        codes = {id: code for code, id in self._speech.languages.items()}
+        result = self._first(features, list(codes))
+        self.language = codes[result.token_ids[0]] if result.token_ids else ""
+        return result.finish_reason
+
+    def _scores(self, features: Float32s, result: Result) -> Scores:
+        """How sure the model is of a window, if log probabilities were asked for."""
+        if not result.logprobs or result.finish_reason not in (STOP, LENGTH):
+            return None, None
+        silence = self._first(features, [self._speech.no_speech]).logprobs
+        mean = fmean(entry.logprob for entry in result.logprobs)
+        return mean, exp(silence[0].logprob) if silence else None
+
+    def _first(self, features: Float32s, ids: Sequence[int]) -> Result:
+        """The token of these that the model would write first."""
+        options = Options.of(
+            max_new_tokens=1, method=NONE, logprobs=0, max_seconds=self._left
+        )
+        start = list(self._parts.bundle.start_token_ids)
+        return self._generated(features, start, options, OneOf(ids))
+
+    @property
+    def _left(self) -> float | None:
+        """The seconds that are left, None without a limit; a limit is above 0."""
+        seconds = self._options.ending.max_seconds
+        if seconds is None:
+            return None
+        return max(seconds - (time.perf_counter() - self._started), 1e-9)
+
+    def _write(self, features: Float32s) -> Result:
+        """The text of one window."""
+        ending = replace(self._options.ending, max_seconds=self._left)
+        start, wanted = self._parts.bundle.start_token_ids, self._wanted
+        prompt = self._speech.prompt(
+            start, self.language, wanted.task, wanted.timestamps
+        )
+        rules = SpeechRules(
+            self._speech, len(prompt), self._first_end, wanted.timestamps
+        )
+        options = replace(self._options, ending=ending)
+        result = self._generated(features, prompt, options, rules)
+        self.stats.merge(result.stats)
+        if not self._pieces:
+            self.stats.time_to_first_token = result.stats.time_to_first_token
+            self.stats.plain_ms = result.stats.plain_ms
+        return result
+
+    def _generated(
+        self,
+        features: Float32s,
+        prompt: list[int],
+        options: Options,
+        rules: LogitsProcessor,
+    ) -> Result:
+        generation = Generation(
+            self._parts, self._planner, prompt, options, True, features, [rules]
+        )
+        self._stream, self._window_pieces = Stream(generation), generation.pieces
+        if self._cancelled:
+            self._stream.cancel()
+        return self._stream.result()
+
+    @property
+    def _first_end(self) -> int:
+        """The first id that is not a word: the words come before the ends of text."""
+        ends = self._parts.bundle.eos_token_ids
+        return min(ends, default=self._speech.no_timestamps)
+
+    def _cut(self, result: Result) -> Window:
+        """The segments of a window's text."""
+        ends = self._parts.bundle.eos_token_ids
+        tokens = [token for token in result.token_ids if token not in ends]
+        slots = self._parts.target.contract.source_slots
+        return Window.of(tokens, self._speech.first_timestamp, slots)
+
+    def _placed(self, window: Window, begin: int, scores: Scores) -> Iterator[Segment]:
+        """A window's segments with their text, in seconds of the whole sound."""
+        offset, seconds = begin / SAMPLE_RATE, len(self._samples) / SAMPLE_RATE
+        for first, last, tokens in window.spans:
+            start, end = (
+                round(min(offset + slot * SECONDS_PER_SLOT, seconds), 2)
+                for slot in (first, last)
+            )
+            text = self._parts.text.stream([])
+            said = text.push(tokens) + text.rest()
+            yield Segment(start, end, said, tokens, offset, *scores)
+
+
+def _check_options(options: Options) -> None:
+    """Raise `OptionError` for what would cut or change a window's text."""
+    for name, is_set in (
+        ("constraint", options.constraint is not None),
+        ("stop", bool(options.ending.stops)),
+        ("ignore_eos", options.ending.ignore_eos),
+    ):
+        if is_set:
+            raise OptionError(f"a transcript has no {name}; leave it out", name)
+
+
+def _choices(names: list[str]) -> str:
+    """What may be chosen, as an advice."""
+    if not names:
+        return "it has one language, so leave language out"
+    shown = ", ".join(names[:12])
+    return f"choose {shown}" + (", ..." if len(names) > 12 else "")

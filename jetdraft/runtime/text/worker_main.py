@@ -1,0 +1,381 @@
+"""The program that follows constraints, in processes apart from the runtime's.
+
+A grammar of 600 characters can take all memory and never end, while it is read or while
+any token is checked, and nothing but the end of its process stops the library. So this
+program reads the vocabulary once and then forks a process for each text. That process
+ends by itself when its memory or the time of a request is used up, or when the other
+end of its second socket is closed, even in the middle of a request.
+
+It runs as a script and imports nothing of jetdraft. `worker_process.py` starts it and
+speaks with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON on one line, with the spaces that are usual. The "x-guidance" of a schema
+overrides this."""
+
+MAX_ERROR_CHARS = 400
+"""The library may repeat a whole expression in an error."""
+
+Reply = tuple[Any, bytes]
+"""What is sent back: a value for JSON, and masks."""
+
+FORBIDDEN = b""
+"""In place of the mask of a row that may not come."""
+
+
+class RefusalError(Exception):
+    """What is wrong with a constraint or with the text so far, in one line."""
+
+
+class Words:
+    """The tokens of a vocabulary as the library reads them.
+
+    For the library an added token that is special or in <> has no text: it is a name,
+    `<name>` in a grammar. So that it may write its text too, it has an alias: a second
+    id behind the vocabulary, from `first` on, with the bytes of the text. Tokens that
+    end a text have no alias. `hidden` has the texts of special tokens.
+    """
+
+    is_tokenizer_wrapper, bos_token_id = True, None
+
+    def __init__(self, text: str, size: int, ends: list[int]) -> None:
+        from llguidance import LLTokenizer
+
+        self._inner = inner = LLTokenizer(text, size, ends, slices=[])
+        self.ends, self.eos_token_id = frozenset(ends), ends[0]
+        texts = [inner.decode_bytes([token]) for token in range(size)]
+        self.special_token_ids = list(filter(inner.is_special_token, range(size)))
+        added = json.loads(text).get("added_tokens") or []
+        special = {token["content"].encode(): token["special"] for token in added}
+        names = [t for t in self.special_token_ids if texts[t] in special]
+        self.first = -(-size // 8) * 8
+        free = (token for token in names if token not in self.ends)
+        self.aliases = {token: self.first + n for n, token in enumerate(free)}
+        self.hidden = {t: texts[t].decode() for t in names if special[texts[t]]}
+        aliased = [texts[token] for token in self.aliases]
+        self.tokens = [*texts, *[b""] * (self.first - size), *aliased]
+        self.tokenizer = LLTokenizer(self, eos_token=ends)  # type: ignore[arg-type]
+        self.tokens.clear()  # the library has a copy
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens that the library writes where only this text may come.
+
+        The tokenizer may find an end in the text, or drop spaces beside a token.
+        """
+        tokens, inner = self._inner.tokenize_str(text), self._inner
+        if self.ends.isdisjoint(tokens) and inner.decode_bytes(tokens) == text.encode():
+            return tokens
+        names = {alias: token for token, alias in self.aliases.items()}
+        return [names.get(t, t) for t in self.tokenizer.greedy_tokenize(text)]
+
+    def named(self, source: str) -> dict[int, int]:
+        """The aliases that may write a part of a constraint.
+
+        The text of a special token is hidden outside of constraints, so only a source
+        that has the text, with or without escapes, admits the token.
+        """
+        for _ in range(2):  # an expression in JSON is escaped twice
+            source += "\n" + _ESCAPE.sub(lambda e: e[2] or chr(int(e[1], 16)), source)
+        unnamed = {token for token, text in self.hidden.items() if text not in source}
+        return {t: alias for t, alias in self.aliases.items() if t not in unnamed}
+
+
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(\W))")
+
+
+class Reader:
+    """Reads tokens of one text, and goes back when tokens are withdrawn.
+
+    A path is the list of tokens after those that `masks` has committed. Raises
+    `RefusalError` if no text can follow or the library's limits are reached.
+    """
+
+    def __init__(self, inner: LLMatcher, words: Words, source: str) -> None:
+        self._inner, self._words, self._named = inner, words, words.named(source)
+        self._path: list[int] = []
+
+    def masks(self, fresh: list[int], tokens: list[int], parents: list[int]) -> Reply:
+        """Commit `fresh`; how many tokens may follow each row below it, and which.
+
+        A mask has a bit for each token of the vocabulary. A row that may not come has
+        no mask and the number -1.
+        """
+        if not self._reach(fresh):
+            raise RefusalError("no token of the vocabulary fits")
+        self._path.clear()
+        masks = [self._mask(path) for path in _paths(tokens, parents)]
+        return [_count(mask) for mask in masks], b"".join(masks)
+
+    def forced(self, path: list[int]) -> Reply:
+        """The tokens that must follow a path; none after a path that may not come."""
+        return self._inner.compute_ff_tokens() if self._reach(path) else [], b""
+
+    def allowed(self, path: list[int], tokens: list[int], parents: list[int]) -> Reply:
+        """The rows below a path that may come, the root first."""
+        paths, kept_rows = _paths(tokens, parents), [0]
+        for row in range(1, len(tokens)):
+            parent = parents[row]
+            if parent in kept_rows and self._reach([*path, *paths[parent]]):
+                kept_rows += [row] * self._allows(tokens[row])
+        return kept_rows, b""
+
+    def _mask(self, path: list[int]) -> bytes:
+        if not self._reach(path):
+            return FORBIDDEN
+        mask = bytearray(self._inner.compute_bitmask())
+        self._check()
+        first = self._words.first >> 3
+        for token, alias in self._named.items() if any(mask[first:]) else ():
+            if mask[alias >> 3] & 1 << (alias & 7):
+                mask[token >> 3] |= 1 << (token & 7)
+        return bytes(mask[:first])
+
+    def _allows(self, token: int) -> bool:
+        if token in self._words.ends:
+            return self._inner.is_accepting()
+        allows = self._inner.validate_tokens
+        return bool(allows([token]) or allows(self._alias(token)))
+
+    def _reach(self, path: Sequence[int]) -> bool:
+        """Read `path` after the committed tokens; whether the constraint allows it."""
+        same, read = 0, self._path
+        while same < min(len(path), len(read)) and path[same] == read[same]:
+            same += 1
+        if same < len(read):
+            self._inner.rollback(len(read) - same)
+            del read[same:]
+            self._check()
+        fresh = list(path[same:])
+        if not self._words.ends.isdisjoint(fresh):
+            return False  # nothing comes after the end
+        consume = self._inner.try_consume_tokens
+        while fresh and (count := consume(fresh) or consume(self._alias(fresh[0]))):
+            read += fresh[:count]
+            del fresh[:count]
+        self._check()
+        return not fresh
+
+    def _alias(self, token: int) -> list[int]:
+        """The token as the library reads it where it writes its text."""
+        return [self._named.get(token, token)]
+
+    def _check(self) -> None:
+        """Its masks would end the text where the library has reached its limits."""
+        if problem := self._inner.get_error():
+            raise RefusalError(problem.splitlines()[0])
+
+
+class Compiler:
+    """Makes the library's matchers of constraints; `limits` are those of its parser."""
+
+    def __init__(self, tokenizer: LLTokenizer, limits: dict[str, Any]) -> None:
+        self._tokenizer, self._limits = tokenizer, limits
+
+    def matcher(self, kind: str, source: str) -> LLMatcher:
+        """The matcher; raises `RefusalError` with the place of the problem."""
+        inner = self._library_matcher(kind, source)
+        if problem := inner.get_error():
+            raise RefusalError(self._place(kind, source, problem))
+        return inner
+
+    def _library_matcher(self, kind: str, source: str) -> LLMatcher:
+        """The library's matcher; its `get_error` says what is wrong with the source."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        if kind == "regex":
+            grammar = LLMatcher.grammar_from_regex(source)
+        elif kind == "grammar":
+            grammar = LLMatcher.grammar_from_lark(source)
+        else:
+            schema = json.loads(source)
+            spacing = {**SPACING, **schema.get("x-guidance", {})}
+            schema = {**schema, "x-guidance": spacing}
+            grammar = LLMatcher.grammar_from_json_schema(schema)
+        limits = LLParserLimits(**self._limits, verbose_errors=False)
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+
+    def _place(self, kind: str, source: str, problem: str) -> str:
+        """Where a source is wrong, and what is wrong there."""
+        if kind == "JSON schema":
+            return f"{self._path(json.loads(source), problem) or 'its root'}: " + _line(
+                problem
+            )
+        lines = problem.splitlines()
+        caret_lines = (line for line in lines[1:] if line and not line.strip(" ^"))
+        caret = next(caret_lines, None)
+        if kind == "regex" and caret is not None:
+            # The library indents the expression by four spaces.
+            return f"character {caret.index('^') - 3}: {_line(problem)}"
+        return lines[0].rstrip(":").removeprefix("at ")
+
+    def _path(self, schema: Any, problem: str) -> str:
+        """The path to the innermost part of a schema that has the same problem."""
+        for path, part in _parts(schema):
+            inner = self._library_matcher("JSON schema", json.dumps(part))
+            if inner.get_error() == problem:
+                return path + self._path(part, problem)
+        return ""
+
+
+def _count(mask: bytes) -> int:
+    return -1 if mask == FORBIDDEN else int.from_bytes(mask, "little").bit_count()
+
+
+def _paths(tokens: list[int], parents: list[int]) -> list[list[int]]:
+    """The tokens from below the root down to each row."""
+    paths: list[list[int]] = [[]]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        paths.append([*paths[parent], token])
+    return paths
+
+
+def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
+    """The schemas directly inside a schema, as pairs of a path and a schema."""
+    for key, value in schema.items() if isinstance(schema, dict) else ():
+        has_names = key in ("properties", "$defs", "definitions", "patternProperties")
+        if isinstance(value, list):
+            parts = {f"/{key}/{index}": part for index, part in enumerate(value)}
+        elif has_names and isinstance(value, dict):
+            parts = {f"/{key}/{name}": part for name, part in value.items()}
+        else:
+            parts = {f"/{key}": value}
+        yield from (item for item in parts.items() if isinstance(item[1], dict))
+
+
+def _line(problem: str) -> str:
+    """The line of the library's message that says what is wrong."""
+    lines = problem.splitlines()
+    return next((line[7:] for line in lines if line.startswith("error: ")), lines[0])
+
+
+class Worker:
+    """Answers the requests of one text over a socket, within its limits."""
+
+    def __init__(self, pipe: socket.socket, words: Words) -> None:
+        self._pipe, self._words = pipe, words
+        self._reader: Reader | None = None
+
+    def run(self) -> None:
+        """Answer until the other end is closed."""
+        while header := self._pipe.recv(4, socket.MSG_WAITALL):
+            size = struct.unpack("<I", header)[0]
+            seconds, name, *request = json.loads(self._pipe.recv(size, _ALL))
+            # These seconds do not pass while others have the processor.
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            try:
+                value, masks = self._answer(name, request)
+            except (RefusalError, ValueError) as error:
+                value, masks = {"error": _short(str(error))}, b""
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _send(self._pipe, value, masks)
+
+    def _answer(self, name: str, request: list[Any]) -> Reply:
+        if name == "compile":
+            limits, kind, source = request
+            inner = Compiler(self._words.tokenizer, limits).matcher(kind, source)
+            self._reader = Reader(inner, self._words, source)
+            return [], b""
+        reply: Reply = getattr(self._reader, name)(*request)
+        return reply
+
+
+_ALL = socket.MSG_WAITALL
+
+
+def _short(problem: str) -> str:
+    """One line that UTF-8 can encode."""
+    line = " ".join(problem[: 2 * MAX_ERROR_CHARS].split())[:MAX_ERROR_CHARS]
+    return line.encode("utf-8", "replace").decode("utf-8")
+
+
+def _send(pipe: socket.socket, value: object, masks: bytes = b"") -> None:
+    text = json.dumps(value).encode()
+    pipe.sendall(struct.pack("<II", len(text), len(masks)) + text + masks)
+
+
+def _confine(most_bytes: int) -> None:
+    """Limit the memory that this process may take from now on."""
+    import resource  # here, since the runtime imports this file on any system
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + most_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _end_with(life: socket.socket) -> None:
+    """Let the system end this process when the other end of `life` is closed.
+
+    Nothing is ever sent to it. The same signal would tell of each request that arrives,
+    and sometimes only after the worker has read the request.
+    """
+    import fcntl
+
+    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(life, fcntl.F_GETFL)
+    fcntl.fcntl(life, fcntl.F_SETFL, flags | os.O_ASYNC)
+    with suppress(BlockingIOError):
+        # An end that was closed before sends no signal any more.
+        if not life.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            os._exit(0)
+
+
+def _obey() -> None:
+    """End with the sockets only: who started this ends its texts in good order."""
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(ignored, signal.SIG_IGN)
+    for ending in (signal.SIGIO, signal.SIGPROF):
+        signal.signal(ending, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    with suppress(OSError):  # where memory is short, rather this than the model
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def main(control: socket.socket, tokenizer: str, size: int, ends: list[int]) -> None:
+    """Read the vocabulary, then fork a worker for each socket that comes."""
+    _obey()
+    try:
+        words = Words(Path(tokenizer).read_text(encoding="utf-8"), size, ends)
+    except (ImportError, OSError, ValueError) as error:
+        _send(control, {"error": _short(str(error))})
+        return
+    _send(control, [])
+    while True:
+        sent, descriptors, *_ = socket.recv_fds(control, 8, 2)
+        if not descriptors:
+            return
+        pipe, life = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+        with pipe, life, suppress(OSError):
+            if os.fork() == 0:
+                try:
+                    control.close()
+                    _end_with(life)
+                    _confine(int.from_bytes(sent, "little"))
+                    Worker(pipe, words).run()
+                finally:
+                    os._exit(0)
+
+
+if __name__ == "__main__":
+    setting = json.loads(sys.argv[2])
+    sys.path[:] = setting.pop("path")
+    main(socket.socket(fileno=int(sys.argv[1])), **setting)

@@ -1,1 +1,0 @@
-"""What is known of speech before any of it is heard."""

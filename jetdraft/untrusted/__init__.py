@@ -1,1 +1,0 @@
-"""What others wrote: JSON that is read with limits, text that is shown safely."""
