@@ -52,7 +52,7 @@ METHODS = [
 
 
 def holds(way, text):
-    """Whether a text is what was asked for, by a program else's judgement."""
+    """Whether a text is what was asked for, by another library's judgement."""
     if "json_schema" in way:
         jsonschema.validate(json.loads(text), way["json_schema"])
         return True
