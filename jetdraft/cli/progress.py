@@ -35,7 +35,7 @@ class ProgressBars:
         self._printer = Thread(target=self._print_lines, daemon=True)
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show that `done` of `total` steps of a stage are done."""
+        """Show a stage: `done` of its `total` steps are done."""
         if not sys.stderr.isatty():
             # Of a single step, "0 of 1" would say nothing.
             state = "" if total == 1 else f", {done} of {total}"

@@ -194,7 +194,7 @@ class Generation:
             self._prefill(kept)
             yield from self._decode(sequence, start)
         finally:
-            # After an exit, rows of the upper layers are not those of the whole target.
+            # After an exit, rows of the upper layers are not the whole target's.
             prefix.hold(sequence if self._rule is None else self._prompt, exact)
         if rest := self.watcher.rest():
             yield Piece(rest, [], 0)
@@ -202,10 +202,10 @@ class Generation:
     def _prefix(self, exact: bool) -> Prefix:
         """The earlier rows that may stay in the target's buffers.
 
-        There are none where this generation has buffers of its own, or is exact, and
-        prompts are read in passes whose bits are not those of decoding.
+        No row is kept where this generation has buffers of its own, or is exact, and
+        prompts are read in passes whose bits differ from decoding.
         """
-        if self.options.drafting.select_kv:  # its rows are not those of other texts
+        if self.options.drafting.select_kv:  # its rows differ from other texts'
             return Prefix(self._target)
         agree = not exact or self.parts.widths.prefills_agree
         if self._target.cache is self.parts.target.cache and agree:

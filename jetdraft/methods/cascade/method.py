@@ -100,7 +100,7 @@ REVIEWED = 5
 
 
 class CascadeProposer(ModelProposer):
-    """Drafts the tokens of `below` where it trusts them, else those of a drafter.
+    """Drafts the tokens of `below` where it trusts them, else a drafter's.
 
     The drafter reviews what `below` proposes, and drafts what it would without it.
     """
@@ -124,7 +124,7 @@ class CascadeProposer(ModelProposer):
         self.trust = Trust()
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """The drafter's own tokens and trusted ones, then those of `below`."""
+        """The drafter's own tokens and trusted ones, then the tokens of `below`."""
         self.trust.learn(context)
         self.below.read(context)
         trials, reviewed = list[Trial](), min(budget, REVIEWED)

@@ -67,12 +67,12 @@ class PromptOptions(TreeOptions):
 
 
 FIRST_LOOK, LOOKS_APART = 24, 512
-"""After how many compared guesses a plan is made anew: the first time, and at most."""
+"""After how many compared guesses a plan is made again: the first time, and at most."""
 
 ALL_LESSONS, LESSONS_APART = 96, 8
-"""Until so many guesses were compared, those of every round are. Then those of some
-places are, since the order of sampled siblings costs as much as a draft. After a rest
-those of every round are again, until the next look."""
+"""The first guesses that are compared, in every round. Later only some places are
+compared, since the order of sampled siblings costs as much as a draft. After a rest
+every round is compared again, until the next look."""
 
 
 RESTS = (64, 512)
@@ -121,7 +121,7 @@ class PromptProposer(ProbeProposer):
         self.costs.learn(round_)
 
     def observe(self, seen: Seen) -> None:
-        """Compare guesses with the text, and keep those of the last accepted row."""
+        """Compare guesses with the text; keep the last accepted row's guesses."""
         super().observe(seen)
         tokens = [seen.rows.tokens[row] for row in seen.path]
         self.rates.see(seen.length - 1 - len(tokens), tokens)
@@ -158,7 +158,7 @@ class PromptProposer(ProbeProposer):
     def plan(self, most: int) -> SparsePlan:
         """The plan of trees with at most `most` drafted rows.
 
-        It is made anew after more and more guesses, with the rates and the pass times
+        It is made again after more and more guesses, with the rates and the pass times
         of that moment.
         """
         if self.rates.settled >= self._next_look:

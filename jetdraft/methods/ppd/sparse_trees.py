@@ -9,7 +9,7 @@ d is the state of a Markov chain over the rounds, and each state has a tree of i
     tau       the mean of f_d over the steady state of the chain
     rate      g, the tokens of a millisecond in the steady state
     worth     h_d = f_d - g * pass time + the mean of h over the states that follow
-    choose    for each state the tree and the probes with the largest right side, anew
+    choose    for each state the tree and the probes with the largest right side, again
               with their own g and h, until g grows no more (Howard, 1960)
 
 The paper scans the sizes of the trees, with one number of slots for all states; a state
@@ -39,7 +39,7 @@ _TURNS = 20
 class SparseTree:
     """The rows of a draft, depth first, and how many probes each of them carries.
 
-    `parents` are those of rows 1, 2, ...; `chances` and `counts` begin with the root.
+    `parents` belong to rows 1, 2, ...; `chances` and `counts` begin with the root.
     """
 
     parents: tuple[int, ...]
@@ -195,7 +195,7 @@ def best_plan(
     """The plan of at most `most` drafted rows that promises most tokens per ms.
 
     Every state has rows of its own, and every row its own probes. A number of `rows`
-    fixes that of all states, a number of `slots` those of a pass. State 0 carries a
+    holds for all states, a number of `slots` for all passes. State 0 carries a
     probe at least, so there is always something to draft from.
     """
     counts = [min(rows, most)] if rows else range(1, most + 1)

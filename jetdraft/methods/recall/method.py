@@ -99,7 +99,7 @@ class RecallProposer(Proposer):
 class Script:
     """A response that the output is expected to follow, and the place reached in it.
 
-    `agreed` counts the last tokens of the output that were those of the response. The
+    `agreed` counts the last tokens of the output that the response has too. The
     place is `lost` while the last token of the output was not found in the response.
     """
 

@@ -23,8 +23,8 @@ class Block:
     """The k tokens behind a text, as a pass guesses them.
 
     `levels` are the answers for each of them, views that the next pass overwrites.
-    `features` [k - 1 + k, w] are those of the k - 1 rows before the block, and those
-    that the graph predicts for its own rows; `tail` are the k - 1 tokens before its
+    `features` [k - 1 + k, w] belong to the k - 1 rows before the block, and to its own
+    rows, as the graph predicts them; `tail` are the k - 1 tokens before its
     tokens. Its rows are `depth` places past the cursor, and see the draft's `slots`.
     """
 
@@ -52,7 +52,7 @@ class _Pass:
     def add(self, start: Block, tokens: Sequence[int], filled: int) -> range:
         """Add tokens that begin where a block does; gives their slots.
 
-        `start.features` are those of the k - 1 rows before them and of their own rows.
+        `start.features` belong to the k - 1 rows before them and to their own rows.
         """
         size, count = self.size, len(tokens)
         first = filled + len(self.tokens)

@@ -50,7 +50,7 @@ class DraftCache:
         self._features: list[Float32s] = []
         """The features [w] of each token that is seen and has no row yet."""
         self._passes = -1
-        """The graph's passes when its rows were those of `tokens`."""
+        """The graph's passes when its rows held `tokens`."""
         self._last: Float32s | None = None
         """What the last row carries, or of a block what it has read, [1, w]."""
         self._before: Sequence[int] = ()
@@ -63,9 +63,9 @@ class DraftCache:
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a new sequence; the rows that the last sequence shares stay."""
         seen = common_length(self.seen, prompt)
-        own = self.graph.passes == self._passes  # else somebody else has run the graph
+        own = self.graph.passes == self._passes  # else another caller has run the graph
         fed = common_length(self.tokens, prompt[self.shift :]) if own else 0
-        if self.shift:  # the first answer is that of a row, so one row is left to feed
+        if self.shift:  # a row gives the first answer, so one row is left to feed
             fed = max(0, min(fed, seen, len(prompt) - 2))
         self._cut(fed, seen)
 
@@ -257,7 +257,7 @@ class DraftCache:
         """Drop the rows that differ from a context, and the last row of the context.
 
         Only tokens of the last two passes can differ, so no others are compared. Rows
-        with features of the target are those of `seen`, and need no comparison.
+        with features of the target come from `seen`, and need no comparison.
         """
         end = len(self.tokens)
         if not self.shift:
@@ -341,7 +341,7 @@ class LedCache(DraftCache):
 
     Row t reads the state of row t. Rows that the target has run come with their states;
     for tokens after them the lower half, which `leading` opens on demand, runs ahead.
-    So a drafted row has the state that the target itself goes on with, and stays if its
+    So a drafted row has the state with which the target continues, and stays if its
     token was right.
     """
 

@@ -54,7 +54,7 @@ class Drafting:
         check_flags(self, "exact")
         if self.select_kv and self.exact:
             raise DraftingError(
-                "select_kv reads a part of the KV rows, so the text may not be that of "
+                "select_kv reads a part of the KV rows, so the text may differ from "
                 "plain decoding; add --no-exact (exact=False)"
             )
         self._check_names()

@@ -75,7 +75,7 @@ class Learner(Observer):
     def observe(self, seen: Seen) -> None:
         """Note the target's candidates where all children of a row were wrong."""
         last, place = seen.path[-1], seen.length - 1
-        # An inexact guess may be withdrawn: this pass says anew what follows its root.
+        # An inexact guess may be withdrawn: this pass says again what follows its root.
         for index in range(seen.length - len(seen.path), place + 1):
             self._notes.pop(index, None)
         if not seen.rows.children(last):
@@ -151,7 +151,7 @@ class ProposerSet:
         drafts: dict[Proposer, Rows] = {}
         while room > 0:
             # Once a proposer has made an offer, the controller knows its evidence and
-            # how many rows there are, so it plans anew.
+            # how many rows there are, so it plans again.
             counts = {p: rows.drafted for p, rows in drafts.items()}
             assignment = self.controller.assign(room, counts)
             proposer, budget = assignment.proposer, assignment.budget
@@ -175,7 +175,7 @@ class ProposerSet:
 
 
 class Planner:
-    """Makes the proposers of a loaded bundle, and picks those of each generation.
+    """Makes the proposers of a loaded bundle, and picks some for each generation.
 
     Proposers and their acceptance live on from one generation to the next.
     """
@@ -306,7 +306,7 @@ class Planner:
                 self._check_agrees(method, options, drafting)
                 chosen[method] = proposer
             except OptionError as error:
-                # "auto" goes on without a method that the bundle or the machine cannot
+                # "auto" does without a method that the bundle or the machine cannot
                 # run, but not where the caller's options are wrong.
                 if not automatic or error.field == "drafting":
                     raise

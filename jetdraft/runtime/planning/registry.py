@@ -1,4 +1,4 @@
-"""All methods of drafting: jetdraft's own, and those of other packages.
+"""All methods of drafting: jetdraft's own, and other packages'.
 
 A package brings a method with an entry point, for example in its pyproject.toml:
 

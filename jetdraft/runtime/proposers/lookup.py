@@ -1,4 +1,4 @@
-"""Prompt lookup and suffix decoding: the text goes on as it did the last time.
+"""Prompt lookup and suffix decoding: the text continues as it did the last time.
 
 The proposer looks up the longest ending of prompt and output that occurred before, and
 drafts the tokens that followed it (PLD; SuffixDecoding, 2411.04975). It looks up the
@@ -34,7 +34,7 @@ class LookupProposer(Proposer):
 
     The draft after a longer match is right for more tokens, so a draft is no longer
     than its match, and has at most `max_match` tokens. A draft that reaches the end of
-    the sequence goes on with its own beginning. The text of an encoder-decoder is
+    the sequence continues with its own beginning. The text of an encoder-decoder is
     looked up in its `source` too, since summaries and corrections copy it.
     """
 

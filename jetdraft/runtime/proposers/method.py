@@ -52,7 +52,7 @@ class MethodOptions:
     user       whose earlier responses are drafted from, and who keeps the new response
     select_kv  read only the KV rows that `export --select-kv` lets passes select: lossy
     top        verifier tolerant accepts one of that many best tokens, if its log
-    tolerance  probability is at most this below that of the best
+    tolerance  probability is at most this below the best token's
 
     Fields are of type str, int, float, bool, Path, tuple[int, ...], or a union of them.
     A text is read as the field's type. Raises `OptionError` for another type.

@@ -83,7 +83,7 @@ class Observer:
 
 
 class Proposer(Observer, ABC):
-    """Guesses how a sequence goes on. A wrong guess costs time, never text.
+    """Guesses how a sequence continues. A wrong guess costs time, never text.
 
     class Repeat(Proposer):
         traits = Traits("repeat", max_draft_tokens=1)

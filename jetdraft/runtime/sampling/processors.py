@@ -254,7 +254,7 @@ class _Penalized:
         logits[self.ids] = self.values
 
     def at(self, ids: Int64s, values: Float32s) -> Float32s:
-        """The new logits of those of the tokens that are changed."""
+        """The new logits of the tokens that are changed."""
         if not len(self.ids):
             return values
         order = np.argsort(self.ids)

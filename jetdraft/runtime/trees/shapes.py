@@ -165,15 +165,15 @@ class Comb(Shape):
     EXTRA = ((0.3, 7), (0.6, 5), (0.8, 3), (1.0, 1))
     """Pairs of a probability and a number of further siblings.
 
-    The first pair counts whose probability is not below that of the drafter's best
-    token.
+    The first pair counts whose probability is not below the probability of the
+    drafter's best token.
     """
 
     def __init__(self, depth: int = 4) -> None:
         self.depth = depth
 
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
-        """Add the children of the chain's last row; the first child goes on."""
+        """Add the children of the chain's last row; the first child continues."""
         [(row, q)] = answers.items()
         best = float(q.probabilities.max())
         extra = next(count for limit, count in self.EXTRA if best <= limit + 1e-9)
@@ -188,8 +188,8 @@ class Merged(Shape):
     If the last `repeat` + 1 tokens of two branches are equal, only the earlier branch
     is drafted further. In the end the later branch gets copies of its rows.
 
-    A child is added if its probability is at least `sibling_threshold` times that of
-    the best child, and goes on if its probability is at least `threshold`.
+    A child is added if its probability is at least `sibling_threshold` times the
+    best child's, and continues if its probability is at least `threshold`.
     """
 
     name = "merged"

@@ -76,7 +76,7 @@ class ExitHead:
 @lru_cache(maxsize=4)
 def _read(folder: Path, modified: int, base: str, layer: int, size: int) -> ExitHead:
     """As `ExitHead.load`; a file that has not been `modified` is read once."""
-    fact = f"{folder / FILE} is missing or damaged, or its training goes on"
+    fact = f"{folder / FILE} is missing or damaged, or its training still runs"
     if not os.path.isdir(folder):  # of any name
         fact = f"there is no folder {folder}"
     refusal = OptionError(f"{fact}; give a head that jetdraft train exit made", FIELD)

@@ -106,7 +106,7 @@ class LeadingHalf:
     def branch(self, rows: Placed) -> Float32s:
         """The states [n, h] of rows of a draft behind the text that was led last.
 
-        A row that goes on with the rows ahead stays; the others are run again when they
+        A row that continues the rows ahead stays; the others are run again when they
         are verified.
         """
         cursor, count = self.cache.length + self._base, len(rows.tokens)
