@@ -40,9 +40,9 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from jetdraft.checkpoints.probing.probe_files import read_settings
-from jetdraft.checkpoints.reading.checkpoint_folder import weights_sha256
-from jetdraft.checkpoints.streamed import SETTINGS, WEIGHTS
+from jetdraft.checkpoints.checkpoint import read_settings
+from jetdraft.checkpoints.folder import weights_sha256
+from jetdraft.checkpoints.streams import SETTINGS, WEIGHTS
 
 NOISE = 1e-6
 SPREAD = 0.02  # as Llama is initialised

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from jetdraft.contracts.selection import Selection
 from jetdraft.contracts.split_contract import SplitContract
-from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.step_contract import Selection, StepContract
 from jetdraft.errors import BundleError, printable
 from jetdraft.files import replacing
 from jetdraft.parsing import Count, Rule, Size, in_range, read_json_file

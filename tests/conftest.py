@@ -13,11 +13,10 @@ import pytest
 from accelerate.state import AcceleratorState
 
 import jetdraft
-from jetdraft.export import exporter
+from jetdraft.export import exporter, tracer
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.export.job import Job
-from jetdraft.export.tracing import tracer
-from jetdraft.export.tracing.kept_traces import KeptTraces
+from jetdraft.export.graphs import Job
+from jetdraft.export.tracer import KeptTraces
 from jetdraft.manifest import GraphEntry
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.measured import survey
@@ -88,10 +87,10 @@ def widths_at_once() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def forecasts_of_all_exports() -> Iterator[None]:
     """Forecast every graph that a test exports, for every provider with a table."""
-    write = exporter._write_graphs
+    write = exporter.write_graphs
 
-    def write_and_forecast(job: Job) -> GraphEntry:
-        entry = write(job)
+    def write_and_forecast(job: Job, entry: GraphEntry) -> GraphEntry:
+        entry = write(job, entry)
         for provider in TABLES:
             for one in graph_forecasts(job.folder, entry, provider):
                 model = onnx.load(job.folder / one.file, load_external_data=False)
@@ -99,7 +98,7 @@ def forecasts_of_all_exports() -> Iterator[None]:
         return entry
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exporter, "_write_graphs", write_and_forecast)
+        patch.setattr(exporter, "write_graphs", write_and_forecast)
         yield
 
 

@@ -11,11 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForSeq2SeqLM, BartConfig, MarianConfig, T5Config
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.attached.source_drafter import (
-    SourceDrafter,
-    source_config,
-    source_fields,
-)
+from jetdraft.methods.block.module import SourceDrafter, source_config, source_fields
 from tests.tiny import VOCAB_SIZE, save_tokenizer
 
 T5: dict[str, Any] = {

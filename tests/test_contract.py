@@ -12,8 +12,7 @@ import pytest
 from jetdraft.contracts.constants import CANDIDATES
 from jetdraft.contracts.split_contract import SplitContract
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.contracts.tensor_check import check_tensors
-from jetdraft.contracts.tensor_spec import TensorSpec
+from jetdraft.contracts.tensors import TensorSpec, check_tensors
 from jetdraft.errors import ContractError
 from jetdraft.parsing import RecordError, read_record
 from tests.toy_graphs import GUESSES, IDS, STEP, VOCABULARY, write_graph

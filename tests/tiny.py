@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.probing.prompted import Prompted, Prompts, PromptSettings
-from jetdraft.checkpoints.reading.checkpoint_folder import weights_sha256
-from jetdraft.checkpoints.streamed import (
+from jetdraft.checkpoints.folder import weights_sha256
+from jetdraft.checkpoints.prompts import Prompted, Prompts, PromptSettings
+from jetdraft.checkpoints.streams import (
     SETTINGS,
     WEIGHTS,
     Streamed,

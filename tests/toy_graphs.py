@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from onnx import TensorProto, helper
 
 from jetdraft.bundle import (
@@ -27,8 +28,8 @@ from jetdraft.bundle import (
     Bundle,
 )
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.contracts.tensor_spec import TensorSpec
-from jetdraft.export.variants.compaction import write_compaction
+from jetdraft.contracts.tensors import TensorSpec
+from jetdraft.export.tree import compaction_graph
 from jetdraft.manifest import GraphEntry
 from jetdraft.testing import toy_bundle
 
@@ -118,7 +119,7 @@ def _entry(
     if contract.block:
         files = [files[0], None, None]
     else:
-        write_compaction(folder / files[2], contract)
+        ir.save(compaction_graph(contract), folder / files[2])
     vocabulary_file = None
     if contract.draft_vocab:
         vocabulary_file = f"{name}-vocabulary.npy"

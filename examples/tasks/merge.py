@@ -12,7 +12,7 @@ import click
 import torch
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.streamed import SHARED
+from jetdraft.checkpoints.streams import SHARED
 from jetdraft.staging import writing
 
 

@@ -145,6 +145,13 @@ def attend(
     return output, None
 
 
+def over_the_buffers(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """Attention of a module's rotated query, over the buffers of the pass."""
+    return attend(module, query, key, value, None, module.scaling)[0]
+
+
 def _with_prefix(
     rows: tuple[torch.Tensor, ...],
     prefix: tuple[torch.Tensor, torch.Tensor],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,38 +14,40 @@ from torch import Tensor
 from jetdraft.bundle import Defaults
 from jetdraft.checkpoints.defaults import Generation
 from jetdraft.checkpoints.draft_vocabulary import limit, read_ids
+from jetdraft.checkpoints.folder import check_folder, checkpoint_folder, weights_sha256
 from jetdraft.checkpoints.gguf import is_gguf, read_gguf
-from jetdraft.checkpoints.packed import PackedWeights
-from jetdraft.checkpoints.parameters import compute_in, convert
-from jetdraft.checkpoints.probing.probe_files import (
-    ProbeSettings,
-    load_probes,
-    read_settings,
-)
-from jetdraft.checkpoints.probing.probed import Probed
-from jetdraft.checkpoints.reading.checkpoint_folder import (
-    check_folder,
-    checkpoint_folder,
-    weights_sha256,
-)
-from jetdraft.checkpoints.reading.model_reader import (
+from jetdraft.checkpoints.layers import Taps
+from jetdraft.checkpoints.model_reader import (
     check_config,
+    hears,
     load_config,
     load_model,
     read_packed,
+    read_speech,
 )
-from jetdraft.checkpoints.reading.tokenizer_reader import (
+from jetdraft.checkpoints.packed import PackedWeights
+from jetdraft.checkpoints.parameters import compute_in, convert
+from jetdraft.checkpoints.probes import Probed
+from jetdraft.checkpoints.prompts import MODES, PromptSettings, load_prompts
+from jetdraft.checkpoints.silence import no_progress_bars, silenced
+from jetdraft.checkpoints.streams import (
+    SETTINGS,
+    SHARED,
+    UNFINISHED,
+    StreamSettings,
+    load_streams,
+)
+from jetdraft.checkpoints.tokenizer_reader import (
     chat_template,
     load_tokenizer,
     passed_over_by,
     special_tokens,
 )
-from jetdraft.checkpoints.silence import no_progress_bars, silenced
-from jetdraft.checkpoints.sources.speech_reader import hears, read_speech
-from jetdraft.checkpoints.streamed import SHARED
-from jetdraft.checkpoints.taps import Taps
 from jetdraft.errors import CheckpointError, printable
+from jetdraft.parsing import read_json_file, read_record
 from jetdraft.speech_tokens import Speech
+
+ProbeSettings = StreamSettings | PromptSettings
 
 
 @dataclass(frozen=True)
@@ -216,6 +219,39 @@ class Checkpoint:
     def parameters(self) -> int:
         """The number of weights; a tied weight counts once."""
         return sum(p.numel() for p in self.model.parameters())
+
+
+def read_settings(folder: Path) -> ProbeSettings | None:
+    """The settings of a checkpoint's probes; None for a checkpoint without probes."""
+    file, mark = folder / SETTINGS, folder / UNFINISHED
+    try:
+        if not file.is_file():
+            added = mark.read_text(encoding="utf-8") if mark.is_file() else ""
+            if added:
+                raise CheckpointError(
+                    f"the training in {folder} has saved no {added} yet; let it go on"
+                )
+            return None
+        fields = read_json_file(file)
+        kind = PromptSettings if fields["mode"] in MODES else StreamSettings
+        settings = {name: fields[name] for name in kind.__dataclass_fields__}
+        return read_record(kind, settings)  # type: ignore[no-any-return]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read ({error}); train the streams again"
+        ) from error
+
+
+def load_probes(
+    model: Any, settings: ProbeSettings, folder: Path, scale: float
+) -> Probed:
+    """Add a checkpoint's probes to its model, in place.
+
+    In the shared mode of streams the LoRA, times `scale`, is merged into the model.
+    """
+    if isinstance(settings, PromptSettings):
+        return load_prompts(model, settings, folder)
+    return load_streams(model, settings, folder, scale)
 
 
 def _eos_token_ids(source: str, model: Any) -> tuple[int, ...]:

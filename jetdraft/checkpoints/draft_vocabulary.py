@@ -32,8 +32,6 @@ def limit(model: Any, own: int, rows: int) -> None:
     """Let a drafter's model of `own` tokens read and choose the ids below `rows` only.
 
     It reads an id that it lacks as its last.
-
-        limit(drafter.model, 151936, 152064)
     """
 
     def known(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

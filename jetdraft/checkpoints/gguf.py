@@ -26,7 +26,21 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
-from jetdraft.checkpoints.defaults import Generation
+from jetdraft.checkpoints.defaults import (
+    REFUSED,
+    WARNED,
+    Generation,
+    by_name,
+    passed_over,
+    row_of,
+)
+from jetdraft.checkpoints.gguf_fields import (
+    FILE,
+    MODEL,
+    FamilyFields,
+    head_size,
+    refusal,
+)
 from jetdraft.checkpoints.gguf_tokenizer import (
     ends_of_text,
     read_tokenizer,
@@ -34,17 +48,7 @@ from jetdraft.checkpoints.gguf_tokenizer import (
 )
 from jetdraft.checkpoints.gguf_types import TYPES
 from jetdraft.checkpoints.packed import PackedWeights
-from jetdraft.checkpoints.preview.config_bounds import SPARE, Bounds, skeleton
-from jetdraft.checkpoints.preview.unsupported_kinds import check_kinds
-from jetdraft.checkpoints.reading.fields import (
-    REFUSED,
-    WARNED,
-    by_name,
-    passed_over,
-    row_of,
-)
-from jetdraft.checkpoints.reading.gguf_config import FamilyFields, head_size, refusal
-from jetdraft.checkpoints.reading.gguf_fields import FILE, MODEL
+from jetdraft.checkpoints.refusals import SPARE, Bounds, check_kinds, skeleton
 from jetdraft.errors import (
     CheckpointError,
     JetdraftError,
@@ -80,8 +84,6 @@ class GgufContents:
     """Everything that a bundle takes from a GGUF file.
 
     `dtype` is the type in which torch keeps the floats.
-
-        read_gguf("model.gguf").packed.blocks
     """
 
     config: Any

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from jetdraft.checkpoints.streamed import WEIGHTS as STREAM_WEIGHTS
+from jetdraft.checkpoints.streams import WEIGHTS as STREAM_WEIGHTS
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.quant.blocks import Blocks, Bytes, Floats, Order, in_blocks, unpack
 from jetdraft.recipe import BLOCK_SIZES
@@ -39,8 +39,6 @@ class PackedWeights:
     `blocks` are its integers by the weight's name, and `forms` say how they were kept,
     for example "gptq exact". `floats` are the other tensors, and the values of the
     integers in half precision, for torch to compute with.
-
-        PackedWeights.read(Path("model-gptq"), config.quantization_config).blocks
     """
 
     method: str

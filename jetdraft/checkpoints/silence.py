@@ -10,11 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def silenced(level: int) -> Iterator[None]:
-    """Drop log records up to `level` from all loggers while the block runs.
-
-    with silenced(logging.WARNING):
-        model = load()
-    """
+    """Drop log records up to `level` from all loggers while the block runs."""
     before = logging.root.manager.disable
     logging.disable(max(before, level))
     try:

@@ -22,7 +22,7 @@ from jetdraft.cli.flags import (
 )
 from jetdraft.cli.progress import ProgressBars
 from jetdraft.errors import CheckError, OptionError
-from jetdraft.export.pair.draft_acceptance import TOLERANCE, fallen, measured_again
+from jetdraft.export.draft_acceptance import TOLERANCE, fallen, measured_again
 from jetdraft.runtime.measured.survey import pass_times
 from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.model import load

@@ -1,11 +1,12 @@
-"""The contract of a graph that is cut into two halves."""
+"""The contracts of a graph in two halves, and of an encoder's graph."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from jetdraft.contracts.constants import FRAMES_PER_SLOT
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.contracts.tensor_spec import ROWS, TensorSpec
+from jetdraft.contracts.tensors import ROWS, TensorSpec
 from jetdraft.errors import ContractError
 
 EARLY_EXIT = ("streams.narrow.weight", "streams.widen.weight")
@@ -28,8 +29,6 @@ class SplitContract:
     rows that the host keeps. An exit graph can take its place, see `exit_inputs`.
     `lower` and `upper` are the contracts of the two halves' KV buffers; in both, layers
     are numbered from 0.
-
-        halves = SplitContract.of(contract, layers=2, hidden_size=384)
     """
 
     whole: StepContract
@@ -104,3 +103,37 @@ class SplitContract:
         exit_hidden = replace(self.hidden, name="exit_hidden")
         buffers = self.upper.buffers("past")
         return (self.hidden, *self.whole.inputs[1:5], exit_hidden, *buffers)
+
+
+SOURCE = "source"
+"""The name of the axis of a source's tokens."""
+
+
+@dataclass(frozen=True)
+class SourceContract:
+    """The graph of an encoder, for the decoder with the contract `step`.
+
+    It takes a source, `input_ids` int64 [1, source], and gives the cross buffers of all
+    layers, with zeros behind the source. An encoder that hears takes `input_features`
+    float32 [1, bins, frames], a sound that fills all slots.
+    """
+
+    step: StepContract
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """All inputs, in graph order."""
+        if self.step.source_bins:
+            shape = 1, self.step.source_bins, self.frames
+            return (TensorSpec("input_features", "float32", shape),)
+        return (TensorSpec("input_ids", "int64", (1, SOURCE)),)
+
+    @property
+    def frames(self) -> int:
+        """The frames of the spectrum of a sound."""
+        return FRAMES_PER_SLOT * self.step.source_slots
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """All outputs, in graph order."""
+        return self.step.cross

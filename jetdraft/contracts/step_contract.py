@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from typing import Annotated, Any
 
-from jetdraft.contracts.constants import CANDIDATES
-from jetdraft.contracts.selection import Selection
-from jetdraft.contracts.tensor_spec import (
+from jetdraft.contracts.constants import CANDIDATES, MIN_SELECTED
+from jetdraft.contracts.tensors import (
     ALL,
     ANSWERS,
     PREFIX,
@@ -17,7 +17,51 @@ from jetdraft.contracts.tensor_spec import (
     TensorSpec,
 )
 from jetdraft.errors import ContractError
-from jetdraft.parsing import Count, Size, in_range, one_of
+from jetdraft.parsing import MOST_SIZE, Count, Size, in_range, one_of
+
+
+class Reading(IntEnum):
+    """Which committed rows a pass reads, and whether the keys of selected rows turn.
+
+    `TURNED` is for texts beyond the trained length: the keys turn to adjoining
+    positions there. A draft must guess what a pass over `ALL` rows says, so the keys of
+    `SELECTED` rows stay as they are.
+    """
+
+    ALL = 0
+    SELECTED = 1
+    TURNED = 2
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which committed rows a selecting pass reads (TokenSelect, 2411.02886).
+
+    In each layer and for each KV head it reads `rows` rows: the `first` of the buffer,
+    the most `recent`, and between them those that the KV head's query heads voted for.
+    A layer has `query_heads` in all.
+
+        Selection(rows=1024, query_heads=14).voted    # 704
+    """
+
+    rows: Annotated[int, in_range(MIN_SELECTED, MOST_SIZE)]
+    query_heads: Size
+
+    @property
+    def first(self) -> int:
+        """The first rows of a text, which take much of the attention."""
+        return self.rows // 16
+
+    @property
+    def recent(self) -> int:
+        """The rows just before those of the pass."""
+        return self.rows // 4
+
+    @property
+    def voted(self) -> int:
+        """The rows that a vote selects."""
+        return self.rows - self.first - self.recent
+
 
 TARGET_LENGTH = TensorSpec("target_length", "int32", (1,))
 """The committed rows in the target's buffers."""
@@ -176,7 +220,7 @@ class StepContract:
             *([self.recent_ids] if self.recent else []),
             *_optional("features", ROWS, self.feature_input * (self.ahead or 1)),
             *([TensorSpec("block", "int64", (1, self.block))] if self.block else []),
-            *([TARGET_LENGTH, *self.lent] if self.reads else []),
+            *([TARGET_LENGTH, *self.target_kv] if self.reads else []),
             *((SOURCE_LENGTH, *self.cross) if self.source_slots else ()),
             *([SELECTING] if self.selection else []),
             *self.selected("past"),
@@ -189,7 +233,7 @@ class StepContract:
         return TensorSpec("recent_ids", "int64", (1, ROWS, self.recent))
 
     @property
-    def lent(self) -> tuple[TensorSpec, ...]:
+    def target_kv(self) -> tuple[TensorSpec, ...]:
         """The buffers of the target that the graph reads."""
         return tuple(
             TensorSpec(

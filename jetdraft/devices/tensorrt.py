@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.contracts.tensor_spec import TensorSpec
+from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.devices.providers import TensorrtOptions
 
 WIDTHS = (2, 4, 8)

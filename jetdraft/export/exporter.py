@@ -11,43 +11,61 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from jetdraft.bundle import (
     CHAT_TEMPLATE,
     CONTRIB,
     DRAFTER,
+    SIMILARITY,
     TARGET,
     TOKENIZER,
     Bundle,
     check_pair,
 )
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
-from jetdraft.checkpoints.heads.head import Head
-from jetdraft.checkpoints.heads.head_reader import AnyHead, check_head
-from jetdraft.checkpoints.reading.model_reader import check_exportable
+from jetdraft.checkpoints.heads.draft_module import DraftModule
+from jetdraft.checkpoints.heads.head_files import HeadFiles
+from jetdraft.checkpoints.heads.head_reader import check_head
+from jetdraft.checkpoints.model_reader import check_exportable
+from jetdraft.checkpoints.prompts import PromptSettings
 from jetdraft.checkpoints.silence import silenced
+from jetdraft.checkpoints.source_attention import relative_table
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.errors import OptionError, printable
-from jetdraft.export.embeddings import write_similarity
+from jetdraft.errors import printable
+from jetdraft.export.checks import (
+    check_checkpoint,
+    check_draft_vocabulary,
+    check_drafter,
+    check_raised,
+)
+from jetdraft.export.draft_acceptance import with_acceptance
+from jetdraft.export.draft_vocab import (
+    CutHead,
+    check_tokens,
+    compare_tokenizers,
+    cut_head,
+    write_vocabulary,
+)
+from jetdraft.export.drafters import head_of, taps_of, write_head
 from jetdraft.export.export_options import DTYPES, ExportOptions
-from jetdraft.export.heads.head_export import head_of, taps_of, write_head
-from jetdraft.export.job import Job, Progress
+from jetdraft.export.graphs import Job, Progress, write_graphs
 from jetdraft.export.kv import cache_scales
 from jetdraft.export.measures import Measures
-from jetdraft.export.pair.cut_head import CutHead, cut_head, write_vocabulary
-from jetdraft.export.pair.draft_acceptance import with_acceptance
-from jetdraft.export.pair.pair_tokenizers import check_tokens, compare_tokenizers
-from jetdraft.export.seams import warn_of_length
-from jetdraft.export.source.family import Family
-from jetdraft.export.step import Step
-from jetdraft.export.variants import VARIANTS
+from jetdraft.export.seams import (
+    check_seams,
+    check_source_seams,
+    settled_options,
+    source_shapes,
+    warn_of_length,
+)
+from jetdraft.export.source_step import source_sizes
+from jetdraft.export.step import kv_shapes
 from jetdraft.manifest import GraphEntry
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.choice import Limit
 from jetdraft.quant.weights import Quantization
-from jetdraft.recipe import Recipe
 from jetdraft.staging import writing
 
 __all__ = ["ExportOptions", "Limit", "export"]
@@ -72,57 +90,40 @@ def export(
     """
     options = options or ExportOptions()
     report = progress or (lambda stage, done, total: None)
-    _check_drafter(options, drafter, head)
+    check_drafter(options, drafter, head)
     sources = {TARGET: target} | ({} if drafter is None else {DRAFTER: drafter})
-    if head is not None:
-        check_head(head, target)
+    files = None if head is None else HeadFiles.read(head)
+    if files is not None:
+        check_head(files, target)
     checkpoints = _load(sources, options, report)
-    options = Family.of(checkpoints[TARGET]).options(checkpoints[TARGET], options)
-    reader = head_of(head, checkpoints[TARGET], options) if head is not None else None
-    _check_draft_vocabulary(options, checkpoints, reader)
+    options = settled_options(checkpoints[TARGET], options)
+    reader = None if files is None else head_of(files, checkpoints[TARGET], options)
+    check_draft_vocabulary(options, checkpoints, reader)
     if reader is not None:
         checkpoints[TARGET] = replace(checkpoints[TARGET], taps=taps_of(reader))
     contracts = _check(checkpoints, options)
     for line in checkpoints[TARGET].passed_over:
         warnings.warn(f"passed over: {line}", stacklevel=3)
-    carrying = reader if isinstance(reader, Head) else None
-    measures = Measures(checkpoints, contracts, options, report, carrying)
+    learning = reader if reader is not None and reader.reads.learns else None
+    measures = Measures(checkpoints, contracts, options, report, learning)
     cut = _cut(measures, reader)
     options = measures.settled()
     with writing(output) as folder:
-        checkpoints = dict(measures.checkpoints)
-        jobs = {n: _job(folder, n, checkpoints[n], measures) for n in checkpoints}
-        if cut is not None:
-            jobs[DRAFTER] = _cut_job(jobs[DRAFTER], cut)
-        graphs = {name: _write_graphs(job) for name, job in jobs.items()}
+        jobs = {n: _job(folder, n, measures, cut) for n in measures.checkpoints}
+        graphs = {n: write_graphs(job, entry) for n, (job, entry) in jobs.items()}
         if head is not None and reader is not None:
-            graphs[DRAFTER] = write_head(jobs[TARGET], head, reader, measures.overlaps)
+            graphs[DRAFTER] = write_head(
+                jobs[TARGET][0], graphs[TARGET], head, reader, measures.overlaps
+            )
         bundle = _bundle(folder, graphs, checkpoints[TARGET], options)
         _write_texts(folder, checkpoints[TARGET])
-        write_similarity(folder, checkpoints[TARGET].model)
+        _write_similarity(folder, checkpoints[TARGET].model)
         bundle.save()
         if _can_draft_here(bundle, options):
             report("measure acceptance", 0, 1)
             with_acceptance(bundle, measures.prompts).save_manifest()
             report("measure acceptance", 1, 1)
     return Bundle.open(output)
-
-
-def _check_drafter(
-    options: ExportOptions, drafter: str | None, head: str | None
-) -> None:
-    """Raise `OptionError` for two drafters, or for options of a missing one."""
-    if head is not None and drafter is not None:
-        raise OptionError(
-            "a bundle has one drafter; give --drafter or --head, not both"
-        )
-    has_drafter = drafter is not None or head is not None
-    if options.drafter_provider and not has_drafter:
-        raise OptionError("a drafter's provider needs a drafter; give --drafter too")
-    if options.draft_vocab is not None and not has_drafter:
-        raise OptionError(
-            "a draft vocabulary needs a drafter; give --drafter or --head too"
-        )
 
 
 def _bundle(
@@ -157,39 +158,7 @@ def _can_draft_here(bundle: Bundle, options: ExportOptions) -> bool:
     )
 
 
-def _check_draft_vocabulary(
-    options: ExportOptions,
-    checkpoints: Mapping[str, Checkpoint],
-    reader: AnyHead | None,
-) -> None:
-    """Raise `OptionError` for a draft vocabulary that is no part of the vocabulary."""
-    count = options.draft_vocab
-    most = min(checkpoint.vocab_size for checkpoint in checkpoints.values()) - 1
-    if count is None:
-        return
-    if count > most:
-        raise OptionError(
-            f"a draft vocabulary of {count} tokens is not a part of the pair's "
-            f"{most + 1}; give 1 to {most}, or leave it out"
-        )
-    if isinstance(reader, BlockDrafter) and reader.reads_text:
-        raise OptionError(
-            "diffusion drafters draft from the whole vocabulary; leave --draft-vocab "
-            "out"
-        )
-    drafter = checkpoints.get(DRAFTER)
-    for name, ids in (
-        ("head", None if reader is None else reader.ids),
-        (DRAFTER, None if drafter is None else drafter.draft_ids),
-    ):
-        if ids is not None:
-            raise OptionError(
-                f"the {name} was trained with its own draft vocabulary of {len(ids)} "
-                "tokens, which rules; leave --draft-vocab out"
-            )
-
-
-def _cut(measures: Measures, reader: AnyHead | None) -> CutHead | None:
+def _cut(measures: Measures, reader: DraftModule | None) -> CutHead | None:
     """Cut the LM head of the drafter, if the options ask for it, or its training did.
 
     Gives the checkpoint that was cut; a head that reads states is cut in place.
@@ -209,17 +178,6 @@ def _cut(measures: Measures, reader: AnyHead | None) -> CutHead | None:
     cut = CutHead.of(checkpoints[DRAFTER], measures.ids, dtype)
     measures.checkpoints = {**checkpoints, DRAFTER: cut.checkpoint}
     return cut
-
-
-def _cut_job(job: Job, cut: CutHead) -> Job:
-    """The job of a drafter whose LM head was cut."""
-    file = write_vocabulary(job.folder, cut.ids)
-    return replace(
-        job,
-        entry=replace(job.entry, vocabulary_file=file),
-        quantization=cut.quantization(job.quantization),
-        step=Step(job.checkpoint.model, job.contract, ids=cut.ids),
-    )
 
 
 def _load(
@@ -253,14 +211,14 @@ def _check(
 ) -> dict[str, StepContract]:
     """Check the checkpoints, alone and as a pair; returns their graphs' contracts."""
     for name, checkpoint in checkpoints.items():
-        for variant in VARIANTS:
-            variant.check(name, checkpoint, options)
+        check_checkpoint(name, checkpoint, options)
     contracts = {
         name: _contract(name, checkpoint, options)
         for name, checkpoint in checkpoints.items()
     }
     for name, checkpoint in checkpoints.items():
-        Family.of(checkpoint).check_seams(checkpoint.model, contracts[name])
+        check = check_source_seams if checkpoint.reads_source else check_seams
+        check(checkpoint.model, contracts[name])
         warn_of_length(checkpoint.model, contracts[name].capacity)
     if DRAFTER in checkpoints:
         check_pair(contracts[TARGET], contracts[DRAFTER])
@@ -270,20 +228,35 @@ def _check(
 def _contract(
     name: str, checkpoint: Checkpoint, options: ExportOptions
 ) -> StepContract:
-    head = checkpoint.model.get_output_embeddings().weight
+    model, probes = checkpoint.model, checkpoint.streams
+    shapes = source_shapes if checkpoint.reads_source else kv_shapes
     contract = StepContract(
         vocab_size=checkpoint.vocab_size,
         capacity=options.capacity,
         max_width=options.max_width,
         dtype=DTYPES[options.dtype_of(name)],
-        kv_shapes=Family.of(checkpoint).kv_shapes(checkpoint.model),
+        kv_shapes=shapes(model),
         # A drafter's last hidden state predicts acceptance (SpecDec++).
-        hidden_size=head.shape[1] if name == DRAFTER else 0,
+        hidden_size=model.get_output_embeddings().weight.shape[1]
+        if name == DRAFTER
+        else 0,
+        feature_size=checkpoint.taps.size if checkpoint.taps else 0,
         draft_vocab=_draft_vocab(checkpoint, options) if name == DRAFTER else 0,
         spare_slots=int(_attends_as_two(name, checkpoint, options)),
     )
-    for variant in VARIANTS:
-        contract = variant.declare(checkpoint, contract)
+    if probes is not None:
+        contract = replace(contract, streams=probes.gamma)
+    if isinstance(probes, PromptSettings):
+        contract = replace(contract, members=probes.members, prefix=probes.prefix)
+    if checkpoint.reads_source:
+        bins, slots = source_sizes(model)
+        contract = replace(
+            contract,
+            source_slots=slots or contract.capacity,
+            source_bins=bins,
+            relative_positions=relative_table(model) is not None,
+            spare_slots=0,
+        )
     return contract
 
 
@@ -308,15 +281,18 @@ def _attends_as_two(name: str, checkpoint: Checkpoint, options: ExportOptions) -
     )
 
 
-def _job(folder: Path, name: str, checkpoint: Checkpoint, measures: Measures) -> Job:
-    """The job of one model; measures what its recipe needs.
+def _job(
+    folder: Path, name: str, measures: Measures, cut: CutHead | None
+) -> tuple[Job, GraphEntry]:
+    """The job of one model and its entry; measures what its recipe needs.
 
-    This comes before the variants, which hook into the model's layers.
+    This comes before any graph is written, since passes hook into the model's layers.
     """
-    options, contract = measures.options, measures.contracts[name]
-    recipe = options.recipe_of(name)
-    _check_raised(recipe, contract)
+    checkpoint, options = measures.checkpoints[name], measures.options
+    contract, recipe = measures.contracts[name], options.recipe_of(name)
+    check_raised(recipe, contract)
     packed, kl = checkpoint.packed, measures.kl.get(name)
+    ids = cut.ids if cut is not None and name == DRAFTER else None
     entry = GraphEntry(
         file=f"{name}.onnx",
         contract=contract,
@@ -326,6 +302,7 @@ def _job(folder: Path, name: str, checkpoint: Checkpoint, measures: Measures) ->
         | (measures.overlaps if name == DRAFTER else {}),
         source=printable(checkpoint.source, 1000),
         parameters=checkpoint.parameters,
+        vocabulary_file=write_vocabulary(folder, ids),
     )
     quantization = Quantization(
         recipe,
@@ -338,18 +315,20 @@ def _job(folder: Path, name: str, checkpoint: Checkpoint, measures: Measures) ->
     if recipe.kv_bits:
         windows = measures.windows
         scales = cache_scales(checkpoint.model, contract, windows, recipe.kv_bits)
-    return Job(
+    job = Job(
         folder=folder,
         name=name,
         checkpoint=checkpoint,
-        entry=entry,
         options=options,
-        report=measures.report,
-        quantization=quantization,
-        scales=scales,
+        quantization=quantization
+        if cut is None or ids is None
+        else cut.quantization(quantization),
         names=checkpoint.names(),
-        step=Step(checkpoint.model, contract),
+        report=measures.report,
+        scales=scales,
+        ids=ids,
     )
+    return job, entry
 
 
 def _kept(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -365,23 +344,6 @@ def _kept(checkpoint: Checkpoint) -> dict[str, Any]:
     kept = Counter(packed.forms[name] for name in packed.blocks if name in matrices)
     others = len(matrices - packed.blocks.keys())
     return {"packed": packed.method, "kept": dict(kept), "others": others}
-
-
-def _write_graphs(job: Job) -> GraphEntry:
-    """Write all graphs of one model."""
-    for variant in VARIANTS:
-        variant.write(job)
-    return job.entry
-
-
-def _check_raised(recipe: Recipe, contract: StepContract) -> None:
-    """Refuse a recipe that raises a layer which the model does not have."""
-    layers = len(contract.kv_shapes)
-    if recipe.raised and recipe.raised[-1] >= layers:
-        raise OptionError(
-            f"{recipe.name} raises layer {recipe.raised[-1]}; the model has layers 0 "
-            f"to {layers - 1}"
-        )
 
 
 def _write_texts(folder: Path, target: Checkpoint) -> None:
@@ -400,3 +362,20 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
+
+
+_SIMILARITY_SIZE = 64
+_SEED = 20_11_21
+
+
+def _write_similarity(folder: Path, model: Any) -> None:
+    """Write int8 [vocab, 64]: token embeddings, centred, projected, of unit length.
+
+    A random projection keeps angles (Johnson and Lindenstrauss, 1984). Its errors
+    average out, since requests are compared by the means over their tokens.
+    """
+    table = model.get_input_embeddings().weight.detach().float()
+    random = torch.Generator().manual_seed(_SEED)
+    projection = torch.randn(table.shape[1], _SIMILARITY_SIZE, generator=random)
+    small = torch.nn.functional.normalize((table - table.mean(0)) @ projection)
+    np.save(folder / SIMILARITY, (small * 127).round().to(torch.int8).numpy())

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
 
-from torch import Tensor
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
 
 from jetdraft.bundle import DRAFTER, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.head import Head
+from jetdraft.checkpoints.heads.draft_module import DraftModule
+from jetdraft.checkpoints.layers import Taps
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import OptionError
+from jetdraft.export.draft_vocab import frequent_tokens
 from jetdraft.export.export_options import ExportOptions
-from jetdraft.export.job import Progress
-from jetdraft.export.own_text import own_prompts, own_text
-from jetdraft.export.pair.frequent_tokens import frequent_tokens
-from jetdraft.export.pair.reading_head import ReadingHead
+from jetdraft.export.graphs import Progress
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows, own_attention, second_moments
 from jetdraft.quant.choice import (
@@ -29,6 +32,102 @@ from jetdraft.quant.choice import (
 )
 from jetdraft.quant.divergence import Divergence
 from jetdraft.recipe import Recipe
+from jetdraft.runtime.text.template import ChatTemplate, user
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a Python function that checks whether a number is prime.",
+    "Explain in a few sentences how a bicycle stays upright.",
+    "Tell me a short story about a robot and a cat.",
+    "Give me a list of ten healthy breakfasts.",
+    "Translate to German: The train leaves at noon.",
+    "What should I do when my phone does not charge?",
+    "Summarize the plot of Romeo and Juliet.",
+    "What is 17 times 23? Think step by step.",
+    "Write a polite mail that moves a meeting to Thursday.",
+    "Turn this into JSON: Anna is 31 years old and lives in Oslo.",
+    "Which planets have rings, and why?",
+)
+"""Asked of every model; a model without a chat template continues them."""
+
+NEW_TOKENS = 24
+"""Tokens of each reply: few, since a large checkpoint takes seconds for each."""
+
+TEMPERATURE = 0.8
+
+
+def own_text(
+    checkpoint: Checkpoint,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Windows:
+    """What the model replies to `QUESTIONS`, sampled with a fixed seed.
+
+    `progress(done, total)` is called after each token of all replies.
+
+        own_text(checkpoint).ids    # int64 [12, tokens]
+    """
+    prompts = own_prompts(checkpoint)
+    longest, shortest = max(map(len, prompts)), min(map(len, prompts))
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    with own_attention(checkpoint.model), torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        ids = _replies(checkpoint.model, ids, mask, progress)
+    # The model's answer to token i is row i, so the last token is not compared.
+    return Windows(ids[:, longest - shortest : -1], scored=NEW_TOKENS)
+
+
+def own_prompts(checkpoint: Checkpoint) -> list[list[int]]:
+    """The questions as tokens; the numbers of tokens where there is no tokenizer."""
+    if checkpoint.tokenizer is None:
+        return [[row % checkpoint.vocab_size] for row in range(len(QUESTIONS))]
+    encoder = Tokenizer.from_str(checkpoint.tokenizer)
+    texts = _chats(checkpoint)
+    special = texts is None  # a template names them itself
+    prompts = [
+        encoder.encode(t, add_special_tokens=special) for t in texts or QUESTIONS
+    ]
+    return [prompt.ids or [0] for prompt in prompts]
+
+
+def _chats(checkpoint: Checkpoint) -> list[str] | None:
+    """The questions in the chat template; None where it takes no lone message."""
+    if checkpoint.chat_template is None:
+        return None
+    try:
+        template = ChatTemplate(checkpoint.chat_template, checkpoint.special_tokens)
+        return [template.render([user(question)]) for question in QUESTIONS]
+    except OptionError:
+        return None
+
+
+def _replies(
+    model: Any,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    progress: Callable[[int, int], None],
+) -> torch.Tensor:
+    """Extend all rows by sampled tokens; end-of-text does not end a row."""
+    past, rows = None, ids
+    for done in range(1, NEW_TOKENS + 1):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -rows.shape[1] :]
+        output = model(
+            input_ids=rows,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=past,
+            use_cache=True,
+        )
+        past = output.past_key_values
+        logits = output.logits[:, -1].float() / TEMPERATURE
+        rows = torch.multinomial(logits.softmax(-1), 1)
+        ids = torch.cat([ids, rows], 1)
+        mask = torch.cat([mask, torch.ones_like(rows)], 1)
+        progress(done, NEW_TOKENS)
+    return ids
 
 
 @dataclass
@@ -39,17 +138,13 @@ class Measures:
     measured, and `overlaps` are what was measured of the drafter's. The drafter is a
     `head`, or a checkpoint; `ids` int64 [n] are the tokens that it may draft, None for
     all.
-
-        measures = Measures(checkpoints, contracts, options, report)
-        options = measures.settled()
-        measures.moments("target")
     """
 
     checkpoints: Mapping[str, Checkpoint]
     contracts: Mapping[str, StepContract]
     options: ExportOptions
     report: Progress
-    head: Head | None = None
+    head: DraftModule | None = None
     ids: Tensor | None = None
     kl: dict[str, float] = field(default_factory=dict)
     overlaps: dict[str, float] = field(default_factory=dict)
@@ -178,3 +273,38 @@ class Measures:
             divergence = Divergence(model, windows, moments, rounds_inputs=on_cpu)
         self.report(f"measure {name} in floats", 1, 1)
         return divergence
+
+
+class ReadingHead(nn.Module):
+    """Runs the target, then the head over its features, so that text gives logits.
+
+    Only the matrices of the head's own graph are its modules: the target's and the
+    fusion's, which are in the target's graph, are not quantized with it.
+    """
+
+    def __init__(self, target: Any, head: DraftModule, taps: Taps) -> None:
+        super().__init__()
+        self._others = target, head, taps  # a tuple, which is no module
+        self.stack = head.stack
+        if not taps.layers:
+            self.fc = head.fc
+        lends = target.get_output_embeddings()
+        self.lm_head = None if head.lm_head is lends else head.lm_head
+
+    def get_output_embeddings(self) -> Any:
+        """The LM head, as models of transformers give it."""
+        return self._others[1].lm_head
+
+    def forward(
+        self, ids: Tensor, use_cache: bool, logits_to_keep: int
+    ) -> SimpleNamespace:
+        """The logits [b, n, vocabulary] for the last n tokens of `ids` int64 [b, m].
+
+        The head gives none for the first token, so n must be below m.
+        """
+        target, head, taps = self._others
+        with taps.watching(target) as features:
+            target(input_ids=ids, use_cache=use_cache, logits_to_keep=1)
+        positions = torch.arange(ids.shape[1] - 1)[None]
+        hidden, _ = head(ids[:, 1:], features[0][:, :-1], positions)
+        return SimpleNamespace(logits=head.lm_head(hidden[:, -logits_to_keep:]))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.attention import HandThrough, StepState, attending
-from jetdraft.checkpoints.streamed import decoder_layers
+from jetdraft.checkpoints.layers import Taps, decoder_layers
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.contracts.tensor_spec import TensorSpec
+from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.errors import UnsupportedModelError
 
 # Different sizes, so that the tracer does not merge two axes into one.
@@ -34,8 +34,6 @@ class Step(torch.nn.Module):
     layers. `ids` int64 [n] are the tokens of the LM head's rows, if they are not all
     tokens; candidates are tokens. The traced graph has `extra_inputs` and
     `extra_outputs` after those of the contract.
-
-        outputs = Step(model, contract)(ids, positions, cursor, total, answers, buffers)
     """
 
     extra_inputs: tuple[TensorSpec, ...] = ()
@@ -151,6 +149,11 @@ class Step(torch.nn.Module):
         ids = places if self.ids is None else self.ids.int()[places].long()
         return [ids, *others]
 
+    @property
+    def task(self) -> dict[str, torch.Tensor]:
+        """The weights that must not be fused or quantized, by their names."""
+        return {}
+
     def dtype_of(self, weight: str) -> torch.dtype:
         """The type that the graph has a weight in, by its name in the module."""
         return dtype_of(self.contract)
@@ -170,6 +173,38 @@ class Step(torch.nn.Module):
                 first = decoder_layers(self.model)[-self.cut]
                 hooks.callback(_watch(first, cut).remove)
             yield head, cut
+
+
+_PREFIX = "features"
+"""The names of the fusion's weights in the graph begin with it."""
+
+
+class FeatureStep(Step):
+    """One pass of a model that gives features too; see `Step` and `Taps`."""
+
+    def __init__(self, model: Any, contract: StepContract, taps: Taps) -> None:
+        above = len(contract.kv_shapes) - taps.cut if taps.cut else 0
+        super().__init__(model, contract, cut=above)
+        self.taps = torch.nn.ModuleDict({_PREFIX: taps})
+
+    @property
+    def task(self) -> dict[str, torch.Tensor]:
+        """The fusion's weights: its input has the largest numbers of the model."""
+        named = self.taps[_PREFIX].named_parameters()
+        return {f"{_PREFIX}.{name}": weight.data for name, weight in named}
+
+    def dtype_of(self, weight: str) -> torch.dtype:
+        """The fusion stays in single precision, as its states overflow float16."""
+        if weight.startswith(f"{_PREFIX}."):
+            return torch.float32
+        return super().dtype_of(weight)
+
+    @contextlib.contextmanager
+    def features(self) -> Iterator[list[torch.Tensor]]:
+        """The features of the rows, filled by the forward pass."""
+        taps = cast(Taps, self.taps[_PREFIX])
+        with taps.watching(self.model) as features:
+            yield features
 
 
 def _watch(module: torch.nn.Module, states: list[torch.Tensor]) -> Any:

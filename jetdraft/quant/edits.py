@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from jetdraft.contracts.tensor_spec import TensorSpec
+from jetdraft.contracts.tensors import TensorSpec
 
 PARAMETER = "parameter"
 """Metadata key of a value: the checkpoint's names of its weights, one a line."""

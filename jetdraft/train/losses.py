@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetdraft.checkpoints.streamed import SHARED, Streamed
+from jetdraft.checkpoints.streams import SHARED, Streamed
 from jetdraft.train.data import IGNORED, Batch
 
 MAIN_WEIGHT = 1.0

@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save as serialized
 from torch import Tensor
 
-from jetdraft.checkpoints.reading.checkpoint_folder import weights_sha256
-from jetdraft.checkpoints.streamed import SETTINGS, UNFINISHED, WEIGHTS
+from jetdraft.checkpoints.folder import weights_sha256
+from jetdraft.checkpoints.streams import SETTINGS, UNFINISHED, WEIGHTS
 from jetdraft.errors import OutputError
 from jetdraft.files import check_place, replacing
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from jetdraft.checkpoints.attention import unknown_arguments
-from jetdraft.checkpoints.streamed import LAYOUT_OF, Layout
+from jetdraft.checkpoints.streams import LAYOUT_OF, Layout
 from jetdraft.errors import UnsupportedModelError
 
 IMPLEMENTATION = "jetdraft-training"

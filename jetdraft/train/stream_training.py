@@ -11,19 +11,16 @@ import torch
 from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.folder import checkpoint_folder, weights_sha256
 from jetdraft.checkpoints.gguf import is_gguf
+from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.checkpoints.parameters import convert
-from jetdraft.checkpoints.reading.checkpoint_folder import (
-    checkpoint_folder,
-    weights_sha256,
-)
-from jetdraft.checkpoints.streamed import (
+from jetdraft.checkpoints.streams import (
     SHARED,
     Streamed,
     Streams,
     StreamSettings,
     add_adapters,
-    decoder_layers,
 )
 from jetdraft.errors import CheckpointError, OptionError, TrainingError
 from jetdraft.train.data import Batch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from jetdraft.checkpoints.streamed import StreamSettings
+from jetdraft.checkpoints.streams import StreamSettings
 from jetdraft.cli.command import Command, option
 from jetdraft.train.stream_training import StreamTraining
 from jetdraft.train.training import TrainingOptions

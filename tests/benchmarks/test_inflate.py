@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from jetdraft.checkpoints.checkpoint import load_probes, read_settings
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.checkpoints.probing.probe_files import load_probes, read_settings
-from jetdraft.checkpoints.probing.prompted import FORECAST, PromptSettings
+from jetdraft.checkpoints.prompts import FORECAST, PromptSettings
 from jetdraft.train.block.block_places import Blocks
 from jetdraft.train.chimera.chimera_training import ChimeraTraining
 from jetdraft.train.data import Batch

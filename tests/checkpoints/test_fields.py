@@ -18,21 +18,22 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.defaults import FILE, Generation
-from jetdraft.checkpoints.gguf import GgufFile
-from jetdraft.checkpoints.reading.fields import (
+from jetdraft.checkpoints.defaults import (
+    FILE,
     GENERATION,
     HEARING,
     REFUSED,
     SAMPLED,
     SOURCES,
     WARNED,
+    Generation,
     by_name,
     row_of,
 )
-from jetdraft.checkpoints.reading.gguf_fields import FILE as GGUF_FILE
-from jetdraft.checkpoints.reading.gguf_fields import MODEL as GGUF_MODEL
-from jetdraft.checkpoints.reading.tokenizer_reader import load_tokenizer
+from jetdraft.checkpoints.gguf import GgufFile
+from jetdraft.checkpoints.gguf_fields import FILE as GGUF_FILE
+from jetdraft.checkpoints.gguf_fields import MODEL as GGUF_MODEL
+from jetdraft.checkpoints.tokenizer_reader import load_tokenizer
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
@@ -81,7 +82,7 @@ def test_every_field_of_transformers_has_a_row():
     documented = re.findall(r"^ +(\w+) ?\(`", inspect.getdoc(GenerationConfig), re.M)
     assert len(documented) > 50
     names = {*vars(config), *config.to_dict(), *documented}
-    assert names - rows.keys() == set(), "name them in reading/fields.py"
+    assert names - rows.keys() == set(), "name them in checkpoints/defaults.py"
 
 
 def test_what_transformers_does_by_itself_is_no_reason_to_warn(tmp_path):

@@ -12,7 +12,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.step import Step, kv_shapes
-from jetdraft.export.tracing.tracer import trace
+from jetdraft.export.tracer import trace
 from jetdraft.recipe import Recipe
 from tests.tiny import SIZES, llama_config, save_checkpoint
 

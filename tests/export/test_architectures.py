@@ -18,10 +18,10 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.exporter import export
-from jetdraft.export.fusing.fusion import fuse
+from jetdraft.export.fusing import fuse
 from jetdraft.export.seams import check_seams
 from jetdraft.export.step import Step, kv_shapes
-from jetdraft.export.tracing.tracer import trace
+from jetdraft.export.tracer import trace
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import StepSessions, open_session

@@ -11,7 +11,7 @@ import torch
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.block_drafter import masked
+from jetdraft.checkpoints.heads.blocks import masked
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.cli.description import describe
 from jetdraft.errors import OptionError

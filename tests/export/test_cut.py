@@ -7,12 +7,12 @@ import onnxruntime
 import pytest
 
 from jetdraft.bundle import Bundle
-from jetdraft.contracts.tensor_check import check_tensors
-from jetdraft.export import exporter
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensors import check_tensors
+from jetdraft.export import graphs
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.export.job import Job
+from jetdraft.export.graphs import Job
 from jetdraft.export.step import Step
-from jetdraft.export.variants.variant import Variant
 from jetdraft.recipe import Recipe
 from tests.tiny import llama_config, save_checkpoint
 
@@ -22,9 +22,9 @@ ANCESTORS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4]]
 """Per row of a branching draft, the rows that it sees."""
 
 
-def cut_below_two(job: Job) -> None:
-    """What a method that exits early would add to the exporter."""
-    job.step = Step(job.checkpoint.model, job.contract, cut=2)
+def cut_below_two(job: Job, contract: StepContract) -> Step:
+    """The pass of a target that a method cuts below its top two layers."""
+    return Step(job.checkpoint.model, contract, cut=2)
 
 
 @pytest.fixture(scope="module", params=["contrib", "standard"])
@@ -35,8 +35,7 @@ def bundle(request, tmp_path_factory) -> Bundle:
         Recipe("none"), capacity=16, max_width=8, flavour=request.param
     )
     with pytest.MonkeyPatch.context() as patch:
-        variants = (Variant(cut_below_two), *exporter.VARIANTS)
-        patch.setattr(exporter, "VARIANTS", variants)
+        patch.setattr(graphs, "_plain_step", cut_below_two)
         return export(str(source), folder / "bundle", options=options)
 
 

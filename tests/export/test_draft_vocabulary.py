@@ -17,10 +17,10 @@ from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.devices.providers import PROVIDERS
 from jetdraft.errors import OptionError
+from jetdraft.export.draft_acceptance import with_acceptance
+from jetdraft.export.draft_vocab import frequent_tokens
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.export.own_text import own_text
-from jetdraft.export.pair.draft_acceptance import with_acceptance
-from jetdraft.export.pair.frequent_tokens import frequent_tokens
+from jetdraft.export.measures import own_text
 from jetdraft.quant.calibration import Windows, own_attention
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener

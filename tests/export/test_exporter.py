@@ -20,9 +20,8 @@ from jetdraft.errors import (
     OutputError,
     PairError,
 )
-from jetdraft.export import exporter
+from jetdraft.export import exporter, graphs
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.export.variants import chain_graph
 from jetdraft.recipe import Recipe
 from tests.tiny import (
     VOCAB_SIZE,
@@ -58,7 +57,7 @@ def no_tracing(monkeypatch):
     def trace(*_):
         pytest.fail("bad input was noticed too late")
 
-    monkeypatch.setattr(chain_graph, "trace", trace)
+    monkeypatch.setattr(graphs, "trace", trace)
 
 
 def test_pair_becomes_a_bundle(bundle, pair):

@@ -13,7 +13,7 @@ import transformers
 
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.taps import POST_NORM, Taps
+from jetdraft.checkpoints.layers import POST_NORM, Taps
 from jetdraft.devices.providers import PROVIDERS
 from jetdraft.errors import PairError
 from jetdraft.export.exporter import ExportOptions, export

@@ -12,6 +12,7 @@ import torch
 import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads import head_files
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
@@ -188,3 +189,19 @@ def test_no_head_is_found_before_the_target_is_loaded(tmp_path):
     with pytest.raises(CheckpointError, match="has odd=1"):
         export("/no/such/target", output, head=head)
     assert not output.exists()
+
+
+def test_the_files_of_a_head_are_read_once(source, tmp_path, monkeypatch):
+    """They may be all files of a target; what is checked is loaded."""
+    read, load = [], head_files.load_file
+
+    def count(file):
+        read.append(file)
+        return load(file)
+
+    monkeypatch.setattr(head_files, "load_file", count)
+    head = write(tmp_path / "head", *eagle1())
+    options = ExportOptions(Recipe("none"), draft_vocab=10**6, **SMALL)
+    with pytest.raises(OptionError, match="is not a part of"):
+        export(source(False, 1), tmp_path / "bundle", options=options, head=head)
+    assert read == [Path(head) / "model.safetensors"]

@@ -11,11 +11,10 @@ import torch
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.step_contract import StepContract
+from jetdraft.export import tracer
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.step import Step, kv_shapes
-from jetdraft.export.tracing import tracer
-from jetdraft.export.tracing.fingerprint import fingerprint
-from jetdraft.export.tracing.kept_traces import MOST, KeptTraces
+from jetdraft.export.tracer import MAX_TRACES, KeptTraces, fingerprint
 from jetdraft.recipe import Recipe
 from tests.tiny import drafter_config, save_checkpoint
 
@@ -166,7 +165,7 @@ def test_without_a_fingerprint_nothing_is_kept():
 
 def test_few_traces_are_kept():
     kept = KeptTraces()
-    for number in range(MOST + 1):
+    for number in range(MAX_TRACES + 1):
         kept.write(str(number), b"graph")
     assert kept.read("0") is None
     assert kept.read("1") == b"graph"

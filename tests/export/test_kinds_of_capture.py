@@ -13,8 +13,8 @@ import onnx
 import pytest
 import torch
 
-from jetdraft.checkpoints.probing.prompted import FORECAST, PromptSettings
-from jetdraft.checkpoints.streamed import SHARED, StreamSettings
+from jetdraft.checkpoints.prompts import FORECAST, PromptSettings
+from jetdraft.checkpoints.streams import SHARED, StreamSettings
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.train.chimera.chimera_training import ChimeraTraining

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import jetdraft
 from jetdraft.bundle import Bundle
-from jetdraft.contracts.selection import Reading
+from jetdraft.contracts.step_contract import Reading
 from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe

@@ -14,11 +14,11 @@ from transformers import AutoModelForSeq2SeqLM
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.attached.source_drafter import words_sha256
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.source_attention import implement
 from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.methods.block.module import words_sha256
 from jetdraft.recipe import Recipe
 from jetdraft.train.block.block_places import Blocks
 from jetdraft.train.block.source_losses import SourceLesson, SourceObjective

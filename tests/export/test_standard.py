@@ -10,7 +10,7 @@ from transformers import MistralConfig
 
 import jetdraft
 from jetdraft.bundle import FLAVOURS
-from jetdraft.checkpoints.streamed import StreamSettings
+from jetdraft.checkpoints.streams import StreamSettings
 from jetdraft.errors import OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe

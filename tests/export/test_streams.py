@@ -10,7 +10,7 @@ import torch
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.streamed import LOSSLESS, SHARED, Streams, StreamSettings
+from jetdraft.checkpoints.streams import LOSSLESS, SHARED, Streams, StreamSettings
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe

@@ -54,7 +54,7 @@ def streamed_bundle(folder: Path) -> Path:
 
         jetdraft.load(streamed_bundle(Path("streamed"))).methods
     """
-    from jetdraft.checkpoints.streamed import StreamSettings
+    from jetdraft.checkpoints.streams import StreamSettings
     from jetdraft.export.exporter import ExportOptions, export
     from jetdraft.recipe import Recipe
     from tests.tiny import llama_config, save_checkpoint, save_streams

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.preview.config_bounds import LAYERS
+from jetdraft.checkpoints.refusals import LAYERS
 from jetdraft.errors import CheckpointError
 
 EVIL = """

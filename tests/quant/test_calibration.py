@@ -6,7 +6,7 @@ import torch
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.streamed import StreamSettings
+from jetdraft.checkpoints.streams import StreamSettings
 from jetdraft.errors import DataError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.quant.calibration import Windows, second_moments

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.export.own_text import NEW_TOKENS, QUESTIONS, own_text
+from jetdraft.export.measures import NEW_TOKENS, QUESTIONS, own_text
 from jetdraft.quant.calibration import own_attention
 from jetdraft.quant.choice import (
     DRAFTER_CHOICES,

@@ -13,9 +13,9 @@ import torch
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import BundleError, CheckpointError, OptionError
-from jetdraft.export.fusing.fusion import fuse
+from jetdraft.export.fusing import fuse
 from jetdraft.export.step import Step, kv_shapes
-from jetdraft.export.tracing.tracer import trace
+from jetdraft.export.tracer import trace
 from jetdraft.quant.algorithms import ALGORITHMS
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import BLOCK_SIZES, HEAD, Recipe

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads import blocks
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.export.heads import block_step
 from jetdraft.recipe import Recipe
 from jetdraft.train.block.block_layout import new_block_drafter, written
 from tests.tiny import WORDS, llama_config, save_checkpoint
@@ -158,7 +158,7 @@ def mutated(world, trained, tmp_path, right, mutate=lambda folder: None):
 
 def test_wrong_positions_cost_acceptance(world, trained, right, tmp_path, monkeypatch):
     """A block that begins five places too late."""
-    drafter = block_step.BlockDrafter
+    drafter = blocks.BlockDrafter
     forward = drafter.forward
 
     def late(self, context, block, positions, attention):

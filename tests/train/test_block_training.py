@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.block_drafter import masked
+from jetdraft.checkpoints.heads.blocks import masked
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import OptionError, OutputError, TrainingError
 from jetdraft.train.block.block_losses import BlockObjective, block_mask, total

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.streamed import UNFINISHED, StreamSettings
+from jetdraft.checkpoints.streams import UNFINISHED, StreamSettings
 from jetdraft.errors import (
     CheckpointError,
     DataError,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.streamed import SHARED, StreamSettings
+from jetdraft.checkpoints.streams import SHARED, StreamSettings
 from jetdraft.train.data import IGNORED, Example, collate
 from jetdraft.train.losses import STREAM_WEIGHT, losses
 from jetdraft.train.stream_attention import IMPLEMENTATION

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import MistralConfig
 
 import jetdraft
-from jetdraft.checkpoints.probing.prompted import FORECAST, PromptSettings
+from jetdraft.checkpoints.prompts import FORECAST, PromptSettings
 from jetdraft.errors import (
     OptionError,
     OutputError,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from jetdraft.checkpoints.probing.probe_files import read_settings
-from jetdraft.checkpoints.streamed import UNFINISHED
+from jetdraft.checkpoints.checkpoint import read_settings
+from jetdraft.checkpoints.streams import UNFINISHED
 from jetdraft.errors import CheckpointError, OptionError, OutputError
 from jetdraft.train.interrupt import held_back
 from jetdraft.train.run_folder import RunFolder

@@ -19,14 +19,10 @@ from transformers import AutoModelForSeq2SeqLM, T5Config
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.attached.source_drafter import (
-    SourceDrafter,
-    source_config,
-    spread,
-)
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import DataError, OptionError, OutputError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.methods.block.module import SourceDrafter, source_config, spread
 from jetdraft.recipe import Recipe
 from jetdraft.train.block.block_places import Blocks
 from jetdraft.train.block.block_settings import SourceBlockSettings

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import jetdraft
-from jetdraft.checkpoints.streamed import StreamSettings
+from jetdraft.checkpoints.streams import StreamSettings
 from jetdraft.errors import (
     CheckpointError,
     DataError,

@@ -1,22 +1,28 @@
-"""The files of a head: its config and its tensors, from any of the usual formats."""
+"""The files of a head, and what their config and their tensors say of it."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
-from jetdraft.checkpoints.preview.shard_index import check_shards
-from jetdraft.checkpoints.reading.checkpoint_folder import check_entries
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.draft_vocabulary import D2T, MOST_PADDING, ids_of
+from jetdraft.checkpoints.folder import check_entries, check_shards
 from jetdraft.errors import CheckpointError, printable
 from jetdraft.parsing import read_json_file
 
@@ -29,8 +35,6 @@ class HeadFiles:
     """The contents of a folder that holds a head.
 
     `config` is its config.json, `tensors` are all tensors of its weight files by name.
-
-        files = HeadFiles.read("AngelSlim/Qwen3-1.7B_eagle3")
     """
 
     source: str
@@ -58,9 +62,45 @@ class HeadFiles:
         return cls(source, config, _tensors(source, folder))
 
     @property
+    def architecture(self) -> str:
+        """What the config calls the head; "" if it says nothing."""
+        return str((self.config.get("architectures") or [""])[0])
+
+    @property
     def is_speculators(self) -> bool:
         """Whether the library speculators wrote it, whose flags have own meanings."""
         return "speculators_model_type" in self.config
+
+    @property
+    def is_model(self) -> bool:
+        """Whether these are the layers of a whole model: no fc joins what they read."""
+        names = {name.removeprefix("model.") for name in self.tensors}
+        fused = (
+            "fc.weight",
+            "layers.0.hidden_norm.weight",
+            "midlayer.hidden_norm.weight",
+        )
+        first = "layers.0.input_layernorm.weight"  # EAGLE-1 has none
+        return first in names and names.isdisjoint(fused)
+
+    def has(self, pattern: str) -> bool:
+        """Whether the name of a tensor matches a pattern, as a whole."""
+        return any(re.fullmatch(pattern, name) for name in self.tensors)
+
+    def renamed(self, table: Iterable[tuple[str, str | None]]) -> dict[str, Tensor]:
+        """The tensors by the names that a table gives them.
+
+        The first pattern that matches a whole name rules; it leaves a tensor out if it
+        gives no name. A name that no pattern matches stays.
+        """
+        patterns = [(re.compile(old), new) for old, new in table]
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            found = ((m, new) for old, new in patterns if (m := old.fullmatch(name)))
+            match, new = next(found, (None, name))
+            if new is not None:
+                tensors[match.expand(new) if match else name] = tensor
+        return tensors
 
     def name_of(self, name: str, renamed: Mapping[str, Tensor]) -> str:
         """The name in the files of a tensor that a head's module calls `name`.
@@ -133,3 +173,279 @@ def _read(file: Path) -> dict[str, Tensor]:
     return {
         str(name): value for name, value in contents.items() if torch.is_tensor(value)
     }
+
+
+# --- the config -----------------------------------------------------------------------
+
+LAYER_KEYS = {
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+    "vocab_size",
+    "attention_bias",
+    "mlp_bias",
+    "model_type",
+}
+"""Keys of the config of a head with decoder layers."""
+
+SPECULATORS_KEYS = {
+    "speculators_model_type",
+    "speculators_version",
+    "speculators_config",
+    "transformer_layer_config",
+    "embed_requires_grad",
+}
+
+_WITHOUT_EFFECT = {
+    "attention_dropout",
+    "auto_map",
+    "bos_token_id",
+    "eos_token_id",
+    "initializer_range",
+    "max_window_layers",  # means nothing without use_sliding_window
+    "num_hidden_layers",  # some files have the target's; the tensors are counted
+    "pad_token_id",
+    "pretraining_tp",
+    "tie_word_embeddings",  # the tensors say it
+    "torch_dtype",
+    "use_cache",
+    "_name_or_path",
+    "name_or_path",
+    *PreTrainedConfig().to_dict(),
+}
+
+_OFF = {"use_sliding_window": False, "sliding_window": None, "qkv_bias": False}
+"""Keys that jetdraft knows and cannot compute, with their values for off."""
+
+
+def check_keys(source: str, config: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise `CheckpointError` for a key that is unknown, by its name."""
+    off = {name for name, value in _OFF.items() if config.get(name, value) == value}
+    unknown = config.keys() - set(known) - _WITHOUT_EFFECT - off - {"layer_types"}
+    if set(config.get("layer_types") or ()) - {"full_attention"}:
+        unknown.add("layer_types")
+    if unknown:
+        names = ", ".join(
+            f"{printable(name, 60)}={printable(repr(config[name]), 60)}"
+            for name in sorted(unknown)[:9]
+        )
+        raise CheckpointError(
+            f"the config of {source} has {names}, which jetdraft does not know; a head "
+            "is never read in part, so give another head"
+        )
+
+
+def number(source: str, config: Mapping[str, Any], name: str, default: int = 0) -> int:
+    """A positive whole number of a config; 0 as default means that it must be there."""
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        fact = f"{name}={config[name]!r}" if name in config else f"no {name}"
+        raise CheckpointError(
+            f"the config of {source} has {fact}; it needs a whole number from 1 on"
+        )
+    return value
+
+
+def positive(
+    source: str, config: Mapping[str, Any], name: str, default: float
+) -> float:
+    """A number above 0 of a config; raises `CheckpointError` for any other value."""
+    value = config.get(name)
+    value = default if value is None else value
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not (0 < value < math.inf):
+        raise CheckpointError(
+            f"the config of {source} has {name}={printable(repr(value), 60)}; it needs "
+            "a number above 0"
+        )
+    return float(value)
+
+
+def activation(source: str, config: Mapping[str, Any]) -> str:
+    """The name of the activation, which transformers must know; silu by default."""
+    name = config.get("hidden_act") or "silu"
+    if not isinstance(name, str) or name not in ACT2FN:
+        raise CheckpointError(
+            f"the config of {source} has hidden_act={printable(repr(name), 60)}; it "
+            "needs an activation of transformers, for example silu or gelu"
+        )
+    return name
+
+
+def rope_of(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary embedding that a config names, as transformers 5 writes it.
+
+    Without `rope_theta` it is 10000, whatever the target's is.
+    """
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise CheckpointError(
+            f"the config of {source} has rope_scaling={scaling!r}; it must be an object"
+        )
+    rope = {"rope_theta": config.get("rope_theta"), **scaling}
+    rope["rope_theta"] = positive(source, rope, "rope_theta", 10000.0)
+    if "factor" in rope:
+        rope["factor"] = positive(source, rope, "factor", 1.0)
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+    return rope
+
+
+# --- the layers and the vocabulary ----------------------------------------------------
+
+FIRST_LAYER = "stack.layers.0."
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+def layer_fields(
+    source: str, config: dict[str, Any], tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    """The fields that say what the layers are.
+
+    Published configs have a wrong head_dim, or the target's number of layers, so the
+    tensors say both.
+    """
+    hidden, heads = (
+        number(source, config, name) for name in ("hidden_size", "num_attention_heads")
+    )
+    layers = {
+        name.split(".")[2] for name in tensors if name.startswith("stack.layers.")
+    }
+    query = tensors.get(f"{FIRST_LAYER}self_attn.q_proj.weight")
+    if query is None or query.shape[0] % heads:
+        raise CheckpointError(
+            f"{source} has no q_proj of {heads} heads in its first layer; fetch it "
+            "again"
+        )
+    return {
+        "hidden_size": hidden,
+        "num_layers": len(layers),
+        "num_heads": heads,
+        "num_kv_heads": number(source, config, "num_key_value_heads", heads),
+        "head_dim": query.shape[0] // heads,
+        "intermediate_size": number(source, config, "intermediate_size"),
+        "hidden_act": activation(source, config),
+        "rms_norm_eps": positive(source, config, "rms_norm_eps", 1e-6),
+        "rope": rope_of(source, config),
+        "max_positions": number(source, config, "max_position_embeddings", 2048),
+        "attention_bias": bool(config.get("attention_bias")),
+        "mlp_bias": bool(config.get("mlp_bias")),
+        "qk_norm": f"{FIRST_LAYER}self_attn.q_norm.weight" in tensors,
+    }
+
+
+def target_size(source: str, config: dict[str, Any], target: Checkpoint) -> int:
+    """The target's hidden size, which must be the size that the head reads."""
+    size = target.model.config.get_text_config(decoder=True).hidden_size
+    reads = config.get("target_hidden_size") or number(source, config, "hidden_size")
+    if reads != size:
+        raise CheckpointError(
+            f"{source} reads states of {reads} numbers, but {target.source} has "
+            f"{size}; give the head of this target"
+        )
+    return int(size)
+
+
+def vocabulary_size(source: str, config: dict[str, Any], target: Checkpoint) -> int:
+    """The size of the target's vocabulary; the head's may have another padding."""
+    check_size(source, number(source, config, "vocab_size"), target)
+    return target.vocab_size
+
+
+def check_size(source: str, size: int, target: Checkpoint) -> None:
+    """Raise `CheckpointError` for a head of another vocabulary than the target's."""
+    if abs(size - target.vocab_size) > MOST_PADDING:
+        raise CheckpointError(
+            f"{source} is for a vocabulary of {size} tokens, but {target.source} has "
+            f"{target.vocab_size}; give the head of this target"
+        )
+
+
+def mapped_ids(
+    source: str, config: dict[str, Any], tensors: dict[str, Tensor], target: Checkpoint
+) -> Tensor | None:
+    """The target's id of each row of the LM head; the file has offsets to the row.
+
+    None if the rows are the target's. An embedding and an LM head with another padding
+    get the target's padding, and copies of the target's own matrices are left out.
+    """
+    own, size = number(source, config, "vocab_size"), target.vocab_size
+    rows = config.get("draft_vocab_size") or own
+    if D2T not in tensors and rows != own:
+        raise CheckpointError(
+            f"{source} drafts from {rows} of {own} tokens but has no d2t that names "
+            "them; fetch it again"
+        )
+    if own != size:
+        _fit(tensors, EMBEDDING, own, target.model.get_input_embeddings().weight)
+    if D2T in tensors:
+        return _known(tensors, ids_of(source, tensors, rows, own), size)
+    if own != size:
+        _fit(tensors, HEAD, own, target.model.get_output_embeddings().weight)
+    if own >= size or HEAD not in tensors:
+        return None
+    return _known(tensors, torch.arange(size), own)
+
+
+def fit_heads(source: str, tensors: dict[str, Tensor], target: Checkpoint) -> int:
+    """The number of tokens that LM heads choose among, the first of the target's.
+
+    Heads in `tensors` lose the rows beyond them.
+    """
+    first, rows = tensors.get("lm_heads.0.weight"), target.vocab_size
+    if first is None or first.ndim != 2:
+        raise CheckpointError(f"{source} has no first LM head; fetch it again")
+    own = len(first)
+    check_size(source, own, target)
+    for name, rows_of_head in tensors.items():
+        if name.startswith("lm_heads.") and len(rows_of_head) > rows:
+            tensors[name] = rows_of_head[:rows]
+    return min(own, rows)
+
+
+def check_fusion(
+    source: str, tensors: Mapping[str, Tensor], joined: int, what: str
+) -> None:
+    """Raise `CheckpointError` for an fc of another width than all that it joins."""
+    if "fc.weight" not in tensors:
+        raise CheckpointError(f"{source} has no fc.weight; fetch it again")
+    width = tensors["fc.weight"].shape[1]
+    if width != joined:
+        raise CheckpointError(
+            f"the fc of {source} reads {width} numbers, but {what} of this target have "
+            f"{joined}; give the head of this target"
+        )
+
+
+def padded(table: Tensor, rows: int) -> Tensor:
+    """A table of that many rows: without its last, or with zeros behind them."""
+    known = table[:rows]
+    return F.pad(known, (0, 0, 0, rows - len(known)))
+
+
+def _fit(tensors: dict[str, Tensor], name: str, own: int, theirs: Tensor) -> None:
+    """Give a table of `own` rows as many as the target's `theirs`."""
+    table = tensors.get(name)
+    if table is None or table.ndim != 2 or len(table) != own:
+        return  # filling the head says what is wrong
+    shared = theirs.detach()[:own].float()
+    if torch.equal(table[: len(theirs)].float(), shared):
+        del tensors[name]
+    else:
+        tensors[name] = padded(table, len(theirs))
+
+
+def _known(tensors: dict[str, Tensor], ids: Tensor, size: int) -> Tensor:
+    """The ids below `size`; an LM head in `tensors` loses the rows of the others."""
+    known = ids < size
+    if HEAD in tensors and len(tensors[HEAD]) == len(ids):
+        tensors[HEAD] = tensors[HEAD][known]
+    return ids[known]

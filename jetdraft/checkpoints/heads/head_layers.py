@@ -1,25 +1,24 @@
-"""The decoder layers of heads, from the code of transformers."""
+"""The sizes of drafters, and their decoder layers from the code of transformers."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
-    LlamaRMSNorm,
     LlamaRotaryEmbedding,
     rotate_half,
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from jetdraft.checkpoints.heads.head_config import EAGLE1, EAGLE3, HeadConfig
-from jetdraft.checkpoints.streamed import decoder_layers
+from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import UnsupportedModelError
 
 CACHE = (
@@ -28,6 +27,57 @@ CACHE = (
     else "past_key_values"
 )
 """The name of the cache in the layers of this transformers."""
+
+
+ConfigT = TypeVar("ConfigT", bound="HeadConfig")
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The sizes of a drafter, whatever layout it was published in.
+
+    `taps` are indices of the target's residual stream: tap j enters layer j, and tap N
+    leaves the last of N layers, before the final norm. Without taps the drafter reads
+    the state after the final norm. A drafter with more to say has a subclass.
+
+        HeadConfig(hidden_size=64, target_hidden_size=64, vocab_size=288,
+                   draft_vocab_size=100, taps=(2, 4, 6))
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    """Tokens of the target; drafted tokens have its ids."""
+
+    draft_vocab_size: int
+    """Rows of the LM head."""
+
+    taps: tuple[int, ...] = ()
+    num_layers: int = 1
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    intermediate_size: int = 0
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    """`rope_theta`, `rope_type` and its settings, which are not the target's."""
+
+    max_positions: int = 2048
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    slots: int = 1
+    """Tokens that one row drafts, or that a block has for tokens to be drafted."""
+
+    def extended(self, kind: type[ConfigT], **fields: Any) -> ConfigT:
+        """This config as a kind of drafter has it, with its own fields."""
+        return kind(**{**vars(self), **fields})
+
+    @property
+    def feature_size(self) -> int:
+        """The width of a row of features, and of a carried row."""
+        return self.hidden_size if self.taps else self.target_hidden_size
 
 
 class HeadLayers(nn.Module):
@@ -100,21 +150,6 @@ class HeadLayers(nn.Module):
                 config._attn_implementation = implementation
 
 
-class Ended(nn.Module):
-    """A module between an embedding and an LM head, which a subclass sets."""
-
-    embed_tokens: nn.Module
-    lm_head: nn.Module
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The embedding, as models of transformers give it."""
-        return self.embed_tokens
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The LM head, as models of transformers give it."""
-        return self.lm_head
-
-
 def rotated(rows: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
     """Rows [b, heads, n, d], turned by cosines and sines [b, n, d]."""
     cosines, sines = turns
@@ -122,16 +157,23 @@ def rotated(rows: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
     return turned
 
 
+def by_head(module: Any, name: str, rows: Tensor) -> Tensor:
+    """An attention's projection of rows [b, n, h]: [b, heads, n, d].
+
+    It is normed per head where the layer does so.
+    """
+    projected = getattr(module, f"{name}_proj")(rows)
+    heads: Tensor = projected.unflatten(-1, (-1, module.head_dim))
+    norm = getattr(module, f"{name}_norm", None)
+    return (heads if norm is None else norm(heads)).transpose(1, 2)
+
+
 def own_layers(config: HeadConfig) -> HeadLayers:
     """The layers that a config describes: Llama's, or Qwen3's with norms of query and
-    key. The first layer of an EAGLE head has its own form."""
+    key."""
     layer_class = Qwen3DecoderLayer if config.qk_norm else LlamaDecoderLayer
     family_config = _family_config(config)
     layers = [layer_class(family_config, i) for i in range(config.num_layers)]
-    if config.family == EAGLE1:
-        layers[0].input_layernorm = nn.Identity()
-    if config.family == EAGLE3:
-        layers[0] = _FirstLayer(layers[0], config)
     return HeadLayers(layers, LlamaRotaryEmbedding(family_config), family_config)
 
 
@@ -154,34 +196,6 @@ def _family_config(config: HeadConfig) -> Any:
         bos_token_id=None,
         eos_token_id=None,
     )
-
-
-class _FirstLayer(nn.Module):
-    """EAGLE-3's first layer: attention reads the embedding beside the feature."""
-
-    def __init__(self, layer: Any, config: HeadConfig) -> None:
-        super().__init__()
-        self.norm_before_residual = config.norm_before_residual
-        self.input_layernorm = layer.input_layernorm
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = layer.self_attn
-        for name in ("q_proj", "k_proj", "v_proj"):
-            narrow = getattr(self.self_attn, name)
-            wide = nn.Linear(
-                2 * config.hidden_size, narrow.out_features, config.attention_bias
-            )
-            setattr(self.self_attn, name, wide)
-        self.post_attention_layernorm = layer.post_attention_layernorm
-        self.mlp = layer.mlp
-
-    def forward(self, features: Tensor, embedded: Tensor, **attention: Any) -> Tensor:
-        """Features and embeddings [b, n, h] to states [b, n, h]."""
-        normed = self.hidden_norm(features)
-        residual = normed if self.norm_before_residual else features
-        joined = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
-        states = residual + self.self_attn(joined, **attention)[0]
-        output: Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return output
 
 
 def target_layers(model: Any, count: int) -> HeadLayers:

@@ -15,4 +15,5 @@ METHOD = drafter_method(
     options=DraftOptions,
     cost="drafter",
     alone={},
+    module=("jetdraft.methods.chimera.module:Chimera",),
 )

@@ -18,4 +18,5 @@ METHOD = drafter_method(
     options=BlockOptions,
     samples=(*SAMPLES, {"steps": 2}),
     alone={"confidence": 0.0},
+    module=("jetdraft.methods.diffusion.module:Diffusion",),
 )

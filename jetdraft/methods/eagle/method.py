@@ -19,4 +19,5 @@ METHOD = drafter_method(
     options=DraftOptions,
     cost="drafter",
     alone={},
+    module=("jetdraft.methods.eagle.module:Eagle", "jetdraft.methods.eagle.mtp:Mtp"),
 )

@@ -93,4 +93,5 @@ METHOD = drafter_method(
     options=DraftOptions,
     cost="drafter",
     alone={},
+    module=("jetdraft.methods.falcon.module:Falcon",),
 )

@@ -18,4 +18,5 @@ METHOD = drafter_method(
     options=DraftOptions,
     cost="drafter",
     alone={},
+    module=("jetdraft.methods.glide.module:Glide",),
 )

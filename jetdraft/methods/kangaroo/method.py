@@ -93,4 +93,5 @@ METHOD = drafter_method(
     options=ExitOptions,
     target=_target,
     alone={"confidence": 0.0},
+    module=("jetdraft.methods.kangaroo.module:Kangaroo",),
 )

@@ -15,4 +15,8 @@ METHOD = drafter_method(
     make=guesses,
     options=TreeOptions,
     alone={},
+    module=(
+        "jetdraft.methods.medusa.module:Medusa",
+        "jetdraft.methods.medusa.module:Hydra",
+    ),
 )

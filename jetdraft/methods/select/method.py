@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetdraft.bundle import Bundle
-from jetdraft.contracts.selection import Reading
+from jetdraft.contracts.step_contract import Reading
 from jetdraft.devices.providers import SELECTION, cpu_only
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Kind, Rows

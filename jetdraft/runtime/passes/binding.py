@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.contracts.tensor_spec import TensorSpec
+from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.ort import ort
 from jetdraft.runtime.passes.buffers import HOST, Memory, Tensor
 

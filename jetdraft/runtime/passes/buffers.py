@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.contracts.source_contract import SourceContract
+from jetdraft.contracts.split_contract import SourceContract
 from jetdraft.contracts.step_contract import SOURCE_LENGTH, StepContract
-from jetdraft.contracts.tensor_check import check_tensors
+from jetdraft.contracts.tensors import check_tensors
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.drafts.rows import without_gaps

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jetdraft.contracts.constants import WIDEST
-from jetdraft.contracts.selection import Reading
-from jetdraft.contracts.step_contract import SELECTING, StepContract
+from jetdraft.contracts.step_contract import SELECTING, Reading, StepContract
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.rows import (
@@ -259,7 +258,7 @@ def _lengths(capacity: int) -> list[int]:
 def _lent(graph: Graph) -> dict[str, ort.OrtValue]:
     """The buffers of other graphs that a graph reads, by the names of its inputs."""
     lent = {} if graph.source is None else graph.source.lent
-    names = [spec.name for spec in graph.contract.lent]
+    names = [spec.name for spec in graph.contract.target_kv]
     if names and graph.lender is None:
         raise ValueError("this graph reads the target's buffers; set its lender")
     own = {} if graph.lender is None else graph.lender.buffers

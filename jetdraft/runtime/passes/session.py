@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.contracts.tensor_check import check_tensors
+from jetdraft.contracts.tensors import check_tensors
 from jetdraft.devices.memory import release
 from jetdraft.devices.providers import AT_HAND, PROVIDERS, presence, request
 from jetdraft.errors import ContractError, OptionError, ProviderError

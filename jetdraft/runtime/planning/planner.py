@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jetdraft.contracts.selection import Reading
+from jetdraft.contracts.step_contract import Reading
 from jetdraft.devices.providers import SELECTION, cpu_only
 from jetdraft.errors import DraftingError, JetdraftError, OptionError
 from jetdraft.learning.lessons import CANDIDATES, MOST_PLACES, MOST_TOKENS, Lesson

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import exp
 from statistics import fmean
 
-from jetdraft.contracts.source_contract import SourceContract
+from jetdraft.contracts.split_contract import SourceContract
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.generation import Generation

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.block_drafter import BlockDrafter
-from jetdraft.checkpoints.heads.block_reader import MODEL_TYPE
-from jetdraft.checkpoints.heads.head_config import DFLASH, DIFFUSION, HeadConfig
+from jetdraft.checkpoints.heads.blocks import BlockConfig, BlockDrafter
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
+from jetdraft.methods.dflash.module import Dflash
+from jetdraft.methods.diffusion.module import MODEL_TYPE, Diffusion
 from jetdraft.train.head.head_layout import config_of, layer_fields
 
 SPREAD = 0.02
@@ -21,11 +21,10 @@ SPREAD = 0.02
 
 def dflash_config(
     target: Checkpoint, layers: int, taps: Sequence[int], slots: int, mask_token: int
-) -> HeadConfig:
+) -> BlockConfig:
     """The config of a DFlash head: layers of the target's sizes, with Qwen3's norms."""
-    return replace(
-        config_of(target),
-        family=DFLASH,
+    return config_of(target).extended(
+        BlockConfig,
         num_layers=layers,
         taps=tuple(taps),
         slots=slots,
@@ -36,12 +35,11 @@ def dflash_config(
 
 def diffusion_config(
     target: Checkpoint, layers: int, width: int, slots: int
-) -> HeadConfig:
+) -> BlockConfig:
     """The config of a diffusion drafter of that width, with heads of 16 to 64."""
     head_dim = next(size for size in (64, 32, 16) if width % size == 0)
-    return replace(
-        config_of(target),
-        family=DIFFUSION,
+    return config_of(target).extended(
+        BlockConfig,
         hidden_size=width,
         target_hidden_size=width,
         num_layers=layers,
@@ -55,10 +53,10 @@ def diffusion_config(
     )
 
 
-def new_block_drafter(target: Checkpoint, config: HeadConfig) -> BlockDrafter:
+def new_block_drafter(target: Checkpoint, config: BlockConfig) -> BlockDrafter:
     """An untrained drafter."""
-    drafter = BlockDrafter(config, target.model)
-    if drafter.reads_text:
+    drafter: BlockDrafter = (Dflash if config.taps else Diffusion)(config, target.model)
+    if isinstance(drafter, Diffusion):
         for weight in (drafter.embed_tokens.weight, drafter.mask):
             assert isinstance(weight, Tensor)
             nn.init.normal_(weight, std=SPREAD)
@@ -66,7 +64,7 @@ def new_block_drafter(target: Checkpoint, config: HeadConfig) -> BlockDrafter:
 
 
 def written(
-    config: HeadConfig, weights: Mapping[str, Tensor], half: bool, target_layers: int
+    config: BlockConfig, weights: Mapping[str, Tensor], half: bool, target_layers: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and tensors as DFlash's authors publish them, or jetdraft's own."""
     dtype = torch.float16 if half else torch.float32
@@ -76,13 +74,13 @@ def written(
     }
     stored = {"dtype": str(dtype).removeprefix("torch.")}
     fields = layer_fields(config) | stored
-    if config.family == DIFFUSION:
+    if not config.taps:
         own = {"model_type": MODEL_TYPE, "block_size": config.slots}
         return fields | own, tensors
     return fields | _dflash_fields(config, target_layers), tensors
 
 
-def _dflash_fields(config: HeadConfig, target_layers: int) -> dict[str, Any]:
+def _dflash_fields(config: BlockConfig, target_layers: int) -> dict[str, Any]:
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.heads.block_drafter import masked
+from jetdraft.checkpoints.heads.blocks import masked
 from jetdraft.train.block.block_places import Blocks
 from jetdraft.train.data import IGNORED
 from jetdraft.train.head.head_losses import Lesson

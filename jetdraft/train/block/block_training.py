@@ -13,10 +13,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from jetdraft.checkpoints.heads.block_reader import default_outputs
-from jetdraft.checkpoints.heads.head_config import HeadConfig
-from jetdraft.checkpoints.streamed import decoder_layers
+from jetdraft.checkpoints.heads.blocks import BlockConfig
+from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import OptionError
+from jetdraft.methods.dflash.module import default_outputs
 from jetdraft.train.block.block_layout import (
     dflash_config,
     diffusion_config,
@@ -104,13 +104,13 @@ class BlockTraining(PlaceTraining):
         return batch
 
     @abstractmethod
-    def new_config(self) -> HeadConfig:
+    def new_config(self) -> Any:
         """The config of the drafter; raises `OptionError`."""
 
     def advised_steps(self) -> int:
         """The steps that learn twenty guesses for each weight."""
-        blocks: int = self.settings.anchors * self.options.batch_size
-        guesses = blocks * self.config.slots
+        blocks = self.settings.anchors * self.options.batch_size
+        guesses: int = blocks * self.config.slots
         return max(200, TOKENS_PER_WEIGHT * self.parameters // guesses)
 
     def summary(self) -> str:
@@ -181,7 +181,7 @@ class DFlashTraining(BlockTraining):
     product = "a DFlash head"
     settings: DFlashSettings
 
-    def new_config(self) -> HeadConfig:
+    def new_config(self) -> BlockConfig:
         """Layers of the target's sizes: as many as the settings say, or a seventh."""
         settings = self.settings
         advised = min(MOST_LAYERS, max(1, round(self.layers / 7)))
@@ -219,7 +219,7 @@ class DiffusionTraining(BlockTraining):
     product = "a diffusion drafter"
     settings: DiffusionSettings
 
-    def new_config(self) -> HeadConfig:
+    def new_config(self) -> BlockConfig:
         """What the settings say, or two layers half as wide as the target."""
         width = self.config_of_target.hidden_size
         own = self.settings.hidden_size or max(16, width // 2 // 16 * 16)

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.heads.attached.source_drafter import (
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
+from jetdraft.checkpoints.source_attention import implement
+from jetdraft.errors import DataError, OptionError
+from jetdraft.export.seams import most_positions
+from jetdraft.methods.block.module import (
     SourceDrafter,
     decoder_list,
     source_config,
     source_fields,
 )
-from jetdraft.checkpoints.heads.head_config import HeadConfig
-from jetdraft.checkpoints.source_attention import implement
-from jetdraft.errors import DataError, OptionError
-from jetdraft.export.source.source_seams import most_positions
 from jetdraft.train.block.block_losses import BlockObjective
 from jetdraft.train.block.block_settings import SourceBlockSettings
 from jetdraft.train.block.block_training import TOKENS_PER_WEIGHT, BlockTraining

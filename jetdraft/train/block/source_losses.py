@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from jetdraft.checkpoints.heads.attached.source_drafter import SourceDrafter
-from jetdraft.checkpoints.source_attention import implement
-from jetdraft.checkpoints.sources.decoder_seams import distance_bias, relative_table
+from jetdraft.checkpoints.source_attention import (
+    distance_bias,
+    implement,
+    relative_table,
+)
 from jetdraft.contracts.constants import HIDDEN
+from jetdraft.methods.block.module import SourceDrafter
 from jetdraft.train.block.block_losses import BlockObjective, block_mask
 from jetdraft.train.block.block_places import Blocks
 from jetdraft.train.block.masked_attention import IMPLEMENTATION, Masks, masking

@@ -12,14 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.heads.attached.chimera import (
-    ARCHITECTURE,
-    GRAM,
-    Attention,
-    Chimera,
-)
-from jetdraft.checkpoints.heads.head_config import CHIMERA
-from jetdraft.checkpoints.streamed import final_norm
+from jetdraft.checkpoints.layers import final_norm
+from jetdraft.methods.chimera.module import ARCHITECTURE, GRAM, Attention, Chimera
 from jetdraft.train.head.head_losses import Lesson
 from jetdraft.train.taught.beginnings import take_norm
 from jetdraft.train.taught.layer_training import LayerTraining
@@ -90,7 +84,7 @@ class ChimeraTraining(LayerTraining):
     """
 
     product = "a Chimera drafter"
-    family = CHIMERA
+    family = "chimera"
 
     def new_drafter(self) -> Chimera:
         """A new drafter, which begins with the last token and the surrogate alone.

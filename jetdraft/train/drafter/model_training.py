@@ -16,10 +16,10 @@ from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.draft_vocabulary import map_of
+from jetdraft.checkpoints.folder import checkpoint_folder
 from jetdraft.checkpoints.parameters import convert
-from jetdraft.checkpoints.reading.checkpoint_folder import checkpoint_folder
 from jetdraft.errors import CheckpointError, OptionError, TrainingError
-from jetdraft.export.pair.pair_tokenizers import check_tokens
+from jetdraft.export.draft_vocab import check_tokens
 from jetdraft.train.data import Batch, Example, collate, examples_of
 from jetdraft.train.drafter.advice import SHARE, advised_tokens, cost_share
 from jetdraft.train.drafter.divergences import BETA, DIVERGENCES

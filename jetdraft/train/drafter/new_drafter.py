@@ -8,7 +8,7 @@ from typing import Any
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.streamed import decoder_layers
+from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import OptionError
 from jetdraft.train.drafter.advice import SHARE, cost_share
 

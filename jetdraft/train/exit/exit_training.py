@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.streamed import decoder_layers, final_norm
+from jetdraft.checkpoints.layers import decoder_layers, final_norm
 from jetdraft.errors import OptionError
 from jetdraft.runtime.passes.split.exit_head import FILE, Decision
 from jetdraft.train.data import IGNORED, Batch

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.heads.attached.falcon import ARCHITECTURE, MOST_ROWS, Falcon
-from jetdraft.checkpoints.heads.head_config import FALCON, HeadConfig
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.errors import OptionError
+from jetdraft.methods.falcon.module import ARCHITECTURE, MOST_ROWS, Falcon
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.head.head_losses import CROSS_ENTROPY, NOISE, Lesson
 from jetdraft.train.taught.chosen_rows import shifted
@@ -153,7 +153,7 @@ class FalconTraining(LayerTraining):
     """
 
     product = "a Falcon drafter"
-    family = FALCON
+    family = "falcon"
     settings: FalconSettings
 
     def default_settings(self) -> FalconSettings:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.heads.attached.glide import ARCHITECTURE, Glide
-from jetdraft.checkpoints.heads.head_config import GLIDE
-from jetdraft.checkpoints.streamed import decoder_layers, final_norm
+from jetdraft.checkpoints.layers import decoder_layers, final_norm
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.errors import UnsupportedModelError
+from jetdraft.methods.glide.module import ARCHITECTURE, Glide
 from jetdraft.train.data import Batch
 from jetdraft.train.head.head_losses import Lesson
 from jetdraft.train.taught.beginnings import take_norm
@@ -49,7 +48,7 @@ class GlideTraining(LayerTraining):
     """
 
     product = "a GliDe drafter"
-    family = GLIDE
+    family = "glide"
 
     def new_drafter(self) -> Glide:
         """A new layer; its last norm begins as the target's."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +10,11 @@ from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.draft_vocabulary import map_of
-from jetdraft.checkpoints.heads.head import Head
-from jetdraft.checkpoints.heads.head_config import EAGLE1, EAGLE3, MEDUSA, HeadConfig
-from jetdraft.checkpoints.heads.medusa import Medusa
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
+from jetdraft.methods.eagle.module import Eagle, EagleConfig
+from jetdraft.methods.medusa.module import Medusa, MedusaConfig
 
+EAGLE1, EAGLE3, MEDUSA = "eagle1", "eagle3", "medusa"
 ARCHITECTURES = {EAGLE1: "LlamaForCausalLMEagle", EAGLE3: "LlamaForCausalLMEagle3"}
 
 
@@ -25,20 +25,21 @@ def new_config(
     vocabulary: int,
     slots: int,
     inner: int = 0,
-) -> HeadConfig:
+) -> EagleConfig | MedusaConfig:
     """The config of a head as wide as the target, with a layer of its sizes.
 
     `inner` is the width inside its MLP; 0 is the target's.
     """
     config = config_of(target)
-    return replace(
-        config,
-        family=family,
+    if family == MEDUSA:
+        return config.extended(MedusaConfig, draft_vocab_size=vocabulary, slots=slots)
+    return config.extended(
+        EagleConfig,
         draft_vocab_size=vocabulary,
         taps=taps,
         intermediate_size=inner or config.intermediate_size,
         final_norm=family == EAGLE3,
-        slots=slots,
+        eagle3=family == EAGLE3,
     )
 
 
@@ -48,7 +49,6 @@ def config_of(target: Checkpoint) -> HeadConfig:
     rope = getattr(text, "rope_parameters", None) or {}
     head_dim = getattr(text, "head_dim", None)
     return HeadConfig(
-        family="",
         hidden_size=text.hidden_size,
         target_hidden_size=text.hidden_size,
         vocab_size=target.vocab_size,
@@ -87,24 +87,24 @@ def layer_fields(config: HeadConfig) -> dict[str, Any]:
 
 
 def new_head(
-    target: Checkpoint, config: HeadConfig, ids: Tensor | None
-) -> Head | Medusa:
+    target: Checkpoint, config: EagleConfig | MedusaConfig, ids: Tensor | None
+) -> Eagle | Medusa:
     """An untrained head.
 
     LM heads start as the target's rows, and Medusa's blocks at zero (2.2.1), so that
     its heads begin with the target's own next token.
     """
     rows = target.model.get_output_embeddings().weight.detach().float()
-    if config.family == MEDUSA:
+    if isinstance(config, MedusaConfig):
         medusa = Medusa(config)
         for weight in medusa.lm_heads.parameters():
             weight.data.copy_(rows)
         for weight in medusa.blocks.parameters():
             nn.init.zeros_(weight)
         return medusa
-    head = Head(config, target.model)
+    head = Eagle(config, target.model)
     head.ids = ids
-    if config.family == EAGLE3:
+    if config.eagle3:
         size = config.draft_vocab_size
         head.lm_head = nn.Linear(config.hidden_size, size, bias=False)
         head.lm_head.weight.data.copy_(rows if ids is None else rows[ids])
@@ -122,14 +122,17 @@ def trained_weights(head: nn.Module, target: Checkpoint) -> dict[str, Tensor]:
 
 
 def published(
-    config: HeadConfig, weights: Mapping[str, Tensor], ids: Tensor | None, half: bool
+    config: EagleConfig | MedusaConfig,
+    weights: Mapping[str, Tensor],
+    ids: Tensor | None,
+    half: bool,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and tensors as authors publish them, in float16 if `half`."""
     dtype = torch.float16 if half else torch.float32
     weights = {name: weight.to(dtype) for name, weight in weights.items()}
-    if config.family == MEDUSA:
+    if isinstance(config, MedusaConfig):
         return _medusa(config, weights)
-    prefix = "midlayer." if config.family == EAGLE3 else "layers.0."
+    prefix = "midlayer." if config.eagle3 else "layers.0."
     tensors = {
         name.replace("stack.layers.0.", prefix): weight.contiguous()
         for name, weight in weights.items()
@@ -140,14 +143,14 @@ def published(
     return _eagle_json(config) | stored, tensors
 
 
-def _eagle_json(config: HeadConfig) -> dict[str, Any]:
+def _eagle_json(config: EagleConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[config.family]],
+        "architectures": [ARCHITECTURES[EAGLE3 if config.eagle3 else EAGLE1]],
         "model_type": "llama",
         **layer_fields(config),
         "tie_word_embeddings": False,
     }
-    if config.family == EAGLE1:
+    if not config.eagle3:
         return fields | {"bias": config.fc_bias}
     # Ids inside eagle_config name layers by their output.
     outputs = [tap - 1 for tap in config.taps]
@@ -161,7 +164,7 @@ def _eagle_json(config: HeadConfig) -> dict[str, Any]:
 
 
 def _medusa(
-    config: HeadConfig, weights: Mapping[str, Tensor]
+    config: MedusaConfig, weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     fields = {"medusa_num_heads": config.slots, "medusa_num_layers": config.blocks}
     tensors = {}

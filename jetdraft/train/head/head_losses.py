@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from jetdraft.checkpoints.heads.head import Head
-from jetdraft.checkpoints.heads.medusa import Medusa
+from jetdraft.methods.eagle.module import Eagle
+from jetdraft.methods.medusa.module import Medusa
 from jetdraft.train.data import IGNORED
 from jetdraft.train.taught.chosen_rows import shifted
 from jetdraft.train.taught.precision import precision
@@ -64,7 +64,7 @@ class Objective(nn.Module):
     sums = Objective(head, steps=7)(lesson)
     """
 
-    def __init__(self, head: Head | Medusa, steps: int, regress: bool = False) -> None:
+    def __init__(self, head: Eagle | Medusa, steps: int, regress: bool = False) -> None:
         super().__init__()
         self.head = head
         self.steps = steps
@@ -121,7 +121,7 @@ class Objective(nn.Module):
 
 
 def unrolled(
-    head: Head, ids: Tensor, features: Tensor, steps: int
+    head: Eagle, ids: Tensor, features: Tensor, steps: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """In each step the states for the LM head, and the carried ones: [b, T, h].
 

@@ -10,11 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetdraft.checkpoints.heads.head_config import EAGLE1, EAGLE3, MEDUSA
-from jetdraft.checkpoints.streamed import decoder_layers
+from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import OptionError, TrainingError
 from jetdraft.train.data import Batch
-from jetdraft.train.head.head_layout import new_config, new_head, published
+from jetdraft.train.head.head_layout import (
+    EAGLE1,
+    EAGLE3,
+    MEDUSA,
+    new_config,
+    new_head,
+    published,
+)
 from jetdraft.train.head.head_losses import Objective, Sums, total
 from jetdraft.train.head.teacher import StateCache, Teacher
 from jetdraft.train.run_folder import RunFolder

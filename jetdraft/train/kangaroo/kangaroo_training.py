@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.heads.attached.exit_adapter import ARCHITECTURE, ExitAdapter
-from jetdraft.checkpoints.heads.head_config import KANGAROO, HeadConfig
-from jetdraft.checkpoints.streamed import decoder_layers, final_norm
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
+from jetdraft.checkpoints.layers import decoder_layers, final_norm
 from jetdraft.errors import OptionError
+from jetdraft.methods.kangaroo.module import ARCHITECTURE, Kangaroo
 from jetdraft.train.head.head_layout import config_of
 from jetdraft.train.head.head_losses import Lesson
 from jetdraft.train.taught.beginnings import take_norm, take_weights
@@ -75,15 +75,15 @@ class KangarooTraining(NextTokenTraining):
                 f"{layers - 1}",
                 "exit_layer",
             )
-        return replace(config_of(self.target), family=KANGAROO, taps=(layer,))
+        return replace(config_of(self.target), taps=(layer,))
 
-    def new_drafter(self) -> ExitAdapter:
+    def new_drafter(self) -> Kangaroo:
         """An adapter that begins as the attention of the next layer, without its MLP.
 
         Its last norm begins as the target's, where it is of the same kind.
         """
         model = self.target.model
-        adapter = ExitAdapter(self.config, model)
+        adapter = Kangaroo(self.config, model)
         take_weights(adapter.layer, decoder_layers(model)[adapter.exit_layer])
         take_norm(adapter.norm, final_norm(model), self.config.hidden_size)
         return adapter

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.probing.prompted import RANKS, Prompts, PromptSettings
+from jetdraft.checkpoints.prompts import RANKS, Prompts, PromptSettings
 from jetdraft.train.block.block_places import Blocks
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.head.head_losses import DECAY

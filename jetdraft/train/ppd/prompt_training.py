@@ -12,8 +12,8 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from jetdraft.checkpoints.probing.prompted import RANKS, Prompts, PromptSettings
-from jetdraft.checkpoints.reading.checkpoint_folder import checkpoint_folder
+from jetdraft.checkpoints.folder import checkpoint_folder
+from jetdraft.checkpoints.prompts import RANKS, Prompts, PromptSettings
 from jetdraft.cli.command import option
 from jetdraft.errors import (
     CheckpointError,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from jetdraft.checkpoints.heads.head_config import HeadConfig
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.cli.command import Command
 from jetdraft.errors import OptionError
 from jetdraft.train.head.head_layout import config_of
@@ -55,7 +55,7 @@ class LayerTraining(NextTokenTraining):
         """A layer of the target's sizes."""
         config = config_of(self.target)
         inner = self.settings.inner or config.intermediate_size
-        return replace(config, family=self.family, intermediate_size=inner)
+        return replace(config, intermediate_size=inner)
 
 
 def layer_command(kind: type[LayerTraining], says: str) -> click.Command:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.heads.head_config import HeadConfig
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.errors import OptionError
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.head.head_layout import layer_fields

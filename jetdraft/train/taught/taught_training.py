@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.folder import checkpoint_folder, weights_sha256
 from jetdraft.checkpoints.gguf import is_gguf
 from jetdraft.checkpoints.parameters import convert
-from jetdraft.checkpoints.reading.checkpoint_folder import (
-    checkpoint_folder,
-    weights_sha256,
-)
-from jetdraft.checkpoints.streamed import SHARED
+from jetdraft.checkpoints.streams import SHARED
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.train.data import Batch, Example
 from jetdraft.train.processes import this_process

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.parameters import convert
 from jetdraft.errors import CheckpointError
-from jetdraft.export.heads.head_arrays import head_arrays
-from jetdraft.export.pair.cut_head import cut_head
-from jetdraft.export.pair.drafter_arrays import Arrays, check_swappable
+from jetdraft.export.draft_vocab import cut_head
+from jetdraft.export.drafter_arrays import Arrays, check_swappable, head_arrays
 from jetdraft.learning.lessons import Lesson
+from jetdraft.methods.eagle.module import Eagle
 from jetdraft.train.head.head_losses import unrolled
 from jetdraft.train.head.teacher import states_at
 from jetdraft.train.taught.taught_training import teacher_of
@@ -80,7 +79,7 @@ class HeadStudent(Student):
         self.put(head, weights)
         return head_arrays(self.bundle, target, head)
 
-    def _wide(self, logits: Tensor, head: Head) -> Tensor:
+    def _wide(self, logits: Tensor, head: Eagle) -> Tensor:
         """Logits of all tokens; minus infinity for those that cannot be drafted."""
         if head.ids is None:
             return logits
@@ -88,14 +87,14 @@ class HeadStudent(Student):
         wide = logits.new_full((len(logits), size), -torch.inf)
         return wide.index_copy(1, head.ids, logits)
 
-    def _head(self, target: Checkpoint, dtype: torch.dtype) -> Head:
+    def _head(self, target: Checkpoint, dtype: torch.dtype) -> Eagle:
         try:
             head = load_head(self.source, target, dtype)
         except CheckpointError as error:
             raise CheckpointError(
                 f"cannot read the head ({error}); name it with --from"
             ) from error
-        if not isinstance(head, Head):
+        if not isinstance(head, Eagle):
             raise CheckpointError(
                 f"{self.source} is not a head of EAGLE or MTP; give the head that was "
                 "exported"

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from jetdraft.bundle import DRAFTER, Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.checkpoints.parameters import convert
-from jetdraft.checkpoints.streamed import decoder_layers
 from jetdraft.errors import CheckpointError
-from jetdraft.export.pair.drafter_arrays import Arrays, check_trainable, drafter_arrays
+from jetdraft.export.drafter_arrays import Arrays, check_trainable, drafter_arrays
 from jetdraft.learning.lessons import Lesson
 from jetdraft.train.taught.chosen_rows import logits_at
 from jetdraft.train.use.wrong_places import LessonBatch, Missed, missed

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.head import Head
 from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.methods.eagle.module import Eagle
 from jetdraft.train.head.head_losses import Lesson, Objective, total
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.layouts import LAYERS, VD, H, write
@@ -102,7 +102,7 @@ def taught(tmp_path_factory):
     )
 
 
-def eagle3(taught, folder) -> Head:
+def eagle3(taught, folder) -> Eagle:
     """speculators 3.1 with all its flags, and frequencies that are stretched."""
     config, tensors = layouts.speculators(
         norm_output=True,
@@ -121,13 +121,13 @@ def eagle3(taught, folder) -> Head:
     return load_head(write(folder, config, tensors), taught.target, torch.float32)
 
 
-def eagle1(taught, folder) -> Head:
+def eagle1(taught, folder) -> Eagle:
     """The state after the final norm, and the target's own embedding and LM head."""
     config, tensors = layouts.eagle1(embedding=False)
     return load_head(write(folder, config, tensors), taught.target, torch.float32)
 
 
-def learn(head: Head, taught) -> None:
+def learn(head: Eagle, taught) -> None:
     """Train a head on the text, as `jetdraft train head` does."""
     own = {id(weight) for weight in taught.target.model.parameters()}
     weights = [weight for weight in head.parameters() if id(weight) not in own]
@@ -146,7 +146,7 @@ def learn(head: Head, taught) -> None:
     head.requires_grad_(False).eval()
 
 
-def taps_of(head: Head, taught) -> list[Tensor]:
+def taps_of(head: Eagle, taught) -> list[Tensor]:
     return [taught.streams[tap] for tap in head.config.taps] or [taught.final]
 
 
@@ -158,7 +158,7 @@ class Loop:
     stay as the head drafted them.
     """
 
-    head: Head
+    head: Eagle
     taps: list[Tensor]
     offset: int = 0
     shift: int = 0
@@ -267,7 +267,7 @@ def feature_before_the_embedding(loop, taught):
     loop.head.config = replace(loop.head.config, hidden_first=True)
 
 
-MISTAKES: list[tuple[Callable[..., Head], Mistake]] = [
+MISTAKES: list[tuple[Callable[..., Eagle], Mistake]] = [
     (eagle3, taps_off_by_one),
     (eagle3, taps_in_another_order),
     (eagle3, features_shifted_by_a_row),

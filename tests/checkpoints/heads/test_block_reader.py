@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from jetdraft.checkpoints.heads.block_drafter import masked
+from jetdraft.checkpoints.heads.blocks import masked
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import CheckpointError
 from tests.checkpoints.heads import layouts, reference

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
+from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_reader import check_head, load_head
 from jetdraft.errors import CheckpointError
 from tests.checkpoints.heads import layouts
@@ -130,7 +132,7 @@ WRONG = {
     "no map": (other(drop=["d2t"]), "has no d2t"),
     "no head": (
         ({"model_type": "llama"}, {"model.layers.0.mlp.up_proj.weight": torch.ones(1)}),
-        "no head's; jetdraft reads EAGLE-1",
+        "holds no head that jetdraft knows; it reads heads of EAGLE-1",
     ),
     "narrow head without an embedding": (
         other({"hidden_size": 32, "target_hidden_size": H}),
@@ -256,13 +258,15 @@ def test_most_is_said_without_the_target(tmp_path):
     """A target may take a minute to load."""
     for source in ("/no/such/head", write(tmp_path / "a", {}, {"x": torch.ones(1)})):
         with pytest.raises(CheckpointError, match="no head"):
-            check_head(source, "target")
+            check_head(HeadFiles.read(source), "target")
     config, tensors = layouts.eagle3()
-    check_head(write(tmp_path / "b", config, tensors), "target")
+    files = HeadFiles.read(write(tmp_path / "b", config, tensors))
+    check_head(files, "target")
+    files = replace(files, config=config | {"rope_theta": -1})
     with pytest.raises(CheckpointError, match="rope_theta=-1"):
-        check_head(write(tmp_path / "c", config | {"rope_theta": -1}, tensors), "t")
+        check_head(files, "target")
     for make in (layouts.eagle3, layouts.medusa, layouts.hydra):
         config, tensors = make()
         source = write(tmp_path / "d", config | {"odd": 3}, tensors)
         with pytest.raises(CheckpointError, match="has odd=3"):
-            check_head(source, "target")
+            check_head(HeadFiles.read(source), "target")

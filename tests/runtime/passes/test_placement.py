@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jetdraft
-from jetdraft.checkpoints.streamed import StreamSettings
+from jetdraft.checkpoints.streams import StreamSettings
 from jetdraft.devices import providers
 from jetdraft.devices.providers import PROVIDERS, Presence, Provider
 from jetdraft.errors import OptionError

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import jetdraft
-from jetdraft.checkpoints.streamed import StreamSettings
+from jetdraft.checkpoints.streams import StreamSettings
 from jetdraft.devices import providers, webgpu
 from jetdraft.devices.providers import PROVIDERS, choose, presence
 from jetdraft.errors import ProviderError

@@ -15,8 +15,8 @@ import torch
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.probing.prompted import FORECAST, PromptSettings
-from jetdraft.checkpoints.streamed import LOSSLESS, StreamSettings
+from jetdraft.checkpoints.prompts import FORECAST, PromptSettings
+from jetdraft.checkpoints.streams import LOSSLESS, StreamSettings
 from jetdraft.errors import BundleError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.ppd import method as ppd

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.attached.chimera import GRAM
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import CheckpointError
+from jetdraft.methods.chimera.module import GRAM
 from jetdraft.train.chimera.chimera_training import ChimeraTraining, Seen
 from jetdraft.train.taught.layer_training import LayerSettings
 from jetdraft.train.taught.next_token_training import PLACES

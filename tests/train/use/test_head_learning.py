@@ -13,8 +13,8 @@ from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import CheckpointError, OptionError
+from jetdraft.export.drafter_arrays import head_arrays
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.export.heads.head_arrays import head_arrays
 from jetdraft.learning.lessons import Lesson
 from jetdraft.recipe import Recipe
 from jetdraft.train.head.head_training import HeadSettings, HeadTraining

@@ -12,8 +12,8 @@ from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.devices.providers import PROVIDERS
 from jetdraft.errors import CheckpointError, DataError, PairError, TrainingError
+from jetdraft.export.drafter_arrays import drafter_arrays
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.export.pair.drafter_arrays import drafter_arrays
 from jetdraft.learning.lessons import Lesson
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener

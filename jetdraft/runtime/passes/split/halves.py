@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jetdraft.contracts.split_contract import SplitContract
-from jetdraft.contracts.tensor_check import check_tensors
+from jetdraft.contracts.tensors import check_tensors
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.drafts.rows import NO_PROBES, Probes, Rows

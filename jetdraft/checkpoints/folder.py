@@ -1,0 +1,197 @@
+"""The folder of a checkpoint: its place, its files, its hash, and loaders' errors."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+
+from jetdraft.checkpoints.gguf import is_gguf
+from jetdraft.checkpoints.streams import SETTINGS
+from jetdraft.checkpoints.streams import WEIGHTS as STREAM_WEIGHTS
+from jetdraft.errors import CheckpointError, JetdraftError, printable
+from jetdraft.parsing import JsonError, read_json_file
+
+_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def check_folder(source: str) -> None:
+    """Raise `CheckpointError` for a local path without a config.
+
+    Any other source may be a hub id.
+    """
+    path = Path(source)
+    # Unlike those of `Path`, these functions take a name of any length.
+    looks_local = os.path.exists(source) or source.startswith((".", "/", "~"))
+    looks_local = looks_local or path.suffix == ".gguf"
+    # A hub id has one slash, and its owner is no folder here.
+    looks_local = looks_local or source.count("/") != 1
+    looks_local = looks_local or os.path.isdir(path.parent)
+    if not looks_local:
+        return
+    if not os.path.isdir(source):
+        raise CheckpointError(
+            f"no checkpoint at {printable(source)}; give a folder, a GGUF file, or a "
+            "hub id like org/name"
+        )
+    if not (path / "config.json").is_file():
+        for file in sorted(path.glob("*.gguf")):
+            raise CheckpointError(f"{source} has no config.json; give the file {file}")
+        raise CheckpointError(
+            f"{source} has no config.json; give a folder that save_pretrained wrote"
+        )
+    check_entries(path)
+    check_shards(path)
+
+
+def check_entries(folder: Path) -> None:
+    """Raise `CheckpointError` for a pipe or a device, which might never end."""
+    for file in folder.iterdir():
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise CheckpointError(
+                f"{printable(file)} is a pipe or a device; remove it, or fetch the "
+                "files again"
+            )
+
+
+def checkpoint_folder(source: str) -> Path:
+    """The folder of a checkpoint's files; for a hub id it is in the hub's cache.
+
+    Raises `CheckpointError` for a GGUF file.
+    """
+    if is_gguf(source):
+        raise CheckpointError(
+            f"{source} is a GGUF file, not a folder of safetensors; give the model's "
+            "Hugging Face folder"
+        )
+    if Path(source).is_dir():
+        return Path(source)
+    for name in (SETTINGS, STREAM_WEIGHTS):
+        # transformers does not fetch streams; most checkpoints have none.
+        transformers.utils.cached_file(
+            source, name, _raise_exceptions_for_missing_entries=False
+        )
+    return Path(transformers.utils.cached_file(source, "config.json")).parent
+
+
+def weights_sha256(folder: Path) -> str:
+    """One hash over the weight files of a checkpoint."""
+    digest = hashlib.sha256()
+    files = [f for f in folder.glob("*.safetensors") if f.name != STREAM_WEIGHTS]
+    if not files:
+        raise CheckpointError(
+            f"{folder} has no weights in .safetensors, by which a training names its "
+            "target; save it again with save_pretrained"
+        )
+    for file in sorted(files):
+        with file.open("rb") as handle:
+            digest.update(hashlib.file_digest(handle, "sha256").digest())
+    return digest.hexdigest()
+
+
+def stored_dtype(source: str) -> torch.dtype:
+    """The type of the floats in a folder's files, which config.json may not say.
+
+    float32 if they have several types or another type.
+    """
+    types = set()
+    for file in Path(source).glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names = opened.keys() if file.name != STREAM_WEIGHTS else ()
+            types |= {opened.get_slice(name).get_dtype() for name in names}
+    floats = {name for name in types if name.startswith(("F", "BF"))}
+    return (
+        _DTYPES.get(floats.pop(), torch.float32) if len(floats) == 1 else torch.float32
+    )
+
+
+_MOST_BYTES = 1 << 28
+"""The largest published indices have some 20 MB."""
+
+
+def check_shards(folder: Path) -> None:
+    """Raise `CheckpointError` for a shard outside the folder, or one that is missing.
+
+    An index of which no shard is here is that of a format that was not fetched.
+    """
+    for index in sorted(folder.glob("*.index.json")):
+        shards = sorted(set(_shards(index)))
+        for name in shards:
+            if _leaves(name):
+                raise CheckpointError(
+                    f"{printable(index)} names the shard {printable(name, 60)}, which "
+                    "is outside the folder; fetch the files again"
+                )
+        missing = [name for name in shards if not (folder / name).is_file()]
+        if missing and len(missing) < len(shards):
+            raise CheckpointError(
+                f"{printable(folder)} lacks the shard {printable(missing[0], 60)}, "
+                f"which its {index.name} lists; fetch it again"
+            )
+
+
+def _shards(index: Path) -> Iterator[str]:
+    """The file of each tensor, as an index of transformers has them."""
+    try:
+        contents = read_json_file(index, _MOST_BYTES)
+    except (OSError, JsonError) as error:
+        raise CheckpointError(
+            f"{printable(index)} cannot be read ({error}); fetch it again"
+        ) from error
+    table = contents.get("weight_map") if isinstance(contents, dict) else None
+    for name in table.values() if isinstance(table, dict) else ():
+        if isinstance(name, str):
+            yield name
+
+
+def _leaves(name: str) -> bool:
+    """Whether a path leads out of the folder it is relative to, on any system."""
+    return any(
+        bool(path.anchor) or ".." in path.parts
+        for path in (PurePosixPath(name), PureWindowsPath(name))
+    )
+
+
+OWN_CODE = {"trust_remote_code": False}
+"""Otherwise transformers asks on the terminal whether to run a checkpoint's code."""
+
+_LONG = 200
+"""Letters of a message that are shown whole."""
+
+
+@contextmanager
+def as_checkpoint_error(source: str) -> Iterator[None]:
+    """Turn the errors of loaders into `CheckpointError`s of one line.
+
+    with as_checkpoint_error("org/name"): ...
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"the weights of {source} are damaged ({error}); fetch them again"
+        ) from error
+    except JetdraftError:
+        raise
+    except Exception as error:  # pickle and transformers raise whatever they stumble on
+        raise CheckpointError(
+            f"cannot load {source} ({first_line(error)}); check the folder or the "
+            "hub id"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a message, and the next one if the first announces it.
+
+    Of a long line the first sentence is left.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    shown = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
+    text = " ".join(shown) or type(error).__name__
+    return printable(text if len(text) <= _LONG else text.partition(". ")[0])

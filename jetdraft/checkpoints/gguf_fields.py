@@ -1,0 +1,352 @@
+"""What becomes of the fields of a GGUF file, by llama.cpp's names for them.
+
+transformers reads some fields of some families, by a list; a number that it leaves out
+keeps the default of the config, which is another model's. `FamilyFields` sets these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jetdraft.checkpoints.defaults import (
+    HONOURED,
+    NO_TEXT,
+    REFUSED,
+    WARNED,
+    Row,
+    neutral,
+)
+from jetdraft.errors import UnsupportedModelError, printable
+
+_NO_MODEL = "no model that can be read from a GGUF file computes with it"
+
+MODEL = (
+    Row(
+        "context_length embedding_length block_count feed_forward_length vocab_size "
+        "attention.head_count attention.head_count_kv attention.key_length",
+        HONOURED,
+        "the sizes of the model",
+    ),
+    Row(
+        "attention.layer_norm_epsilon attention.layer_norm_rms_epsilon "
+        "attention.sliding_window attn_logit_softcapping final_logit_softcapping "
+        "rope.dimension_count rope.freq_base rope.freq_base_swa",
+        HONOURED,
+        "numbers of the model; refused where the family has no such number",
+    ),
+    Row(
+        "rope.scaling.type rope.scaling.factor rope.scaling.original_context_length "
+        "rope.scaling.attn_factor rope.scaling.yarn_beta_fast "
+        "rope.scaling.yarn_beta_slow rope.scale_linear",
+        HONOURED,
+        "linear, which is meant without a type too, and YaRN; others are refused",
+    ),
+    Row(
+        "attention.value_length attention.sliding_window_pattern use_parallel_residual",
+        REFUSED,
+        "where the family's model has another value",
+        lambda value: True,  # the reader compares it with the model's
+    ),
+    Row(
+        "attention.causal",
+        REFUSED,
+        "only causal decoders can be exported",
+        neutral(True),
+    ),
+    Row(
+        "logit_scale residual_scale embedding_scale attention.scale "
+        "attention.output_scale attention.value_scale rope.scaling.alpha "
+        "rope.scaling.yarn_attn_factor",
+        REFUSED,
+        _NO_MODEL,
+        neutral(0, 1),
+    ),
+    Row("rope.scaling.yarn_ext_factor", REFUSED, _NO_MODEL, neutral(1, -1)),
+    Row(
+        "attention.clamp_kqv attention.max_alibi_bias attention.temperature_length "
+        "attention.temperature_scale attention.shared_kv_layers swin_norm "
+        "rope.scaling.yarn_log_multiplier rope.dimension_count_swa "
+        "rope.dimension_sections rescale_every_n_layers hidden_activation "
+        "swiglu_clamp_exp swiglu_clamp_shexp activation_sparsity_scale "
+        "embedding_length_per_layer_input embedding_length_out nextn_predict_layers "
+        "n_deepstack_layers deepstack_mapping target_layers target_hidden_size "
+        "norm_before_residual full_attention_interval token_shift_count "
+        "time_mix_extra_dim time_decay_extra_dim hash_layer_count "
+        "router_logit_softcapping leading_dense_block_count moe_every_n_layers "
+        "moe_latent_size interleave_moe_layer_step decoder_block_count "
+        "decoder_start_token_id attention.group_norm_epsilon "
+        "attention.group_norm_groups attention.relative_buckets_count "
+        "attention.compress_ratios attention.compress_rope_freq_base "
+        "attention.output_group_count attention.recurrent_layers "
+        "attention.key_length_swa attention.value_length_swa attention.key_length_mla "
+        "attention.value_length_mla attention.q_lora_rank attention.kv_lora_rank "
+        "attention.output_lora_rank attention.decay_lora_rank attention.iclr_lora_rank "
+        "attention.value_residual_mix_lora_rank attention.gate_lora_rank "
+        "attention.indexer.* altup.* expert_* experts_per_group hyper_connection.* "
+        "ssm.* kda.* wkv.* shortconv.*",
+        REFUSED,
+        _NO_MODEL,
+        neutral(0),
+    ),
+    Row(
+        "rope.scaling.finetuned tensor_data_layout pooling_type features_length "
+        "classifier.* posnet.* convnext.* {dense}_feat_in {dense}_feat_out "
+        "dense_2_feat_in dense_2_feat_out dense_3_feat_in dense_3_feat_out",
+        NO_TEXT,
+        "llama.cpp does not read it for decoders, or not for text",
+    ),
+)
+"""Behind the name of the architecture, for example in llama.context_length."""
+
+FILE = (
+    Row("general.architecture", HONOURED, "the family"),
+    Row("general.alignment", HONOURED, "where weights begin"),
+    Row("general.type", REFUSED, "only whole models can be read", neutral("model")),
+    Row("general.name", HONOURED, "in Phi-3 tokens take the spaces behind them"),
+    Row(
+        "general.sampling.temp general.sampling.top_k general.sampling.top_p "
+        "general.sampling.min_p",
+        HONOURED,
+        "the options of a generation; where the file has some of them, the others have "
+        "llama.cpp's defaults: 0.8, 40, 0.95 and 0.05",
+    ),
+    Row("general.sampling.sequence", WARNED, "the filters have one order"),
+    Row(
+        "general.sampling.penalty_repeat",
+        WARNED,
+        "there is no penalty on the last tokens only",
+        neutral(1),
+    ),
+    Row(
+        "general.sampling.xtc_threshold general.sampling.penalty_last_n "
+        "general.sampling.mirostat_tau general.sampling.mirostat_eta",
+        NO_TEXT,
+        "only the fields around them use it",
+    ),
+    Row("general.sampling.*", WARNED, "no option does this", neutral(0)),
+    Row("general.*", NO_TEXT, "where the file comes from"),
+    Row("split.count", REFUSED, "the parts must be joined", neutral(0, 1)),
+    Row("split.no split.tensors.count", NO_TEXT, "of a file that was split"),
+    Row(
+        "tokenizer.ggml.model tokenizer.ggml.pre tokenizer.ggml.tokens "
+        "tokenizer.ggml.token_type tokenizer.ggml.scores tokenizer.ggml.merges "
+        "tokenizer.ggml.add_space_prefix tokenizer.ggml.add_bos_token "
+        "tokenizer.ggml.add_eos_token",
+        HONOURED,
+        "the tokenizer; as in llama.cpp, tokens with the name of an end or of a mark "
+        "for infilling are control tokens, whatever their type",
+    ),
+    Row(
+        "tokenizer.ggml.eos_token_id tokenizer.ggml.eot_token_id "
+        "tokenizer.ggml.eom_token_id tokenizer.ggml.fim_pad_token_id "
+        "tokenizer.ggml.fim_rep_token_id tokenizer.ggml.fim_sep_token_id",
+        HONOURED,
+        "they end a text, as do tokens with the name of an end",
+    ),
+    Row(
+        "tokenizer.ggml.bos_token_id tokenizer.ggml.unknown_token_id "
+        "tokenizer.ggml.seperator_token_id tokenizer.ggml.padding_token_id "
+        "tokenizer.ggml.cls_token_id tokenizer.ggml.mask_token_id",
+        HONOURED,
+        "BOS begins a text; the chat template may name them",
+    ),
+    Row(
+        "tokenizer.ggml.suppress_tokens",
+        HONOURED,
+        "the option `logit_bias`, which takes them out",
+    ),
+    Row(
+        "tokenizer.chat_template tokenizer.chat_template.tool_use",
+        HONOURED,
+        "the chat template, and the one for tools",
+    ),
+    Row(
+        "tokenizer.chat_templates tokenizer.chat_template.*",
+        NO_TEXT,
+        "only who asks for it by name gets it",
+    ),
+    Row(
+        "tokenizer.ggml.add_sep_token",
+        REFUSED,
+        "decoders have no separator",
+        neutral(False),
+    ),
+    Row(
+        "tokenizer.ggml.token_type_count tokenizer.ggml.remove_extra_whitespaces "
+        "tokenizer.ggml.precompiled_charsmap tokenizer.ggml.normalizer.* "
+        "tokenizer.huggingface.json tokenizer.rwkv.world",
+        NO_TEXT,
+        "llama.cpp does not read it for the kinds gpt2 and llama; others are refused",
+    ),
+    Row(
+        "tokenizer.ggml.fim_pre_token_id tokenizer.ggml.fim_suf_token_id "
+        "tokenizer.ggml.fim_mid_token_id tokenizer.ggml.prefix_token_id "
+        "tokenizer.ggml.suffix_token_id tokenizer.ggml.middle_token_id",
+        NO_TEXT,
+        "a prompt has the tokens for infilling itself",
+    ),
+    Row("adapter.* diffusion.* xielu.*", REFUSED, _NO_MODEL),
+    Row(
+        "imatrix.* clip.* quantize.* GGUF.*",
+        NO_TEXT,
+        "of quantization, of other parts, or of the format",
+    ),
+)
+"""With their whole names."""
+
+
+_NUMBERS = {
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
+    "attention.layer_norm_epsilon": (
+        *("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    ),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+}
+"""Fields behind the family's name, and the names that configs have for them."""
+
+_NO_NUMBER = "the models of this family have no such number"
+
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+
+_BASE = 10000.0
+"""The base of rotations in a file that has none."""
+
+
+@dataclass(frozen=True)
+class FamilyFields:
+    """The fields behind the name of the family; `field` gives any field of the file.
+
+    The methods raise `UnsupportedModelError` for a number that the family's models
+    do not have.
+    """
+
+    source: str
+    family: str
+    field: Callable[[str], Any]
+
+    def own(self, name: str) -> Any:
+        """The value of a field; None for one that the file lacks."""
+        return self.field(f"{self.family}.{name}")
+
+    def set_numbers(self, config: Any) -> None:
+        """Set the size of heads, norms, caps and windows."""
+        size = self.own("attention.key_length")
+        if size is not None and getattr(config, "head_dim", size) is not None:
+            config.head_dim = size
+        for name, attributes in _NUMBERS.items():
+            value = self.own(name)
+            known = [each for each in attributes if hasattr(config, each)]
+            if value is not None and known:
+                setattr(config, known[0], value or None)
+            elif value and "epsilon" not in name:  # a model has one kind of norms
+                raise self._refusal(name)
+        if hasattr(config, "query_pre_attn_scalar"):
+            # So does llama.cpp: the models of 27 B scale by another size.
+            is_27b = _LAYERS_OF_27B.get(self.family) == config.num_hidden_layers
+            width = config.hidden_size // config.num_attention_heads
+            config.query_pre_attn_scalar = width if is_27b else head_size(config)
+        self._set_windows(config)
+        parallel = getattr(config, "use_parallel_residual", False)
+        self._check_equal("use_parallel_residual", parallel)
+        self._check_equal("attention.value_length", head_size(config))
+
+    def _set_windows(self, config: Any) -> None:
+        """Set the width of windows, which layers of the families' own choice have."""
+        name = "attention.sliding_window"
+        window, kinds = self.own(name), getattr(config, "layer_types", None)
+        has_windows = not kinds or "sliding_attention" in kinds
+        if window and has_windows and hasattr(config, "sliding_window"):
+            config.sliding_window = window
+        elif window and window < config.max_position_embeddings:
+            raise self._refusal(name)
+        kinds = kinds or [""] * config.num_hidden_layers
+        windows = [kind == "sliding_attention" for kind in kinds]
+        pattern = self.own(f"{name}_pattern")
+        if isinstance(pattern, int) and pattern > 0:  # all layers but each such one
+            pattern = [place % pattern != 0 for place in range(1, len(kinds) + 1)]
+        if pattern not in (None, windows):
+            raise self._refusal(f"{name}_pattern")
+
+    def set_rotations(self, config: Any, scaling: dict[str, Any] | None = None) -> None:
+        """Set the base and the scaling of rotations, or this `scaling`."""
+        parameters, base = config.rope_parameters, self.own("rope.freq_base") or _BASE
+        full = parameters.get("full_attention", parameters)
+        local = self.own("rope.freq_base_swa")
+        full["rope_theta"] = base
+        if "sliding_attention" in parameters:
+            parameters["sliding_attention"]["rope_theta"] = local or _BASE
+        elif local not in (None, base):
+            raise self._refusal("rope.freq_base_swa")
+        size, turned = head_size(config), self.own("rope.dimension_count")
+        share = full.get("partial_rotary_factor")
+        if turned is not None and turned != int(size * (share or 1)):
+            if share is None:
+                raise self._refusal("rope.dimension_count")
+            full["partial_rotary_factor"] = turned / size
+        own = self._scaling(config)
+        if scaling and own:
+            raise self._refusal("rope.scaling.factor")
+        full.update(scaling or own)
+
+    def _scaling(self, config: Any) -> dict[str, Any]:
+        """The scaling of rotations by transformers' names; empty for none.
+
+        As in llama.cpp a factor without a type is linear.
+        """
+        kind = self.own("rope.scaling.type") or "linear"
+        factor = self.own("rope.scaling.factor") or self.own("rope.scale_linear") or 1
+        strength = self.own("rope.scaling.attn_factor") or 1.0
+        if kind not in ("none", "linear", "yarn"):
+            raise UnsupportedModelError(
+                f"{self.source} scales its rotations by {kind!r}, which is not known; "
+                "export its Hugging Face folder"
+            )
+        if kind != "yarn" and strength != 1:
+            raise self._refusal("rope.scaling.attn_factor")
+        if kind == "none" or (kind == "linear" and factor == 1):
+            return {}
+        scaling = {"rope_type": kind, "factor": factor}
+        if kind == "linear":
+            return scaling
+        original = self.own("rope.scaling.original_context_length")
+        bounds = {
+            name: value
+            for name in ("beta_fast", "beta_slow")
+            if (value := self.own(f"rope.scaling.yarn_{name}")) is not None
+        }
+        return {
+            **scaling,
+            "original_max_position_embeddings": original
+            or config.max_position_embeddings,
+            "attention_factor": strength * (0.1 * math.log(factor) + 1),
+            **bounds,
+        }
+
+    def _check_equal(self, name: str, expected: object) -> None:
+        """Refuse a field with another value than the model has."""
+        if self.own(name) not in (None, expected):
+            raise self._refusal(name, f"its model here has {expected}")
+
+    def _refusal(self, name: str, why: str = _NO_NUMBER) -> UnsupportedModelError:
+        return refusal(self.source, f"{self.family}.{name}", self.own(name), why)
+
+
+def refusal(source: str, name: str, value: object, why: str) -> UnsupportedModelError:
+    """The error for a field that nothing here computes with."""
+    return UnsupportedModelError(
+        f"{source} has {name} {printable(value, 40)}, and {why}; export its Hugging "
+        "Face folder"
+    )
+
+
+def head_size(config: Any) -> int:
+    """The numbers in a head's query.
+
+    head_size(LlamaConfig())    # 128
+    """
+    size = getattr(config, "head_dim", None)
+    return int(size or config.hidden_size // config.num_attention_heads)

@@ -1,1 +1,0 @@
-"""Drafters that are attached to a part of the target."""

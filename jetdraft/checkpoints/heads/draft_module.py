@@ -1,0 +1,294 @@
+"""A drafter as a torch module that declares what it reads.
+
+Readers of published files, exports and trainings know a drafter by `DraftModule` only;
+each method has its own in `jetdraft.methods.<name>.module`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from jetdraft.checkpoints.attention import HandThrough
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head_files import (
+    EMBEDDING,
+    HEAD,
+    LAYER_KEYS,
+    HeadFiles,
+    check_keys,
+    layer_fields,
+    target_size,
+    vocabulary_size,
+)
+from jetdraft.checkpoints.heads.head_layers import HeadConfig, HeadLayers
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a row of a drafter reads, beside keys and values of its own.
+
+    tokens      tokens of a row: its own, and those just before it
+    features    states of the target, a row of them for each row
+    windows     the features of the last `slots` rows, and as many tokens; row t answers
+                for token t + slots + 1
+    cut         the features are the states between two layers, where the target is cut
+    target_kv   the keys and values of the target's last layer
+    source      the source of an encoder-decoder, through an encoder of its own
+    carries     it gives a state that stands for the features of the next row
+    guesses     it answers for `slots` tokens at once: with buffers, a block of masks
+    anchored    the last token stands before the masks of a block
+    buffers     it keeps keys and values
+    """
+
+    tokens: int = 1
+    features: bool = False
+    windows: bool = False
+    cut: bool = False
+    target_kv: bool = False
+    source: bool = False
+    carries: bool = False
+    guesses: bool = False
+    anchored: bool = False
+    buffers: bool = True
+
+    @property
+    def learns(self) -> bool:
+        """Whether it drafts token by token from features, and so can learn from use."""
+        return self.carries and self.tokens == 1 and not self.windows
+
+
+_NOTHING = torch.empty(0)
+
+
+@dataclass
+class Given:
+    """What the rows of a pass are given; what a drafter does not read is empty.
+
+    `tokens` and `positions` are int64 [1, n], `features` [1, n, w], `recent` int64
+    [1, n, r] the tokens before each row's, `block` int64 [1, m] the masks. `keys` and
+    `values` are the target's, and the `bias` hides slots that it has not filled.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    answer_rows: Tensor
+    features: Tensor = _NOTHING
+    recent: Tensor = _NOTHING
+    block: Tensor = _NOTHING
+    keys: Tensor = _NOTHING
+    values: Tensor = _NOTHING
+    bias: Tensor = _NOTHING
+    cache: Cache = field(default_factory=HandThrough)
+
+
+Renames = tuple[tuple[str, str | None], ...]
+"""Patterns of names in files, and the names in a module; None leaves a tensor out."""
+
+LAYERS = (r"(layers\..*)", r"stack.\1")
+OF_TARGET: Renames = ((r"(lm_head|embed_tokens)\..*", None), LAYERS)
+"""For a drafter whose embedding and LM head are the target's."""
+
+
+class DraftModule(nn.Module):
+    """A drafter: what it reads, how it is recognized and read, and its forward pass.
+
+    Embedding and LM head are modules of the target unless the drafter has its own.
+    `ids` int64 [draft vocabulary] has the target's id of each row of the LM head; None
+    means that the rows are the target's. A subclass declares `reads` and says with
+    `draft` how a pass of its graph drafts.
+    """
+
+    published: ClassVar[str] = ""
+    """What users call the heads that are read so, for example "EAGLE-1"."""
+
+    speculators: ClassVar[str] = ""
+    """What the library speculators calls them."""
+
+    by_form: ClassVar[bool] = False
+    """Whether its files have no mark of their own, so that other kinds come first."""
+
+    cuts_vocabulary: ClassVar[bool] = True
+    """Whether an export can cut its LM head to a part of the vocabulary."""
+
+    reads: ClassVar[Reads] = Reads()
+    keys: ClassVar[Collection[str]] = LAYER_KEYS
+    """The keys of its config that have an effect."""
+
+    renames: ClassVar[Renames] = OF_TARGET
+    brings_matrices: ClassVar[bool] = False
+    """Whether its files may have an embedding and an LM head."""
+
+    fused: ClassVar[tuple[str, ...]] = ()
+    """The modules that fuse taps: they run in the target's graph, in float32."""
+
+    keeps_rows = False
+    """Whether its LM head has rows of the target's."""
+
+    config: HeadConfig
+    ids: Tensor | None = None
+    stack: HeadLayers
+    embed_tokens: Any
+    lm_head: Any
+
+    def __init__(self, config: HeadConfig, target: Any = None) -> None:
+        super().__init__()
+        self.config = config
+        self.ids = None
+
+    # --- files ------------------------------------------------------------------------
+
+    @classmethod
+    def recognizes(cls, files: HeadFiles) -> bool:
+        """Whether the files hold a drafter of this kind."""
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, files: HeadFiles) -> None:
+        """Raise `CheckpointError` for a config that no target could make right."""
+
+    @classmethod
+    def named(cls, files: HeadFiles) -> dict[str, Tensor]:
+        """The tensors by their names in this module."""
+        return files.renamed(cls.renames)
+
+    @classmethod
+    def configure(
+        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
+    ) -> tuple[HeadConfig, Tensor | None]:
+        """The config, and the draft vocabulary; may change the `tensors` by name.
+
+        Raises `CheckpointError` for a drafter that does not fit the target.
+        """
+        return layer_config(files, target, cls.keys, tensors), None
+
+    def adopt(self, source: str, tensors: Mapping[str, Tensor]) -> None:
+        """Make an embedding and an LM head of its own where the files bring them.
+
+        Raises `CheckpointError` where they lack them and the target's have another
+        width.
+        """
+        if not self.brings_matrices:
+            return
+        config, ids = self.config, self.ids
+        embedding, rows = tensors.get(EMBEDDING), tensors.get(HEAD)
+        if embedding is not None and not _equal(embedding, self.embed_tokens.weight):
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if rows is not None and (
+            ids is not None or not _equal(rows, self.lm_head.weight)
+        ):
+            size = config.draft_vocab_size
+            self.lm_head = nn.Linear(config.hidden_size, size, bias=False)
+        elif ids is not None:
+            self.lm_head = rows_of(self.lm_head, ids)
+            self.keeps_rows = True
+        for name in ("embed_tokens", "lm_head"):
+            width = getattr(self, name).weight.shape[1]
+            if width != config.hidden_size:
+                raise CheckpointError(
+                    f"{source} has no {name}.weight, and the target's is {width} wide "
+                    f"where the head is {config.hidden_size}; fetch it again"
+                )
+
+    def filled(self) -> None:
+        """Called when the weights have been read."""
+
+    def borrowed(self, target: Checkpoint) -> tuple[str, ...]:
+        """The beginnings of the names of weights that no file brings."""
+        theirs = {id(weight) for weight in target.model.parameters()}
+        names = [
+            f"{name}."
+            for name, module in self.named_children()
+            if any(id(weight) in theirs for weight in module.parameters())
+        ]
+        return (*names, "lm_head.") if self.keeps_rows else tuple(names)
+
+    # --- the pass ---------------------------------------------------------------------
+
+    def attend_with(self, implementation: str) -> None:
+        """Attend as "eager" or "sdpa", or over jetdraft's buffers ("jetdraft")."""
+        if isinstance(getattr(self, "stack", None), HeadLayers):
+            self.stack.attend_with(implementation)
+
+    @property
+    def layer(self) -> Any:
+        """The first decoder layer."""
+        return self.stack.layers[0]
+
+    def fuse(self, taps: Sequence[Tensor]) -> Tensor:
+        """Features [b, n, w] of the target's states [b, n, h] at the taps."""
+        (state,) = taps
+        return state
+
+    def fusion(self) -> dict[str, nn.Module]:
+        """The modules of `fuse`; none without taps."""
+        names = [name for name in self.fused if hasattr(self, name)]
+        return {name: getattr(self, name) for name in names if self.config.taps}
+
+    @property
+    def block_rows(self) -> int:
+        """The rows of a block: the masks, and maybe the last token before them."""
+        return self.config.slots + self.reads.anchored
+
+    def kv_shapes(self, target: StepContract) -> tuple[tuple[int, int], ...]:
+        """(kv_heads, head_dim) of each layer; (0, 0) where a pass must tell them."""
+        if not self.reads.buffers:
+            return ()
+        config = self.config
+        if self.reads.source:
+            return target.kv_shapes[: config.num_layers]
+        return ((config.num_kv_heads, config.head_dim),) * config.num_layers
+
+    def draft(self, given: Given) -> tuple[Tensor, Tensor | None]:
+        """Logits [1, m, choices] of the answered rows, and the carried states."""
+        raise NotImplementedError
+
+    # --- as models of transformers ----------------------------------------------------
+
+    def get_input_embeddings(self) -> Any:
+        """The embedding."""
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> Any:
+        """The LM head."""
+        return self.lm_head
+
+
+def layer_config(
+    files: HeadFiles,
+    target: Checkpoint,
+    keys: Collection[str],
+    tensors: dict[str, Tensor],
+) -> HeadConfig:
+    """The config of a drafter with decoder layers that reads the target's vocabulary.
+
+    Raises `CheckpointError` for an unknown key, or for another target.
+    """
+    source, config = files.source, files.config
+    check_keys(source, config, keys)
+    fields = layer_fields(source, config, tensors)
+    fields["target_hidden_size"] = target_size(source, config, target)
+    vocabulary = vocabulary_size(source, config, target)
+    return HeadConfig(vocab_size=vocabulary, draft_vocab_size=vocabulary, **fields)
+
+
+def rows_of(lm_head: nn.Module, ids: Tensor) -> nn.Linear:
+    """The rows of these tokens of an LM head, in the type they are stored in."""
+    weight, bias = lm_head.weight, lm_head.bias
+    assert isinstance(weight, Tensor)
+    cut = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
+    cut.weight = nn.Parameter(weight.detach()[ids].clone(), requires_grad=False)
+    if isinstance(bias, Tensor):
+        cut.bias = nn.Parameter(bias.detach()[ids].clone(), requires_grad=False)
+    return cut
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.float(), other.detach().float())

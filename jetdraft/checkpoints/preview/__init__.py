@@ -1,1 +1,0 @@
-"""What is checked of a checkpoint before any weight is read."""

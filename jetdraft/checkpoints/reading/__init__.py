@@ -1,1 +1,0 @@
-"""The parts of a checkpoint, read one by one."""

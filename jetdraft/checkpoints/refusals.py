@@ -1,0 +1,232 @@
+"""What is refused: configs beyond bounds, kinds of models, and layers not read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers.initialization import no_init_weights
+
+from jetdraft.contracts.constants import EXPERTS
+from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
+from jetdraft.parsing import JsonError, read_json_file
+
+LAYERS = {
+    *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "layers", "depth"),
+    *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
+    *("decoder_num_hidden_layers", "num_encoder_blocks", "num_stages"),
+    *("num_mtp_layers", "num_nextn_predict_layers", "num_residual_layers"),
+}
+"""The fields in which configs of transformers count layers."""
+
+MOST_LAYERS = 10_000
+"""Of any kind; the deepest published models have some hundreds."""
+
+MOST_TENSORS, MOST_WEIGHTS = 100_000, 10**13
+"""Of a model whose files do not say how many they hold."""
+
+SPARE = 4
+"""How many times more tensors a model may have than its files. It registers a tied
+matrix up to four times, and the parts of a fused matrix each."""
+
+WEIGHTS_PER_BYTE = 8
+"""At most, in the files: packed integers have two bits or more."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The most tensors, and weights in them, that a checkpoint's model may have."""
+
+    tensors: int = MOST_TENSORS
+    weights: int = MOST_WEIGHTS
+
+    @classmethod
+    def of(cls, source: str) -> Bounds:
+        """The bounds by the files of a folder; wide bounds for other sources."""
+        files = list(Path(source).glob("*.safetensors")) if source else []
+        try:
+            names = sum(_tensors(file) for file in files)
+            size = sum(file.stat().st_size for file in files)
+        except (OSError, SafetensorError):
+            return cls()  # loading it says what is wrong
+        if not names:
+            return cls()
+        return cls(100 + SPARE * names, WEIGHTS_PER_BYTE * size)
+
+
+def _tensors(file: Path) -> int:
+    with safe_open(file, "pt") as opened:
+        return len(opened.keys())
+
+
+def check_layers(source: str) -> None:
+    """Raise `CheckpointError` for a folder whose config.json has absurdly many layers.
+
+    Some configs write a list with an entry for each layer when they are read.
+    """
+    file = Path(source) / "config.json"
+    if not os.path.isfile(file):
+        return
+    try:
+        config = read_json_file(file)
+    except (OSError, JsonError):
+        return  # transformers says what is wrong
+    for name, value in _numbers(config):
+        if name in LAYERS and value > MOST_LAYERS:
+            raise CheckpointError(
+                f"{printable(file)} has {printable(name, 60)} {value}, and at most "
+                f"{MOST_LAYERS} layers are built; fetch it again"
+            )
+
+
+def _numbers(value: object, name: str = "") -> Iterator[tuple[str, int | float]]:
+    """The numbers in a JSON value, each with the name of its field."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _numbers(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner, name)
+    elif isinstance(value, (int, float)):
+        yield name, value
+
+
+def skeleton(source: str, model_class: Any, config: Any, bounds: Bounds) -> Any:
+    """The model of a config without weights; `CheckpointError` beyond `bounds`."""
+    with _bounded(source, bounds), no_init_weights(), torch.device("meta"):
+        return model_class.from_config(config, trust_remote_code=False)
+
+
+@contextmanager
+def _bounded(source: str, bounds: Bounds) -> Iterator[None]:
+    """Refuse models beyond the bounds while they are built, tensor by tensor."""
+    tensors = weights = 0
+
+    def count(module: object, name: str, parameter: torch.Tensor | None) -> None:
+        nonlocal tensors, weights
+        tensors += 1
+        weights += 0 if parameter is None else parameter.numel()
+        if tensors > bounds.tensors or weights > bounds.weights:
+            raise CheckpointError(
+                f"the config.json of {printable(source)} describes a larger model than "
+                "its files hold; fetch it again"
+            )
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a user calls a kind, the fields that count its parts, and its layers' types.
+
+    A model has `least` parts or more, unless the field `unless` is false. Fields have
+    the names of transformers, or those of GGUF without the family.
+    """
+
+    words: str
+    fields: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
+    least: int = 1
+    unless: str = ""
+
+    def found(self, field: Callable[[str], Any]) -> Iterator[str]:
+        """The fields and types that say that a model is of this kind."""
+        for name in self.fields if field(self.unless) is not False else ():
+            value = field(name)
+            counts = value if isinstance(value, list) else [value]
+            most = max((n for n in counts if isinstance(n, int)), default=0)
+            if most >= self.least:
+                yield f"{name} {printable(most, 20)}"
+        for name in ("layer_types", "layers_block_type", "block_types"):
+            types = field(name)
+            if isinstance(types, (list, tuple)):
+                yield from (f"{name} {t}" for t in self.types if t in types)
+
+
+KINDS = (
+    Kind(
+        "is a mixture of experts",
+        (*EXPERTS, "expert_count"),
+        ("moe",),
+        least=2,
+        unless="is_moe",
+    ),
+    Kind(
+        "has recurrent layers",
+        ("ssm.state_size", "wkv.head_size"),
+        (
+            *("linear_attention", "hybrid", "hybrid_sliding", "recurrent"),
+            *("mamba", "mamba2"),
+        ),
+    ),
+    Kind("has convolution layers", ("shortconv.l_cache",), ("conv",)),
+    Kind(
+        "has layers that share keys and values",
+        ("num_kv_shared_layers", "attention.shared_kv_layers"),
+    ),
+    Kind("has latent attention (MLA)", ("kv_lora_rank", "attention.kv_lora_rank")),
+)
+
+
+def check_kinds(source: str, field: Callable[[str], Any]) -> None:
+    """Raise `UnsupportedModelError` for a model of these kinds, by all their names.
+
+    `field` gives the value of a config's field, None for a field that it lacks.
+    """
+    found = [(kind.words, next(kind.found(field), None)) for kind in KINDS]
+    said = [f"{words} ({sign})" for words, sign in found if sign is not None]
+    if said:
+        raise UnsupportedModelError(
+            f"{source} {' and '.join(said)}, which jetdraft does not export yet; it "
+            "exports dense decoders like Llama, Qwen3 and Gemma 3, see docs/models.md"
+        )
+
+
+_LAYER = re.compile(r"((?:.*?\.)?(?:layers?|blocks?|h))\.(\d+)\.(.*)")
+"""A stack of layers, a layer's number, and a weight in it."""
+
+_MTP = "eh_proj."
+"""DeepSeek, GLM and their kin number an MTP module as a layer behind the last, and this
+weight of it tells; only --head reads the module."""
+
+
+def check_unread(source: str, read: Iterable[str], unread: Iterable[str]) -> None:
+    """Raise `CheckpointError` for unread weights of layers behind a stack's last.
+
+    `read` names the weights of the model, `unread` those of the files that it lacks.
+
+        check_unread(source, ["h.0.w"], ["h.1.w"])    # layer 1 is behind the last
+    """
+    last: dict[str, int] = {}
+    for stack, number, _ in _layers(read):
+        last[stack] = max(number, last.get(stack, 0))
+    behind = [
+        layer for layer in _layers(unread) if layer[1] > last.get(layer[0], layer[1])
+    ]
+    modules = {layer[:2] for layer in behind if layer[2].startswith(_MTP)}
+    for stack, number, weight in sorted(behind):
+        if (stack, number) not in modules:
+            name = printable(f"{stack}.{number}.{weight}", 100)
+            raise CheckpointError(
+                f"{source} has the weight {name}, and its config.json describes "
+                f"{last[stack] + 1} such layers; fetch config.json again"
+            )
+
+
+def _layers(names: Iterable[str]) -> Iterator[tuple[str, int, str]]:
+    for name in names:
+        match = _LAYER.match(name)
+        if match:
+            yield match[1], int(match[2]), match[3]

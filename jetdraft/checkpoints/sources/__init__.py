@@ -1,1 +1,0 @@
-"""What checkpoints say of the sources that they read."""

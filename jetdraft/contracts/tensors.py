@@ -1,0 +1,90 @@
+"""The inputs and outputs of graphs: their declarations, and a check of sessions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jetdraft.errors import ContractError
+
+ROWS, ANSWERS, PROBES, PREFIX, ALL = "n", "m", "r", "p", "n+b"
+"""The names of the dynamic axes: the rows of a pass, the rows it answers for, its
+probes, the rows of their prefix, and the slots of all these together."""
+
+SLOTS = "s"
+"""The name of the axis of slots in buffers of another graph, which may have more."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """An input or output: name, numpy dtype name, shape with named dynamic axes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    def sized(
+        self,
+        rows: int = 0,
+        answers: int = 0,
+        probes: int = 0,
+        members: int = 1,
+        prefix: int = 0,
+    ) -> tuple[int, ...]:
+        """The shape in a pass of `rows` rows and `probes` probes.
+
+        `answers` of the rows are answered for. `members` and `prefix` are those of the
+        contract.
+        """
+        prefix = prefix if probes else 0
+        sizes = {
+            ROWS: rows,
+            ANSWERS: answers,
+            PROBES: probes,
+            PREFIX: prefix,
+            ALL: rows + prefix + probes * members,
+            SLOTS: rows + 1,  # of buffers that are lent, to trace with
+        }
+        return tuple(
+            sizes[axis] if isinstance(axis, str) else axis for axis in self.shape
+        )
+
+
+_ONNX_TYPES = {
+    "int64": "tensor(int64)",
+    "int32": "tensor(int32)",
+    "float32": "tensor(float)",
+    "float16": "tensor(float16)",
+    "int8": "tensor(int8)",
+    "uint8": "tensor(uint8)",
+}
+
+
+def check_tensors(declared: tuple[TensorSpec, ...], actual: list[Any], of: str) -> None:
+    """Compare a session's inputs or outputs with their declaration.
+
+    `actual` are onnxruntime `NodeArg`s; `of` names the graph and the side in messages.
+    Raises `ContractError` on the first difference.
+    """
+    unchecked = {arg.name: (arg.type, tuple(arg.shape)) for arg in actual}
+    for spec in declared:
+        if spec.name not in unchecked:
+            raise ContractError(f"{of} lack {spec.name!r}; export the bundle again")
+        dtype, shape = unchecked.pop(spec.name)
+        if dtype != _ONNX_TYPES[spec.dtype] or not _fits(spec.shape, shape):
+            raise ContractError(
+                f"{of}: {spec.name!r} is {dtype} {list(shape)}, declared "
+                f"{spec.dtype} {list(spec.shape)}; export the bundle again"
+            )
+    if unchecked:
+        raise ContractError(
+            f"{of} have undeclared {sorted(unchecked)}; export the bundle again"
+        )
+
+
+def _fits(declared: tuple[int | str, ...], actual: tuple[Any, ...]) -> bool:
+    """Whether a shape is as declared: a named axis fits any symbolic axis."""
+    return len(declared) == len(actual) and all(
+        not isinstance(size, int) if isinstance(axis, str) else axis == size
+        for axis, size in zip(declared, actual, strict=True)
+    )

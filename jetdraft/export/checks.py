@@ -1,0 +1,196 @@
+"""What an export refuses: checkpoints and heads that do not fit its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jetdraft.bundle import CONTRIB, DRAFTER, TARGET
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.draft_module import DraftModule
+from jetdraft.checkpoints.layers import decoder_layers
+from jetdraft.checkpoints.streams import SHARED
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.devices.providers import HALVES, cpu_only
+from jetdraft.errors import OptionError, PairError
+from jetdraft.export.export_options import ExportOptions
+from jetdraft.recipe import Recipe
+
+
+def check_drafter(
+    options: ExportOptions, drafter: str | None, head: str | None
+) -> None:
+    """Raise `OptionError` for two drafters, or for options of a missing drafter."""
+    if head is not None and drafter is not None:
+        raise OptionError(
+            "a bundle has one drafter; give --drafter or --head, not both"
+        )
+    has_drafter = drafter is not None or head is not None
+    if options.drafter_provider and not has_drafter:
+        raise OptionError("a drafter's provider needs a drafter; give --drafter too")
+    if options.draft_vocab is not None and not has_drafter:
+        raise OptionError(
+            "a draft vocabulary needs a drafter; give --drafter or --head too"
+        )
+
+
+def check_checkpoint(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
+    """Raise a `JetdraftError` if a checkpoint, `name` in the bundle, has no graphs."""
+    for check in (
+        _check_source,
+        _check_probes,
+        _check_taps,
+        _check_exit,
+        _check_select,
+    ):
+        check(name, checkpoint, options)
+
+
+def _check_source(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
+    """Refuse for encoder-decoders what was built for decoders alone."""
+    if not checkpoint.reads_source:
+        return
+    if options.flavour_made != CONTRIB:
+        raise OptionError(
+            f"{checkpoint.source} is an encoder-decoder, which only contrib graphs "
+            "hold; choose provider cpu or cuda"
+        )
+    recipe = options.recipe
+    if options.draft_vocab is not None:
+        raise OptionError(
+            f"{checkpoint.source} is an encoder-decoder, which writes no text to count "
+            "tokens in; leave --draft-vocab out"
+        )
+    if options.limit is not None or (
+        recipe is not None and (recipe.needs_calibration or recipe.kv_bits)
+    ):
+        raise OptionError(
+            f"{checkpoint.source} is an encoder-decoder, whose recipe reads no text "
+            "yet; choose a recipe of rtn without kv8, for example int8-rtn-b32"
+        )
+
+
+def _check_probes(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
+    """Refuse a drafter with streams, and an adapter scale without merged LoRA."""
+    if name != TARGET:
+        if checkpoint.streams:
+            raise PairError(
+                f"{checkpoint.source} has streams; only a target can have them"
+            )
+        return
+    tuned = checkpoint.streams is not None and checkpoint.streams.mode == SHARED
+    if options.adapter_scale != 1.0 and not tuned:
+        raise OptionError(
+            f"adapter scale {options.adapter_scale} needs streams of the shared mode, "
+            f"since {checkpoint.source} has no LoRA to merge into its weights; leave "
+            "the adapter scale out"
+        )
+
+
+def _check_taps(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
+    """Refuse a head of another target, a head beside streams, and a useless cut."""
+    if checkpoint.taps is None:
+        return
+    if checkpoint.streams is not None:
+        raise PairError(
+            f"{checkpoint.source} has streams, so it drafts without a head; leave one "
+            "of them out"
+        )
+    fix = "export for --provider cpu, or with another head"
+    refusal = cpu_only(HALVES, options.provider_of(name).name, fix)
+    if checkpoint.taps.cut and refusal:
+        raise OptionError(refusal)
+    checkpoint.taps.check(checkpoint.model)
+
+
+def _check_exit(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
+    """Refuse a layer that cuts nothing, and heads that read the layers left out.
+
+    Raises `OptionError`, and `CheckpointError` for a checkpoint without a hash, which
+    the heads of `train exit` name.
+    """
+    layer = options.exit_layer
+    if name != TARGET or layer is None:
+        return
+    layers = len(decoder_layers(checkpoint.model))
+    if not 1 <= layer < layers:
+        raise OptionError(
+            f"exit layer {layer} does not cut {layers} layers in two; give 1 to "
+            f"{layers - 1}"
+        )
+    fix = "export for --provider cpu, or leave --exit-after out"
+    if refusal := cpu_only(HALVES, options.provider_of(name).name, fix):
+        raise OptionError(refusal)
+    if checkpoint.reads_source or checkpoint.streams is not None:
+        raise OptionError(
+            f"{checkpoint.source} is an encoder-decoder or has probes, and these run "
+            "through all layers; leave --exit-after out"
+        )
+    if checkpoint.taps is not None and checkpoint.taps.cut != layer:
+        raise OptionError(
+            f"the head reads states that a text without the layers from {layer} on "
+            "does not have; leave --head or --exit-after out, or give the layer of a "
+            "Kangaroo adapter"
+        )
+    _ = checkpoint.sha256  # refuses before anything is measured
+
+
+def _check_select(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
+    """Refuse a selection of KV rows where other kernels or inputs would be needed."""
+    if options.select_kv is None or name != TARGET:
+        return
+    recipe = options.recipe
+    for is_wrong, fact in (
+        (
+            options.provider_of(name).name != "cpu"
+            or options.flavour_made != CONTRIB
+            or options.dtype_of(name) != "fp32",
+            "runs on the CPU, in fp32; leave --provider, --dtype and --flavour out",
+        ),
+        (recipe is not None and recipe.kv, "reads floats; leave kv out of the recipe"),
+        (checkpoint.streams, "reads no probes; choose a target without streams"),
+        (checkpoint.reads_source, "needs a decoder without an encoder"),
+    ):
+        if is_wrong:
+            raise OptionError(f"a selection of KV rows (--select-kv) {fact}")
+
+
+def check_draft_vocabulary(
+    options: ExportOptions,
+    checkpoints: Mapping[str, Checkpoint],
+    head: DraftModule | None,
+) -> None:
+    """Raise `OptionError` for a draft vocabulary that no drafter here can have."""
+    count = options.draft_vocab
+    most = min(checkpoint.vocab_size for checkpoint in checkpoints.values()) - 1
+    if count is None:
+        return
+    if count > most:
+        raise OptionError(
+            f"a draft vocabulary of {count} tokens is not a part of the pair's "
+            f"{most + 1}; give 1 to {most}, or leave it out"
+        )
+    if head is not None and not head.cuts_vocabulary:
+        raise OptionError(
+            f"{type(head).__name__.lower()} drafters draft from the whole vocabulary; "
+            "leave --draft-vocab out"
+        )
+    drafter = checkpoints.get(DRAFTER)
+    for name, ids in (
+        ("head", None if head is None else head.ids),
+        (DRAFTER, None if drafter is None else drafter.draft_ids),
+    ):
+        if ids is not None:
+            raise OptionError(
+                f"the {name} was trained with its own draft vocabulary of {len(ids)} "
+                "tokens, which rules; leave --draft-vocab out"
+            )
+
+
+def check_raised(recipe: Recipe, contract: StepContract) -> None:
+    """Refuse a recipe that raises a layer which the model does not have."""
+    layers = len(contract.kv_shapes)
+    if recipe.raised and recipe.raised[-1] >= layers:
+        raise OptionError(
+            f"{recipe.name} raises layer {recipe.raised[-1]}; the model has layers 0 "
+            f"to {layers - 1}"
+        )

@@ -1,0 +1,113 @@
+"""How many drafted tokens a bundle's target accepts, by their position in a draft.
+
+The text of a pair is right whatever it drafts, so only this figure shows a drafter
+that went wrong. An export stores it, and `jetdraft check` measures it again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jetdraft.bundle import DRAFTER, Bundle
+from jetdraft.manifest import AcceptanceRecord
+from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.model import Model
+from jetdraft.runtime.planning.registry import methods
+
+DRAFTED, NEW_TOKENS = 4, 32
+"""Tokens of a draft, and of the text that the target writes after each prompt."""
+
+MOST_PROMPTS, LONGEST = 12, 64
+"""The most prompts, and the most tokens of a prompt that are kept."""
+
+TOLERANCE = 0.1
+"""A fall that is more than another machine's rounding: the share of about a hundred
+drafts has a standard deviation of 0.05 or less."""
+
+
+def acceptance_of(model: Model, record: AcceptanceRecord) -> list[float]:
+    """The share of drafts whose token at each position the target accepted.
+
+    The drafts follow the prompts of the record, and the target's own greedy text.
+    """
+    drafts, accepted = 0, [0] * DRAFTED
+    for prompt in record["prompts"]:
+        stats = _drafted(model, list(prompt), record["new_tokens"])
+        drafts += sum(stats.evaluated_by_position[:1])
+        for position, count in enumerate(stats.accepted_counts):
+            accepted[position] += count
+    return [round(count / max(drafts, 1), 4) for count in accepted]
+
+
+def _drafted(model: Model, prompt: list[int], new_tokens: int) -> Stats:
+    """The figures of a greedy text."""
+    method, drafting = _way(model.bundle)
+    return model.generate(
+        token_ids=prompt,
+        method=method,
+        drafting=drafting,
+        num_draft_tokens=DRAFTED,
+        max_new_tokens=new_tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        exact=False,
+    ).stats
+
+
+def _way(bundle: Bundle) -> tuple[str, dict[str, object]]:
+    """The method that drafts with the bundle's drafter alone, and its options."""
+    return next(
+        (method.name, dict(method.alone))
+        for method in methods().values()
+        if method.alone is not None and not method.lacks(bundle)
+    )
+
+
+def stored_acceptance(bundle: Bundle) -> AcceptanceRecord | None:
+    """What the export measured; None where it measured nothing."""
+    if bundle.drafter is None:
+        return None
+    record: AcceptanceRecord | None = bundle.drafter.quantization.get("acceptance")
+    return record
+
+
+def measured_again(model: Model) -> tuple[list[float], list[float]] | None:
+    """The acceptance at export and now; None where one of them is not known.
+
+    measured_again(model)    # ([0.81, 0.6, 0.44, 0.31], [0.8, 0.6, 0.44, 0.3])
+    """
+    record = stored_acceptance(model.bundle)
+    if record is None or model.parts.draft_cache is None:
+        return None
+    return list(record["by_position"]), acceptance_of(model, record)
+
+
+def with_acceptance(bundle: Bundle, prompts: Sequence[Sequence[int]]) -> Bundle:
+    """The saved bundle with its acceptance after these prompts.
+
+    Its manifest is not saved yet; its files are those of before.
+    """
+    capacity = bundle.target.contract.capacity
+    longest = min(LONGEST, capacity // 2)
+    record = AcceptanceRecord(
+        by_position=(),
+        prompts=tuple(tuple(p[:longest]) for p in prompts[:MOST_PROMPTS]),
+        new_tokens=min(NEW_TOKENS, capacity - longest),
+    )
+    with Model(bundle) as model:  # to open it would hash gigabytes again
+        record["by_position"] = tuple(acceptance_of(model, record))
+    shutil.rmtree(bundle.path / "profiles", ignore_errors=True)
+    drafter = bundle.graphs[DRAFTER]
+    fields: dict[str, Any] = {**drafter.quantization, "acceptance": record}
+    graphs = {**bundle.graphs, DRAFTER: replace(drafter, quantization=fields)}
+    return replace(bundle, graphs=graphs)
+
+
+def fallen(stored: Sequence[float], measured: Sequence[float]) -> bool:
+    """Whether the acceptance fell at any position by more than `TOLERANCE`."""
+    return any(
+        new < old - TOLERANCE for old, new in zip(stored, measured, strict=False)
+    )

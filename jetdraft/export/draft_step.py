@@ -1,0 +1,253 @@
+"""One pass of a drafter as a torch module, and its contract, from what it declares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from jetdraft.checkpoints.attention import IMPLEMENTATION, StepState, attending
+from jetdraft.checkpoints.heads.blocks import both_ways
+from jetdraft.checkpoints.heads.draft_module import DraftModule, Given
+from jetdraft.contracts.constants import HIDDEN
+from jetdraft.contracts.step_contract import TARGET_LENGTH, StepContract
+from jetdraft.export.source_step import SourceStep
+from jetdraft.export.step import Step, count, dtype_of, one_row, presents, state_of
+from jetdraft.quant.edits import initializer
+
+
+def draft_step(drafter: DraftModule, target: StepContract, dtype: str) -> Step:
+    """The pass of a drafter beside its target, whose contract is `target`."""
+    step = SourceBlockStep if drafter.reads.source else DraftStep
+    return step(drafter, contract_of(drafter, target, dtype), ids=drafter.ids)
+
+
+def contract_of(drafter: DraftModule, target: StepContract, dtype: str) -> StepContract:
+    """The contract of a drafter's graph, computed from what its rows read.
+
+    Raises `UnsupportedModelError` for a drafter whose layers cannot be exported.
+    """
+    reads, config = drafter.reads, drafter.config
+    width = config.feature_size
+    last = len(target.kv_shapes) - 1
+    contract = replace(
+        target,
+        dtype=dtype,
+        kv_shapes=drafter.kv_shapes(target),
+        hidden_size=0,
+        kv_bits=0,
+        feature_size=0,
+        feature_input=width if reads.features else 0,
+        carried_size=width if reads.carries else 0,
+        draft_vocab=0 if drafter.ids is None else len(drafter.ids),
+        guesses=config.slots if reads.guesses else 0,
+        streams=0,
+        spare_slots=2 * drafter.block_rows if reads.guesses and reads.buffers else 0,
+        reads=((last, *target.kv_shapes[last]),) if reads.target_kv else (),
+        recent=config.slots - 1 if reads.windows else reads.tokens - 1,
+        ahead=config.slots if reads.windows else 0,
+    )
+    if (0, 0) not in contract.kv_shapes:
+        return contract
+    return replace(contract, kv_shapes=_measured_shapes(drafter, contract))
+
+
+def _measured_shapes(
+    drafter: DraftModule, contract: StepContract
+) -> tuple[tuple[int, int], ...]:
+    """(kv_heads, head_dim) of each layer, from a pass over one row."""
+    drafter.attend_with(IMPLEMENTATION)
+    row = torch.zeros(1, 1, dtype=torch.long)
+    features = torch.zeros(1, 1, contract.feature_input, dtype=dtype_of(contract))
+    state = one_row(
+        drafter,
+        lambda cache: drafter.draft(Given(row, row, row[0], features, cache=cache)),
+    )
+    return tuple((key.shape[1], key.shape[3]) for key, _ in state.past)
+
+
+class DraftStep(Step):
+    """One pass of a drafter over fixed buffers, as the contract declares it.
+
+    Its candidates are ids of the target, also where it chooses among a part of the
+    vocabulary.
+    """
+
+    def __init__(
+        self, drafter: DraftModule, contract: StepContract, ids: Tensor | None = None
+    ) -> None:
+        super().__init__(drafter, contract, ids=ids)
+        drafter.attend_with(IMPLEMENTATION)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cursor: Tensor,
+        total_length: Tensor,
+        answer_rows: Tensor,
+        *inputs: Any,
+    ) -> list[Tensor]:
+        """The outputs in the order of `StepContract.outputs`.
+
+        The inputs after `answer_rows` are what the drafter reads, and the buffers.
+        """
+        *others, past = inputs
+        drafter, contract, dtype = self.model, self.contract, dtype_of(self.contract)
+        names = (spec.name for spec in contract.inputs[5 : 5 + len(others)])
+        read = dict(zip(names, others, strict=True))
+        given = Given(input_ids, position_ids, answer_rows)
+        if not contract.kv_shapes:
+            given.features = read["features"].to(dtype)
+            logits, _ = drafter.draft(given)
+            return self.answers(logits.float())
+        if contract.block:
+            state = self._fill_block(given, read, cursor, total_length, past)
+        else:
+            state = state_of(position_ids, cursor, total_length, past)
+            given.recent = read.get("recent_ids", given.recent)
+            if "features" in read:
+                given.features = read["features"].to(dtype)
+        if contract.reads:
+            length, given.keys, given.values = others
+            slots = torch.arange(given.keys.shape[2])
+            given.bias = ((slots >= length).to(dtype) * HIDDEN)[None, None, None]
+        with attending(state):
+            logits, carried = drafter.draft(given)
+        rows = self.answers(logits.float())
+        return [
+            *rows,
+            *([] if carried is None else [carried.float()]),
+            *presents(state),
+        ]
+
+    def _fill_block(
+        self,
+        given: Given,
+        read: dict[str, Tensor],
+        cursor: Tensor,
+        total_length: Tensor,
+        past: list[Tensor],
+    ) -> StepState:
+        """The state of a pass with a block, which `given` gets, behind its rows."""
+        positions, size = given.positions, self.model.block_rows
+        if "features" in read:
+            given.features = read["features"].to(dtype_of(self.contract))
+        first = positions[:, -1:] + 1
+        given.block = read["block"]
+        if self.model.reads.anchored:
+            given.block = torch.cat([given.tokens[:, -1:], given.block], dim=1)
+        given.positions = torch.cat([positions, first + torch.arange(size)], dim=1)
+        pass_inputs = given.positions, cursor, total_length, past
+        return block_state(*pass_inputs, size, self.contract)
+
+
+def block_state(
+    positions: Tensor,
+    cursor: Tensor,
+    total_length: Tensor,
+    past: list[Tensor],
+    size: int,
+    contract: StepContract,
+) -> StepState:
+    """The state of a pass over rows at `positions` int64 [1, n + m], m the `size`.
+
+    Attention has m rows more: the queries of the block, whose slots the bias hides; see
+    `checkpoints.heads.blocks`.
+    """
+    filled = cursor + count(positions)
+    slots = torch.arange(contract.slots, dtype=torch.int32)
+    hidden = (slots >= filled).to(dtype_of(contract)) * HIDDEN
+    rows = torch.cat([positions, positions[:, -size:]], dim=1)
+    # Added to a zero for each row, since a shape would be computed on the host.
+    bias = (rows * 0).to(hidden.dtype)[:, None, :, None] + hidden
+    return StepState(
+        cursor=cursor,
+        last_row=filled + size - 1,
+        total_length=total_length,
+        past=list(zip(past[::2], past[1::2], strict=True)),
+        bias=bias,
+    )
+
+
+class SourceBlockStep(SourceStep):
+    """The guesses for the tokens of a block, of a drafter that reads a source too."""
+
+    @property
+    def decoder(self) -> Any:
+        """The model of transformers."""
+        return self.model.model
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cursor: Tensor,
+        total_length: Tensor,
+        answer_rows: Tensor,
+        *inputs: Any,
+    ) -> list[Tensor]:
+        """The outputs in the order of `StepContract.outputs`.
+
+        The inputs after `answer_rows` are the block, the source's length, the cross
+        buffers and the past.
+        """
+        block, source_length, *cross, past = inputs
+        size = self.contract.block
+        slots = torch.arange(size)
+        block = torch.where(block < self.model.config.vocab_size, block, block + slots)
+        behind = position_ids[:, -1:] + 1 + slots
+        positions = torch.cat([position_ids, behind], dim=1)
+        plain = block_state(positions, cursor, total_length, past, size, self.contract)
+        # The queries of a block follow its keys in further rows.
+        rows = torch.cat([positions, behind], dim=1)
+        bias, distances = plain.bias, self.distances(rows, positions, cursor, True)
+        assert bias is not None
+        bias = bias if distances is None else bias + distances.to(bias.dtype)
+        state = self.reading(plain, source_length, bias)
+        state.own = both_ways(size, context_asks=True)
+        with attending(state):
+            logits = self.model(
+                torch.cat([input_ids, block], dim=1),
+                positions,
+                (slice(None), slice(-size, None)),
+                **self.encoded(list(zip(cross[::2], cross[1::2], strict=True))),
+            )
+        return [*self.answers(logits), *presents(state)]
+
+
+def read_less(file: Path, contract: StepContract) -> None:
+    """Let a graph read the committed rows of the target's buffers only, not all slots.
+
+    A slice costs as much as the text is long; a mask alone as much as the buffers.
+    """
+    model = ir.load(file)
+    graph = model.graph
+    inputs = {value.name: value for value in graph.inputs}
+    first, axis, step = (
+        initializer(graph, f"committed.{name}", np.array([number], np.int64))
+        for name, number in (("first", 0), ("axis", 2), ("step", 1))
+    )
+    # Without a row there would be nothing to take a softmax of.
+    one = initializer(graph, "committed.one", np.array([1], np.int32))
+    least = ir.node("Max", [inputs[TARGET_LENGTH.name], one])
+    end = ir.node("Cast", [least.outputs[0]], {"to": ir.DataType.INT64})
+    nodes = [least, end]
+    for spec in contract.target_kv:
+        buffer = inputs[spec.name]
+        readers = list(buffer.uses())
+        cut = ir.node("Slice", [buffer, first, end.outputs[0], axis, step])
+        for node, index in readers:
+            node.replace_input_with(index, cut.outputs[0])
+        nodes.append(cut)
+    graph.insert_before(graph[0], nodes)
+    for node in graph:
+        for value in node.outputs:
+            if not value.is_graph_output():
+                value.shape = None
+    ir.save(model, file)

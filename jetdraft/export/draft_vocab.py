@@ -1,0 +1,171 @@
+"""The tokens of a pair, and the part of them that a drafter may draft."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from jetdraft.bundle import DRAFTER, TARGET
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.draft_vocabulary import MOST_PADDING
+from jetdraft.checkpoints.heads.draft_module import DraftModule, rows_of
+from jetdraft.checkpoints.parameters import run_in
+from jetdraft.checkpoints.tokenizer_reader import read_tokenizer
+from jetdraft.errors import CheckpointError, PairError, printable
+from jetdraft.quant.blocks import Blocks
+from jetdraft.quant.calibration import Windows, own_attention
+from jetdraft.quant.weights import Quantization
+
+ASKED_TOKENS = 512
+"""Tokens of the text after which the target is asked what else it expects, about."""
+
+
+def frequent_tokens(
+    model: Any, windows: Windows, count: int, known: int | None = None
+) -> Tensor:
+    """The `count` most frequent tokens of a text that are below `known`, ascending.
+
+    The result is int64 [count]; `known` is the vocabulary's size by default.
+    Tokens that are equally frequent, for example all that the text lacks, are in the
+    order of the probability that the model gives them in the text.
+    """
+    expected = _expected(model, windows)
+    # Below 1, so that it decides only among equal counts.
+    share = expected / (1 + expected.sum())
+    score = torch.bincount(windows.tokens, minlength=len(share)) + share
+    return score[:known].argsort(descending=True, stable=True)[:count].sort().values
+
+
+def _expected(model: Any, windows: Windows) -> Tensor:
+    """How often the model expects each token in the text, float64 [vocabulary]."""
+    rows = windows.ids[: max(1, ASKED_TOKENS // windows.scored)]
+    expected = torch.zeros(model.get_output_embeddings().weight.shape[0]).double()
+    with own_attention(model), torch.no_grad():
+        for ids in rows:
+            logits = model(
+                ids[None], use_cache=False, logits_to_keep=windows.scored
+            ).logits
+            expected += logits[0].float().softmax(-1).sum(0)
+    return expected
+
+
+@dataclass(frozen=True)
+class CutHead:
+    """A drafter's checkpoint whose LM head has the rows of the tokens `ids` only.
+
+    `ids` are int64 [n]. An embedding that was tied to the whole LM head keeps its
+    rows, and is quantized as the head was: `embedding` is its name now, `whole` the
+    head's before, and `blocks` are the integers of the checkpoint before.
+    """
+
+    checkpoint: Checkpoint
+    ids: Tensor
+    embedding: str | None
+    whole: str
+    blocks: Mapping[str, Blocks]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, ids: Tensor, dtype: torch.dtype) -> CutHead:
+        """Cut the LM head of the checkpoint's model, in place; it runs in `dtype`."""
+        model, whole = checkpoint.model, checkpoint.head
+        weight = model.get_output_embeddings().weight
+        table = model.get_input_embeddings().weight
+        packed = checkpoint.packed
+        blocks = dict(packed.blocks) if packed else {}
+        lm_head = rows_of(model.get_output_embeddings(), ids)
+        run_in(lm_head, dtype)
+        model.set_output_embeddings(lm_head)
+        if packed is not None and whole in blocks:
+            kept = blocks[whole].columns(ids.numpy())
+            forms = packed.forms
+            packed = replace(
+                packed,
+                blocks={**blocks, checkpoint.head: kept},
+                forms={**forms, checkpoint.head: forms[whole]},
+            )
+        embedding = checkpoint.names()[id(table)] if table is weight else None
+        return cls(replace(checkpoint, packed=packed), ids, embedding, whole, blocks)
+
+    def quantization(self, plain: Quantization) -> Quantization:
+        """How the cut checkpoint is quantized, from how it would be without a cut."""
+        if self.embedding is None:
+            return plain
+        lender = replace(plain, head=self.whole, packed=self.blocks)
+        return replace(plain, borrowed={self.embedding: self.whole}, lender=lender)
+
+
+def cut_head(head: DraftModule, ids: Tensor, dtype: torch.dtype) -> None:
+    """Let a head that reads states choose among these tokens, in place.
+
+    The target's own LM head stays as it is.
+    """
+    heads = getattr(head, "lm_heads", None)
+    cuts = [rows_of(lm_head, ids) for lm_head in heads or [head.lm_head]]
+    for lm_head in cuts:
+        run_in(lm_head, dtype)
+    if heads is None:
+        head.lm_head = cuts[0]
+    else:
+        head.lm_heads = nn.ModuleList(cuts)
+    head.ids = ids
+
+
+def write_vocabulary(folder: Path, ids: Tensor | None) -> str | None:
+    """Write a draft vocabulary into a bundle; gives the file's name."""
+    if ids is None:
+        return None
+    name = f"{DRAFTER}-vocabulary.npy"
+    np.save(folder / name, ids.numpy().astype(np.int64))
+    return name
+
+
+def compare_tokenizers(sources: Mapping[str, str]) -> None:
+    """Refuse a pair with two tokenizers before any weight is read, which takes long."""
+    if DRAFTER not in sources:
+        return
+    pair = sources[TARGET], sources[DRAFTER]
+    try:
+        texts = [read_tokenizer(source) for source in pair]
+    except CheckpointError:
+        return  # loading says it in better words
+    _compare(*pair, *texts)
+
+
+def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
+    """Raise `PairError` for a drafter whose ids are other tokens than the target's.
+
+    Where a checkpoint has no tokenizer, matrices of about as many rows must do.
+    """
+    _compare(target.source, drafter.source, target.tokenizer, drafter.tokenizer)
+    rows = target.vocab_size, drafter.vocab_size
+    known = target.tokenizer is not None and drafter.tokenizer is not None
+    if not known and abs(rows[0] - rows[1]) > MOST_PADDING:
+        raise PairError(
+            f"{drafter.source} has {rows[1]} tokens, {target.source} has {rows[0]}, "
+            "and without both tokenizers the tokens cannot be compared; add them, or "
+            "choose a drafter with the same tokenizer"
+        )
+
+
+def _compare(target: str, drafter: str, ours: str | None, theirs: str | None) -> None:
+    """Raise `PairError` unless each id that both tokenizers have is one token."""
+    if ours is None or theirs is None:
+        return
+    one, other = (
+        {i: token for token, i in Tokenizer.from_str(text).get_vocab().items()}
+        for text in (ours, theirs)
+    )
+    for i in sorted(one.keys() & other.keys()):
+        if one[i] != other[i]:
+            tokens = (printable(repr(token), 60) for token in (other[i], one[i]))
+            raise PairError(
+                f"{drafter} has another tokenizer than {target}: token {i} is "
+                f"{', not '.join(tokens)}; choose a drafter with the same tokenizer"
+            )

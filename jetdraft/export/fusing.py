@@ -1,0 +1,329 @@
+"""Rewrites of a traced step graph: they save nodes and never change a result.
+
+Each is optional: where its pattern does not match, the graph stays as it was traced.
+
+- rotary: GroupQueryAttention rotates query and key itself, with cosine and sine tables
+  of `capacity` rows; this replaces Transpose, RotaryEmbedding, Transpose before it.
+  With `beside` one contrib RotaryEmbedding does it for each of them, since attention
+  on WebGPU counts positions from the cursor on, which is wrong for branches
+- projections: MatMuls that share their input become one MatMul; query, key and value
+  then enter attention packed
+- norms: residual Add and RMSNormalization become SkipSimplifiedLayerNormalization
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+from onnxscript.rewriter import rewrite
+
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.export.attentions import attend_as_two, attentions
+from jetdraft.export.rotation import RotaryTables, RotationInHalves, fuse_rotation
+from jetdraft.export.step import CUT
+from jetdraft.quant.edits import PARAMETER, derived, initializer, producer, substitute
+
+_CONTRIB = "com.microsoft"
+
+
+def fuse(
+    model: ir.Model,
+    contract: StepContract,
+    forms: Mapping[str, object] | None = None,
+    beside: bool = False,
+) -> None:
+    """Apply every rewrite to `model`, in place.
+
+    `forms` maps matrices, by their names in the checkpoint, to `Blocks.form`; only
+    matrices with equal forms are merged. `beside` keeps the rotation out of attention.
+    """
+    rewrite(model, [RotationInHalves.rule()])
+    # Each layer computes the same cosine; merge them, so that all share one table.
+    common.CommonSubexpressionEliminationPass()(model)
+    tables = RotaryTables(model, contract.slots)
+    for node in attentions(model.graph):
+        fuse_rotation(model.graph, node, tables, beside)
+    drop_identity_reshapes(model.graph)
+    split_gemms(model.graph)
+    merge_projections(model.graph, forms or {})
+    for node in attentions(model.graph):
+        pack_projections(node)
+    fuse_norms(model.graph)
+    if contract.spare_slots and not contract.block:
+        attend_as_two(model.graph)
+    common.RemoveUnusedNodesPass()(model)
+    model.graph.sort()
+
+
+# --- projections ----------------------------------------------------------------------
+
+
+def split_gemms(graph: ir.Graph) -> None:
+    """Gemm with a constant matrix becomes MatMul and Add, which can be quantized."""
+    for node in list(graph):
+        is_product = (
+            node.op_type == "Gemm"
+            and _is_matrix(node.inputs[1])
+            and node.attributes.get_float("alpha", 1.0) == 1.0
+            and node.attributes.get_float("beta", 1.0) == 1.0
+            and not node.attributes.get_int("transA", 0)
+            and not node.attributes.get_int("transB", 0)
+        )
+        if is_product:
+            product = ir.node("MatMul", node.inputs[:2])
+            product.outputs[0].shape = node.outputs[0].shape
+            product.outputs[0].dtype = node.outputs[0].dtype or ir.DataType.FLOAT
+            nodes = [product]
+            if len(node.inputs) == 3 and node.inputs[2] is not None:
+                nodes.append(ir.node("Add", [product.outputs[0], node.inputs[2]]))
+            graph.insert_before(node, nodes)
+            substitute(node.outputs, nodes[-1].outputs)
+            graph.remove(node, safe=True)
+
+
+def merge_projections(graph: ir.Graph, forms: Mapping[str, object]) -> None:
+    """MatMuls of one input with constant matrices become one MatMul and a Split."""
+    groups: dict[tuple[ir.Value, object], list[ir.Node]] = {}
+    for node in graph:
+        if node.op_type == "MatMul" and _is_matrix(node.inputs[1]):
+            source, matrix = node.inputs[:2]
+            assert source is not None
+            assert matrix is not None
+            form = forms.get(matrix.metadata_props.get(PARAMETER, ""))
+            groups.setdefault((source, form), []).append(node)
+    for (source, _), nodes in groups.items():
+        biases = [_bias_after(node) for node in nodes]
+        if len(nodes) > 1 and len({bias is None for bias in biases}) == 1:
+            _merge(graph, source, nodes, [bias for bias in biases if bias])
+
+
+def _is_matrix(value: ir.Value | None) -> bool:
+    return (
+        value is not None
+        and value.const_value is not None
+        and (value.shape is not None and len(value.shape) == 2)
+    )
+
+
+def _bias_after(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
+    """The Add of a constant vector, if nothing else reads the MatMul's output."""
+    consumers = list(node.outputs[0].consumers())
+    if len(consumers) != 1 or consumers[0].op_type != "Add":
+        return None
+    width = node.inputs[1].shape[1] if node.inputs[1] and node.inputs[1].shape else 0
+    for value in consumers[0].inputs:
+        constant = value.const_value if value is not None else None
+        if value is not None and constant is not None and constant.shape == (width,):
+            return consumers[0], value
+    return None
+
+
+def _merge(
+    graph: ir.Graph,
+    source: ir.Value,
+    nodes: list[ir.Node],
+    biases: list[tuple[ir.Node, ir.Value]],
+) -> None:
+    """Replace MatMuls of `source`, and the Adds of their biases if they have any."""
+    weights = [node.inputs[1] for node in nodes]
+    sizes = [weight.shape[1] for weight in weights if weight and weight.shape]
+    name = f"{nodes[0].outputs[0].name}.merged"
+    matrix = _joined(graph, [w for w in weights if w], f"{name}.weight", axis=1)
+    product = ir.node("MatMul", [source, matrix])
+    new_nodes = [product]
+    if biases:
+        vector = _joined(graph, [value for _, value in biases], f"{name}.bias", axis=0)
+        new_nodes.append(ir.node("Add", [product.outputs[0], vector]))
+    result = new_nodes[-1].outputs[0]
+    lengths = initializer(graph, f"{name}.sizes", np.array(sizes, np.int64))
+    split = ir.node("Split", [result, lengths], {"axis": -1}, num_outputs=len(nodes))
+    new_nodes.append(split)
+    old_results = [add.outputs[0] for add, _ in biases]
+    old_results = old_results or [node.outputs[0] for node in nodes]
+    graph.insert_before(nodes[0], new_nodes)
+    substitute(old_results, split.outputs)
+
+
+def _joined(graph: ir.Graph, values: list[ir.Value], name: str, axis: int) -> ir.Value:
+    """One constant that joins `values` along an axis; they stay in the graph."""
+    sizes = [[int(n) for n in value.shape or ()] for value in values]  # type: ignore
+    shape = [*sizes[0]]
+    shape[axis] = sum(size[axis] for size in sizes)
+
+    def join(*arrays: np.ndarray) -> np.ndarray:
+        return np.concatenate(arrays, axis=axis)
+
+    return derived(graph, name, values, join, shape)
+
+
+def pack_projections(attention: ir.Node) -> None:
+    """Let attention read query, key and value packed, if one Split makes all three."""
+    splits = [producer(value, "Split") for value in attention.inputs[:3]]
+    split = splits[0]
+    if split is None or any(other is not split for other in splits):
+        return
+    if list(split.outputs) != list(attention.inputs[:3]):
+        return
+    attention.replace_input_with(0, split.inputs[0])
+    attention.replace_input_with(1, None)
+    attention.replace_input_with(2, None)
+
+
+# --- norms ----------------------------------------------------------------------------
+
+
+def fuse_norms(graph: ir.Graph) -> None:
+    """Merge Add and the RMSNormalization of its sum into one node with both results."""
+    for norm in list(graph):
+        if norm.op_type != "RMSNormalization" or norm.attributes.get_int("axis") != -1:
+            continue
+        add = producer(norm.inputs[0], "Add")
+        if _is_cut(norm.inputs[0]) or _joins_probes(norm.inputs[0]):
+            # Something else reads this sum, so it cannot be computed inside the norm.
+            # Use the fused norm all the same and add 0: RMSNormalization differs in its
+            # last bits, and the halves of a target must give the bits of the whole.
+            zero = initializer(graph, "no_skip", _zero_like(norm))
+            zeros = ir.node("Mul", [norm.inputs[0], zero])
+            fused = _skip_norm(norm, norm.inputs[0], zeros.outputs[0])
+            graph.insert_before(norm, [zeros, fused])
+            substitute([norm.outputs[0]], [fused.outputs[0]])
+        elif add is not None and _same_shape(
+            *(value.shape if value else None for value in add.inputs)
+        ):
+            fused = _skip_norm(norm, *add.inputs)
+            graph.insert_before(norm, fused)
+            substitute(
+                [norm.outputs[0], add.outputs[0]], [fused.outputs[0], fused.outputs[3]]
+            )
+
+
+def _skip_norm(norm: ir.Node, *added: ir.Value | None) -> ir.Node:
+    """A node that adds two values and norms the sum; its output 3 is the sum."""
+    fused = ir.node(
+        "SkipSimplifiedLayerNormalization",
+        [*added, norm.inputs[1]],
+        {"epsilon": norm.attributes.get_float("epsilon", 1e-5)},
+        domain=_CONTRIB,
+        num_outputs=4,
+    )
+    # Outputs 1 and 2 are statistics that only training reads.
+    fused.outputs[1].name = fused.outputs[2].name = ""
+    return fused
+
+
+def _is_cut(value: ir.Value | None) -> bool:
+    """Whether the upper half of a target starts with this value."""
+    return value is not None and value.name == CUT
+
+
+def _joins_probes(value: ir.Value | None) -> bool:
+    """Whether a Concat makes this value from a sum of rows and the probes."""
+    concat = producer(value, "Concat")
+    return concat is not None and producer(concat.inputs[0], "Add") is not None
+
+
+def _zero_like(norm: ir.Node) -> np.ndarray:
+    """An array of one zero, of the type of the norm's weight."""
+    weight = norm.inputs[1]
+    dtype = weight.dtype if weight is not None else None
+    return np.zeros(1, (dtype or ir.DataType.FLOAT).numpy())
+
+
+def _same_shape(shape: ir.Shape | None, other: ir.Shape | None) -> bool:
+    """Whether both shapes are [1, n, c] with the same n and c.
+
+    An addition of such values does not broadcast.
+    """
+    if shape is None or other is None or not same_rows(shape, other):
+        return False
+    return bool(shape[1] == other[1])
+
+
+# --- reshapes -------------------------------------------------------------------------
+
+
+def drop_identity_reshapes(graph: ir.Graph) -> None:
+    """Merge each chain of Reshape into one; drop it if it does not change the shape."""
+    for node in list(graph):
+        if node.op_type != "Reshape":
+            continue
+        inner = producer(node.inputs[0], "Reshape")
+        if inner is not None and not _copies_sizes(node):
+            node.replace_input_with(0, inner.inputs[0])
+        before, after = node.inputs[0], node.outputs[0]
+        if after.is_graph_output():
+            continue
+        if before is not None and same_rows(before.shape, after.shape):
+            ir.convenience.replace_all_uses_with(after, before)
+
+
+def _copies_sizes(reshape: ir.Node) -> bool:
+    """Whether its target shape has a 0, which copies a size of its input."""
+    shape = reshape.inputs[1].const_value if reshape.inputs[1] else None
+    return shape is None or bool((shape.numpy() == 0).any())
+
+
+def same_rows(shape: ir.Shape | None, other: ir.Shape | None) -> bool:
+    """Whether the shapes of one value, before and after Reshape, are equal.
+
+    Both must be [1, n, c] with the same c, so n is the same too.
+    """
+    if shape is None or other is None or len(shape) != 3 or len(other) != 3:
+        return False
+    return (
+        shape[0] == other[0] == 1 and isinstance(shape[2], int) and shape[2] == other[2]
+    )
+
+
+# --- gathers --------------------------------------------------------------------------
+
+
+def plain_gathers(graph: ir.Graph) -> None:
+    """Replace each GatherND whose indices have one number each, in place.
+
+    CUDA's GatherND takes no int32, and copies a size from the host that a captured
+    graph would read again later. Gather takes every type and copies nothing.
+    """
+    for node in list(graph):
+        chosen = _chosen(node)
+        if chosen is None:
+            continue
+        axis, data, replaced = 0, node.inputs[0], node
+        turned = producer(data, "Transpose")
+        back = _only_reader(node, "Transpose")
+        if turned is not None and back is not None and len(chosen.shape or ()) == 1:
+            perm, inverse = (
+                [int(i) for i in each.attributes["perm"].as_ints()]
+                for each in (turned, back)
+            )
+            if np.argsort(perm).tolist() == inverse:
+                axis, data, replaced = perm[0], turned.inputs[0], back
+        gather = ir.node("Gather", [data, chosen], {"axis": axis})
+        graph.insert_before(replaced, gather)
+        substitute(replaced.outputs, gather.outputs)
+
+
+def _chosen(node: ir.Node) -> ir.Value | None:
+    """The indices along the first axis, if a node is GatherND over that axis alone."""
+    if node.op_type != "GatherND" or node.attributes.get_int("batch_dims", 0) != 0:
+        return None
+    column = producer(node.inputs[1], "Unsqueeze")
+    if column is None:
+        return None
+    chosen, axes = column.inputs
+    if chosen is None or chosen.shape is None or axes is None or not axes.const_value:
+        return None
+    last = axes.const_value.numpy().tolist() in ([-1], [len(chosen.shape)])
+    return chosen if last else None
+
+
+def _only_reader(node: ir.Node, op_type: str) -> ir.Node | None:
+    """The node that alone reads the first output of `node`, if it has that type."""
+    output = node.outputs[0]
+    readers = [use.node for use in output.uses()]
+    if output.is_graph_output() or len(readers) != 1 or readers[0].op_type != op_type:
+        return None
+    return readers[0]

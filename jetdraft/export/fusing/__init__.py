@@ -1,1 +1,0 @@
-"""Rewrites of a traced graph that save nodes."""

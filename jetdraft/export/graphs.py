@@ -1,0 +1,328 @@
+"""The graphs of one model, in the order in which they are written.
+
+The chain graph, whose rows each follow the row before, is traced, rewritten for its
+flavour and quantized. The other graphs are made of it and read its weights file: the
+halves first, which remove the extra outputs of the chain graph, then the tree graph,
+and of that the graph that selects rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+from torch import Tensor
+
+from jetdraft.bundle import SCATTERED, STREAMS, TARGET
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.parameters import keep_weights
+from jetdraft.contracts.split_contract import SCORES, SplitContract
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.errors import UnsupportedModelError
+from jetdraft.export.attentions import has_windows
+from jetdraft.export.export_options import ExportOptions
+from jetdraft.export.fusing import fuse, plain_gathers
+from jetdraft.export.halves import ExitStep, drop_extras, split
+from jetdraft.export.kv import quantize_cache
+from jetdraft.export.probe_step import probe_step, write_task
+from jetdraft.export.select_graph import select_graph
+from jetdraft.export.source_step import EncoderStep, SourceStep
+from jetdraft.export.standard import standardize
+from jetdraft.export.step import CUT, FeatureStep, Step
+from jetdraft.export.tracer import trace
+from jetdraft.export.tree import compaction_graph, tree_graph
+from jetdraft.manifest import GraphEntry, Halves
+from jetdraft.quant.blocks import Floats
+from jetdraft.quant.weights import Quantization
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of the stage, the steps done and the number of steps."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model on its way into the bundle `folder`.
+
+    `names` maps the ids of the weights to their names in the checkpoint. `scales` are
+    those of integer KV buffers, empty for float buffers. `ids` are the tokens of an LM
+    head that was cut.
+    """
+
+    folder: Path
+    name: str
+    checkpoint: Checkpoint
+    options: ExportOptions
+    quantization: Quantization
+    names: Mapping[int, str]
+    report: Progress = lambda stage, done, total: None
+    scales: list[Floats] = field(default_factory=list)
+    ids: Tensor | None = None
+
+    def beside(self, kind: str) -> Path:
+        """The file of another graph of this model, for example kind "tree"."""
+        return self.folder / f"{self.name}-{kind}.onnx"
+
+
+def write_graphs(job: Job, entry: GraphEntry) -> GraphEntry:
+    """Write all graphs of one model; returns its entry in the manifest with them."""
+    if job.checkpoint.reads_source:
+        entry = _write_target_encoder(job, entry)
+    if job.checkpoint.streams is not None:
+        step, entry = _with_probes(job, entry)
+    else:
+        step = _plain_step(job, entry.contract)
+    entry = write_chain(job, entry, step)
+    entry = _write_halves(job, entry, step)
+    entry = write_tree(job, entry)
+    return _write_selection(job, entry)
+
+
+def _plain_step(job: Job, contract: StepContract) -> Step:
+    """The pass of a model without probes."""
+    model, taps = job.checkpoint.model, job.checkpoint.taps
+    if job.checkpoint.reads_source:
+        return SourceStep(model, contract)
+    if taps is not None:
+        return FeatureStep(model, contract, taps)
+    layer = job.options.exit_layer if job.name == TARGET else None
+    above = 0 if layer is None else len(contract.kv_shapes) - layer
+    return Step(model, contract, cut=above, ids=job.ids)
+
+
+def _with_probes(job: Job, entry: GraphEntry) -> tuple[Step, GraphEntry]:
+    """The pass of a model with probes, whose weights are written too."""
+    assert job.checkpoint.streams is not None
+    probed = job.checkpoint.with_streams(job.options.adapter_scale)
+    write_task(job.folder / STREAMS, probed, entry.contract.dtype)
+    settings = job.checkpoint.streams.to_json()
+    entry = replace(entry, streams={**settings, "base": probed.base})
+    return probe_step(probed, entry.contract), entry
+
+
+# --- the chain graph and the encoder --------------------------------------------------
+
+
+def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
+    """Write the graph of a pass, and its weights file."""
+    stage = f"trace {job.name}"
+    job.report(stage, 0, 1)
+    model = trace(step, job.names)
+    plain_gathers(model.graph)
+    if job.quantization.standard:
+        standardize(model, job.options.flavour_made == SCATTERED)
+    else:
+        forms = {name: kept.form for name, kept in job.quantization.packed.items()}
+        beside = job.options.provider_of(job.name).name == "webgpu"
+        fuse(model, entry.contract, forms, beside)
+    job.report(stage, 1, 1)
+    stage = f"quantize {job.name}"
+    job.quantization.apply(model, lambda done, of: job.report(stage, done, of))
+    if job.scales:
+        bits = job.quantization.recipe.kv_bits
+        contract = quantize_cache(model, entry.contract, job.scales, bits)
+        entry = replace(entry, contract=contract)
+    keep_weights(model, step.task, {})
+    _save_with_weights(model, job.folder / entry.file)
+    return entry
+
+
+def _write_target_encoder(job: Job, entry: GraphEntry) -> GraphEntry:
+    head = job.quantization.head
+    # An embedding that is tied to the LM head has the head's integers.
+    lent = replace(
+        job.quantization, borrowed={head: head}, lender=job.quantization, head=""
+    )
+    return write_encoder(job, entry, lent)
+
+
+def write_encoder(
+    job: Job, entry: GraphEntry, quantization: Quantization
+) -> GraphEntry:
+    """Write the graph of an encoder in that quantization."""
+    file = job.beside("encoder")
+    stage = f"trace {job.name}'s encoder"
+    job.report(stage, 0, 1)
+    model = trace(EncoderStep(job.checkpoint.model, entry.contract), job.names)
+    quantization.apply(model)
+    _save_with_weights(model, file)
+    job.report(stage, 1, 1)
+    return replace(entry, encoder_file=file.name)
+
+
+def _save_with_weights(model: ir.Model, file: Path) -> None:
+    for node in model.graph:
+        node.metadata_props.clear()  # drops stack traces with this machine's paths
+    ir.save(model, file, external_data=f"{file.name}.data")
+
+
+# --- graphs that are made of the chain graph ------------------------------------------
+
+
+def _write_halves(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
+    """Write both halves and their compactions; the chain graph loses its extras.
+
+    If no layer lies below the cut, there are no halves.
+    """
+    chain = job.folder / entry.file
+    if 0 < step.cut < len(entry.contract.kv_shapes):
+        halves = _write_exit(job, entry, _split(job, entry, step))
+        entry = replace(entry, halves=halves)
+    if step.extra_outputs:
+        model = ir.load(chain)
+        drop_extras(model, step)
+        ir.save(model, chain)
+    return entry
+
+
+def _split(job: Job, entry: GraphEntry, step: Step) -> Halves:
+    """Write both halves and their compactions; gives their entry in the manifest."""
+    model = ir.load(job.folder / entry.file)
+    if has_windows(model.graph):
+        raise UnsupportedModelError(
+            f"{job.checkpoint.source} attends in sliding windows, and the halves of a "
+            "target need plain attention; choose another head"
+        )
+    hidden = next(value for value in model.graph.outputs if value.name == CUT)
+    assert hidden.shape is not None
+    halves = Halves(
+        lower=job.beside("lower").name,
+        upper=job.beside("upper").name,
+        lower_compaction=job.beside("lower-compaction").name,
+        upper_compaction=job.beside("upper-compaction").name,
+        layers=step.cut,
+        hidden_size=int(hidden.shape[2]),  # type: ignore[arg-type]  # never symbolic
+        scores=SCORES.name in step.extra_outputs,
+    )
+    contract = SplitContract.of(
+        replace(entry.contract, tree=True),
+        halves.layers,
+        halves.hidden_size,
+        halves.scores,
+    )
+    lower, upper = split(model, contract)
+    for graph, name in (
+        (lower, halves.lower),
+        (upper, halves.upper),
+        (compaction_graph(contract.lower), halves.lower_compaction),
+        (compaction_graph(contract.upper), halves.upper_compaction),
+    ):
+        ir.save(graph, job.folder / name)
+    return halves
+
+
+def _write_exit(job: Job, entry: GraphEntry, halves: Halves) -> Halves:
+    """Write the graph that takes the place of the upper half; add it to `halves`.
+
+    It reads the target's weights from the chain graph's file, which exists already.
+    """
+    if job.name != TARGET or job.options.exit_layer is None:
+        return halves
+    file = job.beside("exit")
+    whole = replace(entry.contract, kv_bits=0, tree=True)
+    cut = SplitContract.of(whole, halves.layers, halves.hidden_size)
+    below, contract = len(cut.lower.kv_shapes), replace(cut.upper, tree=False)
+    write_chain(
+        replace(job, scales=job.scales[2 * below :]),
+        replace(entry, file=file.name, contract=contract),
+        ExitStep(job.checkpoint.model, cut),
+    )
+    share_weights(file, job.folder / entry.file)
+    own_weights = file.with_name(f"{file.name}.data")
+    if not own_weights.stat().st_size:
+        own_weights.unlink()
+    return replace(halves, exit=file.name, base=job.checkpoint.sha256)
+
+
+def write_tree(job: Job, entry: GraphEntry) -> GraphEntry:
+    """Write the graph for branching drafts, where there is one, and its compaction."""
+    chain = ir.load(job.folder / entry.file)
+    model = tree_graph(chain, entry.contract, job.checkpoint.source)
+    if model is None:
+        return entry
+    tree, compaction = job.beside("tree"), job.beside("compaction")
+    ir.save(model, tree)
+    scattered = job.options.provider_of(job.name).name == "webgpu"
+    ir.save(compaction_graph(entry.contract, scattered), compaction)
+    return replace(entry, tree_file=tree.name, compaction_file=compaction.name)
+
+
+def _write_selection(job: Job, entry: GraphEntry) -> GraphEntry:
+    """Write the graph whose passes may read selected rows."""
+    rows = job.options.select_kv
+    if rows is None or job.name != TARGET:
+        return entry
+    model = ir.load(job.folder / (entry.tree_file or entry.file))
+    model, selection = select_graph(model, entry.contract, job.checkpoint, rows)
+    file = job.beside("select")
+    ir.save(model, file)
+    return replace(entry, select_file=file.name, selection=selection)
+
+
+# --- weights that two graphs share ----------------------------------------------------
+
+_PAGE, _LARGE = 4096, 1 << 16
+"""A large tensor begins at a page of its file, so that it can be mapped alone."""
+
+
+def share_weights(file: Path, other: Path) -> None:
+    """Read the tensors of the graph `file` that `other` has too from the latter's file.
+
+    Both graphs keep their large tensors in files of their own beside them, and tensors
+    with equal bytes are one. The weights of `file` become smaller.
+    """
+    model = onnx.load(file, load_external_data=False)
+    theirs = {
+        _digest(other.parent, tensor): tensor
+        for tensor in _external(onnx.load(other, load_external_data=False))
+    }
+    tensors = _external(model)
+    if not tensors:
+        return
+    weights = file.parent / _place(tensors[0])["location"]
+    kept = weights.with_suffix(".kept")
+    with kept.open("wb") as written:
+        for tensor in tensors:
+            twin = theirs.get(_digest(file.parent, tensor))
+            if twin is not None:
+                _set_place(tensor, _place(twin))
+                continue
+            place = _place(tensor)
+            step = _PAGE if int(place["length"]) >= _LARGE else 64
+            written.write(bytes(-written.tell() % step))
+            moved = {**place, "offset": str(written.tell())}
+            written.write(_bytes(file.parent, place))
+            _set_place(tensor, moved)
+    kept.replace(weights)
+    onnx.save(model, file)
+
+
+def _external(model: onnx.ModelProto) -> list[onnx.TensorProto]:
+    """The tensors that lie in another file."""
+    return [t for t in model.graph.initializer if t.external_data]
+
+
+def _place(tensor: onnx.TensorProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in tensor.external_data}
+
+
+def _set_place(tensor: onnx.TensorProto, place: dict[str, str]) -> None:
+    del tensor.external_data[:]
+    for key in ("location", "offset", "length"):
+        tensor.external_data.add(key=key, value=place[key])
+
+
+def _digest(folder: Path, tensor: onnx.TensorProto) -> tuple[object, ...]:
+    """What is equal for tensors that can be one."""
+    digest = hashlib.sha256(_bytes(folder, _place(tensor)))
+    return tensor.data_type, tuple(tensor.dims), digest.digest()
+
+
+def _bytes(folder: Path, place: dict[str, str]) -> bytes:
+    """The bytes of a tensor."""
+    with (folder / place["location"]).open("rb") as weights:
+        weights.seek(int(place["offset"]))
+        return weights.read(int(place["length"]))

@@ -1,0 +1,157 @@
+"""A target in two halves, and the pass that leaves its upper layers out.
+
+A graph that was traced with a cut is split below the cut. In the place of the upper
+half can run a graph without the upper layers (SEC, 2401.09964). Rows after such an exit
+attend to all rows before them in every layer, so the layers that a row skips still get
+its keys and values, computed from the state that left the lower layers: the paper's
+state copying.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common
+from torch import Tensor, nn
+
+from jetdraft.checkpoints.attention import attending
+from jetdraft.checkpoints.layers import decoder_layers, final_norm
+from jetdraft.contracts.split_contract import PARENTS, SplitContract
+from jetdraft.contracts.tensors import TensorSpec
+from jetdraft.export.attentions import add_bias, widened
+from jetdraft.export.step import CUT, Specs, Step, presents, state_of, zeros
+from jetdraft.quant.edits import substitute
+
+_ROWS_MASK = "rows_mask"
+
+
+def split(model: ir.Model, contract: SplitContract) -> tuple[ir.Model, ir.Model]:
+    """The lower and the upper half of a traced graph; both verify branching drafts."""
+    graph = model.graph
+    # With probes, the layers above the cut have a bias for rows and probes already.
+    add_bias(graph, widened(graph, replace(contract.lower, streams=0), _ROWS_MASK))
+    traced = {"hidden": CUT, "draft_mask": _ROWS_MASK}
+    lower = _part(model, contract.lower_inputs, contract.lower_outputs, traced)
+    # The upper half does not get these inputs, so it counts its rows by positions.
+    tokens, positions = graph.inputs[:2]
+    _count_by(graph, tokens, 1, positions)
+    for parents in (value for value in graph.inputs if value.name == PARENTS.name):
+        _count_by(graph, parents, 0, positions)
+    if contract.whole.streams:
+        del traced["draft_mask"]
+    below = len(contract.lower.kv_shapes)
+    traced |= {
+        spec.name: f"{kind}.{int(layer) + below}"
+        for side in ("past", "present")
+        for spec in contract.upper.buffers(side)
+        for kind, _, layer in [spec.name.partition(".")]
+    }
+    return lower, _part(model, contract.upper_inputs, contract.upper_outputs, traced)
+
+
+def drop_extras(model: ir.Model, step: Step) -> None:
+    """Remove the extra inputs and outputs from a traced graph, in place."""
+    graph = model.graph
+    for value in [v for v in graph.outputs if v.name in step.extra_outputs]:
+        graph.outputs.remove(value)
+    names = {spec.name for spec in step.extra_inputs}
+    extras = [value for value in graph.inputs if value.name in names]
+    for value in extras:
+        _count_by(graph, value, 0, graph.inputs[1])
+    common.RemoveUnusedNodesPass()(model)
+    for value in extras:
+        graph.inputs.remove(value)
+
+
+def _count_by(graph: ir.Graph, value: ir.Value, axis: int, positions: ir.Value) -> None:
+    """Let nodes that read the size of `axis` of `value` read axis 1 of `positions`."""
+    for node in [n for n in value.consumers() if n.op_type == "Shape"]:
+        if node.attributes.get_int("start", 0) == axis:
+            size = ir.node("Shape", [positions], {"start": 1, "end": 2})
+            graph.insert_before(node, size)
+            substitute(node.outputs, size.outputs)
+
+
+def _part(
+    whole: ir.Model,
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    traced: dict[str, str],
+) -> ir.Model:
+    """A part of a graph with the contract's names and shapes.
+
+    `traced` maps the contract's names to the names in the whole graph, where the two
+    differ.
+    """
+    names = [[traced.get(s.name, s.name) for s in specs] for specs in (inputs, outputs)]
+    graph = ir.convenience.extract(whole.graph, *names)
+    for values, specs in ((graph.inputs, inputs), (graph.outputs, outputs)):
+        for value, spec in zip(values, specs, strict=True):
+            value.name = spec.name
+            value.shape = ir.Shape(spec.shape)
+    part = ir.Model(graph, ir_version=whole.ir_version)
+    common.RemoveUnusedNodesPass()(part)
+    return part
+
+
+class ExitStep(Step):
+    """One pass in place of the upper half, as `SplitContract.exit_inputs` declares it.
+
+    Only the norm and the projections to keys and values of an upper layer are computed:
+    the tracer drops the rest, which no output reads.
+    """
+
+    def __init__(self, model: Any, split: SplitContract) -> None:
+        super().__init__(model, replace(split.upper, tree=False))
+        self.split = split
+
+    @property
+    def declared(self) -> tuple[Specs, Specs, Specs]:
+        """The inputs of an exit, the buffers among them, and its outputs."""
+        upper = self.split.upper
+        return self.split.exit_inputs, upper.buffers("past"), upper.outputs
+
+    def forward(  # type: ignore[override]  # it has other inputs than a whole pass
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        cursor: Tensor,
+        total_length: Tensor,
+        answer_rows: Tensor,
+        exit_hidden: Tensor,
+        past: list[Tensor],
+    ) -> list[Tensor]:
+        """The outputs of the upper half, in the order of the contract."""
+        unused = [zeros(spec) for spec in self.split.lower.buffers("past")]
+        state = state_of(position_ids, cursor, total_length, [*unused, *past])
+        ids = torch.zeros_like(position_ids)
+        with attending(state), self._entering(hidden, exit_hidden):
+            logits = self.logits(state, ids, position_ids, answer_rows)
+        return [*self.answers(logits), *presents(state)[len(unused) :]]
+
+    @contextlib.contextmanager
+    def _entering(self, hidden: Tensor, exit_hidden: Tensor) -> Iterator[None]:
+        """Let `hidden` enter each upper layer, and `exit_hidden` the final norm."""
+        layers = decoder_layers(self.model)
+        upper = layers[len(self.split.lower.kv_shapes) :]
+        with contextlib.ExitStack() as hooks:
+            for layer in upper:
+                hooks.callback(_feed(layer, hidden).remove)
+            hooks.callback(_feed(final_norm(self.model), exit_hidden).remove)
+            yield
+
+
+def _feed(module: nn.Module, states: Tensor) -> Any:
+    """Let `states` enter a module in place of its own; gives the handle of the hook."""
+
+    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if args:
+            return (states, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": states}
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)

@@ -1,1 +1,0 @@
-"""Heads become the drafter of a bundle."""

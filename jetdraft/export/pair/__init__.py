@@ -1,1 +1,0 @@
-"""What an export does to a drafter for its target: a cut, a recipe, its acceptance."""

@@ -1,0 +1,209 @@
+"""The pass of a target whose rows can carry probes.
+
+They are speculative streams (2402.11131) or prompt tokens (2405.18628).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from jetdraft.checkpoints.attention import HandThrough, StepState, attending
+from jetdraft.checkpoints.probes import Probed
+from jetdraft.checkpoints.prompts import Prompted
+from jetdraft.checkpoints.streams import Streamed
+from jetdraft.contracts.constants import HIDDEN
+from jetdraft.contracts.split_contract import PARENTS, SCORES
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.export.step import CUT, Step, answers, count, dtype_of, presents, state_of
+
+
+class ProbeStep(Step):
+    """One pass of a model whose rows can carry probes; see `Step`."""
+
+    model: Probed
+
+    def __init__(self, probed: Probed, contract: StepContract) -> None:
+        super().__init__(probed, contract)
+
+    @property
+    def decoder(self) -> Any:
+        """The model without its probes."""
+        return self.model.model
+
+    @property
+    def task(self) -> dict[str, torch.Tensor]:
+        """The weights of the probes."""
+        return self.model.task
+
+    def forward(  # type: ignore[override]  # the contract of probes has more inputs
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        cursor: torch.Tensor,
+        total_length: torch.Tensor,
+        answer_rows: torch.Tensor,
+        draft_mask: torch.Tensor,
+        draft_start: torch.Tensor,
+        probe_rows: torch.Tensor,
+        probe_ids: torch.Tensor,
+        past: list[torch.Tensor],
+        *extras: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """The outputs in the order of `StepContract.outputs`, then extra outputs."""
+        state = state_of(position_ids, cursor, total_length, past)
+        state.rows = input_ids.shape[1]
+
+        def entered() -> None:
+            # Counted with the rows: a pass may have no probes, and CUDA sums no axis
+            # of size 0.
+            state.last_row = cursor + count(self.filled()) - 1
+            state.bias = _widened(draft_mask, draft_start, self.contract)
+            self.prepend(state)
+
+        self.model.entered = entered
+        with attending(state):
+            logits, *extra_outputs = self.probed(
+                (input_ids, position_ids, probe_rows, probe_ids, answer_rows),
+                *extras,
+                past_key_values=HandThrough(),
+                use_cache=True,
+            )
+        # Split the results, not the logits: a pass may have no probes, and not every
+        # operator takes empty inputs.
+        all_answers = answers(logits.float(), self.contract)
+        rows = answer_rows.shape[0]
+        row_answers, probe_answers = (
+            [_rows(x, start, end) for x in all_answers]
+            for start, end in ((0, rows), (rows, None))
+        )
+        return [*row_answers, *probe_answers, *presents(state), *extra_outputs]
+
+    def filled(self) -> torch.Tensor:
+        """A number of 0 or more for each slot that a layer with probes fills."""
+        return self.model.current_pass.positions
+
+    def prepend(self, state: StepState) -> None:
+        """Put before the probes what they alone see; most probes have nothing."""
+
+    def probed(
+        self, rows_and_probes: tuple[torch.Tensor, ...], **options: Any
+    ) -> list[torch.Tensor]:
+        """The logits of rows and probes, and then the extra outputs."""
+        return [self.model(*rows_and_probes, **options)]
+
+
+class PrefixStep(ProbeStep):
+    """One pass of a model whose probes see a learned prefix in each layer.
+
+    Its keys and values land between those of the rows and of the probes. Attention is
+    causal, so that the rows cannot see them.
+    """
+
+    model: Prompted
+
+    def __init__(self, prompted: Prompted, contract: StepContract) -> None:
+        super().__init__(prompted, contract)
+        self._prefix_rows = torch.zeros(0, dtype=torch.long)
+
+    def forward(  # type: ignore[override]  # its graph has one more input
+        self, *inputs: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """As of `ProbeStep`; `prefix_rows` int64 [p] come before the buffers."""
+        *others, self._prefix_rows, past = inputs
+        return super().forward(*others, past)  # type: ignore[arg-type]
+
+    def filled(self) -> torch.Tensor:
+        """A number of each slot, the slots of the prefix too."""
+        return torch.cat([super().filled(), self._prefix_rows[None]], 1)
+
+    def prepend(self, state: StepState) -> None:
+        """Add the prefix to the keys and values of each layer."""
+        rows = self._prefix_rows
+        prefixes = map(self.model.prompts.prefix, range(len(state.past)))
+        state.prefix = [
+            (keys.index_select(2, rows), values.index_select(2, rows))
+            for keys, values in prefixes
+        ]
+
+
+class StreamStep(ProbeStep):
+    """One pass of a model whose rows can carry streams.
+
+    It also gives the hidden states where the streams enter, at which the target can be
+    cut in halves, and the scores of an early exit there.
+    """
+
+    extra_inputs = (PARENTS,)
+    extra_outputs = (CUT, SCORES.name)
+
+    def __init__(self, streamed: Streamed, contract: StepContract) -> None:
+        super().__init__(streamed, contract)
+        self.cut = streamed.settings.layers
+
+    def probed(  # type: ignore[override]  # its graph has one more input
+        self,
+        rows_and_probes: tuple[torch.Tensor, ...],
+        parents: torch.Tensor,
+        **options: Any,
+    ) -> list[torch.Tensor]:
+        """Logits, the states at the cut, and the scores of the early exit.
+
+        `parents` int64 [n] are the parents of the rows in a draft; the root counts as
+        its own parent.
+        """
+        logits, early, hidden = self.model(
+            *rows_and_probes, early=slice(None), **options
+        )
+        return [logits, hidden, _scores(early.float(), rows_and_probes[0], parents)]
+
+
+def _widened(
+    mask: torch.Tensor, start: torch.Tensor, contract: StepContract
+) -> torch.Tensor:
+    """The bias of all slots that a mask means, see `attentions.widened`."""
+    slots = torch.arange(1, contract.slots + 1)
+    lines = (slots - start.to(torch.int64)).clamp(0, contract.draft_slots)
+    return (mask.to(dtype_of(contract)) * HIDDEN)[lines].T[None, None]
+
+
+def _rows(answer: torch.Tensor, start: int, end: int | None) -> torch.Tensor:
+    """Some rows of an answer.
+
+    WebGPU can cut floats only; they hold all integers up to 16 million.
+    """
+    return answer.to(torch.float32)[:, start:end].to(answer.dtype)
+
+
+def _scores(
+    logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
+) -> torch.Tensor:
+    """The log probability of each row's token after its parent, float32 [1, n]."""
+    chosen = logits[:, parents].gather(-1, tokens[..., None])[..., 0]
+    return chosen - torch.logsumexp(logits, -1)[:, parents]
+
+
+def probe_step(probed: Probed, contract: StepContract) -> ProbeStep:
+    """The pass of a model with probes."""
+    if isinstance(probed, Streamed):
+        return StreamStep(probed, contract)
+    if isinstance(probed, Prompted) and contract.prefix:
+        return PrefixStep(probed, contract)
+    return ProbeStep(probed, contract)
+
+
+def write_task(file: Path, probed: Probed, dtype: str) -> None:
+    """Write the weights of the probes, for `jetdraft.load(streams=)`.
+
+    The npz file has float arrays by their names in the graph, and `base`, the hash of
+    the weights that the probes belong to.
+    """
+    arrays: dict[str, Any] = {
+        name: weight.detach().numpy().astype(dtype)
+        for name, weight in probed.task.items()
+    }
+    arrays["base"] = np.array(probed.base)
+    np.savez(file, **arrays)

@@ -1,0 +1,157 @@
+"""The graph whose passes may read selected rows of the buffers only (TokenSelect).
+
+Each attention becomes an `If`: a pass that is not selecting runs the operator as it
+was, bit for bit, so one session verifies with all rows and drafts with some of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.contracts.step_contract import SELECTING, Reading, Selection, StepContract
+from jetdraft.errors import UnsupportedModelError
+from jetdraft.export.attentions import attentions, has_windows
+from jetdraft.export.seams import trained_length
+from jetdraft.export.selected_attention import SelectedAttention
+from jetdraft.quant.edits import initializer, substitute, value_of
+
+OPSET = 24
+"""The first opset that has TensorScatter."""
+
+
+def select_graph(
+    model: ir.Model, contract: StepContract, checkpoint: Checkpoint, rows: int
+) -> tuple[ir.Model, Selection]:
+    """The chain or tree graph with selections of that many rows, made in place.
+
+    Raises `UnsupportedModelError` for attention that is not plain.
+    """
+    graph = model.graph
+    nodes = attentions(graph)
+    softcaps = (node.attributes.get_float("softcap", 0.0) for node in nodes)
+    if has_windows(graph) or any(softcaps):
+        raise UnsupportedModelError(
+            f"{checkpoint.source} attends in sliding windows or with a softcap, and "
+            "--select-kv needs plain attention; leave it out"
+        )
+    heads = {node.attributes.get_int("num_heads", 0) for node in nodes}
+    if len(heads) != 1:
+        raise UnsupportedModelError(
+            f"{checkpoint.source} has layers of different heads, and --select-kv "
+            "needs equal layers; leave it out"
+        )
+    selection = Selection(rows, heads.pop())
+    trained = _length_of_turns(checkpoint, contract, nodes, rows)
+    _let_select(graph, replace(contract, selection=selection), trained)
+    graph.opset_imports[""] = OPSET
+    common.RemoveUnusedNodesPass()(model)
+    return model, selection
+
+
+def _length_of_turns(
+    checkpoint: Checkpoint, contract: StepContract, nodes: list[ir.Node], rows: int
+) -> int | None:
+    """The trained length, beyond which keys turn; None where they never turn."""
+    trained, width = trained_length(checkpoint.model), contract.max_width
+    if trained is None or trained >= contract.capacity:
+        return None
+    if rows + width > trained:
+        reason = f"--select-kv and --max-width must be {trained} together at most"
+    elif not all(map(_turns, nodes)):
+        reason = "its attention does not rotate keys by plain cosines and sines"
+    else:
+        return trained
+    warnings.warn(
+        f"selected KV rows are of no use beyond the {trained} tokens that "
+        f"{checkpoint.source} was trained on: {reason}",
+        stacklevel=2,
+    )
+    return None
+
+
+def _turns(node: ir.Node) -> bool:
+    """Whether attention rotates keys itself, by cosines and sines that do not scale."""
+    if not node.attributes.get_int("do_rotary", 0):
+        return False
+    tables = [value.const_value if value else None for value in node.inputs[7:9]]
+    norms = sum(np.square(table.numpy()) for table in tables if table)
+    return np.allclose(norms, 1, atol=1e-4)
+
+
+def _let_select(graph: ir.Graph, contract: StepContract, trained: int | None) -> None:
+    """Let every attention of a graph select rows, in place."""
+    selection = contract.selection
+    assert selection is not None
+    inputs = {spec.name: value_of(spec) for spec in contract.selected("past")}
+    selecting = value_of(SELECTING)
+    graph.inputs.extend([selecting, *inputs.values()])
+    nodes = attentions(graph)
+    is_selecting = _is_selecting(graph, nodes[0], selecting, selection)
+    turns = None if trained is None else _turning(graph, nodes[0], selecting, trained)
+    for node in nodes:
+        past = node.inputs[3]
+        assert past is not None
+        layer = int(str(past.name).partition(".")[2])
+        state = tuple(inputs[f"past_{kind}.{layer}"] for kind in ("rows", "query"))
+        attention = SelectedAttention(graph, node, state, selection, turns)
+        branches = {
+            "then_branch": attention.selected(),
+            "else_branch": attention.whole(),
+        }
+        choice = ir.node("If", [is_selecting], branches, num_outputs=5)
+        kept = len(node.outputs)
+        for old, new in zip(node.outputs, choice.outputs, strict=False):
+            new.type, new.shape = old.type, old.shape
+        graph.insert_before(node, choice)
+        substitute(node.outputs, choice.outputs[:kept])
+        graph.remove(node)
+        for spec, value in zip(
+            (s for s in contract.selected("present") if s.name.endswith(f".{layer}")),
+            choice.outputs[kept:],
+            strict=True,
+        ):
+            declared = value_of(spec)
+            value.name, value.type = declared.name, declared.type
+            value.shape = declared.shape
+            graph.outputs.append(value)
+
+
+def _is_selecting(
+    graph: ir.Graph, first: ir.Node, selecting: ir.Value, selection: Selection
+) -> ir.Value:
+    """True if selection is on and the cache is longer than the selection."""
+    rows = ir.node("Shape", [first.inputs[0]], {"start": 1, "end": 2})
+    count = ir.node("Cast", rows.outputs, {"to": ir.DataType.INT32})
+    newest = ir.node("Sub", [first.inputs[5], count.outputs[0]])  # the last committed
+    graph.insert_before(first, [rows, count, newest])
+    wanted = selecting, int(Reading.ALL)
+    return _both_above(graph, first, wanted, (newest.outputs[0], selection.rows - 2))
+
+
+def _turning(
+    graph: ir.Graph, first: ir.Node, selecting: ir.Value, trained: int
+) -> ir.Value:
+    """True if keys may turn, and the pass ends beyond the trained length."""
+    last = first.inputs[5]
+    assert last is not None
+    wanted = selecting, int(Reading.SELECTED)
+    return _both_above(graph, first, wanted, (last, trained - 1))
+
+
+def _both_above(
+    graph: ir.Graph, first: ir.Node, *pairs: tuple[ir.Value, int]
+) -> ir.Value:
+    """Whether both values, int32 [1], are above their bounds; known before `first`."""
+    nodes = []
+    for value, bound in pairs:
+        constant = initializer(graph, f"above.{bound}", np.array([bound], np.int32))
+        nodes.append(ir.node("Greater", [value, constant]))
+    both = ir.node("And", [node.outputs[0] for node in nodes])
+    graph.insert_before(first, [*nodes, both])
+    return both.outputs[0]

@@ -1,0 +1,210 @@
+"""The two passes of an encoder-decoder as torch modules: encoder, and decoder step.
+
+The seams of any family of transformers are: the attention, the cache with the source's
+keys and values, a module `embed_positions` that looks positions up in a table, and T5's
+bias by the distance of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
+
+from jetdraft.checkpoints.attention import StepState
+from jetdraft.checkpoints.source_attention import (
+    CrossCache,
+    Pairs,
+    SourceState,
+    answering,
+    distance_bias,
+    placed,
+    relative_table,
+)
+from jetdraft.contracts.constants import HIDDEN
+from jetdraft.contracts.split_contract import SourceContract
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.export.step import Specs, Step, dtype_of, state_of, zeros
+
+_TRACED_SOURCE = 9
+"""Tokens of the source that the tracer sees."""
+
+
+def cross_attentions(model: Any) -> list[Any]:
+    """The decoder's modules that attend to the source, by layer."""
+    return [
+        module
+        for module in model.get_decoder().modules()
+        if getattr(module, "is_causal", None) is False
+        and getattr(module, "is_decoder", False)
+    ]
+
+
+def source_sizes(model: Any) -> tuple[int, int]:
+    """The mel bins of a model that hears, and its slots; zeros for other models."""
+    bins = int(getattr(model.config, "num_mel_bins", 0))
+    table = getattr(model.get_encoder(), "embed_positions", None)
+    return bins, table.weight.shape[0] if bins and table is not None else 0
+
+
+def projections(module: Any) -> tuple[Any, Any]:
+    """The linear layers that make a cross attention's keys and values."""
+    if hasattr(module, "k_proj"):
+        return module.k_proj, module.v_proj
+    return module.k, module.v
+
+
+def encoder_parameters(model: Any) -> set[int]:
+    """The ids of the weights that only the encoder's graph reads."""
+    layers = [layer for m in cross_attentions(model) for layer in projections(m)]
+    parts = [model.get_encoder(), *layers]
+    own = {id(weight) for part in parts for weight in part.parameters()}
+    shared = {id(weight) for weight in model.get_input_embeddings().parameters()}
+    return own - shared
+
+
+class SourceStep(Step):
+    """One pass of a decoder that reads a source, as its contract declares it."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Only the weights that the decoder reads."""
+        hidden = encoder_parameters(self.model)
+        for name, weight in super().named_parameters(*args, **kwargs):
+            if id(weight) not in hidden:
+                yield name, weight
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cursor: Tensor,
+        total_length: Tensor,
+        answer_rows: Tensor,
+        source_length: Tensor,
+        *rest: Any,
+    ) -> list[Tensor]:
+        """The outputs of the contract; `rest` is the cross buffers, then the past."""
+        *cross, past = rest
+        plain = state_of(position_ids, cursor, total_length, past)
+        bias = self.distances(position_ids, position_ids, cursor)
+        state = self.reading(plain, source_length, bias)
+        self._cross: Pairs = list(zip(cross[::2], cross[1::2], strict=True))
+        return self.outputs(state, input_ids, position_ids, answer_rows)
+
+    def logits(
+        self, state: Any, input_ids: Tensor, position_ids: Tensor, answer_rows: Tensor
+    ) -> Tensor:
+        """The logits of the rows to answer for, float32 [1, m, n]."""
+        rows = slice(None), answer_rows
+        with placed(self.model, position_ids), answering(self.model, rows):
+            logits: Tensor = self.model(
+                decoder_input_ids=input_ids, **self.encoded(self._cross)
+            ).logits
+        return logits.float()
+
+    def encoded(self, cross: Pairs) -> dict[str, Any]:
+        """What the model takes in place of a source: the cross buffers."""
+        # Never read, since the cross buffers are written already.
+        width = self.model.get_input_embeddings().weight.shape[1]
+        states = torch.zeros(1, 1, width, dtype=dtype_of(self.contract))
+        return {
+            "encoder_outputs": BaseModelOutput(last_hidden_state=states),
+            "past_key_values": CrossCache(cross),
+            "use_cache": True,
+        }
+
+    def reading(
+        self, plain: StepState, source_length: Tensor, bias: Tensor | None
+    ) -> SourceState:
+        """The state of a pass that reads a source, with a bias of its own rows."""
+        slots = torch.arange(self.contract.source_slots)
+        beyond = (slots >= source_length).to(dtype_of(self.contract)) * HIDDEN
+        return SourceState(
+            plain.cursor,
+            plain.last_row,
+            plain.total_length,
+            plain.past,
+            bias=bias,
+            source_bias=beyond[None, None, None],
+        )
+
+    def distances(
+        self, rows: Tensor, positions: Tensor, cursor: Tensor, both_ways: bool = False
+    ) -> Tensor | None:
+        """The bias of all slots by their distance from rows [1, n], [1, heads, n, k].
+
+        None for a model without such a bias. A slot before the cursor has its own
+        number as position, the slots from there on have `positions` int64 [1, m]: rows
+        of a tree share positions.
+        """
+        if relative_table(self.model) is None:
+            return None
+        slots = torch.arange(self.contract.slots)
+        place = (slots - cursor).clamp(min=0)
+        # A comparison with the number of rows, as a clip to it, would fix that number.
+        place = torch.minimum(place, torch.ones_like(positions).sum() - 1)
+        own = positions[0].gather(0, place)
+        taken = torch.where(slots < cursor, slots, own)
+        return distance_bias(self.model, rows, taken[None], both_ways)
+
+
+class EncoderStep(Step):
+    """The encoder, and the decoder's projections of what it gives.
+
+    EncoderStep(model, contract)(ids, [])    # cross_key.0, cross_value.0, ...
+    """
+
+    def __init__(self, model: Any, contract: StepContract) -> None:
+        super().__init__(model, contract)
+        self.source = SourceContract(contract)
+
+    @property
+    def declared(self) -> tuple[Specs, Specs, Specs]:
+        """Inputs: a source. No buffers. Outputs: the cross buffers."""
+        return self.source.inputs, (), self.source.outputs
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Only the weights that the encoder reads."""
+        own = encoder_parameters(self.model)
+        own |= {id(w) for w in self.model.get_encoder().parameters()}
+        for name, weight in super().named_parameters(*args, **kwargs):
+            if id(weight) in own:
+                yield name, weight
+
+    def example(self) -> list[Tensor]:
+        """A source to trace with."""
+        if self.contract.source_bins:
+            return [zeros(spec) for spec in self.source.inputs]
+        return [torch.zeros(1, _TRACED_SOURCE, dtype=torch.long)]
+
+    def forward(  # type: ignore[override]
+        self, source: Tensor, past: list[Tensor]
+    ) -> list[Tensor]:
+        """The cross buffers of a source, in the contract's order."""
+        if self.contract.source_bins:
+            source = source.to(dtype_of(self.contract))
+        states = self.model.get_encoder()(source).last_hidden_state
+        sides = [side for m in cross_attentions(self.model) for side in projections(m)]
+        place = _split if self.contract.source_bins else _padded
+        return [
+            place(side(states), spec.shape)
+            for side, spec in zip(sides, self.source.outputs, strict=True)
+        ]
+
+
+def _split(rows: Tensor, shape: tuple[Any, ...]) -> Tensor:
+    """Rows [1, slots, heads * d], which fill a buffer of that shape."""
+    _, heads, slots, size = shape
+    return rows.view(1, slots, heads, size).transpose(1, 2)
+
+
+def _padded(rows: Tensor, shape: tuple[Any, ...]) -> Tensor:
+    """Rows [1, source, heads * d] as a buffer of that shape, zeros behind them."""
+    _, heads, slots, size = shape
+    split = rows.view(1, -1, heads, size).transpose(1, 2)
+    # Computed, since zeros alone would be a constant as large as the buffer.
+    empty = (split[:, :, :1] * 0).expand(1, heads, slots, size)
+    return torch.cat([split, empty], 2)[:, :, :slots]

@@ -1,0 +1,378 @@
+"""Traces a pass, as a torch module, into a step graph; equal passes are traced once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import logging
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+import onnx
+import onnx_ir
+import torch
+
+from jetdraft.checkpoints.parameters import keep_weights, simplify
+from jetdraft.checkpoints.silence import silenced
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensors import ANSWERS, PREFIX, PROBES, ROWS, TensorSpec
+from jetdraft.errors import JetdraftError, UnsupportedModelError
+from jetdraft.export.step import TRACED_ROWS, Step, refusal, zeros
+
+OPSET = 23
+
+MAX_TRACES = 4
+"""How many graphs are kept; they are without weights, and small."""
+
+
+class KeptTraces:
+    """The last graphs by their fingerprints, each as the bytes of an ONNX file.
+
+    A trace takes most of the time of an export, and does not depend on the recipe:
+    `jetdraft recipes` exports a target once for each.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[str, bytes] = {}
+
+    def get_or_make(
+        self, key: str | None, make: Callable[[], onnx_ir.Model]
+    ) -> onnx_ir.Model:
+        """The graph with that key; it is made if there is none, or no key."""
+        if key is None:
+            return make()
+        file = self.read(key)
+        if file is None:
+            file = onnx_ir.to_proto(make()).SerializeToString()
+            self.write(key, file)
+        model: onnx_ir.Model = onnx_ir.from_proto(onnx.ModelProto.FromString(file))
+        return model
+
+    def read(self, key: str) -> bytes | None:
+        """The file with that key, if it is kept."""
+        return self._files.get(key)
+
+    def write(self, key: str, file: bytes) -> None:
+        """Keep a file; the oldest goes."""
+        while len(self._files) >= MAX_TRACES:
+            del self._files[next(iter(self._files))]
+        self._files[key] = file
+
+
+KEPT = KeptTraces()
+"""The last traces of this process."""
+
+
+class _Open(torch.nn.Module):
+    """A step that takes its weights as the last argument.
+
+    The exporter would fold constants; inputs stay as they are.
+    """
+
+    step: torch.nn.Module
+
+    def __init__(self, step: torch.nn.Module, names: list[str]) -> None:
+        super().__init__()
+        # As a submodule, its weights would be exported as constants.
+        object.__setattr__(self, "step", step)
+        self.names = names
+
+    def forward(self, *inputs: Any) -> list[torch.Tensor]:
+        """The step's outputs; the last input holds the weights."""
+        *others, weights = inputs
+        named = dict(zip(self.names, weights, strict=True))
+        outputs: list[torch.Tensor] = torch.func.functional_call(
+            self.step, named, tuple(others)
+        )
+        return outputs
+
+
+def trace(step: Step, names: Mapping[int, str]) -> onnx_ir.Model:
+    """Trace a step into a float step graph.
+
+    Inputs and outputs have the names in the contract and in the step's extra inputs and
+    outputs. The weights are read from the model when they are needed. A weight whose id
+    is not in `names` belongs to streams and must not be fused or quantized: it stays an
+    input, after all other inputs, until `keep_weights`. Raises `UnsupportedModelError`.
+    """
+    _pin_rotary_frequencies(step.decoder, step.contract.capacity)
+    step.eval()
+    # In a step, all names begin with the attribute that holds the model.
+    weights = {n.partition(".")[2]: weight for n, weight in step.named_parameters()}
+    try:
+        with _silent(), torch.no_grad():
+            model = KEPT.get_or_make(
+                fingerprint(step), lambda: _exported(step, weights)
+            )
+    except JetdraftError:
+        raise
+    except Exception as error:  # the exporter wraps every cause in its own types
+        raise refusal(step.decoder, error) from error
+    own_weights = {
+        name: weight for name, weight in weights.items() if id(weight) in names
+    }
+    keep_weights(model, own_weights, names)
+    simplify(model)
+    return model
+
+
+def _exported(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Model:
+    """The graph as torch exports it, with the weights as its last inputs."""
+    contract, example = step.contract, step.example()
+    inputs, buffers, outputs = step.declared
+    past = [zeros(spec) for spec in buffers]
+    extras = [zeros(spec, TRACED_ROWS) for spec in step.extra_inputs]
+    # Memory that is allocated but never read or written.
+    empty = [torch.empty(w.shape, dtype=step.dtype_of(n)) for n, w in weights.items()]
+    shapes = _dynamic_shapes(contract, (*inputs[: len(example)], *step.extra_inputs))
+    program = torch.onnx.export(
+        _Open(step, [name for name, _ in step.named_parameters()]),
+        (*example, past, *extras, empty),
+        dynamo=True,
+        opset_version=OPSET,
+        # The one parameter of `_Open.forward`.
+        dynamic_shapes=(
+            (
+                *shapes[: len(example)],
+                [None] * len(past),
+                *shapes[len(example) :],
+                [None] * len(empty),
+            ),
+        ),
+        input_names=[*(spec.name for spec in (*inputs, *step.extra_inputs)), *weights],
+        output_names=[*(spec.name for spec in outputs), *step.extra_outputs],
+        verbose=False,
+    )
+    assert program is not None
+    # An ONNX file cannot have a name twice.
+    _rename_inner(program.model.graph)
+    return program.model
+
+
+def _rename_inner(graph: onnx_ir.Graph) -> None:
+    """Rename inner values to which the exporter gave the name of an output."""
+    output_names = {value.name for value in graph.outputs}
+    for node in graph:
+        for value in node.outputs:
+            if value.name in output_names and not value.is_graph_output():
+                value.name = f"{value.name}.inner"
+
+
+def _dynamic_shapes(
+    contract: StepContract, specs: tuple[TensorSpec, ...]
+) -> list[dict[int, Any] | None]:
+    """The axes of each input that vary, by index.
+
+    An axis that is not rows, answers or probes follows from these.
+    """
+    widest = max(TRACED_ROWS + 1, contract.max_width)
+    dims = {axis: torch.export.Dim(axis, min=1, max=widest) for axis in (ROWS, ANSWERS)}
+    dims[PROBES] = torch.export.Dim(PROBES, min=0, max=16 * widest)
+    dims[PREFIX] = torch.export.Dim(PREFIX, min=0, max=max(2, contract.prefix))
+    return [
+        {
+            index: dims.get(axis, torch.export.Dim.AUTO)
+            for index, axis in enumerate(spec.shape)
+            if isinstance(axis, str)
+        }
+        or None
+        for spec in specs
+    ]
+
+
+def _pin_rotary_frequencies(model: Any, capacity: int) -> None:
+    """Fix rotary frequencies that depend on the length of the text.
+
+    Cached keys are rotated already, so their frequencies cannot change with the length.
+    Raises `UnsupportedModelError` if the capacity is above the length at which the
+    frequencies change.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if kinds is None:
+            continue
+        by_layer = isinstance(kinds, dict)
+        for name, kind in (kinds if by_layer else {None: kinds}).items():
+            if kind != "longrope" and "dynamic" not in kind:
+                continue
+            parameters = module.config.rope_parameters
+            parameters = parameters[name] if by_layer else parameters
+            limit = parameters.get(
+                "original_max_position_embeddings", module.original_max_seq_len
+            )
+            if capacity > limit:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} changes its {kind} frequencies beyond "
+                    f"{limit} tokens; export with --capacity {limit} or less"
+                )
+            if by_layer:
+                kinds[name] = "default"
+            else:
+                module.rope_type = "default"
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Drop what the torch exporter prints and logs."""
+    with (
+        silenced(logging.ERROR),
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+# --- fingerprints ---------------------------------------------------------------------
+
+
+class UnknownError(Exception):
+    """An object whose state cannot be told."""
+
+
+def fingerprint(step: torch.nn.Module) -> str | None:
+    """A hash that two steps share only if the tracer makes the same graph of them.
+
+    It covers the modules with all their fields and methods, the functions in them, and
+    the bytes of tensors that become constants. Parameters are inputs of the traced
+    graph, so only their names, shapes and types count. None for a step with an object
+    of C in it.
+    """
+    writer = _Writer()
+    try:
+        writer.write(step)
+    except (UnknownError, RecursionError):
+        return None
+    return writer.digest.hexdigest()
+
+
+class _Writer:
+    """Writes objects into a digest; an object that comes again is a number."""
+
+    def __init__(self) -> None:
+        self.digest = hashlib.sha256()
+        self.numbers: dict[int, int] = {}
+        self.classes: set[type] = set()
+        self.kept: list[Any] = []
+        """What has a number must live, or another object could get its id."""
+
+    def write(self, value: Any) -> None:
+        """Write one object with all that it holds; raise `UnknownError`."""
+        if isinstance(value, _PLAIN):
+            self._say(type(value).__name__, repr(value))
+        elif id(value) in self.numbers:
+            self._say("again", str(self.numbers[id(value)]))
+        else:
+            self.numbers[id(value)] = len(self.numbers)
+            self.kept.append(value)
+            self._write_new(value)
+
+    def _write_new(self, value: Any) -> None:
+        for kinds, write in _WRITERS:
+            if isinstance(value, kinds):
+                return write(self, value)
+        return self._write_object(value)
+
+    def write_all(self, kind: str, values: Iterable[Any]) -> None:
+        """Write several objects in their order."""
+        self._say(kind, "")
+        for value in values:
+            self.write(value)
+        self._say("end", "")
+
+    def write_tensor(self, tensor: torch.Tensor) -> None:
+        """A tensor's type, and its bytes if the graph has it as a constant."""
+        self._say("tensor", f"{type(tensor)} {tuple(tensor.shape)} {tensor.dtype}")
+        if tensor.device.type == "meta" or type(tensor) is not torch.Tensor:
+            if not isinstance(tensor, torch.nn.Parameter):
+                raise UnknownError
+            return
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        self.digest.update(flat.numpy().tobytes())
+
+    def write_function(self, function: types.FunctionType) -> None:
+        """A function's code, what it closes over, and its defaults."""
+        code = function.__code__
+        self._say("function", f"{function.__module__}.{function.__qualname__}")
+        self._say("code", f"{code.co_filename} {code.co_firstlineno}")
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        defaults = [function.__defaults__, function.__kwdefaults__]
+        self.write_all("closure", [*cells, *defaults])
+
+    def write_set(self, values: Any) -> None:
+        """A set of plain values, sorted: its order differs between processes."""
+        if not all(isinstance(value, _PLAIN) for value in values):
+            raise UnknownError
+        self.write_all("set", sorted(values, key=repr))
+
+    def _write_object(self, value: Any) -> None:
+        """An object whose whole state is its fields; another may hide some in C."""
+        kind = type(value)
+        bases = [base for base in kind.__mro__ if not base.__flags__ & _HEAP]
+        slots = any(vars(base).get("__slots__") for base in kind.__mro__)
+        if bases != [object] or slots or not hasattr(value, "__dict__"):
+            raise UnknownError
+        self._say("object", f"{kind.__module__}.{kind.__qualname__}")
+        for base in kind.__mro__:
+            if base not in self.classes:
+                self.classes.add(base)
+                self._write_methods(base)
+        fields = {n: v for n, v in vars(value).items() if n not in _PLACES}
+        self.write_all("fields", [part for item in fields.items() for part in item])
+
+    def _write_methods(self, kind: type) -> None:
+        """Where the functions of a class were written; a program may replace some."""
+        for name, value in vars(kind).items():
+            if isinstance(value, types.FunctionType):
+                code = value.__code__
+                place = f"{code.co_filename} {code.co_firstlineno}"
+                self._say("method", f"{name} {place}")
+
+    def _say(self, kind: str, text: str) -> None:
+        self.digest.update(f"{kind}:{len(text)}:{text};".encode())
+
+
+_HEAP = 1 << 9
+"""The flag of classes that are written in Python, Py_TPFLAGS_HEAPTYPE."""
+
+_PLACES = {"_name_or_path", "name_or_path"}
+"""Fields of transformers that say where a checkpoint lay."""
+
+_PLAIN = (str, int, float, bool, type(None), bytes, Enum)
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+_WRITERS: list[tuple[Any, Callable[[_Writer, Any], None]]] = [
+    (torch.Tensor, _Writer.write_tensor),
+    (_NAMED, lambda writer, value: writer.write(repr(value))),
+    (type, lambda writer, value: writer.write(f"{value.__module__}.{value}")),
+    ((list, tuple), lambda writer, value: writer.write_all("list", value)),
+    ((set, frozenset), _Writer.write_set),
+    (
+        Mapping,
+        lambda writer, value: writer.write_all(
+            "mapping", [part for item in value.items() for part in item]
+        ),
+    ),
+    (types.FunctionType, _Writer.write_function),
+    (
+        types.MethodType,
+        lambda writer, value: writer.write_all(
+            "method", [value.__func__, value.__self__]
+        ),
+    ),
+    (
+        functools.partial,
+        lambda writer, value: writer.write_all(
+            "partial", [value.func, value.args, value.keywords]
+        ),
+    ),
+    (
+        types.BuiltinFunctionType,
+        lambda writer, value: writer.write(f"{value.__module__}.{value.__qualname__}"),
+    ),
+]

@@ -1,1 +1,0 @@
-"""A pass in torch becomes a graph."""

@@ -1,0 +1,118 @@
+"""The graph for branching drafts, and a graph that moves an accepted path together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensors import TensorSpec
+from jetdraft.errors import UnsupportedModelError
+from jetdraft.export.attentions import add_bias, bias_of, has_windows, sum_bias, widened
+from jetdraft.quant.edits import initializer, value_of
+
+_OPSET = 24
+"""The first opset that has TensorScatter."""
+
+
+def tree_graph(chain: ir.Model, contract: StepContract, source: str) -> ir.Model | None:
+    """The chain graph with a mask, made in place.
+
+    None for a model without layers, or with sliding windows. If the chain graph itself
+    needs a mask, windows raise `UnsupportedModelError`.
+    """
+    graph = chain.graph
+    if not contract.kv_shapes or has_windows(graph):
+        if contract.masked:
+            raise UnsupportedModelError(
+                f"{source} attends in sliding windows; streams need plain attention"
+            )
+        return None
+    if contract.relative_positions:
+        sum_bias(graph, widened(graph, replace(contract, tree=True)))
+    else:
+        add_bias(graph, _bias(graph, contract))
+        graph.sort()  # layers below the probes read the rows' part of the bias
+    return chain
+
+
+def _bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
+    """The attention bias of the rows.
+
+    A mask is a new input of the graph. If the graph has a bias already, for rows and
+    probes, the part of the rows is taken.
+    """
+    full_bias = bias_of(graph)
+    if full_bias is None:
+        return widened(graph, replace(contract, tree=True))
+    rows = ir.node("Shape", [graph.inputs[0]], {"start": 1, "end": 2})
+    start, axis = (
+        initializer(graph, f"rows_of_bias.{name}", np.array([number], np.int64))
+        for name, number in (("start", 0), ("axis", 2))
+    )
+    cut = ir.node("Slice", [full_bias, start, rows.outputs[0], axis])
+    cut.outputs[0].name = "rows_of_bias"
+    producer = full_bias.producer()
+    assert producer is not None
+    graph.insert_after(producer, [rows, cut])
+    return cut.outputs[0]
+
+
+def compaction_graph(contract: StepContract, scattered: bool = False) -> ir.Model:
+    """The graph that moves accepted rows together, as `Cache.compact` runs it.
+
+    It has no weights. In every buffer it gathers the rows `source` (int64 [m]) and
+    writes them to row `target` (int64 [1]) and the rows after it. All rows of a buffer
+    are gathered before the first row is written, so past and present may be the same
+    memory. WebGPU has no TensorScatter: a `scattered` graph uses ScatterND, and its
+    `target` is int64 [m], a place for each row.
+    """
+    source = value_of(TensorSpec("source", "int64", ("m",)))
+    target = value_of(TensorSpec("target", "int64", ("m" if scattered else 1,)))
+    graph = ir.Graph(
+        [source, target], [], nodes=[], opset_imports={"": _OPSET}, name="compaction"
+    )
+    for past, present in zip(
+        contract.buffers("past"), contract.buffers("present"), strict=True
+    ):
+        buffer, present_buffer = value_of(past), value_of(present)
+        graph.inputs.append(buffer)
+        graph.outputs.append(present_buffer)
+        rows = _add(graph, "Gather", buffer, source, axis=2)
+        if scattered:
+            places = _places(graph, target, int(past.shape[1]))
+            node = ir.node(
+                "ScatterND", [buffer, places, rows], outputs=[present_buffer]
+            )
+        else:
+            node = ir.node(
+                "TensorScatter",
+                [buffer, rows, target],
+                {"axis": 2},
+                outputs=[present_buffer],
+            )
+        graph.append(node)
+    return ir.Model(graph, ir_version=11)
+
+
+def _places(graph: ir.Graph, target: ir.Value, heads: int) -> ir.Value:
+    """The place (0, head, slot) of each row in a buffer, int64 [1, heads, m, 3].
+
+    A sum of slots (0, 0, slot) and heads (0, head, 0), since a shape would be computed
+    on the host.
+    """
+    by_head = np.zeros((1, heads, 1, 3), np.int64)
+    by_head[0, :, 0, 1] = range(heads)
+    column = initializer(graph, "column", np.array([1, 1, -1, 1], np.int64))
+    last = initializer(graph, "last", np.array([[[[0, 0, 1]]]], np.int64))
+    slots = _add(graph, "Mul", _add(graph, "Reshape", target, column), last)
+    return _add(graph, "Add", slots, initializer(graph, f"heads_{heads}", by_head))
+
+
+def _add(graph: ir.Graph, kind: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
+    """The output of a new node at the end of the graph."""
+    node = ir.node(kind, list(inputs), attributes)
+    graph.append(node)
+    return node.outputs[0]

@@ -1,0 +1,209 @@
+"""Spec-Drafter (SpecDec, 2203.16487): a block drafter for an encoder-decoder.
+
+It has an encoder of its own, as deep as the target's, and few decoder layers. In one
+pass these fill a block of masks behind the text: a row of the text sees the rows before
+it, and a row of the block all of the text and of the block.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.blocks import MAX_BLOCK_TOKENS
+from jetdraft.checkpoints.heads.draft_module import DraftModule, Reads
+from jetdraft.checkpoints.heads.head_files import HeadFiles, check_keys, number
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
+from jetdraft.checkpoints.source_attention import (
+    IMPLEMENTATION,
+    answering,
+    implement,
+    placed,
+)
+from jetdraft.errors import CheckpointError, UnsupportedModelError
+
+MODEL_TYPE = "jetdraft-block"
+"""What the config of a drafter calls itself."""
+
+
+class SourceDrafter(DraftModule):
+    """The encoder and some decoder layers of a target, as copies that learn to fill.
+
+    Each place of a block has a mask with an embedding of its own, since T5 has no table
+    of positions; the vocabulary's size is the token of the first.
+    """
+
+    reads = Reads(source=True, guesses=True)
+    keys = frozenset({"model_type", "target_type", "target_words", "block_size"})
+    renames = ()
+
+    def __init__(self, config: HeadConfig, target: Any) -> None:
+        super().__init__(config, target)
+        ends = target.get_input_embeddings(), target.get_output_embeddings()
+        lent = {id(weight): weight for end in ends for weight in end.parameters()}
+        self.model = copy.deepcopy(target, lent)
+        name, layers = decoder_list(self.model)
+        kept = spread(config.num_layers, len(layers))
+        setattr(self.model.get_decoder(), name, _numbered([layers[i] for i in kept]))
+        self.masks = nn.Parameter(torch.zeros(config.slots, config.hidden_size))
+        implement(self.model, IMPLEMENTATION)
+
+    @property
+    def lm_head(self) -> Any:
+        """The target's LM head. A second name for the module would break a trace."""
+        return self.model.get_output_embeddings()
+
+    def get_encoder(self) -> Any:
+        """The encoder."""
+        return self.model.get_encoder()
+
+    def get_decoder(self) -> Any:
+        """The few layers of the decoder."""
+        return self.model.get_decoder()
+
+    def get_input_embeddings(self) -> Any:
+        """The target's embedding."""
+        return self.model.get_input_embeddings()
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, rows: Any, **source: Any
+    ) -> Tensor:
+        """The logits float32 of some rows, [1, k, n] or [k, n].
+
+        `tokens` and `positions` are int64 [b, m], the text before the block; `rows` is
+        an index of states [b, m, h]. `source` is what the model takes in place of a
+        source, for example `encoder_outputs`. Who calls says how rows attend.
+        """
+        embed, size = self.get_decoder().embed_tokens, self.config.vocab_size
+        states = embed(tokens.clamp(max=size - 1))
+        masks = self.masks[(tokens - size).clamp(min=0)].to(states.dtype)
+        states = torch.where((tokens >= size)[..., None], masks, states)
+        table = getattr(self.get_decoder(), "embed_positions", None)
+        if table is not None:  # a block may end behind the last position
+            last = table.weight.shape[0] - getattr(table, "offset", 0) - 1
+            positions = positions.clamp(max=last)
+        with placed(self.model, positions), answering(self.model, rows):
+            logits: Tensor = self.model(decoder_inputs_embeds=states, **source).logits
+        return logits.float()
+
+    @classmethod
+    def recognizes(cls, files: HeadFiles) -> bool:
+        """Whether the folder has such a drafter."""
+        return files.config.get("model_type") == MODEL_TYPE
+
+    @classmethod
+    def configure(
+        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
+    ) -> tuple[HeadConfig, None]:
+        """The config; raises `CheckpointError`."""
+        source, fields = files.source, files.config
+        check_keys(source, fields, cls.keys)
+        slots = number(source, fields, "block_size")
+        layers = number(source, fields, "num_hidden_layers")
+        config = source_config(target, layers, slots)
+        own = target.model.config.model_type
+        words = [words_sha256(target, padded) for padded in (False, True)]
+        most, limit = len(decoder_list(target.model)[1]), MAX_BLOCK_TOKENS
+        has_words = fields.get("target_words", words[0]) in words
+        for is_wrong, fact in (
+            (fields.get("target_type") != own, f"is not for a {own}"),
+            (not has_words, "was trained for other weights"),
+            (layers > most, f"has {layers} layers, but the target's decoder {most}"),
+            (slots > limit, f"fills {slots} tokens, and jetdraft at most {limit}"),
+        ):
+            if is_wrong:
+                raise CheckpointError(
+                    f"{source} {fact}; give the drafter that was trained for "
+                    f"{target.source}"
+                )
+        return config, None
+
+    def borrowed(self, target: Checkpoint) -> tuple[str, ...]:
+        """The target's weights, wherever they are, and all buffers of its copy."""
+        lent = {id(weight) for weight in target.model.parameters()}
+        named = self.named_parameters(remove_duplicate=False)
+        buffers = (name for name, _ in self.named_buffers())
+        return (*(name for name, weight in named if id(weight) in lent), *buffers)
+
+
+def spread(count: int, layers: int) -> list[int]:
+    """The numbers of `count` of that many layers, from the lowest to the highest.
+
+    spread(3, 8)    # [0, 4, 7]
+    """
+    if count == 1:
+        return [0]
+    return [round(i * (layers - 1) / (count - 1)) for i in range(count)]
+
+
+def _numbered(layers: list[nn.Module]) -> nn.ModuleList:
+    """Layers with numbers from 0 on, by which attention finds their buffers."""
+    for place, layer in enumerate(layers):
+        for module in layer.modules():
+            if getattr(module, "layer_idx", None) is not None:
+                module.layer_idx = place  # type: ignore[assignment]
+    return nn.ModuleList(layers)
+
+
+def decoder_list(model: Any) -> tuple[str, nn.ModuleList]:
+    """The name and the list of the decoder's layers, bottom first."""
+    for name, child in model.get_decoder().named_children():
+        if isinstance(child, nn.ModuleList):
+            return name, child
+    raise UnsupportedModelError(
+        f"{type(model).__name__} has no list of layers in its decoder; choose another "
+        "architecture"
+    )
+
+
+def source_config(target: Checkpoint, layers: int, slots: int) -> HeadConfig:
+    """The config of a drafter with that many decoder layers, for blocks of `slots`.
+
+    Raises `UnsupportedModelError` for a target that reads no text beside its own.
+    """
+    if not target.reads_source or target.speech is not None:
+        fact, fix = "is a decoder alone", "take a drafter of another kind"
+        if target.speech is not None:
+            fact, fix = "hears", "draft with a smaller Whisper (export --drafter)"
+        raise UnsupportedModelError(
+            f"{target.source} {fact}, and a drafter of kind block is for an "
+            f"encoder-decoder of text, like T5, BART or Marian; {fix}"
+        )
+    width = target.model.get_input_embeddings().weight.shape[1]
+    return HeadConfig(
+        hidden_size=width,
+        target_hidden_size=width,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
+        num_layers=layers,
+        slots=slots,
+    )
+
+
+def source_fields(target: Checkpoint, config: HeadConfig) -> dict[str, Any]:
+    """The config.json of a drafter of this target."""
+    return {
+        "model_type": MODEL_TYPE,
+        "target_type": target.model.config.model_type,
+        "target_words": words_sha256(target),
+        "num_hidden_layers": config.num_layers,
+        "block_size": config.slots,
+    }
+
+
+def words_sha256(target: Checkpoint, padded: bool = False) -> str:
+    """A hash of the tokens' embeddings, which shows a drafter's target.
+
+    It is the same in each type that the target may be loaded in. A `padded` hash has
+    all rows, as in the folders of older drafters.
+    """
+    words = target.model.get_input_embeddings().weight.detach()
+    if target.tokenizer is not None and not padded:
+        words = words[: Tokenizer.from_str(target.tokenizer).get_vocab_size()]
+    return hashlib.sha256(words.to("cpu", torch.float16).numpy().tobytes()).hexdigest()

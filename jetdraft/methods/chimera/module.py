@@ -1,0 +1,135 @@
+"""Chimera's drafter (2402.15758): a trigram encoder, and one layer over all features.
+
+Row t reads token t, the two tokens before it and the features of row t - 1, and
+predicts token t + 1. What the layer makes of the row stands for the features of row t
+in the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jetdraft.checkpoints.attention import over_the_buffers
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.draft_module import DraftModule, Given, Reads
+from jetdraft.checkpoints.heads.head_files import HeadFiles
+from jetdraft.checkpoints.heads.head_layers import (
+    HeadConfig,
+    by_head,
+    own_layers,
+    rotated,
+)
+from jetdraft.errors import CheckpointError
+
+ARCHITECTURE = "ChimeraDrafter"
+"""What the config of a drafter calls it."""
+
+GRAM = 3
+"""The tokens that the trigram encoder reads."""
+
+Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+"""Of the attention's module and rotated query [b, heads, n, d], key and value
+[b, kv_heads, n, d]: the mixed values [b, n, heads, d]."""
+
+
+class Chimera(DraftModule):
+    """A trigram encoder, a decoder layer over the target's features, and a projection.
+
+        g = down(e + silu(block(e)))            e: the embeddings of three tokens
+        z = g + Attention(norm(g); keys and values of norm(features) up to row t - 1)
+        surrogate = norm(z + MLP(norm(z)))      stands for the features of row t
+        hidden = out(features of row t - 1 and surrogate, side by side)
+
+    The paper has an LM head of 2 h numbers for each place of a draft instead of `out`.
+    """
+
+    published = "Chimera"
+    reads = Reads(tokens=GRAM, features=True, carries=True)
+
+    def __init__(self, config: HeadConfig, target: Any) -> None:
+        super().__init__(config, target)
+        self.embed_tokens = target.get_input_embeddings()
+        self.lm_head = target.get_output_embeddings()
+        self.stack = own_layers(config)
+        width = config.hidden_size
+        self.trigram = nn.ModuleDict(
+            {
+                "block": nn.Linear(GRAM * width, GRAM * width, bias=False),
+                "down": nn.Linear(GRAM * width, width, bias=False),
+            }
+        )
+        self.norm = self.stack.norm(width)
+        self.out = nn.Linear(2 * width, width, bias=False)
+
+    def forward(
+        self,
+        trigrams: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        attention: Attention,
+    ) -> tuple[Tensor, Tensor]:
+        """The states for the LM head, and the surrogates of features: [b, n, h] both.
+
+        `trigrams` are int64 [b, n, 3], the row's token last; `features` [b, n, h] those
+        of the row before, and `positions` int64 [b, n] that row's.
+        """
+        layer = self.layer
+        states = self._encoded(trigrams)
+        turns = self.stack.rotations(states, positions)
+        attending = layer.self_attn
+        query = rotated(by_head(attending, "q", layer.input_layernorm(states)), turns)
+        key, value = self.keys_values(features, positions)
+        mixed = attention(attending, query, key, value).flatten(2)
+        states = states + attending.o_proj(mixed)
+        states = states + layer.mlp(layer.post_attention_layernorm(states))
+        surrogate: Tensor = self.norm(states)
+        hidden: Tensor = self.out(torch.cat([features, surrogate], dim=-1))
+        return hidden, surrogate
+
+    def keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys, and values, of features [b, n, h]: [b, kv_heads, n, d] both."""
+        normed = self.layer.input_layernorm(features)
+        turns = self.stack.rotations(features, positions)
+        key, value = (by_head(self.layer.self_attn, name, normed) for name in "kv")
+        return rotated(key, turns), value
+
+    def _encoded(self, trigrams: Tensor) -> Tensor:
+        """The trigram encoder: int64 [b, n, 3] to [b, n, h]."""
+        # In a graph, a quantized embedding takes ids of two axes.
+        rows = self.embed_tokens(trigrams.flatten(1))
+        embedded = rows.unflatten(1, (-1, GRAM)).flatten(2)
+        states: Tensor = self.trigram["down"](
+            embedded + F.silu(self.trigram["block"](embedded))
+        )
+        return states
+
+    def draft(self, given: Given) -> tuple[Tensor, Tensor]:
+        """The logits of the answered rows, and the surrogates."""
+        trigrams = torch.cat([given.recent, given.tokens[..., None]], dim=-1)
+        hidden, surrogate = self(
+            trigrams, given.features, given.positions, over_the_buffers
+        )
+        return self.lm_head(hidden[:, given.answer_rows]), surrogate
+
+    @classmethod
+    def recognizes(cls, files: HeadFiles) -> bool:
+        """Whether the folder has a Chimera drafter in jetdraft's layout."""
+        return "trigram.block.weight" in files.tensors
+
+    @classmethod
+    def configure(
+        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
+    ) -> tuple[HeadConfig, Tensor | None]:
+        """The config; raises `CheckpointError`."""
+        config, ids = super().configure(files, target, tensors)
+        if config.num_layers != 1 or config.qk_norm:
+            raise CheckpointError(
+                f"{files.source} is not a Chimera drafter with one Llama layer; give "
+                "such a drafter"
+            )
+        return config, ids

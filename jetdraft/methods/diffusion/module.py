@@ -1,0 +1,89 @@
+"""SpecDiff (2408.05636): a small diffusion model that fills a block of masks.
+
+Its context are rows of tokens like those of any decoder, and its block are masks only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.blocks import BlockConfig, BlockDrafter, block_size
+from jetdraft.checkpoints.heads.draft_module import Reads, rows_of
+from jetdraft.checkpoints.heads.head_files import (
+    EMBEDDING,
+    LAYER_KEYS,
+    HeadFiles,
+    check_keys,
+    layer_fields,
+    number,
+    padded,
+    vocabulary_size,
+)
+
+MODEL_TYPE = "jetdraft-diffusion"
+"""What the config of a drafter calls itself."""
+
+
+class Diffusion(BlockDrafter):
+    """A drafter with an embedding of its own, to which its LM head is tied."""
+
+    cuts_vocabulary = False
+    reads = Reads(guesses=True)
+    keys = LAYER_KEYS | {"block_size"}
+    reads_text = True
+
+    def __init__(self, config: BlockConfig, target: Any = None) -> None:
+        super().__init__(config, target)
+        width = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+        self.mask = nn.Parameter(torch.zeros(width))
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """The embeddings [b, n, h] of tokens, and the learned mask."""
+        is_mask = tokens >= self.config.vocab_size
+        rows: Tensor = self.embed_tokens(
+            torch.where(is_mask, self.config.mask_token, tokens)
+        )
+        return torch.where(is_mask[..., None], self.mask.to(rows.dtype), rows)
+
+    @classmethod
+    def recognizes(cls, files: HeadFiles) -> bool:
+        """Whether the folder has a diffusion drafter."""
+        return files.config.get("model_type") == MODEL_TYPE
+
+    @classmethod
+    def configure(
+        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
+    ) -> tuple[BlockConfig, Tensor | None]:
+        """The config, and the first ids if the target has more tokens."""
+        source, config = files.source, files.config
+        check_keys(source, config, cls.keys)
+        own, rows = number(source, config, "vocab_size"), target.vocab_size
+        table = tensors.get(EMBEDDING)
+        if table is not None and len(table) == own:
+            tensors[EMBEDDING] = padded(table, rows)
+        ids = torch.arange(own) if own < rows else None
+        config_of_drafter = BlockConfig(
+            target_hidden_size=number(source, config, "hidden_size"),
+            slots=block_size(source, config, least=1),
+            vocab_size=vocabulary_size(source, config, target),
+            draft_vocab_size=rows if ids is None else own,
+            **layer_fields(source, config, tensors),
+        )
+        return config_of_drafter, ids
+
+    def borrowed(self, target: Checkpoint) -> tuple[str, ...]:
+        """The LM head has no weights of its own."""
+        return ("lm_head.",)
+
+    def filled(self) -> None:
+        """Tie the LM head to the embedding, and cut it to the draft vocabulary."""
+        self.lm_head.weight = self.embed_tokens.weight
+        if self.ids is not None:
+            self.lm_head = rows_of(self.lm_head, self.ids)

@@ -1,0 +1,364 @@
+"""EAGLE (2401.15077, 2503.01840) and MTP (2412.19437): heads that carry a state.
+
+Row t reads the features of row t and token t + 1, and predicts token t + 2. The state
+that it carries stands for the features of row t + 1 in the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from jetdraft.checkpoints.attention import IMPLEMENTATION
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.draft_vocabulary import D2T, T2D
+from jetdraft.checkpoints.heads.draft_module import DraftModule, Given, Reads
+from jetdraft.checkpoints.heads.head_files import (
+    FIRST_LAYER,
+    LAYER_KEYS,
+    SPECULATORS_KEYS,
+    HeadFiles,
+    check_fusion,
+    check_keys,
+    layer_fields,
+    mapped_ids,
+    target_size,
+    vocabulary_size,
+)
+from jetdraft.checkpoints.heads.head_layers import HeadConfig, HeadLayers, own_layers
+from jetdraft.checkpoints.layers import decoder_layers
+from jetdraft.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class EagleConfig(HeadConfig):
+    """The sizes of a head, and the flags of its numerics."""
+
+    eagle3: bool = False
+    """Attention reads embedding and feature side by side, and fc fuses the taps."""
+
+    fc_bias: bool = False
+    join_norms: bool = False
+    """Embedding and feature have a norm each before fc joins them (MTP, HASS)."""
+
+    hidden_first: bool = False
+    """fc joins the feature before the embedding (MiMo), not after it."""
+
+    norm_before_residual: bool = False
+    """The residual of an EAGLE-3 layer starts from the normed feature."""
+
+    norm_before_fc: bool = False
+    """One norm over all taps."""
+
+    fc_norm: bool = False
+    """One norm for each tap (EAGLE 3.1)."""
+
+    final_norm: bool = True
+    """The LM head reads a normed state."""
+
+    carries_normed: bool = False
+    """The next step gets the normed state."""
+
+
+class Eagle(DraftModule):
+    """EAGLE-1 or EAGLE-3, with all numerics; MTP is a subclass.
+
+    features = head.fuse(taps)                      # in the target's graph
+    hidden, carried = head(tokens, features, positions)
+    logits = head.lm_head(hidden)
+    """
+
+    published = "EAGLE-1, EAGLE-2, EAGLE-3"
+    speculators = "eagle3"
+    by_form = True
+    reads = Reads(features=True, carries=True)
+    keys = LAYER_KEYS | {"bias", "add_para_norm"}
+    keys3 = LAYER_KEYS | {
+        "draft_vocab_size",
+        "target_hidden_size",
+        "eagle_config",
+        "fc_norm",
+        "norm_output",
+        "norm_before_residual",
+        "norm_before_fc",
+        "eagle_aux_hidden_state_layer_ids",
+        "aux_hidden_state_layer_ids",
+    }
+    renames = (
+        (r".*\.rotary_emb\..*", None),  # frequencies that old files have
+        (r"(?:model\.)?verifier_.*", None),
+        (r"(?:model\.)?midlayer\.(.*)", r"stack.layers.0.\1"),
+        (r"(?:model\.)?(layers\..*)", r"stack.\1"),
+        (r"(?:model\.)?embedding_layernorm\.(.*)", r"embedding_norm.\1"),
+        (r"(?:model\.)?hidden_states_layernorm\.(.*)", r"hidden_norm.\1"),
+        (r"model\.(.*)", r"\1"),
+    )
+    brings_matrices = True
+    fused = ("fc", "input_norm", "fc_norm")
+    config: EagleConfig
+
+    def __init__(self, config: EagleConfig, target: Any) -> None:
+        super().__init__(config, target)
+        self.embed_tokens = target.get_input_embeddings()
+        self.lm_head = target.get_output_embeddings()
+        self.stack = self._layers(target)
+        width, norm = config.hidden_size, self.stack.norm
+        joined = width * 2
+        if config.eagle3:
+            joined = config.target_hidden_size * len(config.taps)
+        self.fc = nn.Linear(joined, width, bias=config.fc_bias)
+        self.norm = norm(width) if config.final_norm else nn.Identity()
+        if config.join_norms:
+            self.embedding_norm, self.hidden_norm = norm(width), norm(width)
+        if config.norm_before_fc:
+            self.input_norm = norm(joined)
+        if config.fc_norm:
+            size = config.target_hidden_size
+            self.fc_norm = nn.ModuleList(norm(size) for _ in config.taps)
+        self.attend_with("sdpa")
+
+    def _layers(self, target: Any) -> HeadLayers:
+        """The layers, of which the first has a form of its own."""
+        config = self.config
+        stack = own_layers(config)
+        if config.eagle3:
+            stack.layers[0] = _FirstLayer(stack.layers[0], config)
+        else:
+            stack.layers[0].input_layernorm = nn.Identity()
+        return stack
+
+    def attend_with(self, implementation: str) -> None:
+        """Attend as "eager" or "sdpa", or over jetdraft's buffers ("jetdraft")."""
+        self.implementation = implementation
+        super().attend_with(implementation)
+
+    def fuse(self, taps: Sequence[Tensor]) -> Tensor:
+        """Features [b, n, w] of the target's states [b, n, target hidden] at the taps.
+
+        Without taps in the config the one state is the target's after its final norm.
+        They have the type of fc's weight, which should be float32: in float16 the
+        residual streams of some targets overflow.
+        """
+        config = self.config
+        if not config.taps:
+            return super().fuse(taps)
+        states = [state.to(self.fc.weight.dtype) for state in taps]
+        if config.fc_norm:
+            norms = zip(self.fc_norm, states, strict=True)
+            states = [norm(state) for norm, state in norms]
+        joined = torch.cat(states, dim=-1)
+        if config.norm_before_fc:
+            joined = self.input_norm(joined)
+        features: Tensor = self.fc(joined)
+        return features
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        cache: Cache | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One pass over rows: the states for the LM head, and the carried states.
+
+        `tokens` and `positions` are int64 [b, n], `features` [b, n, w]; the outputs are
+        [b, n, h]. In an attention of transformers a row sees the rows of `cache` and
+        the rows before it, or what the float `mask` [1, 1, n, slots] lets it see.
+        """
+        embedded = self.embed_tokens(tokens)
+        features = features.to(embedded.dtype)
+        if mask is None and self.implementation != IMPLEMENTATION:
+            mask = _causal(features, cache, self.stack.window)
+        if self.config.eagle3:
+            states = self.stack(features, positions, cache, mask, embedded=embedded)
+        else:
+            states = self.stack(self._join(embedded, features), positions, cache, mask)
+        normed = self.norm(states)
+        return normed, normed if self.config.carries_normed else states
+
+    def _join(self, embedded: Tensor, features: Tensor) -> Tensor:
+        """fc over embedding and feature, [b, n, 2 * h] to [b, n, h]."""
+        if self.config.join_norms:
+            embedded, features = (
+                self.embedding_norm(embedded),
+                self.hidden_norm(features),
+            )
+        parts = (
+            [features, embedded] if self.config.hidden_first else [embedded, features]
+        )
+        joined: Tensor = self.fc(torch.cat(parts, dim=-1))
+        return joined
+
+    def draft(self, given: Given) -> tuple[Tensor, Tensor]:
+        """The logits of the answered rows, and the carried states."""
+        hidden, carried = self(
+            given.tokens, given.features, given.positions, given.cache
+        )
+        return self.lm_head(hidden[:, given.answer_rows]), carried
+
+    @classmethod
+    def recognizes(cls, files: HeadFiles) -> bool:
+        """Whether a layer reads what fc joins."""
+        tensors = cls.named(files)
+        return f"{FIRST_LAYER}self_attn.q_proj.weight" in tensors and not files.is_model
+
+    @classmethod
+    def check(cls, files: HeadFiles) -> None:
+        """Raise `CheckpointError` for a config that no target could make right."""
+        tensors = cls.named(files)
+        layer_fields(
+            files.source, cls._flat_config(files, _is_eagle3(tensors)), tensors
+        )
+
+    @classmethod
+    def configure(
+        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
+    ) -> tuple[EagleConfig, Tensor | None]:
+        """The config and the draft vocabulary; raises `CheckpointError`."""
+        source, eagle3 = files.source, _is_eagle3(tensors)
+        config = cls._flat_config(files, eagle3)
+        fields = layer_fields(source, config, tensors)
+        fields["target_hidden_size"] = target_size(source, config, target)
+        fields["vocab_size"] = vocabulary_size(source, config, target)
+        ids = mapped_ids(source, config, tensors, target)
+        for name in [name for name in tensors if name.startswith((T2D, D2T))]:
+            del tensors[name]
+        flags = _eagle1_flags(config)
+        if eagle3:
+            layers = len(decoder_layers(target.model))
+            flags = _eagle3_flags(files, config) | {
+                "taps": _taps(files, config, layers)
+            }
+        head = EagleConfig(
+            draft_vocab_size=target.vocab_size if ids is None else len(ids),
+            eagle3=eagle3,
+            **fields,
+            **flags,
+        )
+        taps = len(head.taps)
+        joined = taps * head.target_hidden_size if eagle3 else 2 * head.hidden_size
+        check_fusion(source, tensors, joined, f"{taps or 2} states")
+        if not head.final_norm and not head.carries_normed:
+            tensors.pop("norm.weight", None)  # SpecForge saves it and does not use it
+        return head, ids
+
+    @classmethod
+    def _flat_config(cls, files: HeadFiles, eagle3: bool) -> dict[str, Any]:
+        """One flat config of known keys; a nested config gives its layer's keys too."""
+        outer = dict(files.config)
+        if outer.get("model_type") == "eagle" and isinstance(outer.get("model"), dict):
+            outer = outer["model"]  # as old versions of vLLM wrapped it
+        keys = cls.keys3 if eagle3 else cls.keys
+        if not files.is_speculators:
+            check_keys(files.source, outer, keys)
+            return outer
+        if not eagle3:
+            raise CheckpointError(
+                f"{files.source} is no EAGLE-3 head, though speculators says so; fetch "
+                "it again"
+            )
+        check_keys(files.source, outer, keys | SPECULATORS_KEYS)
+        layer = outer.get("transformer_layer_config") or {}
+        check_keys(files.source, layer, keys)
+        return {**outer, **layer}
+
+
+class _FirstLayer(nn.Module):
+    """EAGLE-3's first layer: attention reads the embedding beside the feature."""
+
+    def __init__(self, layer: Any, config: EagleConfig) -> None:
+        super().__init__()
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = layer.input_layernorm
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = layer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(self.self_attn, name)
+            wide = nn.Linear(
+                2 * config.hidden_size, narrow.out_features, config.attention_bias
+            )
+            setattr(self.self_attn, name, wide)
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.mlp = layer.mlp
+
+    def forward(self, features: Tensor, embedded: Tensor, **attention: Any) -> Tensor:
+        """Features and embeddings [b, n, h] to states [b, n, h]."""
+        normed = self.hidden_norm(features)
+        residual = normed if self.norm_before_residual else features
+        joined = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        states = residual + self.self_attn(joined, **attention)[0]
+        output: Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return output
+
+
+def _causal(rows: Tensor, cache: Cache | None, window: int | None) -> Tensor:
+    """A mask [1, 1, n, past + n] that shows each row the rows up to itself.
+
+    With a `window` it shows the last so many of them.
+    """
+    count = rows.shape[1]
+    past = int(cache.get_seq_length()) if cache is not None else 0
+    mask = rows.new_full((count, past + count), -torch.inf)
+    later = mask.triu(past + 1)
+    return (later + mask.tril(past - window) if window else later)[None, None]
+
+
+def _is_eagle3(tensors: dict[str, Tensor]) -> bool:
+    """Whether the attention reads embedding and feature side by side."""
+    return f"{FIRST_LAYER}hidden_norm.weight" in tensors
+
+
+def _eagle1_flags(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "fc_bias": config.get("bias") is not False,  # without the key it has a bias
+        "join_norms": bool(config.get("add_para_norm")),
+        "final_norm": False,
+    }
+
+
+def _eagle3_flags(files: HeadFiles, config: dict[str, Any]) -> dict[str, Any]:
+    """The flags of the numerics; `norm_output` means two things."""
+    nested = "transformer_layer_config" in files.config
+    before_residual = config.get("norm_before_residual")
+    output = config.get("norm_output")
+    return {
+        "norm_before_residual": nested if before_residual is None else before_residual,
+        "norm_before_fc": bool(config.get("norm_before_fc")),
+        "fc_norm": bool(config.get("fc_norm")),
+        # speculators feeds the normed state back; SpecForge norms before the LM head.
+        "carries_normed": files.is_speculators and bool(output),
+        "final_norm": files.is_speculators or output is not False,
+    }
+
+
+def _taps(files: HeadFiles, config: dict[str, Any], layers: int) -> tuple[int, ...]:
+    """The taps as indices of the stream that enters a layer, as the list has them.
+
+    Ids inside `eagle_config` name layers by their output, all others by their input.
+    """
+    nested = config.get("eagle_config") or {}
+    name = "eagle_aux_hidden_state_layer_ids"
+    unknown = nested.keys() - {name, "use_aux_hidden_state"}
+    if unknown or nested.get("use_aux_hidden_state") is False:
+        wrong = sorted(unknown) or ["use_aux_hidden_state=False"]
+        raise CheckpointError(
+            f"the eagle_config of {files.source} has {', '.join(wrong)}, which "
+            "jetdraft does not know; give another head"
+        )
+    ids = config.get(name) or config.get("aux_hidden_state_layer_ids")
+    if nested.get(name):
+        ids = [index + 1 for index in nested[name]]
+    taps = tuple(ids or (2, layers // 2, layers - 3))
+    if any(not 0 <= tap <= layers for tap in taps):
+        raise CheckpointError(
+            f"{files.source} reads the target at {list(taps)}, but its {layers} layers "
+            f"give 0 to {layers}; give the head of this target"
+        )
+    return taps

@@ -1,0 +1,207 @@
+"""MTP modules (2412.19437): tensors in a target's own files that transformers drops.
+
+Three layouts: DeepSeek-V3 and GLM-4.5 number the module as a layer after the last,
+Qwen3-Next and Qwen3.5 have `mtp.*`, MiMo has `mtp_layers.*`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head_files import HeadFiles
+from jetdraft.checkpoints.heads.head_layers import HeadLayers, target_layers
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.errors import CheckpointError
+from jetdraft.methods.eagle.module import Eagle, EagleConfig
+
+_LAYOUTS = {
+    # In each, the tensor of fc comes first: it tells the layout.
+    "deepseek": (
+        re.compile(r"^(?:.*\.)?layers\.(\d+)\.(?=(.*))"),
+        {
+            "eh_proj.": "fc.",
+            "enorm.": "embedding_norm.",
+            "hnorm.": "hidden_norm.",
+            "shared_head.norm.": "norm.",
+        },
+    ),
+    "qwen": (
+        re.compile(r"^(?:.*\.)?mtp\.(?:layers\.(\d+)\.)?(?=(.*))"),
+        {
+            "fc.": "fc.",
+            "pre_fc_norm_embedding.": "embedding_norm.",
+            "pre_fc_norm_hidden.": "hidden_norm.",
+            "norm.": "norm.",
+        },
+    ),
+    "mimo": (
+        re.compile(r"^(?:.*\.)?mtp_layers\.(\d+)\.(?=(.*))"),
+        {
+            "input_proj.": "fc.",
+            "token_layernorm.": "embedding_norm.",
+            "hidden_layernorm.": "hidden_norm.",
+            "final_layernorm.": "norm.",
+        },
+    ),
+}
+_COPIES = ("shared_head.head.", "embed_tokens.")
+"""Copies of the target's matrices."""
+
+
+class Mtp(Eagle):
+    """A head with a layer of its target's own kind; its files are the target's."""
+
+    published = "MTP"
+    speculators = ""
+    by_form = False
+
+    def _layers(self, target: Any) -> HeadLayers:
+        return target_layers(target, self.config.num_layers)
+
+    def kv_shapes(self, target: StepContract) -> tuple[tuple[int, int], ...]:
+        """Not known, since each kind of layer has other names for its sizes."""
+        return ((0, 0),)
+
+    @classmethod
+    def recognizes(cls, files: HeadFiles) -> bool:
+        """Whether the tensors of an MTP module are among the files'."""
+        return _layout(files) is not None
+
+    @classmethod
+    def check(cls, files: HeadFiles) -> None:
+        """The target's own config is checked when the target is loaded."""
+
+    @classmethod
+    def named(cls, files: HeadFiles) -> dict[str, Tensor]:
+        """All tensors; `configure` picks the module's, which the target tells."""
+        return dict(files.tensors)
+
+    @classmethod
+    def configure(
+        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
+    ) -> tuple[EagleConfig, None]:
+        """The config, whose layers are of the target's kind.
+
+        Raises `CheckpointError` for more than one module, which would each need a
+        cache.
+        """
+        layout = _layout(files)
+        assert layout is not None
+        text = target.model.config.get_text_config(decoder=True)
+        own, shared = _of_module(files, layout, text.num_hidden_layers)
+        _check_complete(files, layout, {**shared, **own})
+        named = _stacked_experts(_named(layout, {**shared, **own}, layers_only=own))
+        tensors.clear()
+        tensors.update(named)
+        if getattr(text, "mtp_use_dedicated_embeddings", False):
+            raise CheckpointError(
+                f"the MTP module of {files.source} has an embedding of its own, which "
+                "jetdraft does not read; export without the head"
+            )
+        config = EagleConfig(
+            hidden_size=text.hidden_size,
+            target_hidden_size=text.hidden_size,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=target.vocab_size,
+            join_norms=True,
+            # MiMo joins the state before the embedding.
+            hidden_first=layout == "mimo"
+            or bool(getattr(text, "mtp_hidden_states_first", False)),
+            carries_normed=True,
+        )
+        return config, None
+
+
+def _layout(files: HeadFiles) -> str | None:
+    for layout, (pattern, names) in _LAYOUTS.items():
+        fc = next(iter(names))
+        for name in files.tensors:
+            match = pattern.match(name)
+            if match and match[2] == f"{fc}weight":
+                return layout
+    return None
+
+
+def _of_module(
+    files: HeadFiles, layout: str, layers: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of the one module's layer, and those beside it."""
+    pattern, _ = _LAYOUTS[layout]
+    modules: dict[int, dict[str, Tensor]] = {}
+    shared: dict[str, Tensor] = {}
+    for name, tensor in files.tensors.items():
+        match = pattern.match(name)
+        if match is None or (layout == "deepseek" and int(match[1]) < layers):
+            continue
+        numbered = layout != "qwen" or match[1] is not None
+        into = modules.setdefault(int(match[1]), {}) if numbered else shared
+        into[match[2]] = tensor
+    if len(modules) != 1:
+        raise CheckpointError(
+            f"{files.source} has {len(modules)} MTP modules; jetdraft reads files with "
+            "one module"
+        )
+    ((_, tensors),) = modules.items()
+    return tensors, shared
+
+
+def _check_complete(files: HeadFiles, layout: str, tensors: dict[str, Tensor]) -> None:
+    """Raise `CheckpointError` for a module without one of its norms."""
+    fc, *norms = (f"{name}weight" for name in _LAYOUTS[layout][1])
+    for name in norms:
+        if name not in tensors:
+            prefix = files.name_of(fc, tensors).removesuffix(fc)
+            raise CheckpointError(
+                f"{files.source} lacks weight {prefix + name!r}; fetch it again"
+            )
+
+
+def _named(
+    layout: str, tensors: dict[str, Tensor], layers_only: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The tensors under their names in `Mtp`."""
+    names = _LAYOUTS[layout][1]
+    own = {} if layout == "qwen" else names
+    named = {}
+    for name, tensor in tensors.items():
+        if name.startswith(_COPIES):
+            continue
+        of_layer = name in layers_only
+        table = own if of_layer else names
+        prefix = next((old for old in table if name.startswith(old)), None)
+        if prefix is None:
+            named[f"stack.layers.0.{name}" if of_layer else name] = tensor
+        else:
+            named[table[prefix] + name.removeprefix(prefix)] = tensor
+    return named
+
+
+def _stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts as transformers 5 keeps them: one tensor for all of a kind."""
+    pattern = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+    experts: dict[str, dict[tuple[str, int], Tensor]] = {}
+    others = {}
+    for name, tensor in tensors.items():
+        if match := pattern.fullmatch(name):
+            experts.setdefault(match[1], {})[match[3], int(match[2])] = tensor
+        else:
+            others[name] = tensor
+    for name, parts in experts.items():
+        count = 1 + max(number for _, number in parts)
+        try:
+            gate, up, down = (
+                torch.stack([parts[kind, index] for index in range(count)])
+                for kind in ("gate", "up", "down")
+            )
+        except KeyError as error:
+            raise CheckpointError(
+                f"{name} lacks expert {error}; fetch it again"
+            ) from error
+        others[f"{name}.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        others[f"{name}.down_proj"] = down
+    return others

@@ -1,0 +1,136 @@
+"""Falcon's drafter (2412.12639): a head whose rows answer for k tokens at a time.
+
+Rows come in blocks of k. Row t of a head reads, of the last k rows, the target's
+features of each and the token behind each; it predicts the features of row t + k, and
+so token t + k + 1. Every row of a block sees the whole block and all rows before. In a
+graph, attention is causal: a row sees the rows behind it in its block by the mask of a
+tree, where the runtime has a copy of the row behind the block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.draft_module import DraftModule, Given, Reads
+from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles, number
+from jetdraft.checkpoints.heads.head_layers import HeadConfig, own_layers
+from jetdraft.errors import CheckpointError
+
+ARCHITECTURE = "FalconDrafter"
+"""What the config of a drafter calls it."""
+
+MOST_ROWS = 8
+"""The most rows of a block; the paper has 2 to 4."""
+
+
+class Recurrence(nn.Module):
+    """An LSTM of two layers over the rows of short windows, from a state of zeros.
+
+    The paper's LSTM continues over all rows of a text. Here each row has a window of
+    its own, so that its keys and values depend on nothing but its window.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inputs = nn.ModuleList(
+            nn.Linear(size, 4 * width) for size in (2 * width, width)
+        )
+        self.states = nn.ModuleList(
+            nn.Linear(width, 4 * width, bias=False) for _ in self.inputs
+        )
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """The states [..., h] behind the last of the rows [..., k, 2 * h]."""
+        steps = list(rows.unbind(-2))
+        for enter, again in zip(self.inputs, self.states, strict=True):
+            gates = [enter(row) for row in steps]
+            memory, steps[0] = _remembered(gates[0], None)
+            for place in range(1, len(steps)):
+                own = gates[place] + again(steps[place - 1])
+                memory, steps[place] = _remembered(own, memory)
+        return steps[-1]
+
+
+def _remembered(gates: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
+    """An LSTM's memory and state, from its four gates [..., 4 * h] side by side.
+
+    None stands for a memory of zeros.
+    """
+    admit, forget, new, show = gates.chunk(4, dim=-1)
+    kept = admit.sigmoid() * new.tanh()
+    if memory is not None:
+        kept = kept + forget.sigmoid() * memory
+    return kept, show.sigmoid() * kept.tanh()
+
+
+class Falcon(DraftModule):
+    """A window's recurrence and a decoder layer with relaxed causal attention.
+
+    x = embedding of token t + 1 and features of row t, side by side
+    s = Recurrence(x of the last k rows)
+    features of row t + k = layer(s; rows up to the end of t's block)
+    """
+
+    published = "Falcon"
+    reads = Reads(features=True, windows=True, carries=True)
+    keys = LAYER_KEYS | {"block_size"}
+
+    def __init__(self, config: HeadConfig, target: Any) -> None:
+        super().__init__(config, target)
+        self.embed_tokens = target.get_input_embeddings()
+        self.lm_head = target.get_output_embeddings()
+        self.recurrence = Recurrence(config.hidden_size)
+        self.stack = own_layers(config)
+        self.attend_with("sdpa")
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        cache: Cache | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """The predicted features [b, n, h] of the rows k places on.
+
+        `tokens` int64 [b, n, k] and `features` [b, n, k, h] are a row's window, its own
+        last; `positions` int64 [b, n]. `mask` [1, 1, n, slots] is added to the scores.
+        """
+        # In a graph, a quantized embedding takes ids of two axes.
+        embedded = self.embed_tokens(tokens.flatten(1)).unflatten(1, tokens.shape[1:])
+        joined = torch.cat([embedded, features.to(embedded.dtype)], dim=-1)
+        predicted: Tensor = self.stack(self.recurrence(joined), positions, cache, mask)
+        return predicted
+
+    def draft(self, given: Given) -> tuple[Tensor, Tensor]:
+        """The logits of the answered rows, and the predicted features."""
+        tokens = torch.cat([given.recent, given.tokens[..., None]], dim=-1)
+        size, width = self.config.slots, self.config.feature_size
+        windows = given.features.reshape(1, -1, size, width)
+        predicted = self(tokens, windows, given.positions, given.cache)
+        return self.lm_head(predicted[:, given.answer_rows]), predicted
+
+    @classmethod
+    def recognizes(cls, files: HeadFiles) -> bool:
+        """Whether the folder has a Falcon drafter in jetdraft's layout."""
+        return "recurrence.inputs.0.weight" in files.tensors
+
+    @classmethod
+    def configure(
+        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
+    ) -> tuple[HeadConfig, Tensor | None]:
+        """The config; raises `CheckpointError`."""
+        config, ids = super().configure(files, target, tensors)
+        slots = number(files.source, files.config, "block_size")
+        if config.num_layers != 1 or not 2 <= slots <= MOST_ROWS:
+            raise CheckpointError(
+                f"{files.source} is not a Falcon drafter of one layer for blocks of 2 "
+                f"to {MOST_ROWS}; give such a drafter"
+            )
+        return replace(config, slots=slots), ids

@@ -1,0 +1,157 @@
+"""GliDe's drafter (2402.02082): one layer that reads the keys and values of its target.
+
+Row t reads token t and predicts token t + 1. Between self-attention and MLP its query
+attends to the rows that the target's last layer has in its buffers, so the drafter
+knows what the target made of the text, up to the token before the draft.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.draft_module import DraftModule, Given, Reads
+from jetdraft.checkpoints.heads.head_files import HeadFiles
+from jetdraft.checkpoints.heads.head_layers import (
+    CACHE,
+    HeadConfig,
+    own_layers,
+    rotated,
+)
+from jetdraft.checkpoints.layers import decoder_layers
+from jetdraft.errors import CheckpointError, UnsupportedModelError
+
+ARCHITECTURE = "GlideDrafter"
+"""What the config of a drafter calls it."""
+
+
+class Glide(DraftModule):
+    """A decoder layer with cross-attention to the target's keys and values.
+
+        y = x + SelfAttention(norm(x))
+        y = y + W_o Attention(rotated(W_q y), target's keys, target's values)
+        z = y + MLP(norm(y))
+
+    The query is rotated as the target rotates its own. A norm before the LM head is the
+    drafter's. The keys and values of the self-attention depend on the tokens alone,
+    since there is one layer.
+    """
+
+    published = "GliDe"
+    reads = Reads(target_kv=True)
+
+    def __init__(self, config: HeadConfig, target: Any) -> None:
+        super().__init__(config, target)
+        self.embed_tokens = target.get_input_embeddings()
+        self.lm_head = target.get_output_embeddings()
+        self.stack = own_layers(config)
+        rotary = getattr(target.get_decoder(), "rotary_emb", None)
+        if rotary is None:
+            raise UnsupportedModelError(
+                f"{type(target).__name__} has no rotary embedding, with which GliDe "
+                "reads its keys; choose another drafter"
+            )
+        self.stack.rotary = copy.deepcopy(rotary)
+        width, inner = config.hidden_size, config.num_heads * config.head_dim
+        self.cross = nn.ModuleDict(
+            {
+                "q_proj": nn.Linear(width, inner, bias=False),
+                "o_proj": nn.Linear(inner, width, bias=False),
+            }
+        )
+        self.norm = self.stack.norm(width)
+        self.attend_with("sdpa")
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        bias: Tensor,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """The states for the LM head, [b, n, h].
+
+        `tokens` and `positions` are int64 [b, n], `keys` and `values` the target's
+        [b, kv_heads, slots, d], rotated. The `bias` of the cross-attention's scores
+        broadcasts to [b, 1, n, slots].
+        """
+        layer = self.layer
+        states = self.embed_tokens(tokens)
+        turns = self.stack.rotations(states, positions)
+        mixed = layer.self_attn(
+            layer.input_layernorm(states),
+            position_embeddings=turns,
+            attention_mask=None,
+            **{CACHE: cache},
+        )[0]
+        states = states + mixed
+        states = states + self._crossed(states, turns, keys, values, bias)
+        states = states + layer.mlp(layer.post_attention_layernorm(states))
+        normed: Tensor = self.norm(states)
+        return normed
+
+    def _crossed(
+        self,
+        states: Tensor,
+        turns: tuple[Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
+        bias: Tensor,
+    ) -> Tensor:
+        """What the rows read of the target, [b, n, h]."""
+        query = self.cross["q_proj"](states).unflatten(-1, (-1, self.config.head_dim))
+        rows: Any = rotated(query.transpose(1, 2), turns)
+        # The heads of a group lie beside each other: [b, kv_heads, group, n, d].
+        query = rows.unflatten(1, (keys.shape[1], -1))
+        scores = (query @ keys[:, :, None].transpose(3, 4)).float()
+        scores = scores * self.config.head_dim**-0.5 + bias.float()[:, :, None]
+        weights = scores.softmax(-1).to(values.dtype)
+        mixed = (weights @ values[:, :, None]).flatten(1, 2).transpose(1, 2).flatten(2)
+        read: Tensor = self.cross["o_proj"](mixed)
+        return read
+
+    def draft(self, given: Given) -> tuple[Tensor, None]:
+        """The logits of the answered rows."""
+        reads = given.keys, given.values, given.bias
+        hidden = self(given.tokens, given.positions, *reads, given.cache)
+        return self.lm_head(hidden[:, given.answer_rows]), None
+
+    @classmethod
+    def recognizes(cls, files: HeadFiles) -> bool:
+        """Whether the folder has a GliDe drafter."""
+        return "cross.q_proj.weight" in files.tensors
+
+    @classmethod
+    def configure(
+        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
+    ) -> tuple[HeadConfig, Tensor | None]:
+        """The config; raises `CheckpointError`."""
+        config, ids = super().configure(files, target, tensors)
+        if config.num_layers != 1:
+            raise CheckpointError(
+                f"{files.source} has {config.num_layers} layers, and jetdraft reads "
+                "GliDe drafters of one; give such a drafter"
+            )
+        text = target.model.config.get_text_config(decoder=True)
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        size = getattr(text, "head_dim", None) or (
+            text.hidden_size // text.num_attention_heads
+        )
+        if size != config.head_dim or config.num_heads % heads:
+            raise CheckpointError(
+                f"{files.source} has {config.num_heads} heads of {config.head_dim} "
+                f"numbers, but {target.source} keeps {heads} of {size}; give the "
+                "drafter of this target"
+            )
+        return config, ids
+
+
+def read_layer(target: Any) -> int:
+    """The target's layer whose keys and values are read: its last."""
+    return len(decoder_layers(target)) - 1

@@ -1,0 +1,100 @@
+"""Kangaroo's adapter (2404.18911): one attention layer behind the target's lower half.
+
+Row t reads the state of row t between two layers of the target, and predicts token
+t + 1 with the target's LM head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.draft_module import LAYERS, DraftModule, Given, Reads
+from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles, number
+from jetdraft.checkpoints.heads.head_layers import CACHE, HeadConfig, own_layers
+from jetdraft.checkpoints.layers import decoder_layers
+from jetdraft.errors import CheckpointError
+
+ARCHITECTURE = "KangarooAdapter"
+"""What the config of an adapter calls it."""
+
+
+class Kangaroo(DraftModule):
+    """A norm, attention over its own rows, a residual and a norm; no MLP.
+
+    Its tap is the layer below which the target is cut.
+
+        adapter = Kangaroo(config, target)
+        hidden = adapter(states, positions)
+        logits = adapter.lm_head(hidden)
+    """
+
+    published = "Kangaroo"
+    reads = Reads(features=True, cut=True)
+    keys = LAYER_KEYS | {"exit_layer"}
+    renames = ((r".*\.rotary_emb\..*", None), (r"lm_head\..*", None), LAYERS)
+
+    def __init__(self, config: HeadConfig, target: Any) -> None:
+        super().__init__(config, target)
+        self.lm_head = target.get_output_embeddings()
+        self.stack = own_layers(config)
+        del self.layer.mlp, self.layer.post_attention_layernorm
+        self.norm = self.stack.norm(config.hidden_size)
+        self.attend_with("sdpa")
+
+    @property
+    def exit_layer(self) -> int:
+        """The number of layers in the lower half."""
+        return self.config.taps[0]
+
+    def forward(
+        self, states: Tensor, positions: Tensor, cache: Cache | None = None
+    ) -> Tensor:
+        """The states for the LM head: [b, n, h] at positions int64 [b, n] to [b, n, h].
+
+        Without a mask, attention in transformers is causal.
+        """
+        mixed = self.layer.self_attn(
+            self.layer.input_layernorm(states),
+            position_embeddings=self.stack.rotations(states, positions),
+            attention_mask=None,
+            **{CACHE: cache},
+        )[0]
+        normed: Tensor = self.norm(states + mixed)
+        return normed
+
+    def draft(self, given: Given) -> tuple[Tensor, None]:
+        """The logits of the answered rows."""
+        hidden = self(given.features, given.positions, given.cache)
+        return self.lm_head(hidden[:, given.answer_rows]), None
+
+    @classmethod
+    def recognizes(cls, files: HeadFiles) -> bool:
+        """Whether the tensors are those of a layer without an MLP."""
+        has_layer = files.has(r"layers\.0\..*")
+        without_mlp = has_layer and not files.has(r"layers\.0\.(.*\.)?mlp\..*")
+        return files.architecture == ARCHITECTURE or without_mlp
+
+    @classmethod
+    def configure(
+        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
+    ) -> tuple[HeadConfig, Tensor | None]:
+        """The config; raises `CheckpointError`."""
+        config, ids = super().configure(files, target, tensors)
+        source, layers = files.source, len(decoder_layers(target.model))
+        layer = number(source, files.config, "exit_layer")
+        if config.num_layers != 1:
+            raise CheckpointError(
+                f"{source} has {config.num_layers} layers, and a Kangaroo adapter has "
+                "one; fetch it again"
+            )
+        if layer >= layers:
+            raise CheckpointError(
+                f"{source} reads the state below layer {layer}, but {target.source} "
+                f"has {layers} layers; give the adapter of this target"
+            )
+        return replace(config, taps=(layer,)), ids

@@ -1,0 +1,308 @@
+"""Medusa (2401.10774) and Hydra (2402.05109): heads that each guess a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.draft_module import DraftModule, Given, Reads
+from jetdraft.checkpoints.heads.head_files import HeadFiles, check_keys, fit_heads
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
+from jetdraft.errors import CheckpointError, printable
+
+
+@dataclass(frozen=True)
+class MedusaConfig(HeadConfig):
+    """The sizes of heads, and how many residual blocks or layers each head has."""
+
+    blocks: int = 1
+
+
+class Guesses(DraftModule):
+    """Heads that read the features of a row, and guess the tokens t + 2, t + 3, ...
+
+    Token t + 1 is the target's own choice.
+    """
+
+    config: MedusaConfig
+    reads = Reads(features=True, guesses=True, buffers=False)
+    lm_heads: nn.ModuleList
+
+    def _make_lm_heads(self) -> nn.ModuleList:
+        config = self.config
+        return nn.ModuleList(
+            nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+            for _ in range(config.slots)
+        )
+
+    def guesses(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """The logits of every head, [b, n, slots, vocabulary].
+
+        `features` are [b, n, w] and `tokens` int64 [b, n] come after them.
+        """
+        raise NotImplementedError
+
+    def draft(self, given: Given) -> tuple[Tensor, None]:
+        """The logits of all heads after the last answered row."""
+        last = given.features[:, given.answer_rows][:, -1:]
+        tokens = given.tokens[:, given.answer_rows][:, -1:]
+        return self.guesses(last, tokens)[:, 0], None
+
+    @classmethod
+    def sized(
+        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
+    ) -> tuple[MedusaConfig, Tensor | None]:
+        """The config as the tensors tell it; the first ids if tokens are missing."""
+        width = target.model.config.get_text_config(decoder=True).hidden_size
+        drafted = fit_heads(files.source, tensors, target)
+        places = [name.split(".") for name in tensors]
+        config = MedusaConfig(
+            hidden_size=width,
+            target_hidden_size=width,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=drafted,
+            slots=sum(place[0] == "lm_heads" for place in places),
+            blocks=len({p[2] for p in places if p[0] in ("blocks", "mlps")}),
+        )
+        is_whole = drafted == target.vocab_size
+        return config, None if is_whole else torch.arange(drafted)
+
+
+class Medusa(Guesses):
+    """Head i reads the features of row t and predicts token t + 2 + i, i from 0.
+
+    hidden = Medusa(config)(features)      # [b, n, w] to [b, n, slots, w]
+    logits = medusa.logits(hidden)         # [b, n, slots, vocabulary]
+    """
+
+    published = "Medusa"
+    keys = frozenset(
+        {
+            "medusa_num_heads",  # published configs have it wrong: tensors are counted
+            "medusa_num_layers",
+            "base_model_name_or_path",
+            "version",
+            # vLLM's:
+            "num_heads",
+            "hidden_size",
+            "vocab_size",
+            "truncated_vocab_size",
+            "medusa_fc_bias",  # the tensors say it
+            "max_paths",  # of vLLM's trees
+            "topk",
+            "max_seq_len",
+        }
+    )
+    renames = (
+        # Of Medusa's authors, and of vLLM.
+        (r"(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)", r"blocks.\1.\2.\3"),
+        (r"(?:medusa_head\.)?(\d+)\.\d+\.weight", r"lm_heads.\1.weight"),
+        (
+            r"medusa_heads\.blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)",
+            r"blocks.\1.\2.\3",
+        ),
+        (r"medusa_heads\.lm_heads\.(\d+)\.weight", r"lm_heads.\1.weight"),
+    )
+
+    def __init__(self, config: MedusaConfig, target: Any = None) -> None:
+        super().__init__(config, target)
+        width = config.hidden_size
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(nn.Linear(width, width) for _ in range(config.blocks))
+            for _ in range(config.slots)
+        )
+        self.lm_heads = self._make_lm_heads()
+
+    def forward(self, features: Tensor) -> Tensor:
+        """The states for the LM heads: [b, n, w] to [b, n, slots, w]."""
+        states = []
+        for blocks in self.blocks:
+            state = features
+            for block in blocks:  # type: ignore[attr-defined]
+                state = state + nn.functional.silu(block(state))
+            states.append(state)
+        return torch.stack(states, dim=2)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits of every head: [b, n, slots, w] to [b, n, slots, vocabulary]."""
+        heads = zip(self.lm_heads, hidden.unbind(2), strict=True)
+        return torch.stack([head(state) for head, state in heads], dim=2)
+
+    def guesses(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """The logits of every head; the tokens are not read."""
+        return self.logits(self(features))
+
+    @classmethod
+    def recognizes(cls, files: HeadFiles) -> bool:
+        """Whether the config or the names of the tensors are Medusa's."""
+        named = files.has(r"medusa_heads\.lm_heads\..*")
+        return named or "medusa_num_heads" in files.config
+
+    @classmethod
+    def check(cls, files: HeadFiles) -> None:
+        """Raise `CheckpointError` for a config that no target could make right."""
+        check_keys(files.source, files.config, cls.keys)
+
+    @classmethod
+    def named(cls, files: HeadFiles) -> dict[str, Tensor]:
+        """The tensors by their names here; each name is one of a head."""
+        tensors = super().named(files)
+        kept = {id(tensor) for tensor in tensors.values()}
+        for name, tensor in files.tensors.items():
+            if name in tensors or id(tensor) not in kept:
+                raise CheckpointError(
+                    f"{files.source} has {printable(name, 60)} where Medusa has heads "
+                    "like 0.0.linear.weight and 0.1.weight; fetch it again"
+                )
+        return tensors
+
+    @classmethod
+    def configure(
+        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
+    ) -> tuple[MedusaConfig, Tensor | None]:
+        """The config; the tensors tell how many heads there are."""
+        cls.check(files)
+        source = files.source
+        _check_numbers(source, [n for n in tensors if n.startswith("lm_heads.")])
+        first = tensors["lm_heads.0.weight"]
+        config, ids = cls.sized(files, target, tensors)
+        rows = files.config.get("truncated_vocab_size")
+        if rows not in (None, target.vocab_size, len(first)):
+            raise CheckpointError(
+                f"the config of {source} has truncated_vocab_size="
+                f"{printable(rows, 60)}; jetdraft reads Medusa heads that choose among "
+                "all tokens"
+            )
+        blocks = [name for name in tensors if name.startswith("blocks.")]
+        if not any(name.endswith(".bias") for name in blocks):  # vLLM's have none
+            for name in blocks:
+                bias = name.removesuffix("weight") + "bias"
+                tensors[bias] = torch.zeros(len(tensors[name]))
+        return config, ids
+
+
+def _check_numbers(source: str, lm_heads: list[str]) -> None:
+    """Raise `CheckpointError` unless heads are numbered from 0 on."""
+    numbers = sorted(name.split(".")[1] for name in lm_heads)
+    if not numbers or set(numbers) != set(map(str, range(len(numbers)))):
+        raise CheckpointError(
+            f"{source} has the heads {printable(', '.join(numbers) or 'none', 60)}, "
+            "which must be numbered from 0 on; fetch it again"
+        )
+
+
+class Hydra(Guesses):
+    """Head i reads the features of row t and the tokens t + 1 to t + 1 + i.
+
+    It predicts token t + 2 + i, i from 0. The tokens' embedding is the target's.
+
+        hidden = Hydra(config, target)(slot, features, tokens)
+        logits = hydra.lm_heads[slot](hidden)
+    """
+
+    published = "Hydra"
+    keys = frozenset(
+        {
+            "hydra_num_heads",
+            "hydra_num_layers",
+            "hydra_head_arch",
+            "grounded_heads",
+            "hidden_state_offset",
+            "base_model_name_or_path",
+        }
+    )
+    renames = (
+        (r"hydra_mlp\.(.*)", r"mlps.\1"),
+        (r"hydra_lm_head\.(.*)", r"lm_heads.\1"),
+    )
+
+    def __init__(self, config: MedusaConfig, target: Any) -> None:
+        super().__init__(config, target)
+        self.embed_tokens = target.get_input_embeddings()
+        width = config.hidden_size
+        self.mlps = nn.ModuleList(
+            nn.ModuleList(
+                _Block(width * (slot + 2) if layer == 0 else width, width)
+                for layer in range(config.blocks)
+            )
+            for slot in range(config.slots)
+        )
+        self.lm_heads = self._make_lm_heads()
+
+    def forward(self, slot: int, features: Tensor, tokens: Tensor) -> Tensor:
+        """The states of head `slot` for its LM head, [b, n, w].
+
+        `features` are [b, n, w]; `tokens` int64 [b, n, slot + 1] are the path so far.
+        """
+        embedded = self.embed_tokens(tokens).flatten(2)
+        state = torch.cat([features, embedded.to(features.dtype)], dim=-1)
+        for block in self.mlps[slot]:  # type: ignore[attr-defined]
+            state = block(state)
+        return state
+
+    def guesses(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """The logits of every head, which reads the best tokens of the heads before."""
+        path, guesses = tokens[..., None], []
+        for slot, lm_head in enumerate(self.lm_heads):
+            guesses.append(lm_head(self(slot, features, path)))
+            best = guesses[-1].argmax(-1, keepdim=True)
+            path = torch.cat([path, best if self.ids is None else self.ids[best]], -1)
+        return torch.stack(guesses, dim=2)
+
+    @classmethod
+    def recognizes(cls, files: HeadFiles) -> bool:
+        """Whether the config is Hydra's."""
+        return "hydra_num_heads" in files.config
+
+    @classmethod
+    def check(cls, files: HeadFiles) -> None:
+        """Raise `CheckpointError` for a Hydra with more than an MLP in a head."""
+        config = files.config
+        check_keys(files.source, config, cls.keys)
+        asked = {
+            "hydra_head_arch": "mlp",
+            "grounded_heads": True,
+            "hidden_state_offset": 0,
+        }
+        for name, value in asked.items():
+            if config.get(name, value) != value:
+                raise CheckpointError(
+                    f"the config of {files.source} has {name}={config[name]!r}; "
+                    f"jetdraft reads heads with {name}={value!r}"
+                )
+
+    @classmethod
+    def configure(
+        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
+    ) -> tuple[MedusaConfig, Tensor | None]:
+        """The config; raises `CheckpointError`."""
+        cls.check(files)
+        mlp = r"hydra_mlp\.\d+\.\d+\.(linear|res_connection)\.(weight|bias)"
+        if not files.has(mlp) or not files.has(r"hydra_lm_head\.\d+\.weight"):
+            raise CheckpointError(
+                f"{files.source} has no tensors like hydra_mlp.0.0.linear.weight and "
+                "hydra_lm_head.0.weight; fetch it again"
+            )
+        return cls.sized(files, target, tensors)
+
+
+class _Block(nn.Module):
+    """A residual block, with a matrix in place of the identity where widths differ."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self.res_connection: nn.Module = (
+            nn.Identity() if inputs == outputs else nn.Linear(inputs, outputs)
+        )
+
+    def forward(self, state: Tensor) -> Tensor:
+        """[b, n, inputs] to [b, n, outputs]."""
+        output: Tensor = self.res_connection(state) + nn.functional.silu(
+            self.linear(state)
+        )
+        return output

@@ -1,0 +1,179 @@
+"""Checkpoints that are another model than their config says, or of no known kind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from transformers import Gemma3nTextConfig, Gemma4TextConfig, GraniteMoeHybridConfig
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.refusals import check_kinds, check_unread
+from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.export.exporter import export
+from tests.tiny import SIZES, llama_config, save_checkpoint
+
+
+def test_a_config_with_fewer_layers_than_its_weights(tmp_path):
+    folder = save_checkpoint(tmp_path / "c", llama_config(num_hidden_layers=3))
+    file = folder / "config.json"
+    fields = json.loads(file.read_text())
+    fields["num_hidden_layers"] = 2
+    for name in ("layer_types",):
+        fields.pop(name, None)
+    file.write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match=r"layers\.2\..*describes 2 such layers"):
+        Checkpoint.load(str(folder), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("read", "unread"),
+    [
+        (["model.layers.1.w"], ["model.layers.2.eh_proj.weight", "model.layers.2.w"]),
+        (["model.layers.1.w"], ["mtp.layers.0.w", "model.mtp_layers.0.w", "mtp.fc"]),
+        (["h.1.w"], ["h.0.attn.bias", "lm_head.weight"]),
+        (["encoder.block.3.w", "decoder.block.1.w"], ["encoder.block.3.mask"]),
+    ],
+)
+def test_what_else_is_left_unread(read, unread):
+    """MTP modules, which --head reads, and parts of layers that are read."""
+    check_unread("folder", read, unread)
+
+
+def test_each_stack_has_its_own_layers(tmp_path):
+    """A module of MTP excuses its own layer only."""
+    read = ["encoder.block.3.w", "decoder.block.1.w"]
+    with pytest.raises(CheckpointError, match=r"decoder\.block\.2\.w, .* 2 such"):
+        check_unread("folder", read, ["decoder.block.2.w", "encoder.block.3.mask"])
+    unread = ["layers.2.eh_proj.weight", "layers.2.w", "layers.3.w"]
+    with pytest.raises(CheckpointError, match=r"layers\.3\.w"):
+        check_unread("folder", ["layers.1.w"], unread)
+
+
+EXPERTS = "is a mixture of experts"
+RECURRENT = "has recurrent layers"
+LATENT = "has latent attention"
+SHARED = "has layers that share keys and values"
+LINEAR = ["linear_attention", "full_attention"]
+CASES = {
+    "mixtral": (transformers.MixtralConfig(), [f"{EXPERTS} (num_experts 8)"]),
+    "qwen2_moe": (transformers.Qwen2MoeConfig(), [EXPERTS]),
+    "qwen3_moe": (transformers.Qwen3MoeConfig(num_experts=6), [EXPERTS, "experts 6"]),
+    "olmoe": (transformers.OlmoeConfig(), [EXPERTS]),
+    "phimoe": (transformers.PhimoeConfig(), [EXPERTS]),
+    "gpt_oss": (transformers.GptOssConfig(), [EXPERTS]),
+    "glm4_moe": (transformers.Glm4MoeConfig(), [EXPERTS]),
+    "dbrx": (transformers.DbrxConfig(), [EXPERTS]),
+    "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig(), [EXPERTS]),
+    "deepseek_v3": (transformers.DeepseekV3Config(), [EXPERTS, LATENT]),
+    "minicpm3": (transformers.MiniCPM3Config(), [LATENT]),
+    "qwen3_next": (transformers.Qwen3NextConfig(), [EXPERTS, RECURRENT]),
+    "qwen3_5_text": (transformers.Qwen3_5TextConfig(), [RECURRENT]),
+    "olmo_hybrid": (transformers.OlmoHybridConfig(), [RECURRENT]),
+    "mamba": (transformers.MambaConfig(), [RECURRENT]),
+    "mamba2": (transformers.Mamba2Config(), [RECURRENT]),
+    "falcon_mamba": (transformers.FalconMambaConfig(), [RECURRENT]),
+    "falcon_h1": (transformers.FalconH1Config(), [RECURRENT]),
+    "bamba": (transformers.BambaConfig(), [RECURRENT]),
+    "jamba": (transformers.JambaConfig(), [EXPERTS, RECURRENT]),
+    "zamba2": (transformers.Zamba2Config(), [RECURRENT]),
+    "nemotron_h": (transformers.NemotronHConfig(), [EXPERTS, RECURRENT]),
+    "recurrent_gemma": (transformers.RecurrentGemmaConfig(), [RECURRENT]),
+    "lfm2": (
+        transformers.Lfm2Config(
+            num_hidden_layers=2, layer_types=["conv", "full_attention"]
+        ),
+        ["has convolution layers"],
+    ),
+    "granitemoehybrid": (GraniteMoeHybridConfig(), [EXPERTS, RECURRENT]),
+    "granitemoehybrid, dense": (
+        GraniteMoeHybridConfig(
+            num_local_experts=0, num_hidden_layers=2, layer_types=["mamba", "attention"]
+        ),
+        [RECURRENT],
+    ),
+    "gemma3n_text": (Gemma3nTextConfig(), [f"{SHARED} (num_kv_shared_layers 15)"]),
+    "gemma4_text": (Gemma4TextConfig(num_kv_shared_layers=2), [SHARED]),
+    "gemma4_text, experts": (
+        Gemma4TextConfig(enable_moe_block=True, num_experts=4),
+        [EXPERTS],
+    ),
+    "mistral3": (transformers.Mistral3Config(), ["'mistral3'", "more than text"]),
+    "clip": (transformers.CLIPConfig(), ["is a 'clip' model", "language model"]),
+}
+
+
+def refusal(folder, output) -> str:
+    """Why a folder is refused, in one line that points to the documents."""
+    with pytest.raises(UnsupportedModelError) as caught:
+        export(str(folder), output)
+    message = str(caught.value)
+    assert message.startswith(str(folder))
+    assert "\n" not in message
+    assert not output.exists()
+    return message
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_kind_is_refused_by_its_name_before_a_weight_is_read(tmp_path, case):
+    config, said = CASES[case]
+    config.save_pretrained(tmp_path / "model")  # no weight is there to be read
+    message = refusal(tmp_path / "model", tmp_path / "bundle")
+    assert all(part in message for part in said), message
+
+
+def test_what_is_refused_is_said_with_the_way_on(tmp_path):
+    transformers.Qwen3NextConfig().save_pretrained(tmp_path / "m")
+    assert refusal(tmp_path / "m", tmp_path / "bundle") == (
+        f"{tmp_path / 'm'} is a mixture of experts (num_experts 512) and has recurrent "
+        "layers (layer_types linear_attention), which jetdraft does not export yet; it "
+        "exports dense decoders like Llama, Qwen3 and Gemma 3, see docs/models.md"
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GraniteMoeHybridConfig(
+            **{**SIZES, "num_hidden_layers": 2},
+            num_local_experts=0,
+            layer_types=["attention", "attention"],
+            shared_intermediate_size=96,
+        ),
+        llama_config(num_hidden_layers=1, num_local_experts=0, kv_lora_rank=None),
+    ],
+    ids=["granitemoehybrid of attention alone", "llama with fields of others"],
+)
+def test_fields_of_parts_that_a_model_lacks_refuse_nothing(tmp_path, config):
+    folder = save_checkpoint(tmp_path / "model", config)
+    export(str(folder), tmp_path / "bundle")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_experts": 1},
+        {"num_experts": 16_384, "is_moe": False},
+        {"num_experts": [1, "two", None]},
+    ],
+)
+def test_one_expert_is_no_mixture(fields):
+    check_kinds("doge/", fields.get)
+    with pytest.raises(UnsupportedModelError, match="mixture of experts"):
+        check_kinds("doge/", {"num_experts": 2, "is_moe": True}.get)
+
+
+def test_attention_of_its_own_is_said(tmp_path):
+    config = transformers.StableLmConfig(**{**SIZES, "num_hidden_layers": 1})
+    save_checkpoint(tmp_path / "model", config)
+    with pytest.raises(UnsupportedModelError, match=r"own, .*; see docs/models\.md"):
+        export(str(tmp_path / "model"), tmp_path / "bundle")
+
+
+def test_a_checkpoint_without_a_tokenizer_is_told(tmp_path):
+    config = llama_config(num_hidden_layers=1)
+    folder = save_checkpoint(tmp_path / "model", config, tokenizer=False)
+    with pytest.warns(UserWarning, match="has no tokenizer, so the bundle takes"):
+        export(str(folder), tmp_path / "bundle")
