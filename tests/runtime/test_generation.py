@@ -72,7 +72,33 @@ def sometimes_right(tokens, at):
     return spoiled % 288
 
 
-SPOILS = [always_right, always_wrong, empty, sometimes_right]
+class Branching(Scripted):
+    """Random trees around the known text, with equal siblings and dead ends."""
+
+    traits = Traits("branching", max_draft_tokens=15)
+
+    def __init__(self, truth):
+        super().__init__(truth, None)
+
+    def propose(self, context, budget, parents=None):
+        random, text = np.random.default_rng(len(context)), self.truth.tolist()
+        parents = [-1, *(int(random.integers(0, row)) for row in range(1, budget + 1))]
+        tokens = [int(context[-1])]
+        for depth in Rows([0] * (budget + 1), parents).depths[1:]:
+            at = len(context) + depth - 1
+            right = random.random() < 0.7 and at < len(text)
+            tokens.append(text[at] if right else int(random.integers(288)))
+        rows = Rows(tokens, parents)
+        return rows.depth_first() if random.random() < 0.5 else rows
+
+
+def proposer_of(truth, spoil):
+    """Chains that are spoiled in a way, or random trees."""
+    return Branching(truth) if spoil is Branching else Scripted(truth, spoil)
+
+
+CHAINS = [always_right, always_wrong, empty, sometimes_right]
+SPOILS = [*CHAINS, Branching]
 
 
 def generate(model, sampling, proposer=None, length=4, **options):
@@ -90,10 +116,12 @@ def plain(model):
 @pytest.mark.parametrize("spoil", SPOILS)
 @pytest.mark.parametrize("length", [1, 4, 15])
 def test_the_text_is_that_of_plain_decoding(model, plain, sampling, spoil, length):
-    proposer = Scripted(plain[sampling], spoil)
+    proposer = proposer_of(plain[sampling], spoil)
     ids, stats = generate(model, sampling, proposer, length)
     assert ids == plain[sampling]
     assert stats.new_tokens == 200
+    if spoil is Branching and length > 1:
+        assert stats.tokens_per_pass > 1.3
     if spoil is always_right:
         assert stats.acceptance_rate == 1.0
         assert stats.target_passes == -(-200 // (length + 1))
@@ -106,7 +134,7 @@ def test_the_text_is_that_of_plain_decoding(model, plain, sampling, spoil, lengt
         assert all(0 < a < e for a, e in zip(accepted, seen, strict=True))
 
 
-@pytest.mark.parametrize("spoil", SPOILS)
+@pytest.mark.parametrize("spoil", CHAINS)
 def test_tokens_are_passes_plus_accepted(model, plain, spoil):
     proposer = Scripted(plain[SAMPLINGS[0]], spoil)
     _, stats = generate(model, SAMPLINGS[0], proposer, 3, tokens=100)
@@ -119,7 +147,7 @@ def test_tokens_are_passes_plus_accepted(model, plain, spoil):
 @pytest.mark.parametrize("spoil", SPOILS)
 @pytest.mark.parametrize("limit", range(1, 9))
 def test_the_length_limit_inside_a_draft(model, plain, spoil, limit):
-    proposer = Scripted(plain[SAMPLINGS[1]], spoil)
+    proposer = proposer_of(plain[SAMPLINGS[1]], spoil)
     ids, stats = generate(model, SAMPLINGS[1], proposer, 5, tokens=limit)
     assert ids == plain[SAMPLINGS[1]][:limit]
     assert stats.finish_reason == "length"
@@ -130,13 +158,13 @@ def test_the_length_limit_inside_a_draft(model, plain, spoil, limit):
 def test_end_of_text_inside_a_draft(model, plain, spoil, at):
     text = plain[SAMPLINGS[2]]
     eos = next(t for i, t in enumerate(text) if i >= at and text.index(t) == i)
-    proposer = Scripted(text, spoil)
+    proposer = proposer_of(text, spoil)
     ids, stats = generate(model, SAMPLINGS[2], proposer, 5, eos=(eos,))
     assert ids == text[: text.index(eos) + 1]
     assert stats.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("spoil", SPOILS)
+@pytest.mark.parametrize("spoil", CHAINS)
 def test_the_capacity_ends_the_text_and_is_never_passed(model, spoil):
     room = model.parts.target.cache.capacity - len(PROMPT)
     full, stats = generate(model, SAMPLINGS[0], tokens=10_000)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from jetdraft.runtime.drafters.draft_cache import DraftCache
-from jetdraft.runtime.drafts.arrays import Float32s, Int64s
+from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
@@ -33,51 +33,6 @@ class Block:
     tail: tuple[int, ...]
     slots: tuple[int, ...] = ()
     depth: int = 0
-
-
-class _Pass:
-    """The rows of a pass: texts, each with copies of its last rows but one.
-
-    A row reads a window: the last k features and tokens, its own last.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.tokens: list[int] = []
-        self.depths: list[int] = []
-        self.ancestors: list[list[int]] = []
-        self._features: list[Float32s] = []
-        self._recent: list[Sequence[int]] = []
-
-    def add(self, start: Block, tokens: Sequence[int], filled: int) -> range:
-        """Add tokens that begin where a block does; gives their slots.
-
-        `start.features` belong to the k - 1 rows before them and to their own rows.
-        """
-        size, count = self.size, len(tokens)
-        first = filled + len(self.tokens)
-        slots = range(first, first + count)
-        text = [*start.tail, *tokens]
-        seen = [(row, list(slots[:row])) for row in range(count)]
-        for row in range(count - size, count - 1):
-            seen.append((row, [slot for slot in slots if slot != slots[row]]))
-        for row, own in seen:
-            self.tokens.append(tokens[row])
-            self.depths.append(start.depth + row)
-            self.ancestors.append([*start.slots, *own])
-            self._features.append(start.features[row : row + size].reshape(-1))
-            self._recent.append(text[row : row + size - 1])
-        return slots
-
-    @property
-    def features(self) -> Float32s:
-        """What the graph reads of the target, [n, k * w]."""
-        return np.stack(self._features)
-
-    @property
-    def recent(self) -> Int64s:
-        """The tokens before the rows' own, int64 [n, k - 1]."""
-        return np.array(self._recent, np.int64)
 
 
 class AheadCache(DraftCache):
@@ -181,20 +136,34 @@ class AheadCache(DraftCache):
 
         The draft has `filled` slots; each block takes `rows` more.
         """
-        rows, size = _Pass(self.size), self.size
-        all_slots = [rows.add(block, tokens, filled) for block, tokens in blocks]
+        size, all_slots = self.size, list[range]()
+        tokens, depths, ancestors = list[int](), list[int](), list[list[int]]()
+        features, recent = list[Float32s](), list[Sequence[int]]()
+        for start, own in blocks:
+            first, count = filled + len(tokens), len(own)
+            slots, text = range(first, first + count), [*start.tail, *own]
+            rows = [(row, list(slots[:row])) for row in range(count)]
+            copied = range(count - size, count - 1)
+            rows += [(row, [s for s in slots if s != slots[row]]) for row in copied]
+            for row, seen in rows:
+                tokens.append(own[row])
+                depths.append(start.depth + row)
+                ancestors.append([*start.slots, *seen])
+                features.append(start.features[row : row + size].reshape(-1))
+                recent.append(text[row : row + size - 1])
+            all_slots.append(slots)
         answer = self.graph.run_branches(
-            rows.tokens,
-            rows.depths,
-            rows.ancestors,
+            tokens,
+            depths,
+            ancestors,
             filled,
-            features=rows.features,
-            recent=rows.recent,
+            features=np.stack(features),
+            recent=np.array(recent, np.int64),
         )
         self._passes = self.graph.passes
         assert answer.carried is not None
         behind = []
-        for (block, tokens), slots in zip(blocks, all_slots, strict=True):
+        for (block, own), slots in zip(blocks, all_slots, strict=True):
             end = slots.stop - filled
             # The copies follow the last row, whose answer is the last level's.
             order = [*range(end, end + size - 1), end - 1]
@@ -202,9 +171,9 @@ class AheadCache(DraftCache):
                 Block(
                     [answer.rows(slice(row, row + 1)) for row in order],
                     np.concatenate([block.features[1 - size :], answer.carried[order]]),
-                    (*block.tail, *tokens)[1 - size :],
+                    (*block.tail, *own)[1 - size :],
                     (*block.slots, *slots),
-                    block.depth + len(tokens),
+                    block.depth + len(own),
                 )
             )
         return behind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.devices.best_tree import best_tree
@@ -42,22 +42,6 @@ MOST_SIBLINGS = 3
 """A row of a planned tree has at most this many children beside its first child."""
 
 
-class Controller(Protocol):
-    """Assigns the draft of each round and learns from the round."""
-
-    def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
-        """The draft of a round with room for `room` drafted rows.
-
-        `offers` counts the rows that proposers offered in this round already; a
-        proposer may offer fewer rows than it was asked for.
-        """
-        ...
-
-    def observe(self, round_: Round) -> None:
-        """Learn from a round that ended."""
-        ...
-
-
 class Fixed:
     """Always the same proposer and draft length."""
 
@@ -66,7 +50,11 @@ class Fixed:
         self.num_draft_tokens = num_draft_tokens
 
     def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
-        """A draft of the fixed length, or the part of it that fits."""
+        """A draft of the fixed length, or the part of it that fits `room`.
+
+        `offers` counts the rows that proposers offered in this round already; a
+        proposer may offer fewer rows than it was asked for.
+        """
         if self.proposer is None:
             return PLAIN
         probing = Probing(min(self.num_draft_tokens, self.proposer.traits.probes))
@@ -322,3 +310,7 @@ class Adaptive:
                 acceptance.observe(round_)
             else:
                 acceptance.fade()
+
+
+Controller = Fixed | Adaptive
+"""Assigns the draft of each round and learns from the round."""

@@ -145,14 +145,6 @@ Cost = Literal["free", "drafter", "probes"]
 """A draft costs nothing, a drafter's pass per token, or rows of the target's pass."""
 
 
-def _lacks_nothing(bundle: Bundle) -> str:
-    return ""
-
-
-def _always(options: MethodOptions) -> bool:
-    return True
-
-
 # Equal by identity: a planner keeps a proposer for each method and its options.
 @dataclass(frozen=True, eq=False)
 class Method(Generic[OptionsT]):
@@ -188,8 +180,8 @@ class Method(Generic[OptionsT]):
     summary: str
     make: Callable[[LoadedBundle, OptionsT], Proposer]
     options: type[OptionsT] = MethodOptions  # type: ignore[assignment]
-    lacks: Callable[[Bundle], str] = _lacks_nothing
-    in_auto: Callable[[OptionsT], bool] = _always
+    lacks: Callable[[Bundle], str] = lambda bundle: ""
+    in_auto: Callable[[OptionsT], bool] = lambda options: True
     trees: bool = False
     reads_probes: bool = False
     cost: Cost | None = None

@@ -5,12 +5,13 @@ import pytest
 
 import jetdraft
 from jetdraft.errors import OptionError
-from jetdraft.methods import Proposer, Rows, Traits
+from jetdraft.methods import Rows
 from jetdraft.runtime.sampling.chooser import Sampling
 from jetdraft.runtime.sampling.verifiers import Walk
 from jetdraft.testing import toy_bundle
 from tests.fuzz.other_bundles import resized
 from tests.runtime import fake_method
+from tests.runtime.test_generation import Branching
 
 PROMPT = np.random.default_rng(8).integers(0, 288, 20)
 SAMPLINGS = [Sampling(), Sampling(0.8, seed=1), Sampling(1.2, seed=3, top_k=40)]
@@ -114,27 +115,6 @@ def test_compaction_moves_nothing_else(model):
         np.testing.assert_array_equal(new, old)
 
 
-class Branching(Proposer):
-    """Random trees around the known text, with equal siblings and dead ends."""
-
-    traits = Traits("branching", max_draft_tokens=15)
-
-    def __init__(self, truth):
-        self.truth = np.concatenate([PROMPT, truth]).tolist()
-
-    def propose(self, context, budget, parents=None):
-        random = np.random.default_rng(len(context))
-        parents = random_parents(random, budget + 1)
-        depths = Rows([0] * (budget + 1), parents).depths
-        tokens = [int(context[-1])]
-        for depth in depths[1:]:
-            at = len(context) + depth - 1
-            right = random.random() < 0.7 and at < len(self.truth)
-            tokens.append(self.truth[at] if right else int(random.integers(288)))
-        rows = Rows(tokens, parents)
-        return rows.depth_first() if random.random() < 0.5 else rows
-
-
 def generate(model, sampling, proposer=None, tokens=150, **options):
     widths = model.parts.widths.exact
     return fake_method.tokens_of(
@@ -148,34 +128,11 @@ def plain(model):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_the_text_is_that_of_plain_decoding(model, plain, sampling):
-    ids, stats = generate(model, sampling, Branching(plain[sampling]))
-    assert ids == plain[sampling]
-    assert stats.tokens_per_pass > 1.5
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_compacted_branches_give_the_same_text(float_model, sampling):
     expected, _ = generate(float_model, sampling)
     ids, stats = generate(float_model, sampling, Branching(expected), exact=False)
     assert ids == expected
     assert stats.tokens_per_pass > 1.5
-
-
-@pytest.mark.parametrize("limit", [1, 2, 3, 5, 8])
-def test_the_length_limit_inside_a_branch(model, plain, limit):
-    proposer = Branching(plain[SAMPLINGS[1]])
-    ids, _ = generate(model, SAMPLINGS[1], proposer, tokens=limit)
-    assert ids == plain[SAMPLINGS[1]][:limit]
-
-
-@pytest.mark.parametrize("at", range(5))
-def test_end_of_text_inside_a_branch(model, plain, at):
-    text = plain[SAMPLINGS[2]]
-    eos = next(t for i, t in enumerate(text) if i >= at and text.index(t) == i)
-    ids, stats = generate(model, SAMPLINGS[2], Branching(text), eos=(eos,))
-    assert ids == text[: text.index(eos) + 1]
-    assert stats.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("exact", [True, False])

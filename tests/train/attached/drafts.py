@@ -184,7 +184,7 @@ class AttachedDrafter:
 
     def test_it_is_no_drafter_of_another_method(self, model):
         for method in METHODS - {self.method}:
-            with pytest.raises(OptionError, match="needs a"):
+            with pytest.raises(OptionError, match="export with --"):
                 model.generate(PERIOD, method=method)
 
 
