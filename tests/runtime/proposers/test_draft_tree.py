@@ -1,5 +1,7 @@
 """Branching drafts: same logits, same cache, same text."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ import jetdraft
 from jetdraft.errors import OptionError
 from jetdraft.methods import Rows
 from jetdraft.runtime.sampling.chooser import Sampling
-from jetdraft.runtime.sampling.verifiers import Walk
+from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from jetdraft.testing import toy_bundle
 from tests.fuzz.other_bundles import resized
 from tests.runtime import fake_method
@@ -155,21 +157,18 @@ def test_a_parent_after_its_child_is_refused(model, plain):
         generate(model, SAMPLINGS[0], Broken(plain[SAMPLINGS[0]]))
 
 
-class Rounding(Walk):
+def rounded(rows, answer, positions, chooser):
     """As if rounding had flipped the choice of every row beyond a gap."""
-
-    def choose(self, rows, answer, positions, chooser):
-        chosen = super().choose(rows, answer, positions, chooser)
-        gaps = (row for row, parent in enumerate(rows.parents) if parent != row - 1)
-        first = next(gaps, len(chosen))
-        return [*chosen[:first], *((token + 1) % 288 for token in chosen[first:])]
+    chosen = VERIFIERS["walk"].choose(rows, answer, positions, chooser)
+    gaps = (row for row, parent in enumerate(rows.parents) if parent != row - 1)
+    first = next(gaps, len(chosen))
+    return [*chosen[:first], *((token + 1) % 288 for token in chosen[first:])]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_no_choice_beyond_a_gap_is_ever_committed(model, plain, sampling):
-    ids, stats = generate(
-        model, sampling, Branching(plain[sampling]), verifier=Rounding()
-    )
+    walk = replace(VERIFIERS["walk"], choose=rounded)
+    ids, stats = generate(model, sampling, Branching(plain[sampling]), verifier=walk)
     assert ids == plain[sampling]
     assert stats.tokens_per_pass > 1.3
 
